@@ -1,0 +1,6 @@
+"""``python -m lightning_fed``."""
+
+from lightning_fed.cli import main
+
+if __name__ == "__main__":
+    main()

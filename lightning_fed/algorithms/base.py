@@ -1,0 +1,115 @@
+"""The interface of a method: a few hooks, each FedAvg by default."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_fed.core.base_optimizers import BaseOptimizer
+from lightning_fed.core.rounds import Cohort, Run, Step, Update
+from lightning_fed.core.types import State, Vector
+
+__all__ = ["Algorithm"]
+
+
+class Algorithm:
+    """A federated method as pure functions of flat vectors; every hook defaults to FedAvg.
+
+    A method declares what it needs (a second gradient per batch, full-batch gradients, how its messages are averaged)
+    and states its formula in the hooks. All state is handed in and handed back by name, so that checkpoints, resume
+    and every engine come for free: a method keeps hyper-parameters in attributes and nothing else.
+
+    ``correct`` and ``advance`` are called on whole vectors [P], on one parameter's view or on a cohort [S, P]: they
+    must be elementwise, without ``.item()`` and without in-place changes.
+
+    Example:
+        >>> import torch
+        >>> class SignedFedAvg(Algorithm):
+        ...     def correct(self, g, y, step):
+        ...         return torch.sign(g)
+        >>> SignedFedAvg()
+        SignedFedAvg()
+    """
+
+    reduces: Mapping[str, str] = {"delta": "weighting"}
+    """How each message is averaged over the cohort: "weighting" (the run's choice), "examples", "uniform", or
+    "population" (the sum over the cohort divided by N, which is |S|/N times the mean)."""
+
+    default_weighting: str = "examples"
+    """The run's weighting when the user sets none."""
+
+    local_work: bool = True
+    """Whether clients take local steps. If not, ``local_epochs`` and ``local_steps`` stay unset."""
+
+    anchor_at: str | None = None
+    """Take a second gradient on every batch, at "x" or at the server vector of this name."""
+
+    full_grad_at: tuple[str, ...] = ()
+    """Take full-batch client gradients before local work, at "x" and/or at server vectors of these names."""
+
+    grad_cohort: str = "same"
+    """Who takes the full-batch gradients that are averaged: the training cohort ("same") or its "own" cohort."""
+
+    population_loss: bool = False
+    """Whether :attr:`Cohort.loss` is wanted: the mean loss over all clients at x, in eval mode."""
+
+    uses_mean_examples: bool = False
+    """Whether ``mean_examples`` is read. It costs a pass over a population whose clients are built on demand."""
+
+    uses_solver_state: bool = False
+    """Whether the method mimics the user's own optimizer through :meth:`solver_state`."""
+
+    def init_server(self, x: Vector) -> State:
+        """Return the server state at x^0; it is carried from round to round and checkpointed."""
+        return {}
+
+    def init_client(self, x: Vector) -> State:
+        """Return the state of a client that has not taken part yet; it is kept between its rounds."""
+        return {}
+
+    def begin_round(self, x: Vector, server: State, cohort: Cohort) -> State:
+        """Return the server state to use in this round, given the cohort's gradients and loss."""
+        return server
+
+    def init_local(self, x: Vector, server: State, client: State) -> State:
+        """Return state that lives for one client's round."""
+        return {}
+
+    def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
+        """Return the direction of a local step, given the client's gradient ``g`` at ``y``."""
+        return g
+
+    def advance(self, g: Tensor, step: Step) -> State:
+        """Return the local state after a step, given the same raw gradient that ``correct`` saw."""
+        return step.local
+
+    def solver_state(self, server: State, local: State) -> State:
+        """Return optimizer statistics to load before every local step; they are dropped after it."""
+        return {}
+
+    def finish(self, y: Vector, run: Run) -> Update:
+        """Return a client's messages and its new kept state after the last local step."""
+        return Update(send={"delta": run.delta})
+
+    def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
+        """Return a direction for the server optimizer, which sees its negative as the gradient, and the new state."""
+        return mean["delta"], server
+
+    def evaluate_at(self, x: Vector, server: State) -> Vector:
+        """Return the parameters that validation and checkpoints show."""
+        return x
+
+    def options(self) -> dict[str, Any]:
+        """Return the hyper-parameters by name; a checkpoint of another method or other options is refused."""
+        return {k: v.options() if isinstance(v, BaseOptimizer) else v for k, v in self._hyper_parameters().items()}
+
+    def __repr__(self) -> str:
+        """Show the method as it would be written."""
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._hyper_parameters().items())})"
+
+    def _hyper_parameters(self) -> dict[str, Any]:
+        """Return the public attributes without the declarations above, unless one is an argument by that name."""
+        arguments = inspect.signature(type(self)).parameters
+        public = {k: v for k, v in vars(self).items() if not k.startswith("_")}
+        return {k: v for k, v in public.items() if k in arguments or not hasattr(Algorithm, k)}

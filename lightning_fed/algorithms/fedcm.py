@@ -1,0 +1,75 @@
+"""FedCM: the server's momentum is mixed into every local step."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.base_optimizers import choice, number
+from lightning_fed.core.rounds import Cohort, Run, Step, Update
+from lightning_fed.core.types import State, Vector
+
+__all__ = ["FedCM"]
+
+
+class FedCM(Algorithm):
+    r"""Federated averaging with client-level momentum.
+
+    Xu et al., *FedCM: Federated Learning with Client-level Momentum*, 2021 (https://arxiv.org/abs/2106.10874),
+    Algorithm 2.
+
+    .. math::
+        y_i &\leftarrow y_i - \eta_l \left( \alpha\, g_i(y_i) + (1 - \alpha) \Delta \right) \\
+        \Delta &\leftarrow \sum_i p_i \frac{x - y_i}{\eta_l K_i}, \qquad
+        x \leftarrow x - \eta_g \Delta \;\text{(paper)} \quad\text{or}\quad
+        x + \eta_g \sum_i p_i (y_i - x) \;\text{(relative)}
+
+    Note:
+        The first :math:`\Delta` is zero. A client divides by the sum of the rates of its own steps, :math:`\eta_l K_i`
+        at a constant rate. Weight decay belongs to g and is hence scaled by :math:`\alpha`. Clients count alike unless
+        the run's ``weighting`` says otherwise.
+
+    Args:
+        alpha: The weight :math:`\alpha` of the client's own gradient, in (0, 1]; 1 is FedAvg.
+        eta_g: The server's step :math:`\eta_g`, positive.
+        eta_g_mode: What :math:`\eta_g` multiplies: "paper", :math:`\Delta` itself; "relative", the mean change of the
+            clients, so that 1 lands on their mean (this scales :math:`\eta_g` by :math:`\eta_l K`, as the paper's
+            experiments do).
+
+    Raises:
+        FederatedError: If a hyper-parameter is out of range or unknown.
+
+    Example:
+        >>> FedCM(alpha=0.1)
+        FedCM(alpha=0.1, eta_g=1.0, eta_g_mode='relative')
+    """
+
+    reduces: Mapping[str, str] = {"delta": "weighting", "gradient": "weighting"}
+    default_weighting = "uniform"
+
+    def __init__(self, alpha: float, eta_g: float = 1.0, eta_g_mode: Literal["relative", "paper"] = "relative") -> None:
+        self.alpha = number(self, "alpha", alpha, "(0, 1]")
+        self.eta_g = number(self, "eta_g", eta_g, "(0, inf)")
+        self.eta_g_mode = choice(self, "eta_g_mode", eta_g_mode, "relative", "paper")
+
+    def init_server(self, x: Vector) -> State:
+        """Return Delta = 0."""
+        return {"delta": torch.zeros_like(x)}
+
+    def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
+        """Return alpha g + (1 - alpha) Delta."""
+        return self.alpha * g + (1 - self.alpha) * step.server["delta"]
+
+    def finish(self, y: Vector, run: Run) -> Update:
+        """Send the change of the model and the mean direction along its path."""
+        return Update(send={"delta": run.delta, "gradient": run.path_gradient})
+
+    def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
+        """Step by eta_g and renew Delta."""
+        if self.eta_g_mode == "paper":
+            direction = -self.eta_g * mean["gradient"]
+        else:  # untouched where eta_g = 1: the server then lands on the clients' mean without rounding
+            direction = mean["delta"] if self.eta_g == 1 else self.eta_g * mean["delta"]
+        return direction, {"delta": mean["gradient"]}

@@ -1,0 +1,33 @@
+"""ServerOnly: no local work; the server optimizer runs on the cohort's gradient."""
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.rounds import Run, Update
+from lightning_fed.core.types import Vector
+
+__all__ = ["ServerOnly"]
+
+
+class ServerOnly(Algorithm):
+    r"""A centralized optimizer with one step a round, on the mean of the clients' full-batch gradients.
+
+    The baseline "server-only" of Karimireddy et al., *Mime: Mimicking Centralized Stochastic Algorithms in Federated
+    Learning*, 2020 (https://arxiv.org/abs/2008.03606), Section 6; with SGD it is FedSGD of McMahan et al., AISTATS 2017
+    (https://arxiv.org/abs/1602.05629).
+
+    .. math::
+        g = \sum_i p_i \nabla F_i(x), \qquad x \leftarrow x - \eta\, U(g, s), \qquad s \leftarrow V(g, s)
+
+    Clients take no local step, so ``local_epochs`` and ``local_steps`` stay unset, and the optimizer of
+    ``configure_optimizers`` steps nowhere: :math:`\eta` and U are the server optimizer's.
+
+    Example:
+        >>> ServerOnly()
+        ServerOnly()
+    """
+
+    local_work = False
+    full_grad_at = ("x",)
+
+    def finish(self, y: Vector, run: Run) -> Update:
+        """Send minus the full-batch gradient at x."""
+        return Update(send={"delta": -run.full_grad["x"]})

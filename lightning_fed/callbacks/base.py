@@ -1,0 +1,74 @@
+"""Callback hooks for rounds and clients, beside Lightning's own."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+
+from lightning_fed.core.rounds import ClientReport, RoundReport
+from lightning_fed.core.types import ClientId
+
+__all__ = ["FederatedCallback", "call_round_hook"]
+
+_LOGS_AS = {"on_round_start": "on_train_epoch_start", "on_round_end": "on_train_epoch_end"}
+
+
+class FederatedCallback(pl.Callback):
+    """A Lightning callback that also hears of rounds and clients.
+
+    Reports are read-only. ``pl_module.log`` works in ``on_round_start`` and ``on_round_end``.
+
+    Example:
+        >>> class Print(FederatedCallback):
+        ...     def on_round_end(self, trainer, pl_module, round_report):
+        ...         print(round_report.round, round_report.loss)
+    """
+
+    def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
+        """Called when the cohort of a round is drawn, before any client works.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module; it holds the server model.
+            round: The round, from 0.
+        """
+
+    def on_client_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int, client_id: ClientId
+    ) -> None:
+        """Called before a client's local work.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module.
+            round: The round, from 0.
+            client_id: The client.
+        """
+
+    def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
+        """Called after a client's local work.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module.
+            client_report: What the client did.
+        """
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
+        """Called after the server's step, before validation.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module; it holds the new server model.
+            round_report: What happened in the round.
+        """
+
+
+def call_round_hook(trainer: pl.Trainer, hook: str, *args: Any) -> None:
+    """Call a hook of every :class:`FederatedCallback` that overrides it."""
+    module = trainer.lightning_module
+    for callback in trainer.callbacks:
+        if isinstance(callback, FederatedCallback) and getattr(type(callback), hook) is not getattr(FederatedCallback, hook):
+            previous, module._current_fx_name = module._current_fx_name, _LOGS_AS.get(hook)
+            with trainer.profiler.profile(f"[Callback]{callback.state_key}.{hook}"):
+                getattr(callback, hook)(trainer, module, *args)
+            module._current_fx_name = previous

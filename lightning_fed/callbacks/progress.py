@@ -1,0 +1,74 @@
+"""One progress bar over rounds."""
+
+import sys
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Callback, TQDMProgressBar
+
+from lightning_fed._compat import Tqdm, TrainerFn
+from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.core.rounds import ClientReport
+
+__all__ = ["RoundProgressBar"]
+
+
+class RoundProgressBar(FederatedCallback, TQDMProgressBar):
+    """Show one bar whose unit is the round, with the metrics logged with ``prog_bar=True``.
+
+    ``validate``, ``test`` and ``predict`` show Lightning's own bars.
+
+    Args:
+        refresh_rate: Redraw the metrics every so many rounds; 0 hides the bar.
+    """
+
+    on_train_batch_start = Callback.on_train_batch_start
+    on_train_batch_end = Callback.on_train_batch_end  # nothing to do per batch, and Lightning skips what is not there
+
+    def init_train_tqdm(self) -> Tqdm:
+        """Return the bar over rounds."""
+        limit = self.trainer.fit_loop.max_epochs
+        return Tqdm(
+            desc="Rounds",
+            total=None if limit is None or limit < 0 else limit,
+            initial=self.trainer.fit_loop.round,
+            disable=self.is_disabled,
+            leave=True,
+            dynamic_ncols=True,
+            file=sys.stdout,
+            unit="round",
+        )
+
+    def init_sanity_tqdm(self) -> Tqdm:
+        """Return a hidden bar: the sanity check of validation is not a round."""
+        return Tqdm(disable=True)
+
+    def init_validation_tqdm(self) -> Tqdm:
+        """Return Lightning's bar for ``validate``, a hidden one within a fit."""
+        return Tqdm(disable=True) if self.trainer.state.fn == TrainerFn.FITTING else super().init_validation_tqdm()
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Leave the bar as it is: it counts rounds, not batches."""
+        self._clients_done = 0
+
+    def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
+        """Tell how far the round has come, for rounds that take long."""
+        self._clients_done += 1
+        self.train_progress_bar.set_description(f"Rounds (client {self._clients_done})", refresh=False)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Advance by one round."""
+        bar = self.train_progress_bar
+        bar.set_description("Rounds", refresh=False)
+        if not bar.disable and self._refreshes(trainer):
+            bar.set_postfix(self.get_metrics(trainer, pl_module), refresh=False)
+        bar.update(1)
+
+    def _refreshes(self, trainer: pl.Trainer) -> bool:
+        return trainer.fit_loop.round % max(1, self.refresh_rate) == 0
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        """Return the metrics to show; the logger's version number is no news."""
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        return metrics

@@ -1,0 +1,21 @@
+"""Keep metric-driven learning rate schedules in step with checkpoints."""
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Callback
+
+from lightning_fed._compat import TrainerFn
+
+__all__ = ["PlateauSchedulers"]
+
+
+class PlateauSchedulers(Callback):
+    """Step ``ReduceLROnPlateau`` right after validation, so that a checkpoint written then holds the step.
+
+    Lightning steps these schedulers after the callbacks that save, and a run resumed from such a checkpoint would miss
+    one step.
+    """
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Step the schedulers, once a round."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            trainer.fit_loop.step_plateau_schedulers()

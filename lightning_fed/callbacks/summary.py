@@ -1,0 +1,101 @@
+"""A few lines at the end of a run: how good, how much, where, and how to go on."""
+
+from pathlib import Path
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import TensorBoardLogger
+
+from lightning_fed.callbacks.base import FederatedCallback
+
+__all__ = ["RunSummary"]
+
+
+class RunSummary(FederatedCallback):
+    """Print a short summary when a fit ends.
+
+    Attributes:
+        resume_with: How to resume, with a place for the checkpoint's path; the command line sets its own command.
+    """
+
+    def __init__(self) -> None:
+        self.resume_with = 'trainer.fit(model, data, ckpt_path="{path}")'
+        self._last: dict[str, float] = {}
+        self._best: dict[str, tuple[float, float]] = {}
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note the metrics of the server model."""
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        results = trainer.fit_loop.epoch_loop.val_loop._results
+        for name in {item.meta.name for item in results.values()}:
+            if (value := trainer.callback_metrics.get(name)) is not None:
+                value = float(value)
+                low, high = self._best.get(name, (value, value))
+                self._last[name] = value
+                self._best[name] = (min(low, value), max(high, value))
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the metrics noted so far."""
+        return {"last": dict(self._last), "best": {k: list(v) for k, v in self._best.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, dict[str, list[float]]]) -> None:
+        """Go on from a checkpoint's metrics."""
+        self._last = dict(state_dict["last"])  # type: ignore[arg-type]
+        self._best = {k: (v[0], v[1]) for k, v in state_dict["best"].items()}
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the summary on the first rank."""
+        loop = trainer.fit_loop
+        if not trainer.is_global_zero or loop.round == 0 or loop._state is None:
+            return
+        state = loop.state
+        rows = [(name, self._metric(trainer, name)) for name in sorted(self._last)]
+        rows += [
+            ("method", repr(state.algorithm)),
+            ("rounds", str(state.round)),
+            ("clients seen", f"{state.seen} of {len(state.ids)}"),
+            ("bytes up / down", f"{_size(state.bytes_up)} / {_size(state.bytes_down)}"),
+            *self._places(trainer),
+        ]
+        width = max(len(name) for name, _ in rows)
+        trainer.print("\n".join(["", "Federated run finished", *(f"  {name:<{width}}  {text}" for name, text in rows)]))
+
+    def _metric(self, trainer: pl.Trainer, name: str) -> str:
+        low, high = self._best[name]
+        checkpoint = trainer.checkpoint_callback
+        monitored = isinstance(checkpoint, ModelCheckpoint) and checkpoint.monitor == name
+        falls = checkpoint.mode == "min" if monitored else "loss" in name or "error" in name  # type: ignore[union-attr]
+        return f"{self._last[name]:.4f} (best {low if falls else high:.4f})"
+
+    def _places(self, trainer: pl.Trainer) -> list[tuple[str, str]]:
+        rows = []
+        if trainer.log_dir is not None and trainer.loggers:
+            rows.append(("logs", _relative(trainer.log_dir)))
+        checkpoint = trainer.checkpoint_callback
+        if isinstance(checkpoint, ModelCheckpoint):
+            if checkpoint.best_model_path:
+                rows.append(("best checkpoint", _relative(checkpoint.best_model_path)))
+            if last := checkpoint.last_model_path or checkpoint._last_checkpoint_saved:
+                rows.append(("last checkpoint", _relative(last)))
+                rows.append(("resume", self.resume_with.format(path=_relative(last), rounds=2 * trainer.fit_loop.round)))
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger) and logger.save_dir is not None:
+                rows.append(("watch", f"tensorboard --logdir {_relative(logger.root_dir)}"))
+        return rows
+
+
+def _relative(path: str) -> str:
+    """Show a path from the working directory where that is shorter."""
+    try:
+        return str(Path(path).resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return path
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

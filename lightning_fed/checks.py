@@ -1,0 +1,155 @@
+"""What federated rounds cannot take, refused before the first round with the reason and the remedy."""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch.optim import Optimizer
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.optim import is_plain_sgd, refuse_unsupported
+
+__all__ = ["check_algorithm_fits", "check_hyper_parameters", "check_module", "check_schedulers", "check_trainer"]
+
+_CALLBACKS = {
+    "StochasticWeightAveraging": "it averages weights along one optimizer path, while every client starts a path anew",
+    "WeightAveraging": "it averages weights after every batch, while batches belong to different clients",
+    "EMAWeightAveraging": "it averages weights after every batch, while batches belong to different clients",
+    "BaseFinetuning": "it changes which parameters are trained, and with them what clients and server exchange",
+    "ModelPruning": "it replaces parameters during training, and with them what clients and server exchange",
+    "BatchSizeFinder": "it restarts the inner training loop, which here belongs to a client",
+    "LearningRateFinder": "it steps through batches of a single training run, which here belong to different clients",
+}
+_REMEDIES = {
+    "BaseFinetuning": "freeze parameters in the module's __init__ instead",
+    "BatchSizeFinder": "set batch_size on the data module",
+    "LearningRateFinder": "sweep the learning rate over short runs",
+}
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse Trainer settings and callbacks that have no meaning in rounds.
+
+    Raises:
+        FederatedError: Naming the setting, the value and what to use instead.
+    """
+    if trainer.world_size > 1:
+        raise FederatedError(
+            f"Training on {trainer.world_size} devices (strategy {type(trainer.strategy).__name__}) is not supported:"
+            " clients are trained one after another on one device. Set devices=1."
+        )
+    if trainer.check_val_every_n_epoch is None or trainer.val_check_interval != 1.0:
+        raise FederatedError(
+            f"val_check_interval={trainer.val_check_interval!r} with check_val_every_n_epoch="
+            f"{trainer.check_val_every_n_epoch!r} asks for validation inside a round, where there is no server model to"
+            " validate. Leave val_check_interval at 1.0 and set check_val_every_n_epoch, counted in rounds."
+        )
+    for callback in trainer.callbacks:
+        for cls in type(callback).__mro__:
+            if cls.__name__ in _CALLBACKS and "lightning" in cls.__module__:
+                remedy = _REMEDIES.get(cls.__name__, "remove the callback")
+                raise FederatedError(
+                    f"The callback {type(callback).__name__} is not supported: {_CALLBACKS[cls.__name__]}."
+                    f" Instead, {remedy}."
+                )
+
+
+def check_module(trainer: pl.Trainer) -> None:
+    """Refuse modules and data that rounds cannot drive.
+
+    Raises:
+        FederatedError: Naming the module or data module, the reason and the remedy.
+    """
+    module = trainer.lightning_module
+    name = type(module).__name__
+    if not isinstance(trainer.datamodule, FederatedDataModule):
+        found = "no datamodule" if trainer.datamodule is None else f"a {type(trainer.datamodule).__name__}"
+        raise FederatedError(
+            f"FederatedTrainer.fit needs a FederatedDataModule, found {found}. Pass trainer.fit(model,"
+            " FederatedDataModule(clients=[...])) or FederatedDataModule(train=..., partition=...)."
+        )
+    if not module.automatic_optimization:
+        raise FederatedError(
+            f"{name} uses manual optimization, where no correction can be injected between backward and step."
+            " Remove `self.automatic_optimization = False` and return the loss from training_step."
+        )
+    if "dataloader_iter" in module.training_step.__code__.co_varnames[: module.training_step.__code__.co_argcount]:
+        raise FederatedError(f"{name}.training_step(dataloader_iter) is not supported: take `batch` instead.")
+
+
+def check_optimizers(optimizers: list[Optimizer], module: pl.LightningModule) -> Optimizer:
+    """Return the single local optimizer.
+
+    Raises:
+        FederatedError: If there is none, more than one, or one that cannot take corrections.
+    """
+    name = type(module).__name__
+    if len(optimizers) != 1:
+        raise FederatedError(
+            f"{name}.configure_optimizers() returned {len(optimizers)} optimizers; federated training needs exactly one."
+            " Use parameter groups for different settings."
+        )
+    optimizer = optimizers[0]
+    if type(optimizer).__name__ == "_MockOptimizer":
+        raise FederatedError(f"{name}.configure_optimizers() returned None; return a torch optimizer, such as SGD.")
+    refuse_unsupported(optimizer, f"{name}.configure_optimizers() returned an optimizer that")
+    return optimizer
+
+
+def check_schedulers(trainer: pl.Trainer) -> None:
+    """Refuse schedulers that step within a client.
+
+    Raises:
+        FederatedError: Naming the scheduler.
+    """
+    for config in trainer.lr_scheduler_configs:
+        if config.interval != "epoch":
+            raise FederatedError(
+                f"The LR scheduler {type(config.scheduler).__name__} has interval={config.interval!r}: a schedule over"
+                " the local steps of one client would start anew in every round. Use interval='epoch' (the default):"
+                " it is then stepped once a round."
+            )
+
+
+def check_algorithm_fits(algorithm: Algorithm, optimizer: Optimizer, module: pl.LightningModule) -> None:
+    """Refuse a method that preconditions gradients over an optimizer that does so too.
+
+    Raises:
+        FederatedError: Naming both, and the two ways out.
+    """
+    base = getattr(algorithm, "base", None)
+    if base is not None and not is_plain_sgd(optimizer):
+        raise FederatedError(
+            f"{type(algorithm).__name__}(base={type(base).__name__}) preconditions the gradient itself;"
+            f" {type(module).__name__}.configure_optimizers() returned {type(optimizer).__name__}, which would do so"
+            " once more. Return SGD with momentum 0, or drop `base` to mimic your own optimizer."
+        )
+
+
+def check_hyper_parameters(holder: Any, kind: str) -> None:
+    """Refuse hyper-parameters that a checkpoint could not be read back with, before a round is spent on them.
+
+    Args:
+        holder: A module or data module with ``hparams``.
+        kind: What it is, as the error names it.
+
+    Raises:
+        FederatedError: Naming the hyper-parameter.
+    """
+    hparams = getattr(holder, "hparams", None)
+    for key, value in dict(hparams or {}).items() if isinstance(hparams, Mapping) else ():
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except Exception as error:
+            raise FederatedError(
+                f"The hyper-parameter {key!r} of the {kind} {type(holder).__name__} ({type(value).__name__}) cannot be"
+                " saved so that it loads without running code. Leave it out:"
+                f" self.save_hyperparameters(ignore=[{key!r}])."
+            ) from error

@@ -1,0 +1,391 @@
+"""Base optimizers as two pure formulas: a direction U(g, s) and statistics V(g, s).
+
+A server optimizer takes the direction and advances the statistics with the same gradient. Mime freezes the statistics
+during local steps and advances them once a round, which is why the two are apart.
+"""
+
+import math
+from numbers import Real
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import State, Vector
+
+__all__ = ["SGD", "Adagrad", "Adam", "BaseOptimizer", "RMSProp", "SGDm", "Yogi", "choice", "number"]
+
+_T = TypeVar("_T", bound=str | bool)
+
+
+def number(owner: object, name: str, value: object, interval: str) -> float:
+    """Return a hyper-parameter as a float, or say by name what is wrong with it.
+
+    Args:
+        owner: The object whose argument it is.
+        name: The argument.
+        value: What was given.
+        interval: What is allowed, as one writes it: ``"[0, 1)"``, ``"(0, inf)"``. Infinity itself never is.
+
+    Raises:
+        FederatedError: If ``value`` is no finite number in ``interval``.
+
+    Example:
+        >>> number(SGD(), "beta", 1, "[0, 1)")
+        Traceback (most recent call last):
+        lightning_fed.core.errors.FederatedError: SGD(beta=1): beta must be a finite number in [0, 1).
+    """
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+    if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value):
+        found = float(value)
+        above = found >= low if interval[0] == "[" else found > low
+        below = found <= high if interval[-1] == "]" else found < high
+        if above and below:
+            return found
+    raise FederatedError(f"{type(owner).__name__}({name}={value!r}): {name} must be a finite number in {interval}.")
+
+
+def choice(owner: object, name: str, value: _T, *allowed: _T) -> _T:
+    """Return a hyper-parameter that must be one of a few values, or say by name what is wrong with it.
+
+    Args:
+        owner: The object whose argument it is.
+        name: The argument.
+        value: What was given.
+        *allowed: The values there are.
+
+    Raises:
+        FederatedError: If ``value`` is none of ``allowed``.
+    """
+    if type(value) in {str, bool} and value in allowed:
+        return value
+    options = " or ".join(repr(v) for v in allowed)
+    raise FederatedError(f"{type(owner).__name__}({name}={value!r}): {name} must be {options}.")
+
+
+class BaseOptimizer:
+    r"""An optimizer as pure elementwise formulas, here those of plain SGD.
+
+    .. math::
+        x \leftarrow x - \eta\, U(g, s), \qquad s \leftarrow V(g, s)
+
+    No formula changes anything in place or leaves the device, so it runs unchanged on a vector [P], on one parameter's
+    view of it and on a cohort [S, P], where a statistic of each client is [S, 1]. A subclass keeps hyper-parameters in
+    attributes and nothing else.
+    """
+
+    def init(self, x: Vector) -> State:
+        """Return the statistics s before the first gradient."""
+        return {}
+
+    def warm_start(self, g: Vector, s: State) -> State:
+        """Return the statistics to begin with, now that the first gradient is known; later they stay as they are."""
+        return s
+
+    def direction(self, g: Tensor, s: State) -> Tensor:
+        """Return U(g, s), the direction in which ``x`` descends."""
+        return g
+
+    def track(self, g: Tensor, s: State) -> State:
+        """Return V(g, s), the statistics after gradient ``g``."""
+        return s
+
+    def options(self) -> dict[str, Any]:
+        """Return the class name and the hyper-parameters as plain values."""
+        return {"name": type(self).__name__, **self._hyper_parameters()}
+
+    def __repr__(self) -> str:
+        """Show the optimizer as it would be written."""
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._hyper_parameters().items())})"
+
+    def _hyper_parameters(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if not k.startswith("_")}
+
+
+class SGD(BaseOptimizer):
+    r"""Gradient descent, :math:`U = g`, without statistics.
+
+    Example:
+        >>> SGD().options()
+        {'name': 'SGD'}
+    """
+
+
+class SGDm(BaseOptimizer):
+    r"""Gradient descent with momentum.
+
+    .. math::
+        U = V_m = (1 - \beta) g + \beta m \;\text{(ema)} \qquad\text{or}\qquad g + \beta m \;\text{(heavy ball)}
+
+    Args:
+        beta: The momentum :math:`\beta` in [0, 1).
+        momentum_form: "ema" as in Table 4 of Mime (https://arxiv.org/abs/2008.03606), or "heavy_ball" as in
+            ``torch.optim.SGD``, whose steps are :math:`1 / (1 - \beta)` times as long in the long run.
+            (``torch.optim.SGD(dampening=beta)`` is neither: its first step is undamped.)
+
+    Raises:
+        FederatedError: If a hyper-parameter is out of range.
+
+    Example:
+        >>> import torch
+        >>> SGDm(beta=0.5).direction(torch.tensor([2.0]), {"m": torch.tensor([4.0])})
+        tensor([3.])
+    """
+
+    def __init__(self, beta: float = 0.9, momentum_form: Literal["ema", "heavy_ball"] = "ema") -> None:
+        self.beta = number(self, "beta", beta, "[0, 1)")
+        self.momentum_form = choice(self, "momentum_form", momentum_form, "ema", "heavy_ball")
+
+    def init(self, x: Vector) -> State:
+        """Return m = 0."""
+        return {"m": torch.zeros_like(x)}
+
+    def direction(self, g: Tensor, s: State) -> Tensor:
+        """Return the new momentum."""
+        weight = 1.0 - self.beta if self.momentum_form == "ema" else 1.0
+        return weight * g + self.beta * s["m"]
+
+    def track(self, g: Tensor, s: State) -> State:
+        """Return the new momentum."""
+        return {"m": self.direction(g, s)}
+
+
+class _Adaptive(BaseOptimizer):
+    """What the adaptive optimizers share: a numerator over ``eps + sqrt(v*)``.
+
+    ``step`` counts the gradients seen, t - 1 of the formulas; under this name ``torch.optim`` keeps its dtype when it
+    loads a state.
+    """
+
+    def __init__(self, eps: float, v0: float | Literal["grad"], stats: str) -> None:
+        self.eps = number(self, "eps", eps, "(0, inf)")
+        self.v0: float | str = v0 if v0 == "grad" else self._start(v0)
+        self.stats = choice(self, "stats", stats, "new", "old")
+
+    def init(self, x: Vector) -> State:
+        """Return v = v0 and a step count of zero."""
+        v = torch.full_like(x, 0.0 if isinstance(self.v0, str) else self.v0)
+        return {"v": v, "step": torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)}
+
+    def warm_start(self, g: Vector, s: State) -> State:
+        """Return the statistics with v = g^2 if that was asked for and no gradient has been seen yet."""
+        if self.v0 != "grad":
+            return s
+        return {**s, "v": torch.where((s["step"] == 0).to(g.device), g * g, s["v"])}
+
+    def direction(self, g: Tensor, s: State) -> Tensor:
+        """Return the (new) momentum, or g, over eps + sqrt(v*)."""
+        v = self._second(g, s["v"]) if self.stats == "new" else s["v"]
+        m, v = self._unbiased(self._first(g, s), v, s["step"] + 1)
+        return m / (self.eps + v.sqrt())
+
+    def track(self, g: Tensor, s: State) -> State:
+        """Return the new v and the step count."""
+        return {"v": self._second(g, s["v"]), "step": s["step"] + 1}
+
+    def _first(self, g: Tensor, s: State) -> Tensor:
+        return g
+
+    def _second(self, g: Tensor, v: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _unbiased(self, m: Tensor, v: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        return m, v
+
+    def _start(self, v0: object) -> float:
+        if isinstance(v0, str):
+            raise FederatedError(f"{type(self).__name__}(v0={v0!r}): v0 must be a finite number in [0, inf) or 'grad'.")
+        return number(self, "v0", v0, "[0, inf)")
+
+
+class RMSProp(_Adaptive):
+    r"""RMSProp with eps outside the root.
+
+    .. math::
+        U = \frac{g}{\epsilon + \sqrt{v^*}}, \qquad V_v = (1 - \beta) g^2 + \beta v
+
+    Args:
+        beta: The decay :math:`\beta` of v, in [0, 1).
+        eps: :math:`\epsilon`, positive.
+        v0: The start of v: a number, or "grad" for the square of the first gradient (a warm start).
+        stats: Which :math:`v^*` divides: "new", V's new v computed with this same g, or "old", the stored one. "old"
+            is Table 4 of Mime (https://arxiv.org/abs/2008.03606) read literally: with ``v0=0`` it divides by eps
+            alone in the first round, so give it a ``v0``.
+        bias_correction: Without effect; taken so that one set of options fits every adaptive optimizer.
+
+    Raises:
+        FederatedError: If a hyper-parameter is out of range.
+
+    Example:
+        >>> RMSProp(stats="old", v0="grad")
+        RMSProp(beta=0.99, eps=0.001, v0='grad', stats='old')
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.99,
+        eps: float = 1e-3,
+        v0: float | Literal["grad"] = 0.0,
+        stats: Literal["new", "old"] = "new",
+        bias_correction: bool = False,
+    ) -> None:
+        self.beta = number(self, "beta", beta, "[0, 1)")
+        super().__init__(eps, v0, stats)
+        choice(self, "bias_correction", bias_correction, True, False)
+
+    def _second(self, g: Tensor, v: Tensor) -> Tensor:
+        return (1.0 - self.beta) * g * g + self.beta * v
+
+
+class Adam(_Adaptive):
+    r"""Adam with eps outside the root.
+
+    .. math::
+        U = \frac{(1 - \beta_1) g + \beta_1 m}{\epsilon + \sqrt{v^*}}, \qquad
+        V_m = (1 - \beta_1) g + \beta_1 m, \quad V_v = (1 - \beta_2) g^2 + \beta_2 v
+
+    With bias correction the numerator is divided by :math:`1 - \beta_1^t` and :math:`v^*` by :math:`1 - \beta_2^t`,
+    where t counts the gradients that the statistics have seen, this one included.
+
+    Args:
+        beta1: The decay :math:`\beta_1` of m, in [0, 1).
+        beta2: The decay :math:`\beta_2` of v, in [0, 1).
+        eps: :math:`\epsilon`, positive.
+        v0: The start of v: a number, or "grad" for the square of the first gradient (a warm start).
+        stats: Which :math:`v^*` divides: "new", V's new v computed with this same g, or "old", the stored one. "old"
+            is Table 4 of Mime (https://arxiv.org/abs/2008.03606) read literally: with ``v0=0`` it divides by eps
+            alone in the first round, so give it a ``v0``.
+        bias_correction: Whether to undo the pull of m and v towards zero. By default wherever that has a meaning: with
+            ``stats="new"`` and without a warm start.
+
+    Raises:
+        FederatedError: If a hyper-parameter is out of range, or bias correction is asked for where it has no meaning.
+
+    Example:
+        >>> Adam(stats="old", v0=1e-4)
+        Adam(beta1=0.9, beta2=0.99, eps=0.001, v0=0.0001, stats='old', bias_correction=False)
+    """
+
+    def __init__(
+        self,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        eps: float = 1e-3,
+        v0: float | Literal["grad"] = 0.0,
+        stats: Literal["new", "old"] = "new",
+        bias_correction: bool | None = None,
+    ) -> None:
+        self.beta1 = number(self, "beta1", beta1, "[0, 1)")
+        self.beta2 = number(self, "beta2", beta2, "[0, 1)")
+        super().__init__(eps, v0, stats)
+        wanted = stats == "new" and v0 != "grad" if bias_correction is None else bias_correction
+        self.bias_correction = choice(self, "bias_correction", wanted, True, False)
+        if self.bias_correction and self.stats == "old":
+            raise FederatedError(
+                f"{type(self).__name__}(stats='old', bias_correction=True): the stored v has seen no gradient in the"
+                " first round, so there is nothing to correct. Choose stats='new' or bias_correction=False."
+            )
+        if self.bias_correction and self.v0 == "grad":
+            raise FederatedError(
+                f"{type(self).__name__}(v0='grad', bias_correction=True): a warm start is not biased towards zero."
+                " Choose v0=0 or bias_correction=False."
+            )
+
+    def init(self, x: Vector) -> State:
+        """Return m = 0, v = v0 and a step count of zero."""
+        return {"m": torch.zeros_like(x), **super().init(x)}
+
+    def track(self, g: Tensor, s: State) -> State:
+        """Return the new m and v and the step count."""
+        return {"m": self._first(g, s), **super().track(g, s)}
+
+    def _first(self, g: Tensor, s: State) -> Tensor:
+        return (1.0 - self.beta1) * g + self.beta1 * s["m"]
+
+    def _second(self, g: Tensor, v: Tensor) -> Tensor:
+        return (1.0 - self.beta2) * g * g + self.beta2 * v
+
+    def _unbiased(self, m: Tensor, v: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.bias_correction:
+            return m, v
+        # the casts keep half-precision vectors as they are where t is one count per client [S, 1]
+        return m / (1.0 - self.beta1**t).to(m.dtype), v / (1.0 - self.beta2**t).to(v.dtype)
+
+
+class Adagrad(Adam):
+    r"""Adagrad with momentum: Adam's formulas, but v is the sum of all squares.
+
+    .. math::
+        U = \frac{(1 - \beta_1) g + \beta_1 m}{\epsilon + \sqrt{v^*}}, \qquad
+        V_m = (1 - \beta_1) g + \beta_1 m, \quad V_v = v + g^2
+
+    Args:
+        beta1: The decay :math:`\beta_1` of m, in [0, 1); 0 is Adagrad proper.
+        beta2: Without effect, since v is a sum; taken so that one set of options fits every adaptive optimizer.
+        eps: :math:`\epsilon`, positive.
+        v0: The start of v: a number, or "grad" for the square of the first gradient.
+        stats: As in :class:`Adam`.
+        bias_correction: Must be False: a sum is not biased towards its start.
+
+    Raises:
+        FederatedError: If a hyper-parameter is out of range or ``bias_correction`` is set.
+
+    Example:
+        >>> import torch
+        >>> Adagrad(eps=1.0).direction(torch.tensor([3.0]), Adagrad().init(torch.zeros(1)))
+        tensor([0.7500])
+    """
+
+    def __init__(
+        self,
+        beta1: float = 0.0,
+        beta2: float = 0.99,
+        eps: float = 1e-3,
+        v0: float | Literal["grad"] = 0.0,
+        stats: Literal["new", "old"] = "new",
+        bias_correction: bool = False,
+    ) -> None:
+        choice(self, "bias_correction", bias_correction, False)
+        super().__init__(beta1, beta2, eps, v0, stats, bias_correction)
+
+    def _second(self, g: Tensor, v: Tensor) -> Tensor:
+        return v + g * g
+
+
+class Yogi(Adam):
+    r"""Yogi: Adam's formulas, but v moves by a bounded amount.
+
+    .. math::
+        U = \frac{(1 - \beta_1) g + \beta_1 m}{\epsilon + \sqrt{v^*}}, \qquad
+        V_m = (1 - \beta_1) g + \beta_1 m, \quad V_v = v - (1 - \beta_2) g^2 \operatorname{sign}(v - g^2)
+
+    Args:
+        beta1: The decay :math:`\beta_1` of m, in [0, 1).
+        beta2: :math:`\beta_2` in [0, 1).
+        eps: :math:`\epsilon`, positive.
+        v0: The start of v: a number, or "grad" for the square of the first gradient.
+        stats: As in :class:`Adam`.
+        bias_correction: As in :class:`Adam`; off by default, since v is no moving average.
+
+    Raises:
+        FederatedError: If a hyper-parameter is out of range.
+
+    Example:
+        >>> Yogi(beta2=0.5).options()["beta2"]
+        0.5
+    """
+
+    def __init__(
+        self,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        eps: float = 1e-3,
+        v0: float | Literal["grad"] = 0.0,
+        stats: Literal["new", "old"] = "new",
+        bias_correction: bool = False,
+    ) -> None:
+        super().__init__(beta1, beta2, eps, v0, stats, bias_correction)
+
+    def _second(self, g: Tensor, v: Tensor) -> Tensor:
+        return v - (1.0 - self.beta2) * g * g * torch.sign(v - g * g)

@@ -1,0 +1,80 @@
+"""The module's buffers, which travel beside the parameter vector and are never corrected."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import State
+
+__all__ = ["BUFFER_MODES", "BufferMean", "Buffers"]
+
+BUFFER_MODES = ("average", "server", "local")
+
+
+class Buffers:
+    """Named buffers of a module, such as the running statistics of BatchNorm.
+
+    Args:
+        owners: The owning module and its own name for the buffer, by qualified name. Buffers are looked up there every
+            time, since a module may assign a new tensor.
+        mode: "average": clients start from the server's buffers, and the server takes their mean, by examples for
+            floating-point buffers, from the largest client for the others. "server": what clients do to buffers is
+            dropped. "local": every client keeps its own and starts from it; the server's mean is for evaluation only.
+
+    Raises:
+        FederatedError: If the mode is unknown.
+    """
+
+    def __init__(self, owners: Mapping[str, tuple[nn.Module, str]], mode: str) -> None:
+        if mode not in BUFFER_MODES:
+            raise FederatedError(f"buffers must be one of {BUFFER_MODES}, found {mode!r}.")
+        self.mode = mode
+        self._owners = dict(owners)
+        self.server = self.read()
+
+    @property
+    def bytes(self) -> int:
+        """What one transfer of the buffers costs; nothing where they do not travel back and forth."""
+        if self.mode != "average":
+            return 0
+        return sum(b.numel() * b.element_size() for b in self.server.values())
+
+    def read(self) -> State:
+        """Return copies of the buffers as the module has them now."""
+        return {name: owner.get_buffer(key).detach().clone() for name, (owner, key) in self._owners.items()}
+
+    @torch.no_grad()
+    def write(self, values: State) -> None:
+        """Put values into the module's buffers."""
+        for name, (owner, key) in self._owners.items():
+            owner.get_buffer(key).copy_(values[name])
+
+
+class BufferMean:
+    """The mean of the cohort's buffers: by examples where they are floating-point, else the largest client's."""
+
+    def __init__(self) -> None:
+        self._sums: State = {}
+        self._total = 0
+        self._largest = -1
+        self._picked: State = {}
+
+    def add(self, buffers: State, size: int) -> None:
+        """Add one client's buffers with its number of examples."""
+        self._total += size
+        for name, value in buffers.items():
+            if value.is_floating_point():
+                term = value.to(torch.float64 if value.device.type != "mps" else torch.float32) * size
+                self._sums[name] = self._sums[name] + term if name in self._sums else term
+            elif size > self._largest:
+                self._picked[name] = value
+        self._largest = max(self._largest, size)
+
+    def result(self, server: State) -> State:
+        """Return the mean; the server's own buffers where no client took part."""
+        if self._total == 0:
+            return server
+        means = {name: (value / self._total).to(server[name].dtype) for name, value in self._sums.items()}
+        return {**server, **means, **self._picked}

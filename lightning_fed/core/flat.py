@@ -1,0 +1,95 @@
+"""The trainable parameters of a module as views of one flat vector."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import State, Vector
+
+__all__ = ["FlatParameters", "Layout"]
+
+
+class Layout:
+    """How a flat vector [P] is cut into tensors of given shapes, in order.
+
+    Args:
+        shapes: The shapes, first to last.
+
+    Example:
+        >>> import torch
+        >>> [v.shape for v in Layout([torch.Size([2, 3]), torch.Size([2])]).views(torch.zeros(8))]
+        [torch.Size([2, 3]), torch.Size([2])]
+    """
+
+    def __init__(self, shapes: Iterable[torch.Size]) -> None:
+        self.shapes = list(shapes)
+        self.sizes = [shape.numel() for shape in self.shapes]
+        self.numel = sum(self.sizes)
+
+    def views(self, vector: Vector) -> list[Tensor]:
+        """Return one view of ``vector`` [P] per shape."""
+        return [part.view(shape) for part, shape in zip(vector.split(self.sizes), self.shapes, strict=True)]
+
+    def state_views(self, state: State) -> list[State]:
+        """Return ``state`` once per shape, its vectors cut into views, everything else (0-dim, odd shapes) as it is."""
+        columns = {k: self.views(v) if v.shape == (self.numel,) else None for k, v in state.items()}
+        return [
+            {k: state[k] if column is None else column[i] for k, column in columns.items()}
+            for i in range(len(self.shapes))
+        ]
+
+
+class FlatParameters:
+    """Parameters of a module, re-pointed as views of one vector ``y`` [P].
+
+    The parameter objects stay the same, so optimizers, tied weights and hooks keep working; loading a model is then
+    one copy into ``y``.
+
+    Args:
+        named: (name, parameter) pairs, without duplicates, in the module's order.
+
+    Raises:
+        FederatedError: If there is no parameter, or if they differ in dtype or device.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        if not named:
+            raise FederatedError(
+                "The model has no trainable parameter in its optimizer: set requires_grad=True on what should be"
+                " trained and pass it to the optimizer in configure_optimizers()."
+            )
+        self.names = [name for name, _ in named]
+        self.params = [p for _, p in named]
+        kinds: dict[tuple[torch.dtype, torch.device], str] = {}
+        for name, p in named:
+            kinds.setdefault((p.dtype, p.device), name)
+        if len(kinds) > 1:
+            found = ", ".join(f"{name!r} is {dtype} on {device}" for (dtype, device), name in kinds.items())
+            raise FederatedError(
+                f"Trainable parameters must share one dtype and one device, found: {found}. Convert them, or freeze"
+                " the odd ones with requires_grad_(False)."
+            )
+        self.layout = Layout(p.shape for p in self.params)
+        self.y: Vector = torch.cat([p.detach().reshape(-1) for p in self.params])
+        self.views = self.layout.views(self.y)
+        self.point_to(self.views)
+
+    @property
+    def numel(self) -> int:
+        """The number of trainable parameters, P."""
+        return self.layout.numel
+
+    def point_to(self, views: Sequence[Tensor]) -> None:
+        """Let the parameters look at these tensors (of their own shapes)."""
+        for p, view in zip(self.params, views, strict=True):
+            p.data = view
+
+    def restore(self) -> None:
+        """Let the parameters look at ``y`` again."""
+        self.point_to(self.views)
+
+    def release(self) -> None:
+        """Give every parameter storage of its own, holding what it held."""
+        self.point_to([p.detach().clone() for p in self.params])

@@ -1,0 +1,21 @@
+"""The few type names that the whole package shares."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+Vector: TypeAlias = Tensor
+"""All trainable parameters as one flat tensor [P], or a quantity of that shape (a gradient, a control variate)."""
+
+State: TypeAlias = dict[str, Tensor]
+"""Named vectors and 0-dim tensors: what the server or a client carries from round to round."""
+
+ClientId: TypeAlias = int | str
+"""The name of a client as the user gave it."""
+
+Metrics: TypeAlias = Mapping[str, float]
+"""Metric values by name."""
+
+Weighting: TypeAlias = str | Callable[..., Any]
+"""How client messages are averaged: a name ("examples", "uniform", "steps") or a function of the cohort's reports."""

@@ -1,0 +1,19 @@
+"""Who the clients are and what data each of them has."""
+
+from lightning_fed.data.batches import ClientBatches
+from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.data.dataset import FederatedDataset
+from lightning_fed.data.digits import Digits
+from lightning_fed.data.partition import ByKey, Dirichlet, Iid, Partition, Shards
+
+__all__ = [
+    "ByKey",
+    "ClientBatches",
+    "Digits",
+    "Dirichlet",
+    "FederatedDataModule",
+    "FederatedDataset",
+    "Iid",
+    "Partition",
+    "Shards",
+]

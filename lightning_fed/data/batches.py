@@ -1,0 +1,319 @@
+"""One client's batches: an epoch in an order that a generator alone decides, and a full pass in stored order."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.data.dataset import size_of
+
+__all__ = ["BatchSettings", "ClientBatches", "CustomBatches", "LoaderBatches", "TensorBatches"]
+
+Batches = Iterator[tuple[Any, int]]
+"""Batches, each with the number of examples in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """How a client's examples become batches.
+
+    Attributes:
+        batch_size: Examples in a training batch.
+        full_batch_size: Examples in a batch of a full pass, which changes nothing but memory and speed.
+        shuffle: Whether an epoch is shuffled at all.
+        drop_last: Whether an epoch leaves out a last, smaller batch. A client with fewer examples than ``batch_size``
+            keeps its only batch.
+        collate_fn: Makes a batch of a list of examples; by default PyTorch's ``default_collate``.
+        num_workers: Processes that load a client's examples; they start anew in every epoch of every client.
+        pin_memory: Whether batches are copied to pinned memory, if there is a GPU.
+    """
+
+    batch_size: int = 32
+    full_batch_size: int = 512
+    shuffle: bool = True
+    drop_last: bool = False
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+    pin_memory: bool = False
+
+
+class ClientBatches(ABC):
+    """What a round sees of one client's data.
+
+    Attributes:
+        size: The client's number of examples n_i.
+    """
+
+    size: int
+
+    @abstractmethod
+    def num_batches(self) -> int:
+        """Return the number of training batches in one local epoch."""
+
+    @abstractmethod
+    def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
+        """Yield the batches of one local epoch, each with the number of examples in it.
+
+        Args:
+            generator: Decides the order, and nothing else does. A second epoch from the same generator has another
+                order.
+            shuffle: False gives the stored order, whatever the data module's ``shuffle`` says.
+        """
+
+    @abstractmethod
+    def full(self, generator: torch.Generator) -> Batches:
+        """Yield every example once, in stored order and in batches of ``full_batch_size``.
+
+        Args:
+            generator: Seeds the loader's workers, if there are any.
+        """
+
+
+class _IndexedBatches(ClientBatches):
+    """Batches cut from an order of the examples 0, ..., n_i - 1."""
+
+    def __init__(self, size: int, settings: BatchSettings) -> None:
+        self.size = size
+        self.settings = settings
+
+    def num_batches(self) -> int:
+        """Return the number of training batches in one local epoch."""
+        return -(-self._epoch_size() // self.settings.batch_size)
+
+    def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
+        """Yield the batches of one local epoch."""
+        return self._load(self._order(generator, shuffle), self.settings.batch_size, generator)
+
+    def full(self, generator: torch.Generator) -> Batches:
+        """Yield every example once, in stored order."""
+        return self._load(torch.arange(self.size), self.settings.full_batch_size, generator)
+
+    def _order(self, generator: torch.Generator, shuffle: bool) -> Tensor:
+        # Drawn even if it goes unused: the generator moves on, and with it the seeds of the next epoch's workers.
+        order = torch.randperm(self.size, generator=generator)
+        if not (shuffle and self.settings.shuffle):
+            order = torch.arange(self.size)
+        return order[: self._epoch_size()]
+
+    def _epoch_size(self) -> int:
+        whole = self.size // self.settings.batch_size * self.settings.batch_size
+        return whole if self.settings.drop_last and whole else self.size
+
+    @abstractmethod
+    def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
+        """Yield the examples of ``order`` in batches."""
+
+
+class TensorBatches(_IndexedBatches):
+    """Batches indexed straight out of tensors: the fast path, a few microseconds a batch.
+
+    They equal those of :class:`LoaderBatches` in content, type (a list of tensors) and order. ``num_workers`` is of no
+    use here and ignored. Tensors that live on a GPU stay there.
+
+    Args:
+        tensors: The tensors of a ``TensorDataset``.
+        indices: The client's examples in them [n_i], int64, or None for all.
+        settings: How the examples become batches.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...], indices: Tensor | None, settings: BatchSettings) -> None:
+        super().__init__(len(tensors[0]) if indices is None else len(indices), settings)
+        self.tensors = tensors
+        self.indices = indices
+        self._pin = settings.pin_memory and torch.cuda.is_available()
+
+    @staticmethod
+    def of(dataset: Dataset[Any], settings: BatchSettings) -> "TensorBatches | None":
+        """Return the batches of a ``TensorDataset`` or of (nested) subsets of one, or None for any other data set."""
+        if settings.collate_fn is not None:
+            return None
+        indices: Any = None
+        while isinstance(dataset, Subset) and _reads_like(dataset, Subset):
+            chosen = dataset.indices
+            indices = chosen if indices is None else [chosen[index] for index in indices]
+            dataset = dataset.dataset
+        if not isinstance(dataset, TensorDataset) or not _reads_like(dataset, TensorDataset):
+            return None
+        if any(type(tensor) is not Tensor or tensor.layout is not torch.strided for tensor in dataset.tensors):
+            return None
+        if indices is not None:
+            size = size_of(dataset)
+            indices = torch.as_tensor(indices, dtype=torch.int64).cpu()
+            if len(indices) and not -size <= int(indices.min()) <= int(indices.max()) < size:
+                raise FederatedError(
+                    f"A client's Subset selects examples {int(indices.min())} to {int(indices.max())}, but its"
+                    f" TensorDataset has only {size:,}: correct the indices."
+                )
+            indices = torch.where(indices < 0, indices + size, indices)
+        return TensorBatches(dataset.tensors, indices, settings)
+
+    def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
+        order = order if self.indices is None else self.indices[order]
+        order = order.to(self.tensors[0].device)
+        for chosen in _chunks(order, batch_size):
+            batch = [tensor.index_select(0, chosen.to(tensor.device)) for tensor in self.tensors]
+            if self._pin:
+                batch = [tensor.pin_memory() if tensor.device.type == "cpu" else tensor for tensor in batch]
+            yield batch, len(chosen)
+
+
+class LoaderBatches(_IndexedBatches):
+    """Batches of any map-style data set, through a PyTorch ``DataLoader``.
+
+    Args:
+        dataset: A map-style data set.
+        settings: How the examples become batches.
+    """
+
+    def __init__(self, dataset: Dataset[Any], settings: BatchSettings) -> None:
+        super().__init__(size_of(dataset), settings)
+        self.dataset = dataset
+
+    def loader(self, generator: torch.Generator, shuffle: bool = True) -> DataLoader[Any]:
+        """Return a loader of one local epoch: the very batches of :meth:`epoch`."""
+        return self._loader(_chunks(self._order(generator, shuffle), self.settings.batch_size), generator)
+
+    def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
+        chunks = _chunks(order, batch_size)
+        for chunk, batch in zip(chunks, self._loader(chunks, generator), strict=True):
+            yield batch, len(chunk)
+
+    def _loader(self, chunks: Sequence[Tensor], generator: torch.Generator) -> DataLoader[Any]:
+        # A loader draws its workers' seeds from its generator. It gets a copy, so that the order of later epochs is
+        # the same with and without a loader.
+        workers = torch.Generator()
+        workers.set_state(generator.get_state())
+        return DataLoader(
+            self.dataset,
+            batch_sampler=[chunk.tolist() for chunk in chunks],
+            collate_fn=self.settings.collate_fn,
+            num_workers=self.settings.num_workers if chunks else 0,
+            pin_memory=self.settings.pin_memory and torch.cuda.is_available(),
+            generator=workers,
+        )
+
+
+class CustomBatches(ClientBatches):
+    """Batches of a loader of the user's own.
+
+    A full pass reads the loader's data set in stored order if the loader is a ``DataLoader`` over all of a map-style
+    data set; any other loader is iterated as it is and must give every example once.
+
+    Args:
+        make: Returns a fresh loader of one local epoch, given the generator that its order should come from.
+        client_id: The client's id, for messages.
+        settings: How a full pass is batched; an epoch's batches, order and last batch are the loader's own affair.
+        size: The client's number of examples, if the loader cannot tell.
+
+    Raises:
+        FederatedError: If neither the loader nor ``size`` tells the number of examples.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[torch.Generator], Iterable[Any]],
+        client_id: ClientId,
+        settings: BatchSettings,
+        size: int | None = None,
+    ) -> None:
+        self.client_id = client_id
+        self.settings = settings
+        self._make = make
+        self._measured = make(torch.Generator())  # never iterated: it only tells its lengths
+        self.size = self._measure() if size is None else size
+
+    def num_batches(self) -> int:
+        """Return the length of the loader.
+
+        Raises:
+            FederatedError: If it has none.
+        """
+        try:
+            return len(self._measured)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise self._error("has no len()", "Give it a __len__, its number of batches") from error
+
+    def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
+        """Yield the batches of a fresh loader; ``shuffle`` is the loader's own affair."""
+        return ((batch, count_examples(batch)) for batch in self._make(generator))
+
+    def full(self, generator: torch.Generator) -> Batches:
+        """Yield every example once."""
+        loader = self._measured
+        if not isinstance(loader, DataLoader) or not _reads_all(loader):
+            return self.epoch(generator)
+        settings = replace(self.settings, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
+        return LoaderBatches(loader.dataset, settings).full(generator)
+
+    def _measure(self) -> int:
+        loader: Any = self._measured
+        try:
+            return len(loader.sampler) if type(loader.batch_sampler) is BatchSampler else len(loader.dataset)
+        except (AttributeError, TypeError) as error:
+            problem = "does not tell its number of examples"
+            raise self._error(problem, "Override client_size(client_id) as well") from error
+
+    def _error(self, problem: str, remedy: str) -> FederatedError:
+        found = f"a {type(self._measured).__name__} that {problem}"
+        return FederatedError(f"client_dataloader({self.client_id!r}, ...) returned {found}. {remedy}.")
+
+
+def _chunks(order: Tensor, batch_size: int) -> tuple[Tensor, ...]:
+    return torch.split(order, batch_size) if len(order) else ()  # an empty tensor would split into one empty chunk
+
+
+def count_examples(batch: Any) -> int:
+    """Return the first dimension of the first tensor in a batch of nested lists, tuples, mappings or dataclasses.
+
+    Raises:
+        FederatedError: If there is no tensor with a first dimension.
+
+    Example:
+        >>> count_examples({"ids": ["a", "b"], "x": torch.zeros(2, 3)})
+        2
+    """
+    for tensor in _tensors(batch):
+        if tensor.ndim > 0:
+            return len(tensor)
+    raise FederatedError(f"A batch of type {type(batch).__name__} holds no tensor, so its examples cannot be counted.")
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        parts = batch
+    elif is_dataclass(batch):
+        parts = (getattr(batch, field.name) for field in fields(batch))
+    for part in parts:
+        yield from _tensors(part)
+
+
+def _reads_all(loader: DataLoader[Any]) -> bool:
+    plain = type(loader.batch_sampler) is BatchSampler and not isinstance(loader.dataset, IterableDataset)
+    return plain and isinstance(loader.sampler, (RandomSampler, SequentialSampler))
+
+
+def _reads_like(dataset: Dataset[Any], kind: type[Dataset[Any]]) -> bool:
+    """Tell whether a data set of a subclass reads its examples just as its base class does."""
+    names = ("__getitem__", "__getitems__", "__len__")
+    return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in names)

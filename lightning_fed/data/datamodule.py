@@ -1,0 +1,339 @@
+"""The data of a federation as a LightningDataModule: clients to train on, data sets to evaluate the server model on."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
+from types import MethodType
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.data.batches import BatchSettings, ClientBatches, CustomBatches, LoaderBatches, TensorBatches
+from lightning_fed.data.dataset import FederatedDataset, check_map_style, check_partition, size_of
+from lightning_fed.data.partition import Partition, PartitionFunction, check_count
+
+__all__ = ["FederatedDataModule"]
+
+Clients: TypeAlias = Sequence[Dataset[Any]] | Mapping[ClientId, Dataset[Any]] | FederatedDataset
+EvalData: TypeAlias = Dataset[Any] | DataLoader[Any] | Sequence[Dataset[Any] | DataLoader[Any]]
+EvalLoader: TypeAlias = DataLoader[Any] | list[DataLoader[Any]]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class _DefinedWithVal:
+    """Hides ``val_dataloader`` from Lightning while there is no validation set and none can come.
+
+    Returning an empty list instead would make Lightning warn of a missing ``validation_step``, or of loaders of length
+    zero, when nobody asked for validation. Lightning asks before ``setup``, so a module with a ``setup`` of its own
+    always shows the method.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.__doc__ = method.__doc__
+
+    def __get__(self, instance: "FederatedDataModule | None", owner: type) -> Callable[..., Any]:
+        if instance is None:
+            return self._method
+        if instance.val is not None or instance._overrides("setup", "prepare_data"):
+            return MethodType(self._method, instance)
+
+        @wraps(pl.LightningDataModule.val_dataloader)  # Lightning looks through `wraps`: the method is not overridden
+        def absent() -> NoReturn:
+            raise instance._missing("val")
+
+        return absent
+
+
+def _defined_with_val(method: Method) -> Method:
+    return cast("Method", _DefinedWithVal(method))
+
+
+class FederatedDataModule(pl.LightningDataModule):
+    """Clients to train on, and data sets on which the server model is validated and tested.
+
+    The clients come in one of three ways:
+
+    - ``clients``: one data set per client, as a list, a mapping id -> data set, or a :class:`FederatedDataset`;
+    - ``train`` and ``partition``: one data set, and how to cut it into clients;
+    - a subclass. It may build clients on demand, by giving ``num_clients`` (or ``client_ids``) and overriding
+      :meth:`client_dataset`: nothing then visits every client, so that a million of them cost nothing. Or it may load
+      data in ``setup`` and there set ``self.train`` and ``self.partition``, call :meth:`set_clients`, and set
+      ``self.val``, ``self.test`` and ``self.predict``.
+
+    Any map-style data set will do. Batches of a ``TensorDataset``, or of a ``Subset`` of one, are indexed directly,
+    which is many times as fast as a ``DataLoader`` and gives the same batches.
+
+    Args:
+        clients: One data set per client.
+        train: The data set that ``partition`` cuts into clients.
+        partition: A :class:`Partition`, or any callable from labels [n] to each client's indices.
+        val: The validation set of the server model, or a ready loader, or a list of these.
+        test: The test set, likewise.
+        predict: What ``trainer.predict`` sees, likewise; by default the test set.
+        batch_size: Examples in a client's training batch.
+        eval_batch_size: Examples in a batch of ``val``, ``test`` and ``predict``; 256 by default.
+        full_batch_size: Examples in a batch when a method needs a client's full-batch gradient. It changes memory and
+            speed only; by default ``batch_size``, but at least 512.
+        shuffle: Whether clients shuffle their examples in every local epoch.
+        drop_last: Whether a client leaves out a last, smaller batch. A client with fewer examples than ``batch_size``
+            keeps its only batch.
+        collate_fn: Makes a batch of a list of examples, for clients and evaluation alike.
+        num_workers: Loader processes, for clients and evaluation alike. They start anew in every local epoch of every
+            client, which pays only if examples are slow to make.
+        pin_memory: Whether batches are copied to pinned memory, if there is a GPU.
+        client_val: Validation sets of single clients by id.
+
+    Raises:
+        FederatedError: If the arguments leave it open or contradictory who the clients are, or a value is not allowed.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> from lightning_fed.data import Iid
+        >>> train = TensorDataset(torch.randn(100, 3), torch.randn(100, 1))
+        >>> data = FederatedDataModule(train=train, partition=Iid(num_clients=10), batch_size=4)
+        >>> data.num_clients, data.client_size(0), data.client_batches(0).num_batches()
+        (10, 10, 3)
+    """
+
+    _clients: FederatedDataset | None = None
+    _num_clients: int | None = None  # class attributes, so that a subclass may set them before it calls __init__
+    _client_ids: Sequence[ClientId] | None = None
+
+    def __init__(
+        self,
+        clients: Clients | None = None,
+        train: Dataset[Any] | None = None,
+        partition: Partition | PartitionFunction | None = None,
+        val: EvalData | None = None,
+        test: EvalData | None = None,
+        predict: EvalData | None = None,
+        batch_size: int = 32,
+        eval_batch_size: int | None = None,
+        full_batch_size: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        client_val: Mapping[ClientId, Dataset[Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        self.train = train
+        self.partition = partition
+        self.val = val
+        self.test = test
+        self.predict = predict
+        self.batch_size = check_count(name, "batch_size", batch_size, least=1)
+        self.eval_batch_size = eval_batch_size
+        self.full_batch_size = full_batch_size
+        for key in ("eval_batch_size", "full_batch_size"):
+            if getattr(self, key) is not None:
+                check_count(name, key, getattr(self, key), least=1)
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.collate_fn = collate_fn
+        self.num_workers = check_count(name, "num_workers", num_workers, least=0)
+        self.pin_memory = pin_memory
+        self.client_val = {} if client_val is None else client_val
+        self._check_sources(clients)
+        if clients is not None:
+            self.set_clients(clients)
+
+    # Who the clients are
+
+    @property
+    def clients(self) -> FederatedDataset | None:
+        """The clients' data sets, cut out of ``train`` when first asked for; None if clients are built on demand."""
+        if self._clients is None and self.train is not None and self.partition is not None:
+            self.set_clients(FederatedDataset.from_partition(self.train, self.partition))
+        return self._clients
+
+    def set_clients(self, clients: Clients) -> None:
+        """Set the clients, for subclasses that find them in ``setup``.
+
+        Args:
+            clients: As the argument of the same name.
+
+        Raises:
+            FederatedError: If a client's data set is not map-style, or ``client_val`` names a client there is not.
+        """
+        self._clients = clients if isinstance(clients, FederatedDataset) else FederatedDataset(clients)
+        strangers = set(self.client_val).difference(self._clients.ids) if self.client_val else set()
+        if strangers:
+            raise FederatedError(f"client_val has {sorted(map(repr, strangers))}, which are no clients' ids.")
+
+    @property
+    def num_clients(self) -> int:
+        """The number of clients N. A subclass that builds clients on demand overrides or assigns it."""
+        if self._num_clients is not None:
+            return self._num_clients
+        if self._client_ids is not None or self._overrides("client_ids"):
+            return len(self.client_ids)
+        return len(self._need_clients())
+
+    @num_clients.setter
+    def num_clients(self, value: int) -> None:
+        self._num_clients = check_count(type(self).__name__, "num_clients", value, least=1)
+
+    @property
+    def client_ids(self) -> Sequence[ClientId]:
+        """The clients' ids, in the order of their stored indices. A subclass may override or assign it."""
+        if self._client_ids is not None:
+            return self._client_ids
+        if self.clients is None and (self._num_clients is not None or self._overrides("num_clients")):
+            return range(self.num_clients)
+        return self._need_clients().ids
+
+    @client_ids.setter
+    def client_ids(self, value: Sequence[ClientId]) -> None:
+        self._client_ids = value
+
+    @property
+    def known_sizes(self) -> list[int] | None:
+        """Each client's number of examples, in the order of ``client_ids``, or None if that takes building clients."""
+        built = self._overrides("client_dataset", "client_dataloader", "client_size", "client_ids", "num_clients")
+        if built or self._client_ids is not None or self._num_clients is not None:
+            return None
+        return self._need_clients().known_sizes
+
+    # What a client has
+
+    def client_dataset(self, client_id: ClientId) -> Dataset[Any]:
+        """Return a client's training set. A subclass that builds clients on demand overrides it.
+
+        Args:
+            client_id: One of ``client_ids``.
+
+        Raises:
+            FederatedError: If there is no such client.
+        """
+        return self._need_clients().dataset(client_id)
+
+    def client_size(self, client_id: ClientId) -> int:
+        """Return a client's number of training examples.
+
+        A subclass that builds clients on demand may override it, where that is cheaper than building the client.
+        """
+        if self._overrides("client_dataloader"):
+            return self.client_batches(client_id).size
+        if self._overrides("client_dataset"):
+            return size_of(self._map_style(client_id))
+        return self._need_clients().size(client_id)
+
+    def client_batches(self, client_id: ClientId) -> ClientBatches:
+        """Return a client's batches, as a round sees them."""
+        settings = self._settings()
+        if self._overrides("client_dataloader"):
+            size = self.client_size(client_id) if self._overrides("client_size") else None
+            return CustomBatches(partial(self.client_dataloader, client_id), client_id, settings, size)
+        dataset = self._map_style(client_id)
+        return TensorBatches.of(dataset, settings) or LoaderBatches(dataset, settings)
+
+    def client_dataloader(self, client_id: ClientId, generator: torch.Generator) -> Iterable[Any]:
+        """Return a loader of one local epoch. Override it to load a client's batches in a way of your own.
+
+        Args:
+            client_id: One of ``client_ids``.
+            generator: Where the order of the examples should come from, or a resumed run differs.
+
+        Returns:
+            Any iterable of batches with a ``__len__``, its number of batches. If it is no ``DataLoader``, override
+            :meth:`client_size` too.
+        """
+        return LoaderBatches(self._map_style(client_id), self._settings()).loader(generator)
+
+    def client_val_dataset(self, client_id: ClientId) -> Dataset[Any] | None:
+        """Return a client's own validation set, or None if it has none."""
+        return self.client_val.get(client_id)
+
+    # What the server model is evaluated on
+
+    def train_dataloader(self) -> NoReturn:
+        """Refuse: a federation has a loader for each client, and none for all."""
+        raise FederatedError(
+            f"{type(self).__name__} has one loader for each client: train with FederatedTrainer. For a centralised"
+            " baseline give Trainer.fit a DataLoader of the undivided training set."
+        )
+
+    @_defined_with_val
+    def val_dataloader(self) -> EvalLoader:
+        """Return the loader of the validation set."""
+        return [] if self.val is None else self._eval_loader(self.val)
+
+    def test_dataloader(self) -> EvalLoader:
+        """Return the loader of the test set."""
+        return self._eval_loader(self._need("test", self.test))
+
+    def predict_dataloader(self) -> EvalLoader:
+        """Return the loader of the prediction set, or else of the test set."""
+        return self._eval_loader(self._need("predict", self.test if self.predict is None else self.predict))
+
+    def _eval_loader(self, data: EvalData) -> EvalLoader:
+        if isinstance(data, (list, tuple)) and data and all(isinstance(part, (Dataset, DataLoader)) for part in data):
+            return [cast("DataLoader[Any]", self._eval_loader(part)) for part in data]
+        if isinstance(data, DataLoader):
+            return data
+        return DataLoader(
+            cast("Dataset[Any]", data),
+            batch_size=self.eval_batch_size or 256,
+            collate_fn=self.collate_fn,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory and torch.cuda.is_available(),
+        )
+
+    # Checks
+
+    def _settings(self) -> BatchSettings:
+        return BatchSettings(
+            batch_size=self.batch_size,
+            full_batch_size=self.full_batch_size or max(self.batch_size, 512),
+            shuffle=self.shuffle,
+            drop_last=self.drop_last,
+            collate_fn=self.collate_fn,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+        )
+
+    def _map_style(self, client_id: ClientId) -> Dataset[Any]:
+        dataset = self.client_dataset(client_id)
+        check_map_style(dataset, f"Client {client_id!r}")
+        return dataset
+
+    def _overrides(self, *names: str) -> bool:
+        return any(getattr(type(self), name) is not getattr(FederatedDataModule, name) for name in names)
+
+    def _check_sources(self, clients: Clients | None) -> None:
+        name = type(self).__name__
+        given = [key for key in ("train", "partition") if getattr(self, key) is not None]
+        if clients is not None and given:
+            raise FederatedError(f"{name}(clients=..., {given[0]}=...): give either clients, or train and partition.")
+        if type(self) is FederatedDataModule and clients is None and len(given) < 2:
+            found = f"found {given[0]} alone" if given else "found neither"
+            raise FederatedError(f"{name} needs either clients=..., or both train=... and partition=...; {found}.")
+        if self.train is not None:
+            check_map_style(self.train, f"{name}(train=...)")
+        if self.partition is not None:
+            check_partition(self.partition)
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise FederatedError(f"{name}(collate_fn={self.collate_fn!r}) must be a function of a list of examples.")
+
+    def _need_clients(self) -> FederatedDataset:
+        if self.clients is None:
+            raise FederatedError(
+                f"{type(self).__name__} has no clients. Pass clients, or train and partition; or set them in setup();"
+                " or give num_clients and override client_dataset(client_id)."
+            )
+        return self.clients
+
+    def _need(self, name: str, data: EvalData | None) -> EvalData:
+        if data is None:
+            raise self._missing(name)
+        return data
+
+    def _missing(self, name: str) -> FederatedError:
+        return FederatedError(f"{type(self).__name__} has no {name} set: pass {name}=... to it.")

@@ -1,0 +1,320 @@
+"""The clients' data sets by client id, given one by one or cut out of one data set by a partition."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.data.partition import ByKey, Partition, PartitionFunction, Parts, check_client_id
+
+__all__ = ["FederatedDataset"]
+
+_LABEL_NAMES = ("targets", "labels", "target", "label")
+
+
+class FederatedDataset:
+    """Client id -> map-style data set.
+
+    Empty clients are allowed: they have size 0 and are never sampled.
+
+    Args:
+        clients: A sequence of data sets, whose clients get the ids 0, ..., N - 1, or a mapping id -> data set. A list,
+            tuple or dict is checked at once; any other sequence or mapping is only asked for a client when that client
+            is needed, so that it may build its data sets on demand.
+
+    Raises:
+        FederatedError: If a client's data set is no map-style data set with ``__len__`` and ``__getitem__``.
+
+    Example:
+        >>> data = FederatedDataset({"ann": TensorDataset(torch.zeros(3)), "bob": TensorDataset(torch.zeros(5))})
+        >>> list(data.ids), data.size("bob")
+        (['ann', 'bob'], 5)
+    """
+
+    def __init__(self, clients: Sequence[Dataset[Any]] | Mapping[ClientId, Dataset[Any]]) -> None:
+        if isinstance(clients, Dataset) or not isinstance(clients, (Sequence, Mapping)):
+            raise FederatedError(
+                f"clients={type(clients).__name__}: give one data set per client, in a list or a mapping id -> data"
+                " set. To cut one data set into clients, use train=..., partition=... instead."
+            )
+        self._clients = clients
+        self._ready = isinstance(clients, (list, tuple, dict))
+        self.ids: Sequence[ClientId] = _ids(clients)
+        if self._ready:
+            for client_id in self.ids:
+                self.dataset(client_id)
+
+    @staticmethod
+    def from_partition(
+        dataset: Dataset[Any], partition: Partition | PartitionFunction, labels: Any = None
+    ) -> "FederatedDataset":
+        """Return the clients that a partition cuts out of one data set; only indices are kept, no copies.
+
+        Args:
+            dataset: A map-style data set of n examples.
+            partition: A partition, or any callable from labels [n] to each client's indices.
+            labels: The class of each example [n]. By default the data set's ``targets`` or ``labels``, the last integer
+                tensor [n] of a ``TensorDataset``, the same of what a ``Subset`` selects from, or else the last element
+                of every example, which takes one pass over the data. They are looked for only if the partition needs
+                them.
+
+        Raises:
+            FederatedError: If the labels cannot be found, or the indices do not fit the data set.
+
+        Example:
+            >>> from lightning_fed.data import Iid
+            >>> data = FederatedDataset.from_partition(TensorDataset(torch.arange(10)), Iid(num_clients=3))
+            >>> [data.size(client_id) for client_id in data.ids]
+            [4, 3, 3]
+        """
+        return _PartitionedDataset(dataset, partition, labels)
+
+    def __len__(self) -> int:
+        """Return the number of clients N."""
+        return len(self.ids)
+
+    @property
+    def known_sizes(self) -> list[int] | None:
+        """Each client's number of examples, in the order of ``ids``, or None if that takes building the clients."""
+        return [self.size(client_id) for client_id in self.ids] if self._ready else None
+
+    def size(self, client_id: ClientId) -> int:
+        """Return the number of examples of one client."""
+        return size_of(self.dataset(client_id))
+
+    def dataset(self, client_id: ClientId) -> Dataset[Any]:
+        """Return the data set of one client."""
+        clients = cast("Mapping[ClientId, Dataset[Any]]", self._clients)
+        try:
+            dataset = clients[_position(client_id, self.ids) if isinstance(self.ids, range) else client_id]
+        except KeyError as error:
+            if client_id in self.ids:
+                raise  # it comes from the user's own mapping, which builds this client on demand
+            raise _unknown(client_id, self.ids) from error
+        check_map_style(dataset, f"Client {client_id!r}")
+        return dataset
+
+    def summary(self) -> str:
+        """Return a small table: clients, examples, examples per client and, if known, how skewed the labels are."""
+        rows = {"clients": f"{len(self):,}"}
+        if self.known_sizes is None:
+            return _table(rows | {"examples": "unknown until the clients are built"})
+        sizes = torch.tensor(self.known_sizes)
+        rows["examples"] = f"{int(sizes.sum()):,}"
+        if len(sizes):
+            low, median, high = (int(value) for value in (sizes.min(), sizes.median(), sizes.max()))
+            rows["per client"] = f"min {low:,}, median {median:,}, max {high:,}"
+            rows["empty clients"] = f"{int((sizes == 0).sum()):,}"
+        skew = self._label_skew()
+        if skew is not None:
+            rows["label skew"] = f"{skew:.2f} (0: every client has the same label distribution; towards 1: disjoint)"
+        return _table(rows)
+
+    def _label_skew(self) -> float | None:
+        return None
+
+
+class _PartitionedDataset(FederatedDataset):
+    """Clients that share one data set; client i has the examples ``order[offsets[i] : offsets[i + 1]]``."""
+
+    def __init__(self, dataset: Dataset[Any], partition: Partition | PartitionFunction, labels: Any) -> None:
+        check_map_style(dataset, "train")
+        check_partition(partition)
+        num_examples = size_of(dataset)
+        if isinstance(partition, ByKey) and isinstance(partition.keys, str):
+            partition = ByKey(_column(dataset, partition.keys, repr(partition)))
+        self._source = dataset
+        self._labels: Tensor | None = None
+        if labels is not None:
+            self._labels = _as_labels(labels, num_examples, "labels")
+        elif getattr(partition, "needs_labels", True):
+            self._labels = labels_of(dataset)
+        blank = torch.zeros(1, dtype=torch.int64).expand(num_examples)  # n labels in the memory of one
+        parts = partition(blank if self._labels is None else self._labels)
+        self.ids = _ids(parts)
+        self._positions = None if isinstance(self.ids, range) else {key: i for i, key in enumerate(self.ids)}
+        self._order, self._sizes = _join(parts, self.ids, num_examples, repr(partition))
+        self._offsets = [0, *accumulate(self._sizes)]
+
+    @property
+    def known_sizes(self) -> list[int]:
+        return list(self._sizes)
+
+    def size(self, client_id: ClientId) -> int:
+        return self._sizes[self._locate(client_id)]
+
+    def dataset(self, client_id: ClientId) -> Dataset[Any]:
+        position = self._locate(client_id)
+        indices: list[int] = self._order[self._offsets[position] : self._offsets[position + 1]].tolist()
+        return Subset(self._source, indices)
+
+    def _locate(self, client_id: ClientId) -> int:
+        if self._positions is None:
+            return _position(client_id, self.ids)
+        try:
+            return self._positions[client_id]
+        except (KeyError, TypeError) as error:
+            raise _unknown(client_id, self.ids) from error
+
+    def _label_skew(self) -> float | None:
+        """Return the mean total variation distance, by examples, of the clients' label distributions to that of all."""
+        if self._labels is None or len(self._order) == 0:
+            return None
+        classes, codes = torch.unique(self._labels[self._order], return_inverse=True)
+        sizes = torch.tensor(self.known_sizes)
+        owners = torch.repeat_interleave(sizes)
+        counts = torch.bincount(owners * len(classes) + codes, minlength=len(sizes) * len(classes)).double()
+        counts = counts.view(len(sizes), len(classes))
+        expected = sizes[:, None] * (counts.sum(0) / counts.sum())
+        return float((counts - expected).abs().sum() / 2 / counts.sum())
+
+
+def labels_of(dataset: Dataset[Any]) -> Tensor:
+    """Return the class of each example [n], int64; see :meth:`FederatedDataset.from_partition` for where it looks.
+
+    Raises:
+        FederatedError: If the data set does not say.
+    """
+    for name in ("targets", "labels"):
+        values = getattr(dataset, name, None)
+        if values is not None and not callable(values) and _has_length(values, size_of(dataset)):
+            return _as_labels(values, size_of(dataset), f"{type(dataset).__name__}.{name}")
+    if isinstance(dataset, Subset):
+        return labels_of(dataset.dataset)[torch.as_tensor(dataset.indices, dtype=torch.int64)]
+    if isinstance(dataset, TensorDataset):
+        for tensor in reversed(dataset.tensors):
+            if tensor.ndim == 1 and not tensor.is_floating_point() and not tensor.is_complex():
+                return tensor.detach().cpu().long()
+    label = [_label_in(cast("Any", dataset)[index], type(dataset).__name__) for index in range(size_of(dataset))]
+    return _as_labels(label, size_of(dataset), f"the last element of each example of {type(dataset).__name__}")
+
+
+def size_of(dataset: Any) -> int:
+    """Return the number of examples of a map-style data set."""
+    return len(dataset)
+
+
+def check_map_style(dataset: Any, owner: str) -> None:
+    """Refuse what cannot be counted and indexed.
+
+    Raises:
+        FederatedError: Naming ``owner`` and what was found.
+    """
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise FederatedError(
+            f"{owner} has a {type(dataset).__name__}, whose examples cannot be counted and shuffled: give a map-style"
+            " Dataset with __len__ and __getitem__."
+        )
+
+
+def check_partition(partition: Any) -> None:
+    """Refuse what is no partition.
+
+    Raises:
+        FederatedError: Naming the argument and what was found.
+    """
+    if isinstance(partition, type):
+        raise FederatedError(
+            f"partition={partition.__name__} is a class: instantiate it, as in {partition.__name__}(num_clients=10)."
+        )
+    if not callable(partition):
+        raise FederatedError(
+            f"partition={partition!r} must be a Partition, such as Dirichlet(num_clients=10, alpha=0.3), or a callable"
+            " from labels to each client's indices."
+        )
+
+
+def _unknown(client_id: Any, ids: Sequence[ClientId]) -> FederatedError:
+    known = ", ".join(repr(known) for known in ids[:3]) + (", ..." if len(ids) > 3 else "")
+    return FederatedError(f"There is no client {client_id!r} among the {len(ids):,} clients ({known}).")
+
+
+def _ids(clients: Sequence[Any] | Mapping[Any, Any]) -> Sequence[ClientId]:
+    return [check_client_id(key) for key in clients] if isinstance(clients, Mapping) else range(len(clients))
+
+
+def _position(client_id: Any, ids: Sequence[ClientId]) -> int:
+    """Return the position of a client whose ids are 0, ..., N - 1; NumPy's and other integers are welcome."""
+    try:
+        position = operator.index(client_id)
+    except TypeError as error:
+        raise _unknown(client_id, ids) from error
+    if not 0 <= position < len(ids):
+        raise _unknown(client_id, ids)
+    return position
+
+
+def _join(parts: Parts, ids: Sequence[ClientId], num_examples: int, owner: str) -> tuple[Tensor, list[int]]:
+    """Return all clients' indices in one tensor, and how many each client has."""
+    indices = [torch.as_tensor(part) for part in (parts.values() if isinstance(parts, Mapping) else parts)]
+    for client_id, part in zip(ids, indices, strict=True):
+        if part.ndim != 1 or (len(part) and (part.is_floating_point() or part.dtype == torch.bool)):
+            raise FederatedError(
+                f"{owner} gave client {client_id!r} a {part.dtype} tensor of shape {list(part.shape)}: it must give"
+                " integer indices [n_i]."
+            )
+    order = torch.cat([part.cpu().long() for part in indices]) if indices else torch.empty(0, dtype=torch.int64)
+    if len(order) and not 0 <= int(order.min()) <= int(order.max()) < num_examples:
+        raise FederatedError(
+            f"{owner} gave indices from {int(order.min())} to {int(order.max())} for {num_examples:,} examples: they"
+            f" must lie in 0, ..., {num_examples - 1}."
+        )
+    return order, [len(part) for part in indices]
+
+
+def _column(dataset: Any, name: str, owner: str) -> list[Any]:
+    """Return the data set's attribute with one value per example, seen through subsets."""
+    values = getattr(dataset, name, None)
+    if values is None and isinstance(dataset, Subset):
+        inner = _column(dataset.dataset, name, owner)
+        return [inner[index] for index in dataset.indices]
+    if values is None or not _has_length(values, size_of(dataset)):
+        raise FederatedError(
+            f"{owner}: {type(dataset).__name__} has no attribute {name!r} with one key for each of its"
+            f" {size_of(dataset):,} examples. Pass the keys themselves: ByKey(keys)."
+        )
+    return list(values.tolist() if hasattr(values, "tolist") else values)
+
+
+def _has_length(values: Any, length: int) -> bool:
+    return hasattr(values, "__len__") and len(values) == length
+
+
+def _label_in(example: Any, owner: str) -> Any:
+    if isinstance(example, Mapping):
+        for name in _LABEL_NAMES:
+            if name in example:
+                return example[name]
+    elif isinstance(example, (tuple, list)) and len(example) > 1:
+        return example[-1]
+    raise FederatedError(
+        f"{owner} does not say its labels: an example is a {type(example).__name__} without one. Give the data set an"
+        " attribute `targets` [n], use FederatedDataset.from_partition(dataset, partition, labels=...), or use Iid."
+    )
+
+
+def _as_labels(values: Any, length: int, source: str) -> Tensor:
+    """Return labels as int64 [n]; names of classes become numbers in sorted order."""
+    if isinstance(values, (list, tuple)) and len(values) and isinstance(values[0], str):
+        numbers = {name: number for number, name in enumerate(sorted(set(values)))}
+        values = [numbers[name] for name in values]
+    try:
+        labels = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FederatedError(f"{source} cannot be read as labels [n]: {error}. Pass integer class numbers.") from error
+    if labels.shape != (length,) or labels.is_floating_point() or labels.is_complex():
+        raise FederatedError(
+            f"{source} must hold one integer class per example [{length}]; found {labels.dtype} of shape"
+            f" {list(labels.shape)}. Pass class numbers, as labels=... of FederatedDataset.from_partition."
+        )
+    return labels.detach().cpu().long()
+
+
+def _table(rows: dict[str, str]) -> str:
+    return "\n".join(f"{name:<15}{value}" for name, value in rows.items())

@@ -1,0 +1,229 @@
+"""Lightning's own training epoch loop and automatic optimization, reused for one client after another."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fed._compat import (
+    PassThroughProfiler,
+    _AutomaticOptimization,
+    _DataFetcher,
+    _TrainingEpochLoop,
+    call,
+    is_overridden,
+    is_param_in_hook_signature,
+)
+from lightning_fed.core.seeds import preserved_random_state
+from lightning_fed.core.types import Vector
+from lightning_fed.engines.gradients import GradientPass
+from lightning_fed.engines.results import RoundResults
+from lightning_fed.server.aggregation import accumulation_dtype
+
+__all__ = ["ClientEpochLoop", "ClientFetcher"]
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class ClientFetcher(_DataFetcher):
+    """Hand the batches of one local epoch of one client to the training loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.examples = 0
+        self._batches: Iterator[tuple[Any, int]] = iter(())
+
+    def bind(self, batches: Iterator[tuple[Any, int]], length: int) -> None:
+        """Take the next epoch's (batch, examples) pairs, ``length`` of them."""
+        self._batches, self.length, self.fetched, self.done = batches, length, 0, length == 0
+
+    def __iter__(self) -> "ClientFetcher":
+        """Return itself: every epoch is bound anew."""
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        """Return the next (batch, index, dataloader index)."""
+        if self.done:
+            raise StopIteration
+        batch, self.examples = next(self._batches)
+        self.fetched += 1
+        self.done = self.fetched >= (self.length or 0)
+        return batch, self.fetched - 1, 0
+
+    def teardown(self) -> None:
+        """Let go of the data."""
+        self._batches = iter(())
+
+
+class _ClientOptimization(_AutomaticOptimization):
+    """Lightning's automatic optimization, preceded by the anchor gradient where the method asks for one."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        super().__init__(trainer)
+        self.gradients: GradientPass | None = None
+        self.anchor_point: list[Tensor] = []
+        self.anchor_grad: Vector | None = None
+        self.anchor_decay: list[float] = []
+
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:  # type: ignore[type-arg]
+        """Take the anchor gradient on this batch, then train on it."""
+        if self.anchor_grad is not None:
+            self._take_anchor(batch_idx, kwargs["batch"])
+        return super().run(optimizer, batch_idx, kwargs)
+
+    def _take_anchor(self, batch_idx: int, batch: Any) -> None:
+        assert self.gradients is not None
+        assert self.anchor_grad is not None
+        accumulated = self.trainer.accumulate_grad_batches
+        if batch_idx % accumulated == 0:
+            self.anchor_grad.zero_()
+            views = self.gradients.flat.layout.views(self.anchor_grad)
+            for view, value, decay in zip(views, self.anchor_point, self.anchor_decay, strict=True):
+                if decay:
+                    view.add_(value, alpha=decay)
+        with preserved_random_state(self.anchor_grad.device), self.gradients.silent():
+            self.gradients.add(self.anchor_point, batch, batch_idx, self.anchor_grad, 1.0 / accumulated)
+
+
+class ClientEpochLoop(_TrainingEpochLoop):
+    """One ``run(fetcher)`` is one local epoch of one client.
+
+    Lightning's order of calls is kept. What Lightning does per batch for a run of its own is left out: validation,
+    step loggers, schedulers per step, and the collective that asks every rank for a signal, on which clients of
+    different lengths would hang. Hooks that neither the module nor a callback overrides cost nothing.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        super().__init__(trainer)
+        self.automatic_optimization: _ClientOptimization = _ClientOptimization(trainer)
+        self._results: RoundResults = RoundResults()
+        self._loss: Tensor | None = None
+        self._loss_examples = 0
+
+    @property
+    def global_step(self) -> int:
+        """The completed rounds: the step axis of loggers and checkpoints."""
+        return int(self.trainer.fit_loop.round)
+
+    @property
+    def _batches_that_stepped(self) -> int:
+        return self.global_step
+
+    @_batches_that_stepped.setter
+    def _batches_that_stepped(self, value: int) -> None:
+        """Ignore Lightning's count of batches: the round is the axis."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the local epoch is over; a request to stop waits for the end of the round."""
+        return self._num_ready_batches_reached()
+
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        return False
+
+    def _broadcast_sigterm_tensor(self) -> None:
+        """Do nothing: the loop looks for a signal once a round."""
+
+    def prepare(self) -> None:
+        """Find out, once a fit, which hooks anybody uses."""
+        trainer, module = self.trainer, self.trainer.lightning_module
+        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        profiles = not isinstance(trainer.profiler, PassThroughProfiler)
+        self._uses = {
+            hook: profiles or is_overridden(hook, module, pl.LightningModule) or self._callback_uses(hook)
+            for hook in ("on_train_batch_start", "on_train_batch_end")
+        }
+        datamodule = trainer.datamodule
+        self._transfers = trainer.strategy.root_device.type != "cpu" or any(
+            is_overridden(hook, module, pl.LightningModule)
+            or (datamodule is not None and is_overridden(hook, datamodule, pl.LightningDataModule))
+            for hook in _TRANSFER_HOOKS
+        )
+
+    def _callback_uses(self, hook: str) -> bool:
+        return any(
+            getattr(type(callback), hook) is not getattr(Callback, hook)
+            for callback in self.trainer.callbacks
+            if not (isinstance(callback, ModelCheckpoint) and _saves_at_round_ends(callback))
+        )
+
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        """Connect the profiler to the fetcher."""
+        data_fetcher._start_profiler = self._on_before_fetch
+        data_fetcher._stop_profiler = self._on_after_fetch
+
+    def begin_client(self, device: torch.device) -> None:
+        """Start the running mean of a client's loss."""
+        self._loss = torch.zeros((), dtype=accumulation_dtype(device), device=device)
+        self._loss_examples = 0
+
+    def close_client(self) -> tuple[float, dict[str, float]]:
+        """Return the client's mean loss and the means of what it logged."""
+        assert self._loss is not None
+        loss = float(self._loss) / self._loss_examples if self._loss_examples else float("nan")
+        return loss, self._results.close_client()
+
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        """Train on one batch."""
+        trainer, connector = self.trainer, self.trainer._logger_connector
+        assert isinstance(data_fetcher, ClientFetcher)
+        data_fetcher._start_profiler()
+        try:
+            batch, batch_idx, _ = next(data_fetcher)
+        finally:
+            data_fetcher._stop_profiler()
+        self.batch_progress.is_last_batch = data_fetcher.done
+        batch = trainer.precision_plugin.convert_input(batch)
+        if self._transfers:
+            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+        self.batch_progress.increment_ready()
+        connector.on_batch_start(batch)
+        self._results.batch_size = data_fetcher.examples
+        skips_epoch = self._uses["on_train_batch_start"] and self._start_hooks(batch, batch_idx) == -1
+        if skips_epoch:
+            self.batch_progress.increment_by(0, is_last_batch=True)
+            raise StopIteration
+        self.batch_progress.increment_started()
+        kwargs = OrderedDict(batch=batch, batch_idx=batch_idx) if self._takes_index else OrderedDict(batch=batch)
+        with trainer.profiler.profile("run_training_batch"):
+            output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+        self.batch_progress.increment_processed()
+        self._add_loss(output, data_fetcher.examples)
+        if self._uses["on_train_batch_end"]:
+            call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
+            call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
+        self._results.batch = None
+        self._results.batch_size = None
+        self.batch_progress.increment_completed()
+
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        """Do nothing per batch: validation, schedulers and loggers have their place at the end of the round."""
+
+    def _start_hooks(self, batch: Any, batch_idx: int) -> Any:
+        call._call_callback_hooks(self.trainer, "on_train_batch_start", batch, batch_idx)
+        response = call._call_lightning_module_hook(self.trainer, "on_train_batch_start", batch, batch_idx)
+        call._call_strategy_hook(self.trainer, "on_train_batch_start", batch, batch_idx)
+        return response
+
+    def _add_loss(self, output: dict[str, Any], examples: int) -> None:
+        loss = output.get("loss")
+        if loss is not None and self._loss is not None:
+            self._loss.add_(loss, alpha=examples * self.trainer.accumulate_grad_batches)
+            self._loss_examples += examples
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """Save nothing: the round says it all."""
+        return {}
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Load nothing."""
+
+
+def _saves_at_round_ends(callback: ModelCheckpoint) -> bool:
+    return callback._every_n_train_steps == 0 and callback._train_time_interval is None

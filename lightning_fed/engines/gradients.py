@@ -1,0 +1,199 @@
+"""Gradients of the user's ``training_step`` at another point: the anchor of Mime, full-batch gradients.
+
+Such a pass leaves no trace: it logs nothing, and moves no metric, no buffer and no gradient.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_fed._compat import DummyLogger, call, is_param_in_hook_signature
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.flat import FlatParameters
+from lightning_fed.core.seeds import capture_random_state, preserved_random_state
+from lightning_fed.core.types import Vector
+from lightning_fed.server.aggregation import accumulation_dtype
+
+__all__ = ["GradientPass", "buffer_owners", "prepare_batch", "step_arguments"]
+
+_METRICS = (Metric, MetricCollection)
+
+
+def prepare_batch(trainer: pl.Trainer, batch: Any) -> Any:
+    """Convert and move a batch as Lightning's training loop does, with the user's transfer hooks."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+
+def step_arguments(module: pl.LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
+    """Return the arguments of ``training_step``, which may leave ``batch_idx`` out."""
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return (batch, batch_idx) if takes_index else (batch,)
+
+
+def _no_log(*_: Any, **__: Any) -> None:
+    """Stand in for ``self.log`` and ``self.log_dict`` during a silent pass."""
+
+
+class GradientPass:
+    """Take gradients of ``training_step`` at given points, leaving everything else as it was.
+
+    Args:
+        trainer: The trainer, with its module attached.
+        flat: The trainable parameters.
+    """
+
+    def __init__(self, trainer: pl.Trainer, flat: FlatParameters) -> None:
+        self.trainer = trainer
+        self.flat = flat
+        module = trainer.lightning_module
+        parents = [parent for _, parent in _outside_metrics(module)]
+        self._metrics = [
+            (parent, name, child, copy.deepcopy(child))
+            for parent in parents
+            for name, child in parent.named_children()
+            if isinstance(child, _METRICS)
+        ]
+        self._buffers = [(owner, name, owner.get_buffer(name)) for owner, name in buffer_owners(module).values()]
+        self._logger = [DummyLogger()] if trainer.loggers else []
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Hide loggers, metrics, buffers and gradients from what runs inside."""
+        module, trainer = self.trainer.lightning_module, self.trainer
+        loggers, trainer.loggers = trainer.loggers, self._logger
+        grads = [p.grad for p in self.flat.params]
+        buffers = [buffer.clone() for _, _, buffer in self._buffers]
+        module.__dict__["log"] = module.__dict__["log_dict"] = _no_log
+        for parent, name, _, scratch in self._metrics:
+            parent._modules[name] = scratch
+        try:
+            yield
+        finally:
+            for parent, name, metric, scratch in self._metrics:
+                parent._modules[name] = metric
+                scratch.reset()
+            del module.__dict__["log"], module.__dict__["log_dict"]
+            with torch.no_grad():
+                for (parent, name, buffer), kept in zip(self._buffers, buffers, strict=True):
+                    parent._buffers[name] = buffer.copy_(kept)
+            for p, grad in zip(self.flat.params, grads, strict=True):
+                p.grad = grad
+            self.flat.restore()
+            trainer.loggers = loggers
+
+    def add(self, point: Sequence[Tensor], batch: Any, batch_idx: int, out: Vector, scale: float) -> None:
+        """Add ``scale`` times the gradient at a point on one prepared batch to ``out`` [P].
+
+        Under a gradient scaler an overflow here would go unseen, so the pass is repeated at a lower scale.
+
+        Args:
+            point: The parameters at which to take it, in the parameters' own shapes.
+            batch: The batch, on the device.
+            batch_idx: Its index.
+            out: The sum to add to.
+            scale: The factor.
+        """
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        factor = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+        self.flat.point_to(point)
+        restore = capture_random_state(out.device) if factor > 1.0 else None
+        grads = self._backward(batch, batch_idx, factor)
+        while restore is not None and factor > 1.0 and not _finite(grads):
+            factor = max(1.0, factor / 64.0)
+            restore()
+            grads = self._backward(batch, batch_idx, factor)
+        for view, grad in zip(self.flat.layout.views(out), grads, strict=True):
+            if grad is not None:
+                view.add_(grad, alpha=scale / factor)
+
+    def _forward(self, batch: Any, batch_idx: int) -> Tensor | None:
+        module = self.trainer.lightning_module
+        arguments = step_arguments(module, batch, batch_idx)
+        output = call._call_strategy_hook(self.trainer, "training_step", *arguments)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is not None and not isinstance(loss, Tensor):
+            raise FederatedError(f"training_step must return a tensor, a dict with 'loss', or None, found {type(loss).__name__}.")
+        return loss
+
+    def _backward(self, batch: Any, batch_idx: int, factor: float) -> list[Tensor | None]:
+        for p in self.flat.params:
+            p.grad = None
+        with torch.enable_grad():
+            loss = self._forward(batch, batch_idx)
+            if loss is not None:
+                (loss * factor if factor != 1.0 else loss).backward()
+        return [p.grad for p in self.flat.params]
+
+    def full(self, point: Vector, batches: Iterable[tuple[Any, int]], size: int, decay: Sequence[float]) -> Vector:
+        """Return the full-batch gradient [P] at a point: the means over batches, combined by their sizes.
+
+        Args:
+            point: The parameters [P].
+            batches: (batch, examples in it) pairs that visit every example once.
+            size: The number of examples.
+            decay: The coupled weight decay of each parameter, which is part of the loss.
+        """
+        views = self.flat.layout.views(point)
+        out = torch.zeros_like(point)
+        with self.silent():
+            for i, (batch, examples) in enumerate(batches):
+                self.add(views, prepare_batch(self.trainer, batch), i, out, examples / size)
+        for view, value, rate in zip(self.flat.layout.views(out), views, decay, strict=True):
+            if rate:
+                view.add_(value, alpha=rate)
+        return out
+
+    @torch.no_grad()
+    def loss(self, point: Vector, batches: Iterable[tuple[Any, int]]) -> Tensor:
+        """Return the sum over examples of the loss at a point, in eval mode (0-dim, float64 where there is one)."""
+        module = self.trainer.lightning_module
+        total = torch.zeros((), dtype=accumulation_dtype(point.device), device=point.device)
+        modes = [(m, m.training) for m in module.modules()]
+        with self.silent(), preserved_random_state(point.device):
+            module.eval()
+            self.flat.point_to(self.flat.layout.views(point))
+            try:
+                for i, (batch, examples) in enumerate(batches):
+                    loss = self._forward(prepare_batch(self.trainer, batch), i)
+                    if loss is not None:
+                        total += loss.detach() * examples
+            finally:
+                _set_modes(modes)
+        return total
+
+
+def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
+
+
+def _finite(grads: Sequence[Tensor | None]) -> bool:
+    return all(bool(torch.isfinite(g).all()) for g in grads if g is not None)
+
+
+def _outside_metrics(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Walk the submodules by qualified name without entering metrics."""
+    yield prefix, module
+    for name, child in module.named_children():
+        if not isinstance(child, _METRICS):
+            yield from _outside_metrics(child, f"{prefix}{name}.")
+
+
+def buffer_owners(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the owner and local name of every buffer that is no metric's, by qualified name; shared ones once."""
+    seen: set[int] = set()
+    owners = {}
+    for prefix, parent in _outside_metrics(module):
+        for name, buffer in parent._buffers.items():
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                owners[prefix + name] = (parent, name)
+    return owners

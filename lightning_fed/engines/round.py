@@ -1,0 +1,171 @@
+"""One round: gradients if the method asks for them, the clients' work, their messages, and the account of it all."""
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.buffers import BufferMean
+from lightning_fed.core.rounds import ClientReport, Cohort, RoundReport
+from lightning_fed.core.types import ClientId, State, Weighting
+from lightning_fed.engines.sequential import ClientResult, RoundInputs, SequentialEngine, WorkPlan
+from lightning_fed.server.aggregation import Aggregation, accumulation_dtype, weights_of
+from lightning_fed.server.population import Population
+from lightning_fed.server.server import Server
+
+__all__ = ["Round"]
+
+_LOCAL_BUFFER = "buffer."
+
+
+class Round:
+    """The work of one round, from the cohort to the server's step.
+
+    Args:
+        engine: Runs the clients.
+        server: The server's side; changed by :meth:`close` alone.
+        weighting: The run's weighting.
+        population: The clients there are.
+        plans: The cohort's work.
+    """
+
+    def __init__(
+        self,
+        engine: SequentialEngine,
+        server: Server,
+        weighting: Weighting,
+        population: Population,
+        plans: Sequence[WorkPlan],
+    ) -> None:
+        self.engine, self.server, self.weighting, self.population = engine, server, weighting, population
+        self.algorithm: Algorithm = server.algorithm
+        self.plans = plans
+        members = [plan.participant for plan in plans]
+        self._aggregation = Aggregation(
+            self.algorithm.reduces, weighting, members, len(population), self.algorithm.local_work
+        )
+        self._rule = self.algorithm.reduces.get("delta", "examples")
+        self._cohort = Cohort(len(plans), len(population), server.round)
+        self._cohort.advance_solver = engine.optimizer.advance_solver
+        self._inputs = RoundInputs(server.round, server.x, server.state, {}, {}, math.nan)
+        self._reports: dict[ClientId, ClientReport] = {}
+        self._buffers = BufferMean()
+        self._drift = _Drift(server.x)
+        self._bytes_up = self._bytes_down = 0
+
+    def take_gradients(self, gradient_plans: Sequence[WorkPlan]) -> None:
+        """Take full-batch gradients at the points that the method names, and average those of the gradient cohort."""
+        points = self.algorithm.full_grad_at
+        by_index = {plan.participant.index: plan for plan in [*self.plans, *gradient_plans]}
+        full = {index: self.engine.full_gradients(self._inputs, plan) for index, plan in by_index.items()}
+        members = [plan.participant for plan in gradient_plans]
+        weights = weights_of(self.weighting, members)
+        x = self.server.x
+        mean = {}
+        for name in points:
+            total = torch.zeros_like(x, dtype=accumulation_dtype(x.device))
+            for member, weight in zip(members, weights, strict=True):
+                total.add_(full[member.index][name], alpha=weight)
+            mean[name] = total.to(x.dtype)
+        self._inputs = RoundInputs(self._inputs.round, x, self._inputs.server, full, mean, self._inputs.mean_examples)
+        self._cohort.grad = mean
+        self._bytes_down += len(full) * (_bytes({"x": x}) + (len(points) - 1) * _bytes({"x": x}))
+        self._bytes_up += len(full) * len(points) * _bytes({"x": x})
+
+    def begin(self, loss: torch.Tensor | None) -> None:
+        """Let the method prepare the server state that clients will read, given the cohort's gradients and loss."""
+        self._cohort.loss = loss
+        state = self.algorithm.begin_round(self.server.x, self.server.state, self._cohort)
+        known = self.population.sizes_are_known or self.algorithm.uses_mean_examples
+        mean_examples = self.population.mean_size if known else math.nan
+        i = self._inputs
+        self._inputs = RoundInputs(i.round, i.x, state, i.full_grad, i.cohort_grad, mean_examples)
+
+    def train(self, plan: WorkPlan) -> ClientReport:
+        """Train one client, and take in what it sends."""
+        who, buffers = plan.participant, self.engine.buffers
+        kept = self.server.client_state(who.index)
+        own = {k.removeprefix(_LOCAL_BUFFER): v for k, v in kept.items() if k.startswith(_LOCAL_BUFFER)}
+        state = {k: v for k, v in kept.items() if not k.startswith(_LOCAL_BUFFER)}
+        buffers.write(own or self.server.buffers)
+        result = self.engine.run(self._inputs, plan, state)
+        self._reports[who.client_id] = result.report
+        self._bytes_down += _bytes({"x": self._inputs.x, **self._inputs.server, **self._inputs.cohort_grad}) + buffers.bytes
+        if result.report.steps or not self.algorithm.local_work:
+            self._take_in(result, state)
+        return result.report
+
+    def _take_in(self, result: ClientResult, state: State) -> None:
+        who, buffers = result.participant, self.engine.buffers
+        self._aggregation.add(who.index, result.update.send, result.delta, result.y)
+        keep = result.update.keep or state
+        if buffers.mode == "local":
+            keep = {**keep, **{_LOCAL_BUFFER + name: value for name, value in result.buffers.items()}}
+        self.server.clients.stage(who.index, keep)
+        if buffers.mode != "server":
+            self._buffers.add(result.buffers, who.size)
+        self._bytes_up += _bytes(result.update.send) + buffers.bytes
+        self._drift.add(result.delta, result.report.update_norm, self._aggregation.weight(who.index, self._rule))
+
+    def close(self, metrics: Mapping[str, float], seconds: float) -> RoundReport:
+        """Average the messages, take the server's step, and report.
+
+        Args:
+            metrics: The cohort's training metrics.
+            seconds: The wall time of the round.
+        """
+        done = [i for i, r in self._reports.items() if r.steps or not self.algorithm.local_work]
+        self._cohort.size = len(done)
+        mean, models = self._aggregation.mean(self.server.x) if done else ({}, None)
+        round = self.server.round
+        norm = self.server.close_round(
+            mean, models, self._inputs.server, self._cohort, self._buffers.result(self.server.buffers)
+        )
+        self.server.count([self.population.index(i) for i in self._reports], self._bytes_up, self._bytes_down)
+        reports = self._reports
+        weights = {p.participant.client_id: self._aggregation.weight(p.participant.index, self._rule) for p in self.plans}
+        total = sum(weights[i] for i in done)
+        examples = sum(reports[i].size for i in done)
+        return RoundReport(
+            round=round,
+            cohort=tuple(reports),
+            sizes=MappingProxyType({i: r.size for i, r in reports.items()}),
+            steps=MappingProxyType({i: r.steps for i, r in reports.items()}),
+            weights=MappingProxyType({i: weights[i] / total if i in done else 0.0 for i in reports}),
+            metrics=MappingProxyType(dict(metrics)),
+            clients=MappingProxyType(reports),
+            loss=sum(reports[i].loss * reports[i].size for i in done) / examples if examples else math.nan,
+            update_norm=norm,
+            drift=self._drift.value() if done else math.nan,
+            bytes_up=self._bytes_up,
+            bytes_down=self._bytes_down,
+            seconds=seconds,
+        )
+
+
+class _Drift:
+    """The spread of client changes around their weighted mean, from their norms and one running sum."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._sum = torch.zeros_like(x)
+        self._squares = 0.0
+        self._weight = 0.0
+
+    def add(self, delta: torch.Tensor, norm: float, weight: float) -> None:
+        """Add one client's change."""
+        self._sum.add_(delta, alpha=weight)
+        self._squares += weight * norm**2
+        self._weight += weight
+
+    def value(self) -> float:
+        """The square root of the weighted mean of the squared distances from the mean."""
+        if self._weight == 0:
+            return math.nan
+        mean_norm = float(torch.linalg.vector_norm(self._sum)) / self._weight
+        return math.sqrt(max(0.0, self._squares / self._weight - mean_norm**2))
+
+
+def _bytes(state: State) -> int:
+    return sum(value.numel() * value.element_size() for value in state.values())

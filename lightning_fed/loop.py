@@ -1,0 +1,370 @@
+"""The loop that replaces Lightning's epochs by federated rounds."""
+
+import math
+import time
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from lightning_fed._compat import SIGTERMException, _FitLoop, call, rank_zero_info, rank_zero_warn
+from lightning_fed.callbacks.base import call_round_hook
+from lightning_fed.checks import (
+    check_algorithm_fits,
+    check_hyper_parameters,
+    check_module,
+    check_optimizers,
+    check_schedulers,
+    check_trainer,
+)
+from lightning_fed.core.buffers import Buffers
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.flat import FlatParameters
+from lightning_fed.core.rounds import RoundReport
+from lightning_fed.core.seeds import Purpose, derive_seed, seed_global
+from lightning_fed.core.types import ClientId, State, Vector
+from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.engines.client_loop import ClientEpochLoop
+from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.engines.round import Round
+from lightning_fed.engines.sequential import SequentialEngine, WorkPlan
+from lightning_fed.optim import FederatedOptimizer
+from lightning_fed.server.aggregation import Participant
+from lightning_fed.server.population import Population
+from lightning_fed.server.sampling import draw
+from lightning_fed.server.server import Server
+from lightning_fed.settings import Settings
+
+__all__ = ["FederatedLoop"]
+
+
+class FederatedLoop(_FitLoop):
+    """Run federated rounds where Lightning would run epochs.
+
+    A round is a Lightning epoch, and the step axis of loggers and checkpoints is the number of completed rounds::
+
+        x, server, clients = x^0, algorithm.init_server(x^0), {}
+        for round in range(max_rounds):
+            cohort = sampler(seed, round)
+            if the method asks: full-batch gradients of the (gradient) cohort at x, and their mean
+            for client in cohort:
+                y = x; local steps on the client's batches, each gradient corrected; messages and new state, staged
+            average the messages as declared; server optimizer steps along update_server(...); staged states committed
+            validation of the server model when due; one report; checkpoint
+
+    Args:
+        trainer: The trainer.
+        settings: How rounds are run.
+        min_epochs: The least number of rounds before early stopping.
+        max_epochs: The number of rounds; -1 for no limit.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, settings: Settings, min_epochs: int | None = 0, max_epochs: int | None = None
+    ) -> None:
+        super().__init__(trainer, min_epochs, max_epochs)
+        self.epoch_loop: ClientEpochLoop = ClientEpochLoop(trainer)
+        self.settings = settings
+        self.population: Population | None = None
+        self._state: Server | None = None
+        self._module: pl.LightningModule | None = None
+        self._restored: dict[str, Any] | None = None
+        self._carried: dict[str, Any] | None = None
+        self._flat: FlatParameters | None = None
+        self._plateau_round = 0
+
+    # ------------------------------------------------------------------ what outlives a round
+
+    @property
+    def round(self) -> int:
+        """The number of completed rounds."""
+        if self._restored is not None:
+            return int(self._restored["round"])
+        return 0 if self._state is None else self._state.round
+
+    @property
+    def state(self) -> Server:
+        """The server's side of the run.
+
+        Raises:
+            FederatedError: Before the first fit.
+        """
+        if self._state is None:
+            raise FederatedError("There is no server state before trainer.fit().")
+        return self._state
+
+    @property
+    def server(self) -> State:
+        """The method's server state after the last completed round, by name."""
+        return self.state.state
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """Return the state after the last completed round."""
+        return {} if self._state is None else self._state.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        """Take a checkpoint's state, to be used when the fit starts; counters follow from its round."""
+        self._restored = state_dict[f"{prefix}state_dict"]
+        self._set_progress(self.round)
+        self.epoch_loop.val_loop._restarting = True  # tells Lightning that this is no place for a sanity check
+
+    def show_server_model(self) -> None:
+        """Let the module hold the server model, also in the middle of a client's work."""
+        if self._flat is not None and self._state is not None:
+            self._flat.y.copy_(self._state.shown())
+            self._flat.restore()
+            self._buffers.write(self._state.buffers)
+
+    @property
+    def client_model(self) -> tuple[Vector, State] | None:
+        """What the module holds beside the server model: the parameters and buffers in use, if training."""
+        return None if self._flat is None else (self._flat.y.clone(), self._buffers.read())
+
+    @client_model.setter
+    def client_model(self, held: tuple[Vector, State] | None) -> None:
+        if held is not None and self._flat is not None:
+            self._flat.y.copy_(held[0])
+            self._buffers.write(held[1])
+
+    # ------------------------------------------------------------------ start and end of a fit
+
+    @property
+    def done(self) -> bool:
+        """Whether to leave the loop."""
+        if self._is_finished():
+            rank_zero_info(f"`Trainer.fit` stopped: `max_rounds={self.max_epochs}` reached.")
+            return True
+        return bool(self.trainer.should_stop and self._can_stop_early)
+
+    @property
+    def skip(self) -> bool:
+        """Whether there is nothing to do at all."""
+        if self.round > 0 and self._is_finished():
+            rank_zero_warn(
+                f"fit() has nothing to do: {self.round} rounds are done and max_rounds={self.max_epochs}."
+                " Raise trainer.max_rounds to go on from there."
+            )
+            return True
+        return self.trainer.limit_train_batches == 0 or self.done
+
+    def _is_finished(self) -> bool:
+        return self.max_epochs != -1 and self.round >= (self.max_epochs or 0)
+
+    def setup_data(self) -> None:
+        """Learn who the clients are."""
+        trainer = self.trainer
+        check_trainer(trainer)
+        check_module(trainer)
+        data: FederatedDataModule = trainer.datamodule
+        self.population = Population(data.client_ids, data.client_size, data.known_sizes)
+        if empty := self.population.empty:
+            shown = ", ".join(repr(i) for i in empty[:5]) + (", ..." if len(empty) > 5 else "")
+            rank_zero_warn(f"{len(empty)} of {len(data.client_ids)} clients are empty and never sampled: {shown}.")
+        for sampler in (self.settings.sampler, self.settings.gradient_sampler):
+            if hasattr(sampler, "count"):
+                sampler.count(len(self.population))
+        self.max_batches = 1  # set anew for every local epoch
+        trainer.val_check_batch = math.inf
+
+    def reset(self) -> None:
+        """Lay out the parameters, wrap the optimizer, and bring the server state to where the run stands."""
+        torch.set_grad_enabled(True)
+        trainer, settings = self.trainer, self.settings
+        module = trainer.lightning_module
+        base = check_optimizers(trainer.optimizers, module)
+        check_schedulers(trainer)
+        check_algorithm_fits(settings.algorithm, base, module)
+        if trainer.checkpoint_callbacks:
+            check_hyper_parameters(module, "model")
+            check_hyper_parameters(trainer.datamodule, "data module")
+        self._flat = FlatParameters(_trained_parameters(module, base))
+        self._optimizer = FederatedOptimizer(base, self._flat)
+        trainer.strategy.optimizers = [self._optimizer]
+        self._buffers = Buffers(buffer_owners(module), settings.buffers)
+        self._state = self._make_state(module, base)
+        self._engine = SequentialEngine(
+            trainer, settings.algorithm, self._flat, self._optimizer, self.epoch_loop, self._buffers,
+            self._state.seed, trainer.datamodule.shuffle and not trainer.overfit_batches,
+        )  # fmt: skip
+        self._plateau_round = self._state.round
+        self._set_progress(self._state.round)
+        self.restarting = False
+        self.epoch_loop.val_loop._restarting = False
+        self.show_server_model()
+
+    def _make_state(self, module: pl.LightningModule, base: torch.optim.Optimizer) -> Server:
+        assert self._flat is not None
+        s, flat, kept = self.settings, self._flat, self._state
+        state = Server(s.algorithm, flat.y, flat.layout, s.server_optimizer, self.trainer.datamodule.client_ids, s.seed)
+        state.buffers = self._buffers.read()
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            state.load_state_dict(restored, any_seed=not s.seed_is_given)
+        elif kept is not None and kept.round > 0:
+            if module is not self._module:
+                raise FederatedError(
+                    f"This trainer has already run {kept.round} rounds on another model. Make a new FederatedTrainer, or"
+                    " resume with fit(..., ckpt_path=...)."
+                )
+            state.load_state_dict(kept.state_dict(), any_seed=True)
+            self._load_carried(base)
+        self._module = module
+        return state
+
+    def _load_carried(self, base: torch.optim.Optimizer) -> None:
+        """Go on with the learning rates and schedules of the previous fit of this trainer."""
+        if self._carried is not None:
+            base.load_state_dict(self._carried["optimizer"])
+            for config, saved in zip(self.trainer.lr_scheduler_configs, self._carried["schedulers"], strict=True):
+                config.scheduler.load_state_dict(saved)
+
+    def _set_progress(self, round: int) -> None:
+        """Set every counter from the round: the one source of truth."""
+        for counter in (self.epoch_progress.total, self.epoch_progress.current):
+            counter.ready = counter.started = counter.processed = counter.completed = round
+
+    def on_run_end(self) -> None:
+        """Call the ``on_train_end`` hooks; the module holds the server model."""
+        self._carried = {
+            "optimizer": self._optimizer.state_dict(),
+            "schedulers": [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs],
+        }
+        super().on_run_end()
+
+    def teardown(self) -> None:
+        """Leave the module with the server model, and its parameters with storage of their own."""
+        if self._flat is not None:
+            self.state.clients.discard()
+            self.show_server_model()
+            self._flat.release()
+            self._flat = None
+        self.epoch_loop.teardown()
+
+    # ------------------------------------------------------------------ one round
+
+    def on_advance_start(self) -> None:
+        """Draw the cohort and call the hooks that start a round."""
+        trainer = self.trainer
+        self._plans = self._draw(self.settings.sampler, self.state.seed)
+        self.epoch_progress.increment_ready()
+        call._call_callback_hooks(trainer, "on_train_epoch_start")
+        call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+        self.epoch_progress.increment_started()
+        call_round_hook(trainer, "on_round_start", self.round)
+
+    def advance(self) -> None:
+        """Run one round, and validate the server model when that is due."""
+        trainer = self.trainer
+        with trainer.profiler.profile("run_federated_round"):
+            report = self._run_round()
+        trainer._logger_connector.on_epoch_end()
+        self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        call_round_hook(trainer, "on_round_end", report)
+        self._validate()
+        self.step_plateau_schedulers()
+
+    def on_advance_end(self) -> None:
+        """Call the hooks that end a round, and log its metrics."""
+        trainer = self.trainer
+        self.epoch_progress.increment_processed()
+        call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
+        call._call_lightning_module_hook(trainer, "on_train_epoch_end")
+        call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
+        trainer._logger_connector.on_epoch_end()
+        trainer._logger_connector.update_train_epoch_metrics()
+        self.epoch_progress.increment_completed()
+        if trainer.received_sigterm:
+            raise SIGTERMException
+
+    def step_plateau_schedulers(self) -> None:
+        """Step ``ReduceLROnPlateau`` once a round: after validation, before a checkpoint could be written."""
+        if self._plateau_round < self.round:
+            self._plateau_round = self.round
+            self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+
+    def log_round(self, values: dict[str, float]) -> None:
+        """Write a round's values to the loggers, and let callbacks monitor them."""
+        connector = self.trainer._logger_connector
+        connector._callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+        connector.log_metrics({name: torch.tensor(value) for name, value in values.items()}, step=self.round)
+
+    def _validate(self) -> None:
+        trainer, epoch_loop = self.trainer, self.epoch_loop
+        if not epoch_loop._should_check_val_epoch():
+            return
+        seed_global(derive_seed(self.state.seed, Purpose.VALIDATION, self.round), trainer.strategy.root_device)
+        call._call_lightning_module_hook(trainer, "on_validation_model_zero_grad")
+        trainer.validating = True
+        epoch_loop.val_loop.run()
+        trainer.training = True
+        trainer._logger_connector._first_loop_iter = None
+
+    def _draw(self, sampler: Any, seed: int) -> list[WorkPlan]:
+        """Draw a cohort and plan every client's work; a client drawn twice is trained once."""
+        assert self.population is not None
+        population, data = self.population, self.trainer.datamodule
+        drawn: dict[ClientId, int] = {}
+        for client_id in draw(sampler, seed, self.round, population.eligible):
+            drawn[client_id] = drawn.get(client_id, 0) + 1
+        plans = []
+        for client_id, count in drawn.items():
+            index, batches = population.index(client_id), data.client_batches(client_id)
+            if batches.size == 0:
+                rank_zero_warn(f"Client {client_id!r} is empty: it is left out of round {self.round}.")
+                continue
+            limited = _limit(batches.num_batches(), self.trainer.limit_train_batches)
+            epochs, steps = self.settings.epochs(limited, self.trainer.accumulate_grad_batches)
+            plans.append(WorkPlan(Participant(client_id, index, batches.size, count, steps), batches, epochs))
+        return plans
+
+    def _run_round(self) -> RoundReport:
+        started = time.perf_counter()
+        trainer, state, settings = self.trainer, self.state, self.settings
+        assert self.population is not None
+        work = Round(self._engine, state, settings.weighting, self.population, self._plans)
+        if self._plans:
+            if settings.algorithm.full_grad_at:
+                work.take_gradients(self._gradient_plans())
+            work.begin(self._population_loss() if settings.algorithm.population_loss else None)
+        for plan in self._plans:
+            call_round_hook(trainer, "on_client_start", self.round, plan.participant.client_id)
+            report = work.train(plan)
+            call_round_hook(trainer, "on_client_end", report)
+        trainer._logger_connector.epoch_end_reached()
+        metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
+        round_report = work.close(metrics, time.perf_counter() - started)
+        self.show_server_model()
+        return round_report
+
+    def _gradient_plans(self) -> list[WorkPlan]:
+        """The clients whose full-batch gradients are averaged."""
+        if self.settings.algorithm.grad_cohort == "same":
+            return self._plans
+        return self._draw(self.settings.gradient_sampler, derive_seed(self.state.seed, Purpose.GRADIENT_COHORT))
+
+    def _population_loss(self) -> torch.Tensor:
+        assert self.population is not None
+        population, data = self.population, self.trainer.datamodule
+        clients = ((population.index(i), data.client_batches(i)) for i in population.eligible)
+        return self._engine.population_loss(self.state.x, clients, self.round)
+
+
+def _trained_parameters(module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """The trainable parameters that the optimizer holds, in the module's order, tied ones once."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) in held]
+    strangers = len([1 for g in optimizer.param_groups for p in g["params"] if p.requires_grad]) - len(named)
+    if strangers > 0:
+        raise FederatedError(
+            f"{type(module).__name__}.configure_optimizers() returned an optimizer with {strangers} parameters that are"
+            " not the module's own: server and clients could not exchange them. Assign them to the module."
+        )
+    return named
+
+
+def _limit(num_batches: int, limit: int | float) -> int:
+    """Apply ``limit_train_batches`` to a client's epoch: a count, or a share of at least one batch."""
+    if isinstance(limit, int):
+        return min(num_batches, limit)
+    return min(num_batches, max(1, int(num_batches * limit)))

@@ -1,0 +1,346 @@
+"""The wrapper that puts a method's correction between backward and the user's optimizer step."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.flat import FlatParameters
+from lightning_fed.core.rounds import Step
+from lightning_fed.core.types import State, Vector
+
+__all__ = ["FederatedOptimizer", "LocalWork", "is_plain_sgd", "refuse_unsupported"]
+
+_UNSUPPORTED = {
+    "LBFGS": "it evaluates the closure several times a step, so that no correction of one gradient can be injected",
+    "SparseAdam": "it needs sparse gradients, and corrections are dense",
+    "ASGD": "it averages its own iterates across steps, which rounds would mix between clients",
+    "Rprop": "it reads signs of successive full-batch gradients, which local minibatches do not give",
+}
+_COUPLED = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
+
+
+def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
+    """Refuse optimizers that cannot take an injected gradient.
+
+    Args:
+        optimizer: The optimizer.
+        role: What it is for, as the error names it.
+
+    Raises:
+        FederatedError: For LBFGS, SparseAdam, ASGD, Rprop, and for ``maximize=True``.
+    """
+    for cls in type(optimizer).__mro__:
+        if cls.__name__ in _UNSUPPORTED and cls.__module__.startswith("torch.optim"):
+            raise FederatedError(
+                f"{role} {cls.__name__} is not supported: {_UNSUPPORTED[cls.__name__]}. Use SGD, Adam, AdamW or RMSprop."
+            )
+    if any(group.get("maximize") for group in optimizer.param_groups):
+        raise FederatedError(f"{role} {type(optimizer).__name__}(maximize=True) is not supported: negate the loss instead.")
+
+
+def is_plain_sgd(optimizer: Optimizer) -> bool:
+    """Whether every step is exactly ``y <- y - lr * g`` (coupled weight decay aside)."""
+    return type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
+
+
+def _overrides(algorithm: Algorithm, hook: str) -> bool:
+    return getattr(type(algorithm), hook) is not getattr(Algorithm, hook)
+
+
+class LocalWork:
+    """One client's round as the optimizer sees it: what the hooks may read, and what was done so far.
+
+    Args:
+        algorithm: The method.
+        steps: What ``correct`` may read, one :class:`Step` per parameter.
+        solver: Optimizer statistics to load before every step, per parameter, if the method keeps them.
+    """
+
+    def __init__(self, algorithm: Algorithm, steps: list[Step], solver: list[dict[str, Tensor]] | None = None) -> None:
+        self.algorithm = algorithm
+        self.steps = steps
+        self.solver = solver
+        self.num_steps = 0
+        self.path: Vector | None = None  # sum of lr_k v_k, when it is not simply x - y
+        self.still: Vector | None = None  # sum of v_k over steps at rate zero
+
+
+class FederatedOptimizer(Optimizer):
+    """Wrap the user's optimizer and correct each gradient right before its step.
+
+    One ``step(closure)`` is:
+
+    1. run the closure if there is one (forward, backward, clipping); under a gradient scaler it has already run and
+       the gradients are unscaled and finite;
+    2. hand every gradient, with coupled weight decay added, to the method's ``correct``;
+    3. step the user's optimizer, coupled decay switched off.
+
+    ``param_groups``, ``state``, ``defaults`` and ``state_dict`` are the wrapped optimizer's own, so schedulers,
+    monitors and checkpoints see one optimizer. The wrapper takes the class name of what it wraps, which is what
+    ``LearningRateMonitor`` prints.
+
+    Args:
+        base: The optimizer that ``configure_optimizers`` returned.
+        flat: The parameters that it trains, as one vector.
+    """
+
+    def __init__(self, base: Optimizer, flat: FlatParameters) -> None:
+        self._base: Optimizer | None = None  # until set, assignments by Optimizer.__init__ go nowhere
+        super().__init__([torch.zeros(0)], base.defaults)
+        self._base = base
+        self.flat = flat
+        self.work: LocalWork | None = None
+        self._groups = _groups_of(base, flat)
+        self._plain = is_plain_sgd(base)
+        self.__class__ = type(type(base).__name__, (type(self),), {})
+
+    @property
+    def base(self) -> Optimizer:
+        """The wrapped optimizer."""
+        assert self._base is not None
+        return self._base
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's parameter groups."""
+        return [] if self._base is None else self._base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._base is not None:
+            self._base.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state."""
+        return {} if self._base is None else self._base.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._base is not None:
+            self._base.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state dict."""
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state dict."""
+        self.base.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse new groups: the federated vector is laid out once.
+
+        Raises:
+            FederatedError: Always, once training has begun.
+        """
+        if self._base is not None:
+            raise FederatedError(
+                "A parameter group was added during training, which would change what clients and server exchange."
+                " Put every parameter to be trained into configure_optimizers()."
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients as the wrapped optimizer does."""
+        self.base.zero_grad(set_to_none)
+
+    @property
+    def decay(self) -> list[float]:
+        """The coupled weight decay of every parameter: part of the client's loss, hence of every gradient of it."""
+        return [_coupled_decay(self.base, self.base.param_groups[g]) for g in self._groups]
+
+    def begin(self, work: LocalWork) -> None:
+        """Start a client's local work with fresh optimizer state."""
+        self.base.state.clear()
+        self.work = work
+        self._lr_sums = [0.0] * len(self.base.param_groups)
+        self._decay = self.decay
+        injects = _overrides(work.algorithm, "correct") or _overrides(work.algorithm, "advance")
+        self._advances = _overrides(work.algorithm, "advance")
+        self._tracks = not self._plain and _overrides(work.algorithm, "finish")
+        self._injects = injects or self._tracks
+
+    def end(self) -> LocalWork:
+        """End a client's local work; the optimizer's own state is dropped."""
+        assert self.work is not None
+        work, self.work = self.work, None
+        self.base.state.clear()
+        return work
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one local step: closure, correction, the wrapped optimizer's step.
+
+        Args:
+            closure: Runs forward and backward and returns the loss; None when that has happened already.
+
+        Returns:
+            What the closure returned. Where it left no gradient at all (``training_step`` returned None), no step is
+            taken or counted.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.work is None:
+            raise FederatedError("The federated optimizer was stepped outside a client's local work.")
+        if all(p.grad is None for p in self.flat.params):
+            return loss
+        if self._injects:
+            self._inject(self.work)
+        self._step_base(self.work)
+        self.work.num_steps += 1
+        for i, group in enumerate(self.base.param_groups):
+            self._lr_sums[i] += float(group["lr"])
+        return loss
+
+    @torch.no_grad()
+    def _inject(self, work: LocalWork) -> None:
+        correct, advance = work.algorithm.correct, work.algorithm.advance
+        for p, step, decay in zip(self.flat.params, work.steps, self._decay, strict=True):
+            y = p.data
+            g = torch.zeros_like(y) if p.grad is None else p.grad
+            if decay:
+                g = g.add(y, alpha=decay)
+            p.grad = correct(g, y, step)
+            if self._advances:
+                step.local = advance(g, step)
+        if self._tracks or any(group["lr"] == 0 for group in self.base.param_groups):
+            self._track(work)
+
+    def _track(self, work: LocalWork) -> None:
+        """Add the corrected directions to the path, per coordinate with its group's rate."""
+        rates = [float(self.base.param_groups[g]["lr"]) for g in self._groups]
+        if work.path is None:
+            work.path, work.still = torch.zeros_like(self.flat.y), torch.zeros_like(self.flat.y)
+        assert work.still is not None
+        paths, stills = self.flat.layout.views(work.path), self.flat.layout.views(work.still)
+        for p, rate, path, still in zip(self.flat.params, rates, paths, stills, strict=True):
+            assert p.grad is not None
+            if rate == 0:
+                still.add_(p.grad)
+            elif self._tracks:
+                path.add_(p.grad, alpha=rate)
+
+    def _step_base(self, work: LocalWork) -> None:
+        if work.solver is not None:
+            self._load_solver(work.solver)
+        if self._injects:
+            with self._without_coupled_decay():
+                self.base.step()
+        else:
+            self.base.step()
+        if work.solver is not None:
+            self.base.state.clear()
+
+    @contextmanager
+    def _without_coupled_decay(self) -> Iterator[None]:
+        kept = [(group, group["weight_decay"]) for group in self.base.param_groups if _coupled_decay(self.base, group)]
+        for group, _ in kept:
+            group["weight_decay"] = 0.0
+        try:
+            yield
+        finally:
+            for group, decay in kept:
+                group["weight_decay"] = decay
+
+    def _load_solver(self, solver: list[dict[str, Tensor]]) -> None:
+        self.base.state.clear()
+        for p, entries in zip(self.flat.params, solver, strict=True):
+            if entries:
+                self.base.state[p] = {name: value.clone() for name, value in entries.items()}
+
+    @torch.no_grad()
+    def advance_solver(self, state: State, g: Vector, x: Vector) -> State:
+        """Advance the wrapped optimizer's statistics by one gradient; no parameter moves.
+
+        Args:
+            state: The statistics, by ``solver.<parameter>.<name>``; empty before the first gradient.
+            g: The gradient [P], coupled decay included.
+            x: The point [P] at which it was taken.
+
+        Returns:
+            The statistics after the step, under the same names.
+        """
+        flat = self.flat
+        kept = flat.y.clone()
+        grads = [p.grad for p in flat.params]
+        flat.y.copy_(x)
+        for p, part in zip(flat.params, flat.layout.views(g), strict=True):
+            p.grad = part.clone()
+        try:
+            self._load_solver(solver_entries(state, len(flat.params)))
+            with self._without_coupled_decay():
+                self.base.step()
+            return {
+                f"solver.{i}.{name}": value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value)
+                for i, p in enumerate(flat.params)
+                for name, value in self.base.state.get(p, {}).items()
+                if value is not None
+            }
+        finally:
+            self.base.state.clear()
+            flat.y.copy_(kept)
+            for p, grad in zip(flat.params, grads, strict=True):
+                p.grad = grad
+
+    @property
+    def lr_sum(self) -> float | Vector:
+        """The sum of the learning rates of the steps so far; per coordinate [P] where groups differ."""
+        sums = [self._lr_sums[g] for g in self._groups]
+        if len(set(sums)) == 1:
+            return sums[0]
+        parts = [torch.full((n,), s, dtype=self.flat.y.dtype) for n, s in zip(self.flat.layout.sizes, sums, strict=True)]
+        return torch.cat(parts).to(self.flat.y.device)
+
+    def path_gradient(self, work: LocalWork, x: Vector) -> Vector:
+        """The mean corrected direction along the path, weighted by the rates; the plain mean where all were zero."""
+        if work.num_steps == 0:
+            return torch.zeros_like(x)
+        moved = work.path if self._tracks and work.path is not None else x - self.flat.y
+        lr_sum = self.lr_sum
+        if isinstance(lr_sum, float) and lr_sum != 0:
+            return moved / lr_sum
+        rates = torch.as_tensor(lr_sum, dtype=x.dtype, device=x.device)
+        still = work.still if work.still is not None else torch.zeros_like(x)
+        return torch.where(rates == 0, still / work.num_steps, moved / torch.where(rates == 0, 1.0, rates))
+
+    def __repr__(self) -> str:
+        """Show what is wrapped."""
+        return f"FederatedOptimizer({self.base!r})"
+
+
+def solver_entries(state: State, num_params: int) -> list[dict[str, Tensor]]:
+    """Sort statistics named ``solver.<parameter>.<name>`` by parameter."""
+    entries: list[dict[str, Tensor]] = [{} for _ in range(num_params)]
+    for key, value in state.items():
+        if key.startswith("solver."):
+            _, i, name = key.split(".", 2)
+            entries[int(i)][name] = value
+    return entries
+
+
+def _coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:
+    """The decay that the optimizer adds to the gradient (and not to the step) for a parameter group."""
+    if not isinstance(optimizer, _COUPLED) or group.get("decoupled_weight_decay", False):
+        return 0.0
+    return float(group.get("weight_decay", 0.0))
+
+
+def _groups_of(base: Optimizer, flat: FlatParameters) -> list[int]:
+    index = {id(p): i for i, group in enumerate(base.param_groups) for p in group["params"]}
+    return [index[id(p)] for p in flat.params]

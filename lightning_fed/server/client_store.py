@@ -1,0 +1,52 @@
+"""What clients keep between their rounds, by stored index."""
+
+from typing import Any
+
+import torch
+
+from lightning_fed.core.types import State
+
+__all__ = ["ClientStore"]
+
+
+class ClientStore:
+    """Kept client states in memory; only clients that took part have one.
+
+    States written during a round are staged and become visible with :meth:`commit`, together with the server's step:
+    a checkpoint taken in the middle of a round then holds the state after the last completed one.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, State] = {}
+        self._staged: dict[int, State] = {}
+
+    def __len__(self) -> int:
+        """The number of clients with a kept state."""
+        return len(self._states)
+
+    def get(self, index: int) -> State | None:
+        """Return a client's committed state, or None if it has none yet."""
+        return self._states.get(index)
+
+    def stage(self, index: int, state: State) -> None:
+        """Hold a client's new state until the round is complete."""
+        if state:
+            self._staged[index] = {name: value.detach() for name, value in state.items()}
+
+    def commit(self) -> None:
+        """Make the staged states the kept ones."""
+        self._states.update(self._staged)
+        self._staged = {}
+
+    def discard(self) -> None:
+        """Forget the staged states."""
+        self._staged = {}
+
+    def state_dict(self) -> dict[int, State]:
+        """Return the committed states."""
+        return dict(self._states)
+
+    def load_state_dict(self, states: dict[int, Any], device: torch.device) -> None:
+        """Replace all states."""
+        self._staged = {}
+        self._states = {int(i): {k: v.to(device) for k, v in state.items()} for i, state in states.items()}

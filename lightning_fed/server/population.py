@@ -1,0 +1,88 @@
+"""Who the clients are: their ids, stored indices and sizes."""
+
+from collections.abc import Callable, Sequence
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+
+__all__ = ["Population"]
+
+
+class Population:
+    """The clients of a run.
+
+    Seeds, owners and kept states go by the stored index, so that ids may be any strings or integers.
+
+    Args:
+        ids: The client ids in their stored order.
+        size_of: The number of training examples of a client, by id.
+        known_sizes: The sizes of all clients in order, where that costs nothing; None for clients built on demand.
+
+    Raises:
+        FederatedError: If there is no client, or an id appears twice.
+    """
+
+    def __init__(
+        self, ids: Sequence[ClientId], size_of: Callable[[ClientId], int], known_sizes: Sequence[int] | None = None
+    ) -> None:
+        if len(ids) == 0:
+            raise FederatedError("The data module has no clients: pass clients=... or train=... with partition=...")
+        self.ids = ids
+        self._size_of = size_of
+        self._sizes: dict[ClientId, int] = {}
+        self._index: dict[ClientId, int] | None = None
+        if not isinstance(ids, range):
+            self._index = {client_id: i for i, client_id in enumerate(ids)}
+            if len(self._index) != len(ids):
+                raise FederatedError(f"Client ids must be distinct, found {len(ids) - len(self._index)} duplicates.")
+        self._total: int | None = None
+        self.empty: list[ClientId] = []
+        if known_sizes is not None:
+            self._sizes = dict(zip(ids, known_sizes, strict=True))
+            self._total = sum(known_sizes)
+            self.empty = [client_id for client_id, n in self._sizes.items() if n == 0]
+        nonempty = [i for i in ids if self._sizes[i] > 0] if self.empty else ids
+        if len(nonempty) == 0:
+            raise FederatedError(f"All {len(ids)} clients are empty: there is nothing to train on.")
+        self.eligible: Sequence[ClientId] = nonempty
+
+    def __len__(self) -> int:
+        """The number of clients N, empty ones left out: those can never take part."""
+        return len(self.eligible)
+
+    def index(self, client_id: ClientId) -> int:
+        """Return the stored index of a client.
+
+        Raises:
+            FederatedError: If there is no such client.
+        """
+        if self._index is None:
+            if isinstance(client_id, int) and client_id in self.ids:
+                return client_id
+        elif client_id in self._index:
+            return self._index[client_id]
+        raise FederatedError(
+            f"There is no client {client_id!r}. The sampler must return ids of the data module's {len(self.ids)} clients,"
+            f" such as {self.ids[0]!r}."
+        )
+
+    def size(self, client_id: ClientId) -> int:
+        """Return the number of training examples of a client, n_i."""
+        if client_id not in self._sizes:
+            if self._total is not None:
+                self.index(client_id)
+            return self._size_of(client_id)
+        return self._sizes[client_id]
+
+    @property
+    def sizes_are_known(self) -> bool:
+        """Whether every size is known without building clients."""
+        return self._total is not None
+
+    @property
+    def mean_size(self) -> float:
+        """The mean of n_i over the population, n / N. Clients built on demand are all asked for their size, once."""
+        if self._total is None:
+            self._sizes = {client_id: self._size_of(client_id) for client_id in self.ids}
+            self._total = sum(self._sizes.values())
+        return self._total / len(self.eligible)

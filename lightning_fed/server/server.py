@@ -1,0 +1,171 @@
+"""Everything that outlives a round: x, the server state, the clients' kept states, the server optimizer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.flat import Layout
+from lightning_fed.core.rounds import Cohort
+from lightning_fed.core.types import ClientId, State, Vector, Weighting
+from lightning_fed.server.client_store import ClientStore
+from lightning_fed.server.step import ServerOptimizerFactory, ServerStep
+
+__all__ = ["Server", "resolve_weighting"]
+
+
+def resolve_weighting(algorithm: Algorithm, weighting: Weighting | None) -> Weighting:
+    """Return the run's weighting.
+
+    Raises:
+        FederatedError: If one is given to a method whose averages are fixed by its derivation.
+    """
+    if weighting is None:
+        return algorithm.default_weighting
+    if "weighting" not in algorithm.reduces.values():
+        raise FederatedError(
+            f"weighting={weighting!r} does not apply to {type(algorithm).__name__}: its averages are"
+            f" {dict(algorithm.reduces)} by derivation, and it has no weighted form. Leave weighting unset."
+        )
+    return weighting
+
+
+class Server:
+    """The server's side of a run, committed as a whole at the end of each round.
+
+    Args:
+        algorithm: The method.
+        x: The initial parameters [P].
+        layout: The shapes of the model's parameters.
+        build_optimizer: From parameters to the server's torch optimizer.
+        ids: The client ids in their stored order.
+        seed: The run's seed.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        x: Vector,
+        layout: Layout,
+        build_optimizer: ServerOptimizerFactory,
+        ids: Sequence[ClientId],
+        seed: int,
+    ) -> None:
+        self.algorithm = algorithm
+        self.ids = ids
+        self.seed = seed
+        self.round = 0
+        self.step = ServerStep(build_optimizer, x, layout)
+        self.state: State = algorithm.init_server(self.x.clone())
+        self.clients = ClientStore()
+        self.buffers: State = {}
+        self.seen = 0
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self._seen: set[int] = set()
+
+    @property
+    def x(self) -> Vector:
+        """The server parameters [P]."""
+        return self.step.x
+
+    def shown(self) -> Vector:
+        """The parameters [P] that validation and checkpoints show."""
+        return self.algorithm.evaluate_at(self.x, self.state)
+
+    def client_state(self, index: int) -> State:
+        """Return a client's kept state, a fresh one for a client that has not taken part yet."""
+        kept = self.clients.get(index)
+        return self.algorithm.init_client(self.x) if kept is None else kept
+
+    def close_round(self, mean: State, models: Vector | None, state: State, cohort: Cohort, buffers: State) -> float:
+        """Take the server's step and make the round's states the kept ones.
+
+        Args:
+            mean: The averaged messages; empty where no client took part, and nothing then changes.
+            models: The mean of the client models, where "delta" is their change.
+            state: The server state in use during the round.
+            cohort: What the method may read.
+            buffers: The new server buffers.
+
+        Returns:
+            The Euclidean norm of the step.
+        """
+        norm = 0.0
+        if mean:
+            before = self.x.clone()
+            direction, state = self.algorithm.update_server(before, state, mean, cohort)
+            self.step.step(direction, models if direction is mean.get("delta") else None)
+            norm = float(torch.linalg.vector_norm(self.x - before))
+        self.state = {name: value.detach() for name, value in state.items()}
+        self.buffers = buffers
+        self.clients.commit()
+        self.round += 1
+        return norm
+
+    def count(self, indices: Sequence[int], bytes_up: int, bytes_down: int) -> None:
+        """Add a round to the run's totals: clients seen, bytes up and down."""
+        self._seen.update(indices)
+        self.seen = len(self._seen)
+        self.bytes_up += bytes_up
+        self.bytes_down += bytes_down
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last completed round; plain containers and tensors only."""
+        return {
+            "format": 1,
+            "round": self.round,
+            "seed": self.seed,
+            "algorithm": type(self.algorithm).__name__,
+            "options": self.algorithm.options(),
+            "clients": len(self.ids) if isinstance(self.ids, range) else list(self.ids),
+            "step": self.step.state_dict(),
+            "state": dict(self.state),
+            "client_states": self.clients.state_dict(),
+            "buffers": dict(self.buffers),
+            "seen": torch.tensor(sorted(self._seen), dtype=torch.int64),
+            "bytes": [self.bytes_up, self.bytes_down],
+        }
+
+    def load_state_dict(self, saved: dict[str, Any], any_seed: bool = False) -> None:
+        """Load what :meth:`state_dict` returned.
+
+        Args:
+            saved: The saved state.
+            any_seed: Whether to go on with the saved seed when it is another one.
+
+        Raises:
+            FederatedError: If the checkpoint is of another method, other options, clients or model.
+        """
+        mine = self.state_dict()
+        for key, what in _IDENTITY.items():
+            if saved[key] != mine[key] and not (key == "seed" and any_seed):
+                raise FederatedError(
+                    f"The checkpoint's {what} is {_short(saved[key])}, this run's is {_short(mine[key])}. Resume with the"
+                    " settings it was written with, or start x^0 from its weights alone:"
+                    " Model.load_from_checkpoint(path), then fit without ckpt_path."
+                )
+        if saved["step"]["x"].shape != self.x.shape:
+            raise FederatedError(
+                f"The checkpoint holds {saved['step']['x'].numel():,} trainable parameters, the model has"
+                f" {self.x.numel():,}. Resume with the same model and the same frozen parameters."
+            )
+        device = self.x.device
+        self.round, self.seed = int(saved["round"]), int(saved["seed"])
+        self.step.load_state_dict(saved["step"])
+        self.state = {name: value.to(device) for name, value in saved["state"].items()}
+        self.clients.load_state_dict(saved["client_states"], device)
+        self.buffers = {name: value.to(device) for name, value in saved["buffers"].items()}
+        self._seen = set(saved["seen"].tolist())
+        self.seen = len(self._seen)
+        self.bytes_up, self.bytes_down = saved["bytes"]
+
+
+_IDENTITY = {"algorithm": "method", "options": "method options", "clients": "client list", "seed": "seed"}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,88 @@
+"""The server's step: any torch optimizer applied to the direction of a round."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.flat import Layout
+from lightning_fed.core.types import Vector
+from lightning_fed.optim import refuse_unsupported
+
+__all__ = ["ServerOptimizerFactory", "ServerStep", "plain_sgd"]
+
+ServerOptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
+"""From parameters to a torch optimizer, such as ``functools.partial(torch.optim.Adam, lr=0.01)``."""
+
+
+def plain_sgd(params: Iterable[Tensor]) -> Optimizer:
+    """Return SGD with rate one: the server model becomes the mean of the client models."""
+    return torch.optim.SGD(params, lr=1.0)
+
+
+class ServerStep:
+    """The server parameters ``x`` [P] and the optimizer that moves them.
+
+    The optimizer sees parameters of the model's own shapes (some need them) and the negative direction as gradient.
+
+    Args:
+        build: From parameters to a torch optimizer.
+        x: The initial server parameters [P].
+        layout: The shapes of the model's parameters.
+
+    Raises:
+        FederatedError: If ``build`` does not return a torch optimizer over the parameters it is given.
+    """
+
+    def __init__(self, build: ServerOptimizerFactory, x: Vector, layout: Layout) -> None:
+        self.x = x.clone()
+        self.params = [nn.Parameter(view) for view in layout.views(self.x)]
+        self.layout = layout
+        self.optimizer = build(self.params)
+        if not isinstance(self.optimizer, Optimizer):
+            raise FederatedError(
+                f"server_optimizer must return a torch optimizer, found {self.optimizer!r}. Pass a callable such as"
+                " functools.partial(torch.optim.SGD, lr=1.0)."
+            )
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if held != {id(p) for p in self.params}:
+            raise FederatedError("server_optimizer must be built from the parameters that it is handed, all of them.")
+        refuse_unsupported(self.optimizer, "server_optimizer")
+
+    def step(self, direction: Vector, models: Vector | None) -> None:
+        """Move ``x`` along a direction.
+
+        Args:
+            direction: The direction [P].
+            models: The mean of the client models, where ``direction`` is exactly its distance from ``x``. Plain SGD
+                with rate one then sets ``x`` to it, without the rounding of ``x + (mean - x)``.
+        """
+        if models is not None and self._replaces():
+            self.x.copy_(models)
+            return
+        for p, g in zip(self.params, self.layout.views(-direction), strict=True):
+            p.grad = g
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _replaces(self) -> bool:
+        (group, *others) = self.optimizer.param_groups
+        return (
+            type(self.optimizer) is torch.optim.SGD
+            and not others
+            and group["lr"] == 1
+            and not group["momentum"]
+            and not group["weight_decay"]
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``x`` and the optimizer's state."""
+        return {"x": self.x.clone(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        self.x.copy_(state["x"])
+        self.optimizer.load_state_dict(state["optimizer"])

@@ -1,0 +1,112 @@
+"""The settings of a federated run, checked when the trainer is made."""
+
+from dataclasses import dataclass
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.buffers import BUFFER_MODES
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import Weighting
+from lightning_fed.server.sampling import Sampler, UniformSampler
+from lightning_fed.server.server import resolve_weighting
+from lightning_fed.server.step import ServerOptimizerFactory
+
+__all__ = ["ENGINES", "Settings"]
+
+ENGINES = ("sequential",)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How rounds are run; see :class:`lightning_fed.FederatedTrainer` for the arguments' meaning."""
+
+    algorithm: Algorithm
+    local_epochs: int | None
+    local_steps: int | None
+    server_optimizer: ServerOptimizerFactory
+    sampler: Sampler
+    gradient_sampler: Sampler
+    weighting: Weighting
+    seed: int
+    seed_is_given: bool
+    buffers: str
+
+    def epochs(self, num_batches: int, accumulated: int) -> tuple[tuple[int, ...], int]:
+        """Return a client's batches in each local epoch, and the optimizer steps that makes.
+
+        Args:
+            num_batches: Batches in a whole local epoch.
+            accumulated: Batches per optimizer step; an epoch's last step may have fewer.
+        """
+        per_epoch = -(-num_batches // accumulated)
+        if not self.algorithm.local_work or num_batches == 0:
+            return (), 0
+        if self.local_epochs is not None:
+            return (num_batches,) * self.local_epochs, per_epoch * self.local_epochs
+        steps = self.local_steps or 0
+        whole, rest = divmod(steps, per_epoch)
+        return (num_batches,) * whole + ((min(num_batches, rest * accumulated),) if rest else ()), steps
+
+
+def make_settings(
+    algorithm: Algorithm,
+    clients_per_round: int | float | None,
+    local_epochs: int | None,
+    local_steps: int | None,
+    server_optimizer: ServerOptimizerFactory,
+    sampler: Sampler | None,
+    gradient_sampler: Sampler | None,
+    weighting: Weighting | None,
+    engine: str,
+    seed: int,
+    seed_is_given: bool,
+    buffers: str,
+) -> Settings:
+    """Check the arguments of a trainer and return them as settings.
+
+    Raises:
+        FederatedError: Naming the argument, what was found and what is allowed.
+    """
+    if not isinstance(algorithm, Algorithm):
+        made = f"; write {algorithm.__name__}()" if isinstance(algorithm, type) else ""
+        raise FederatedError(f"algorithm must be an Algorithm such as FedAvg(), found {algorithm!r}{made}.")
+    if engine not in ENGINES:
+        raise FederatedError(f"engine must be one of {ENGINES}, found {engine!r}.")
+    if buffers not in BUFFER_MODES:
+        raise FederatedError(f"buffers must be one of {BUFFER_MODES}, found {buffers!r}.")
+    _check_local_work(algorithm, local_epochs, local_steps)
+    if sampler is not None and clients_per_round is not None:
+        raise FederatedError(
+            f"Both sampler={sampler!r} and clients_per_round={clients_per_round!r} were given: the sampler decides how"
+            " many clients take part. Leave clients_per_round unset."
+        )
+    for name, value in (("sampler", sampler), ("gradient_sampler", gradient_sampler), ("server_optimizer", server_optimizer)):
+        if value is not None and not callable(value):
+            raise FederatedError(f"{name} must be callable, found {value!r}.")
+    sampler = sampler or UniformSampler(1.0 if clients_per_round is None else clients_per_round)
+    return Settings(
+        algorithm=algorithm,
+        local_epochs=local_epochs,
+        local_steps=local_steps,
+        server_optimizer=server_optimizer,
+        sampler=sampler,
+        gradient_sampler=gradient_sampler or sampler,
+        weighting=resolve_weighting(algorithm, weighting),
+        seed=seed,
+        seed_is_given=seed_is_given,
+        buffers=buffers,
+    )
+
+
+def _check_local_work(algorithm: Algorithm, local_epochs: int | None, local_steps: int | None) -> None:
+    name = type(algorithm).__name__
+    for argument, value in (("local_epochs", local_epochs), ("local_steps", local_steps)):
+        if value is None:
+            continue
+        if not algorithm.local_work:
+            raise FederatedError(f"{argument}={value!r} does not apply to {name}, whose clients take no local steps. Leave it unset.")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise FederatedError(f"{argument} must be an int >= 1, found {value!r}.")
+    if local_epochs is not None and local_steps is not None:
+        raise FederatedError(f"Pass local_epochs or local_steps, not both; found local_epochs={local_epochs} and local_steps={local_steps}.")
+    if algorithm.local_work and local_epochs is None and local_steps is None:
+        raise FederatedError(f"{name} needs local work: pass local_epochs (passes over a client's data) or local_steps (optimizer steps).")

@@ -1,0 +1,181 @@
+"""The trainer that federates an ordinary LightningModule."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Callback, ProgressBar
+
+from lightning_fed._compat import MisconfigurationException
+from lightning_fed.algorithms import Algorithm, FedAvg
+from lightning_fed.callbacks import FederatedCallback, RoundLogger, RoundProgressBar, RunSummary
+from lightning_fed.callbacks.schedulers import PlateauSchedulers
+from lightning_fed.checks import check_trainer
+from lightning_fed.connectors import install
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import Weighting
+from lightning_fed.loop import FederatedLoop
+from lightning_fed.server.sampling import Sampler
+from lightning_fed.server.step import ServerOptimizerFactory, plain_sgd
+from lightning_fed.settings import make_settings
+
+__all__ = ["FederatedTrainer"]
+
+
+class FederatedTrainer(pl.Trainer):
+    """A Lightning Trainer whose epochs are federated rounds.
+
+    Every argument of :class:`pytorch_lightning.Trainer` keeps its meaning, counted in rounds: ``check_val_every_n_epoch``
+    validates the server model every n rounds, ``fast_dev_run`` is one round of n batches a client,
+    ``limit_train_batches`` limits the batches of a client's epoch, ``max_time`` ends the run after the round in which it
+    runs out.
+
+    Args:
+        algorithm: The method, an instance; FedAvg by default.
+        max_rounds: The number of rounds; -1 for no limit. Another name for Lightning's ``max_epochs``.
+        clients_per_round: The clients drawn uniformly without replacement each round: an int is a count, a float in
+            (0, 1] a share. By default all of them.
+        local_epochs: Passes of a client over its data in a round. Exactly one of this and ``local_steps``, none for
+            methods without local work.
+        local_steps: Optimizer steps of a client in a round.
+        server_optimizer: From parameters to the torch optimizer that takes the server's step; it sees the negative
+            direction as the gradient. By default SGD with rate 1: the server takes the mean of the client models.
+        sampler: Who takes part: ``sampler(seed, round, population)`` or ``sampler(seed, round)`` returns client ids.
+        gradient_sampler: The same for methods that average gradients over a cohort of its own (FedDANE).
+        weighting: How messages are averaged: "examples", "uniform", "steps", or a function of
+            (client_id, size, steps). By default the method's own.
+        engine: How the cohort is run; "sequential" trains one client after another through Lightning's own loop.
+        seed: The seed of the cohorts, batch orders and random layers; by default that of ``seed_everything``, else 0.
+        buffers: What becomes of buffers such as BatchNorm's running statistics: "average", "server" or "local".
+        callbacks: Callbacks; see :class:`lightning_fed.FederatedCallback` for hooks of rounds and clients.
+        max_epochs: Lightning's name for ``max_rounds``.
+        kwargs: Any other argument of :class:`pytorch_lightning.Trainer`.
+
+    Raises:
+        FederatedError: If an argument is not allowed; the message names it, what was found and what to change.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> from lightning_fed.algorithms import Scaffold
+        >>> trainer = FederatedTrainer(algorithm=Scaffold(), max_rounds=100, clients_per_round=20, local_epochs=5,
+        ...                            logger=False, enable_checkpointing=False, accelerator="cpu")
+        >>> trainer.max_rounds
+        100
+    """
+
+    def __init__(
+        self,
+        *,
+        algorithm: Algorithm | None = None,
+        max_rounds: int | None = None,
+        clients_per_round: int | float | None = None,
+        local_epochs: int | None = None,
+        local_steps: int | None = None,
+        server_optimizer: ServerOptimizerFactory | None = None,
+        sampler: Sampler | None = None,
+        gradient_sampler: Sampler | None = None,
+        weighting: Weighting | None = None,
+        engine: Literal["sequential"] = "sequential",
+        seed: int | None = None,
+        buffers: Literal["average", "server", "local"] = "average",
+        callbacks: list[Callback] | Callback | None = None,
+        max_epochs: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        settings = make_settings(
+            algorithm=FedAvg() if algorithm is None else algorithm,
+            clients_per_round=clients_per_round,
+            local_epochs=local_epochs,
+            local_steps=local_steps,
+            server_optimizer=plain_sgd if server_optimizer is None else server_optimizer,
+            sampler=sampler,
+            gradient_sampler=gradient_sampler,
+            weighting=weighting,
+            engine=engine,
+            seed=_seed(seed),
+            seed_is_given=seed is not None,
+            buffers=buffers,
+        )
+        _refuse_steps(kwargs)
+        super().__init__(
+            callbacks=_with_defaults(callbacks, kwargs), max_epochs=_rounds(max_rounds, max_epochs), **kwargs
+        )
+        self.fit_loop: FederatedLoop = FederatedLoop(
+            self, settings, self.fit_loop.min_epochs, self.fit_loop.max_epochs
+        )
+        install(self)
+
+    @property
+    def max_rounds(self) -> int | None:
+        """The number of rounds, -1 for no limit. Raise it to let a finished trainer go on."""
+        return self.fit_loop.max_epochs
+
+    @max_rounds.setter
+    def max_rounds(self, value: int) -> None:
+        self.fit_loop.max_epochs = _rounds(value, None)
+
+    def fit(self, model: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        """Run the rounds; see :meth:`pytorch_lightning.Trainer.fit`.
+
+        Afterwards the module holds the server model. With ``ckpt_path`` the run goes on at the round after the
+        checkpoint's; a checkpoint of an ordinary Lightning run gives the initial weights.
+
+        Args:
+            model: Any LightningModule with automatic optimization and one optimizer.
+            args: The data module, as for Lightning.
+            kwargs: ``datamodule``, ``ckpt_path`` and ``weights_only``, as for Lightning.
+
+        Raises:
+            FederatedError: If settings, model, data or checkpoint cannot be federated; before the first round.
+        """
+        if any(cls.__module__.startswith("lightning.pytorch") for cls in type(model).__mro__):
+            raise FederatedError(
+                f"{type(model).__name__} derives from lightning.pytorch.LightningModule, another class than the"
+                " pytorch_lightning.LightningModule that this trainer drives. Write `import pytorch_lightning as pl`"
+                " where the module says `import lightning as L`."
+            )
+        check_trainer(self)
+        super().fit(model, *args, **kwargs)
+
+
+def _seed(seed: int | None) -> int:
+    if seed is None:
+        return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise FederatedError(f"seed must be an int >= 0, found {seed!r}.")
+    return seed
+
+
+def _rounds(max_rounds: int | None, max_epochs: int | None) -> int | None:
+    if max_rounds is not None and max_epochs is not None and max_rounds != max_epochs:
+        raise FederatedError(
+            f"max_rounds={max_rounds} and max_epochs={max_epochs} differ: they are two names for one number. Pass one."
+        )
+    value = max_rounds if max_rounds is not None else max_epochs
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < -1):
+        raise FederatedError(f"max_rounds must be an int >= 0, or -1 for no limit, found {value!r}.")
+    return value
+
+
+def _refuse_steps(kwargs: dict[str, Any]) -> None:
+    for name, default in (("max_steps", -1), ("min_steps", None)):
+        if kwargs.get(name, default) not in (default, None):
+            raise FederatedError(
+                f"{name}={kwargs[name]!r} counts optimizer steps of a single run; here every client takes its own."
+                f" Use {'max_rounds' if name == 'max_steps' else 'min_epochs'}, counted in rounds."
+            )
+
+
+def _with_defaults(callbacks: Sequence[Callback] | Callback | None, kwargs: dict[str, Any]) -> list[Callback]:
+    """Add the callbacks that every federated run brings along."""
+    given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+    shows_progress = kwargs.get("enable_progress_bar") is not False and not kwargs.get("barebones")
+    defaults: list[Callback] = [PlateauSchedulers()]
+    if not any(isinstance(c, RoundLogger) for c in given):
+        defaults.append(RoundLogger())
+    if shows_progress and not any(isinstance(c, ProgressBar) for c in given):
+        defaults.append(RoundProgressBar())
+    if shows_progress and not any(isinstance(c, RunSummary) for c in given):
+        defaults.append(RunSummary())
+    return [*given, *defaults]
