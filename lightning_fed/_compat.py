@@ -11,6 +11,7 @@ try:
     from pytorch_lightning.loops import _FitLoop, _TrainingEpochLoop
     from pytorch_lightning.loops.fetchers import _DataFetcher
     from pytorch_lightning.loops.optimization import _AutomaticOptimization
+    from pytorch_lightning.loops.optimization.automatic import ClosureResult
     from pytorch_lightning.profilers import PassThroughProfiler
     from pytorch_lightning.trainer import call
     from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -28,6 +29,7 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "ClosureResult",
     "DummyLogger",
     "MisconfigurationException",
     "PassThroughProfiler",

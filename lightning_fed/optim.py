@@ -157,7 +157,19 @@ class FederatedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients as the wrapped optimizer does."""
-        self.base.zero_grad(set_to_none)
+        if set_to_none and type(self.base).zero_grad is Optimizer.zero_grad:
+            for p in self.flat.params:
+                p.grad = None
+        else:
+            self.base.zero_grad(set_to_none)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Register a hook that runs after the correction, right before the wrapped optimizer's step."""
+        return self.base.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """Register a hook that runs right after the wrapped optimizer's step."""
+        return self.base.register_step_post_hook(hook)
 
     @property
     def decay(self) -> list[float]:
@@ -322,6 +334,9 @@ class FederatedOptimizer(Optimizer):
     def __repr__(self) -> str:
         """Show what is wrapped."""
         return f"FederatedOptimizer({self.base!r})"
+
+
+FederatedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # the wrapped step runs hooks and profiling
 
 
 def solver_entries(state: State, num_params: int) -> list[dict[str, Tensor]]:

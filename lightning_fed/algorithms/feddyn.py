@@ -57,6 +57,7 @@ class FedDyn(Algorithm):
         self.alpha = number(self, "alpha", alpha, "(0, inf)")
         self.alpha_scaling = choice(self, "alpha_scaling", alpha_scaling, "none", "inverse_size")
         self.evaluate = choice(self, "evaluate", evaluate, "theta", "mean")
+        self.uses_mean_examples = self.alpha_scaling == "inverse_size"
 
     def init_server(self, x: Vector) -> State:
         """Return d = 0, and the mean to evaluate (x^0 as yet) if it was asked for."""

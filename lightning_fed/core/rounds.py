@@ -1,6 +1,6 @@
 """What a method may read and what it hands back: plain records of one step, one client's round and one cohort."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,8 +57,7 @@ class Run:
         mean_examples: n / N.
         num_steps: The local steps taken, K_i.
         lr_sum: The sum of the learning rates over those steps (0-dim, or per coordinate [P] with several groups).
-        path_gradient: The mean corrected direction along the path, weighted by the learning rates:
-            ``(x - y) / lr_sum`` for plain SGD, accumulated for every other local optimizer.
+        path: Computes :attr:`path_gradient`.
     """
 
     x: Vector
@@ -72,7 +71,15 @@ class Run:
     mean_examples: float | Tensor
     num_steps: int | Tensor
     lr_sum: float | Tensor
-    path_gradient: Vector
+    path: Callable[[], Vector]
+
+    @property
+    def path_gradient(self) -> Vector:
+        """The mean corrected direction along the path, weighted by the learning rates.
+
+        That is ``(x - y) / lr_sum`` for plain SGD; for every other local optimizer it is accumulated step by step.
+        """
+        return self.path()
 
 
 @dataclass(slots=True)

@@ -263,7 +263,7 @@ class CustomBatches(ClientBatches):
     def _measure(self) -> int:
         loader: Any = self._measured
         try:
-            return len(loader.sampler) if type(loader.batch_sampler) is BatchSampler else len(loader.dataset)
+            return len(loader.sampler if isinstance(loader, DataLoader) and loader.batch_size else loader.dataset)
         except (AttributeError, TypeError) as error:
             problem = "does not tell its number of examples"
             raise self._error(problem, "Override client_size(client_id) as well") from error

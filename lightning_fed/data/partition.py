@@ -61,7 +61,7 @@ class _Seeded(Partition):
     every machine and with every version.
     """
 
-    def __init__(self, num_clients: int, seed: int) -> None:
+    def __init__(self, num_clients: int, seed: int = 0) -> None:
         self.num_clients = check_count(type(self).__name__, "num_clients", num_clients, least=1)
         self.seed = check_count(type(self).__name__, "seed", seed, least=0)
 

@@ -1,7 +1,10 @@
 """What ``self.log`` collects over a round: example-weighted means, per client and over the cohort."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
@@ -16,20 +19,26 @@ _MEANS = (torch.mean, "mean", "avg")
 class _ClientMean:
     """The running example-weighted mean of one logged value over one client's round."""
 
-    __slots__ = ("flags", "total", "weight")
+    __slots__ = ("flags", "options", "total", "weight")
 
     def __init__(self, device: torch.device, flags: tuple[Any, ...]) -> None:
         self.total = torch.zeros((), dtype=accumulation_dtype(device), device=device)
         self.weight = 0
         self.flags = flags
+        self.options: dict[str, Any] | None = None  # what `self.log` was given, once Lightning has checked it
+
+    def add(self, value: Tensor, examples: int) -> None:
+        """Add the mean over a batch."""
+        self.total.add_(value.detach(), alpha=examples)
+        self.weight += examples
 
 
 class RoundResults(_ResultCollection):
     """Lightning's result collection, counted in rounds.
 
     A value logged in a local step without flags is the round's mean under its plain name: with the round as the axis
-    of every logger, there is no place for a value per step. Lightning rebuilds a value's metadata on every call; here
-    that happens once per value and client, and a local step adds to a running sum.
+    of every logger, there is no place for a value per step. Lightning checks and rebuilds a value's metadata on every
+    call; here that happens once per value, and a local step adds to a running sum.
     """
 
     def __init__(self) -> None:
@@ -72,8 +81,35 @@ class RoundResults(_ResultCollection):
             if not averaged:
                 return
             mean = self._means[key] = _ClientMean(value.device, flags)
-        mean.total.add_(value.detach(), alpha=size)
-        mean.weight += size
+        mean.add(value, size)
+
+    @contextmanager
+    def shortcut(self, module: pl.LightningModule) -> Iterator[None]:
+        """Let ``module.log`` add straight to the running means that Lightning has checked already.
+
+        Anything new, or anything but a 0-dim tensor, goes Lightning's way. A module that overrides ``log`` is left
+        alone.
+        """
+        if type(module).log is not pl.LightningModule.log or "log" in module.__dict__:
+            yield
+            return
+        checked = module.log
+
+        def log(name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
+            mean = self._means.get(f"{module._current_fx_name}.{name}")
+            if mean is not None and mean.options == options and not args and type(value) is Tensor and value.ndim == 0:
+                mean.add(value, self._client_size(batch_size))
+                return
+            checked(name, value, *args, batch_size=batch_size, **options)
+            mean = self._means.get(f"{module._current_fx_name}.{name}")
+            if mean is not None and not args:
+                mean.options = options
+
+        module.__dict__["log"] = log
+        try:
+            yield
+        finally:
+            del module.__dict__["log"]
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Update the round's value, unless the call only registers the value's metadata."""
@@ -91,5 +127,5 @@ class RoundResults(_ResultCollection):
                 value = mean.total / mean.weight
                 self.update_metrics(key, value, mean.weight)
                 closed[self[key].meta.name] = float(value)
-        self._means = {}
+                mean.total, mean.weight = torch.zeros_like(mean.total), 0
         return closed

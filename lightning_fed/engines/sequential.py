@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import pytorch_lightning as pl
 import torch
@@ -152,7 +153,7 @@ class SequentialEngine:
             local = steps[1]
             self.optimizer.begin(LocalWork(self.algorithm, steps[0], self._solver(inputs, local)))
             self.epoch_loop.begin_client(self.flat.y.device)
-            if self.algorithm.local_work:
+            with self.epoch_loop._results.shortcut(self.trainer.lightning_module):
                 self._train(inputs, plan)
             loss, metrics = self.epoch_loop.close_client()
             run = self._run_record(inputs, plan, client, local)
@@ -217,7 +218,6 @@ class SequentialEngine:
         who = plan.participant
         lr_sum, work = self.optimizer.lr_sum, self.optimizer.work
         assert work is not None
-        path_gradient = self.optimizer.path_gradient(work, inputs.x)
         self.optimizer.end()
         if work.steps and local:
             local = {
@@ -238,7 +238,7 @@ class SequentialEngine:
             mean_examples=inputs.mean_examples,
             num_steps=work.num_steps,
             lr_sum=lr_sum,
-            path_gradient=path_gradient,
+            path=partial(self.optimizer.path_gradient, work, inputs.x),
         )
 
     def _check_steps(self, run: Run, plan: WorkPlan) -> None:
