@@ -101,7 +101,11 @@ class FederatedLoop(_FitLoop):
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Return the state after the last completed round."""
-        return {} if self._state is None else self._state.state_dict()
+        if self._state is None:
+            return {}
+        # the last metrics too: a schedule or a checkpoint callback may look at one that is not made anew every round
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        return {**self._state.state_dict(), "metrics": metrics}
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Take a checkpoint's state, to be used when the fit starts; counters follow from its round."""
@@ -201,6 +205,8 @@ class FederatedLoop(_FitLoop):
         restored, self._restored = self._restored, None
         if restored is not None:
             state.load_state_dict(restored, any_seed=not s.seed_is_given)
+            metrics = {name: torch.tensor(value) for name, value in restored["metrics"].items()}
+            self.trainer._logger_connector._callback_metrics.update(metrics)
         elif kept is not None and kept.round > 0:
             if module is not self._module:
                 raise FederatedError(
@@ -235,7 +241,8 @@ class FederatedLoop(_FitLoop):
     def teardown(self) -> None:
         """Leave the module with the server model, and its parameters with storage of their own."""
         if self._flat is not None:
-            self.state.clients.discard()
+            if self._state is not None:
+                self._state.clients.discard()
             self.show_server_model()
             self._flat.release()
             self._flat = None

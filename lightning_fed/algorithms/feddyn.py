@@ -69,8 +69,9 @@ class FedDyn(Algorithm):
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
         """Return g + alpha_i (y - x + d_i)."""
-        size_ratio = step.mean_examples / step.num_examples if self.alpha_scaling == "inverse_size" else 1.0
-        return g + self.alpha * size_ratio * (y - step.x + step.client["d_i"])
+        scale = step.mean_examples / step.num_examples if self.alpha_scaling == "inverse_size" else 1.0
+        pull: Tensor = self.alpha * scale * (y - step.x + step.client["d_i"])
+        return g + pull.to(g.dtype)  # sizes [S, 1] may come in a wider dtype
 
     def finish(self, y: Vector, run: Run) -> Update:
         """Send the change of the model, for the mean and for d, and keep the new d_i."""

@@ -263,7 +263,9 @@ class CustomBatches(ClientBatches):
     def _measure(self) -> int:
         loader: Any = self._measured
         try:
-            return len(loader.sampler if isinstance(loader, DataLoader) and loader.batch_size else loader.dataset)
+            # A sampler may choose a part of the data set; one hidden in a custom batch_sampler cannot be counted.
+            examples: Any = loader.sampler if isinstance(loader, DataLoader) and loader.batch_size else loader.dataset
+            return len(examples)
         except (AttributeError, TypeError) as error:
             problem = "does not tell its number of examples"
             raise self._error(problem, "Override client_size(client_id) as well") from error

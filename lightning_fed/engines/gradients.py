@@ -71,7 +71,9 @@ class GradientPass:
         loggers, trainer.loggers = trainer.loggers, self._logger
         grads = [p.grad for p in self.flat.params]
         buffers = [buffer.clone() for _, _, buffer in self._buffers]
-        module.__dict__["log"] = module.__dict__["log_dict"] = _no_log
+        attributes = module.__dict__
+        logs = {name: attributes.pop(name) for name in ("log", "log_dict") if name in attributes}
+        attributes["log"] = attributes["log_dict"] = _no_log
         for parent, name, _, scratch in self._metrics:
             parent._modules[name] = scratch
         try:
@@ -80,7 +82,8 @@ class GradientPass:
             for parent, name, metric, scratch in self._metrics:
                 parent._modules[name] = metric
                 scratch.reset()
-            del module.__dict__["log"], module.__dict__["log_dict"]
+            del attributes["log"], attributes["log_dict"]
+            attributes.update(logs)
             with torch.no_grad():
                 for (parent, name, buffer), kept in zip(self._buffers, buffers, strict=True):
                     parent._buffers[name] = buffer.copy_(kept)

@@ -1,0 +1,265 @@
+"""What a run of rounds promises: identities between methods, equality with plain Lightning, exact resume."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_fed import FederatedCallback, FederatedError
+from lightning_fed.algorithms import (
+    Algorithm,
+    FedAvg,
+    FedCM,
+    FedProx,
+    Mime,
+    MimeLite,
+    Scaffold,
+    SGD,
+    SGDm,
+)
+from lightning_fed.server import FedAdam, FedAvgM
+from tests.helpers.training import QUIET, Net, classification, data, fit, parameters, seeded, trainer
+
+
+class RoundsOf(FederatedCallback):
+    """Keep the server parameters after every round."""
+
+    def __init__(self) -> None:
+        self.models: list[torch.Tensor] = []
+        self.cohorts: list[tuple[Any, ...]] = []
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        self.models.append(parameters(pl_module).clone())
+        self.cohorts.append(round_report.cohort)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+@pytest.mark.parametrize(
+    "method",
+    [FedProx(mu=0.0), FedCM(alpha=1.0), MimeLite(base=SGD()), MimeLite()],
+    ids=["FedProx(0)", "FedCM(1)", "MimeLite(SGD)", "MimeLite"],
+)
+def test_neutral_settings_equal_fedavg_bit_for_bit(method: Algorithm, decay: float) -> None:
+    reference = fit(seeded(weight_decay=decay), algorithm=FedAvg(), weighting="uniform")
+    assert torch.equal(fit(seeded(weight_decay=decay), algorithm=method, weighting="uniform"), reference)
+
+
+def test_scaffold_with_one_client_is_sgd() -> None:
+    one = {"datamodule": data(sizes=(20,)), "clients_per_round": 1, "max_rounds": 4}
+    torch.testing.assert_close(fit(algorithm=Scaffold(), **one), fit(algorithm=FedAvg(), **one), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("extra", [{}, {"gradient_clip_val": 0.5}, {"accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+def test_one_client_and_one_round_equal_plain_lightning_bit_for_bit(
+    momentum: float, extra: dict[str, Any], precision: str
+) -> None:
+    examples = classification(18, seed=3)
+    ours, plain = (seeded(dropout=0.0, momentum=momentum, weight_decay=0.01) for _ in range(2))
+    fit(
+        ours, data(sizes=(18,), shuffle=False, val=examples), algorithm=FedAvg(), max_rounds=1, local_epochs=2,
+        clients_per_round=1, precision=precision, **extra,
+    )  # fmt: skip
+    client = data(sizes=(18,)).client_dataset(0)
+    pl.Trainer(**QUIET, max_epochs=2, precision=precision, **extra).fit(plain, DataLoader(client, batch_size=4))
+    assert torch.equal(parameters(ours), parameters(plain))
+
+
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("FedAvg", {"algorithm": FedAvg()}),
+    ("FedAvg+FedAdam", {"algorithm": FedAvg(), "server_optimizer": FedAdam}),
+    ("FedAvg+FedAvgM", {"algorithm": FedAvg(), "server_optimizer": lambda p: FedAvgM(p, lr=0.5)}),
+    ("FedProx adaptive", {"algorithm": FedProx(mu=0.1, adaptive=True)}),
+    ("Scaffold i", {"algorithm": Scaffold(option="i")}),
+    ("Scaffold ii", {"algorithm": Scaffold()}),
+    ("Mime", {"algorithm": Mime(base=SGDm())}),
+    ("Mime of the user's optimizer", {"algorithm": Mime(), "momentum": 0.9}),
+    ("MimeLite", {"algorithm": MimeLite(base=SGDm())}),
+    ("FedCM", {"algorithm": FedCM(alpha=0.3)}),
+]
+
+
+def options_of(settings: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    return {k: v for k, v in settings.items() if k != "momentum"}, settings.get("momentum", 0.0)
+
+
+@pytest.mark.parametrize("settings", [m for _, m in METHODS], ids=[name for name, _ in METHODS])
+def test_resume_is_exact(settings: dict[str, Any], tmp_path: Path) -> None:
+    options, momentum = options_of(settings)
+    whole = RoundsOf()
+    straight = fit(seeded(momentum=momentum), max_rounds=6, callbacks=whole, **options)
+    half, rest = trainer(max_rounds=3, **options), RoundsOf()
+    half.fit(seeded(momentum=momentum), data())
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    torch.manual_seed(123)  # the state of the global generators must not matter
+    torch.rand(7)
+    other = Net(momentum=momentum)
+    resumed = fit(other, max_rounds=6, callbacks=rest, ckpt_path=tmp_path / "half.ckpt", **options)
+    assert torch.equal(resumed, straight)
+    assert rest.cohorts == whole.cohorts[3:]
+
+
+class SaveInside(pl.Callback):
+    """Write a checkpoint in the middle of a client's work."""
+
+    def __init__(self, path: Path, round: int) -> None:
+        self.path, self.round, self.seen = path, round, 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.seen += trainer.current_epoch == self.round
+        if self.seen == 5:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("method", [Scaffold(), Mime(base=SGDm())], ids=repr)
+def test_checkpoint_inside_a_client_holds_the_last_completed_round(method: Algorithm, tmp_path: Path) -> None:
+    rounds, path = RoundsOf(), tmp_path / "inside.ckpt"
+    straight = fit(algorithm=method, max_rounds=4, callbacks=[rounds, SaveInside(path, round=2)])
+    loaded = Net.load_from_checkpoint(path)
+    assert torch.equal(parameters(loaded), rounds.models[1])
+    assert torch.equal(fit(seeded(lr=0.1), algorithm=method, max_rounds=4, ckpt_path=path), straight)
+
+
+class Scheduled(Net):
+    """A module whose rate is halved by a step schedule and by a plateau schedule."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        halve = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=10.0)
+        return [optimizer], [halve, {"scheduler": plateau, "monitor": "val_loss", "strict": False}]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("at_round_end", [True, False])
+def test_resume_keeps_schedules(tmp_path: Path, every: int, at_round_end: bool) -> None:
+    def checkpoints() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, "{step}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=at_round_end)
+
+    common = {"enable_checkpointing": True, "check_val_every_n_epoch": every}
+    model = seeded(Scheduled)
+    straight = fit(model, max_rounds=6, callbacks=checkpoints(), **common)
+    resumed = fit(seeded(Scheduled), max_rounds=6, ckpt_path=tmp_path / "step=4.ckpt", **{**common, "enable_checkpointing": False})
+    assert torch.equal(resumed, straight)
+
+
+def test_a_finished_trainer_goes_on_when_max_rounds_grows() -> None:
+    straight = fit(seeded(Scheduled), algorithm=Scaffold(), max_rounds=6)
+    model, run = seeded(Scheduled), trainer(algorithm=Scaffold(), max_rounds=3)
+    run.fit(model, data())
+    with pytest.warns(UserWarning, match="nothing to do: 3 rounds are done and max_rounds=3"):
+        run.fit(model, data())
+    run.max_rounds = 6
+    run.fit(model, data())
+    assert torch.equal(parameters(model), straight)
+    run.max_rounds = 7
+    with pytest.raises(FederatedError, match="already run 6 rounds on another model"):
+        run.fit(seeded(Scheduled), data())
+
+
+def test_x0_from_an_ordinary_lightning_checkpoint(tmp_path: Path) -> None:
+    plain = seeded(lr=0.3, momentum=0.9)
+    ordinary = pl.Trainer(**QUIET, max_epochs=7)
+    ordinary.fit(plain, DataLoader(classification(20, 5), batch_size=4))
+    rounds = RoundsOf()
+    for weights_only in (False, True):
+        path = tmp_path / f"plain{weights_only}.ckpt"
+        ordinary.save_checkpoint(path, weights_only=weights_only)
+        rounds.models.clear()
+        model = Net()
+        started = fit(model, max_rounds=2, callbacks=rounds, ckpt_path=path)
+        reference = seeded()
+        reference.load_state_dict(plain.state_dict())
+        assert len(rounds.models) == 2
+        assert torch.equal(started, fit(reference, max_rounds=2))
+
+
+def test_a_best_checkpoint_loads_with_plain_lightning(tmp_path: Path) -> None:
+    rounds = RoundsOf()
+    keep = ModelCheckpoint(tmp_path, monitor="val_loss", save_last=True)
+    run = trainer(max_rounds=4, callbacks=[rounds, keep], enable_checkpointing=True, algorithm=Scaffold())
+    run.fit(seeded(), data())
+    best = parameters(Net.load_from_checkpoint(keep.best_model_path))
+    assert any(torch.equal(best, model) for model in rounds.models)
+    assert torch.equal(parameters(Net.load_from_checkpoint(keep.last_model_path)), rounds.models[-1])
+    plain = pl.Trainer(**QUIET)
+    (metrics,) = plain.validate(Net(), data().val_dataloader(), ckpt_path=keep.best_model_path, verbose=False)
+    assert metrics["val_loss"] == pytest.approx(float(keep.best_model_score))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"algorithm": FedProx(mu=0.1)}, "method is 'Scaffold', this run's is 'FedProx'"),
+        ({"algorithm": Scaffold(option="i")}, "method options"),
+        ({"seed": 5}, "seed is 0, this run's is 5"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_another_run_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    run = trainer(algorithm=Scaffold())
+    run.fit(seeded(), data())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(FederatedError, match=message):
+        fit(seeded(), **{"algorithm": Scaffold(), "max_rounds": 6, **change}, ckpt_path=tmp_path / "a.ckpt")
+    with pytest.raises(FederatedError, match="client list is 6, this run's is 5"):
+        fit(seeded(), data(sizes=(4,) * 5), algorithm=Scaffold(), max_rounds=6, ckpt_path=tmp_path / "a.ckpt")
+
+
+def test_the_seed_decides_everything() -> None:
+    torch.manual_seed(1)
+    first = fit()
+    torch.manual_seed(2)
+    assert torch.equal(fit(), first)
+    assert not torch.equal(fit(seed=1), first)
+    a, b = RoundsOf(), RoundsOf()
+    fit(callbacks=a, max_rounds=5)
+    fit(callbacks=b, max_rounds=5, seed=1)
+    assert a.cohorts != b.cohorts
+
+
+def test_early_stopping_counts_rounds() -> None:
+    stop = EarlyStopping("val_loss", patience=1, min_delta=100.0)
+    run = trainer(max_rounds=20, callbacks=stop)
+    run.fit(seeded(), data())
+    assert run.fit_loop.round == 2
+    assert run.current_epoch == 2
+
+
+def test_fast_dev_run_is_one_round_of_n_batches_a_client() -> None:
+    class Count(FederatedCallback):
+        steps: dict[Any, int]
+
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+            self.steps = dict(round_report.steps)
+
+    count = Count()
+    run = trainer(fast_dev_run=2, callbacks=count, max_rounds=50)
+    run.fit(seeded(), data())
+    assert run.fit_loop.round == 1
+    assert set(count.steps.values()) == {2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"local_steps": 7}, {0: 7, 1: 7, 2: 7}),
+        ({"local_epochs": 2}, {0: 8, 1: 4, 2: 12}),
+        ({"local_epochs": 2, "limit_train_batches": 3}, {0: 6, 1: 4, 2: 6}),
+        ({"local_epochs": 2, "accumulate_grad_batches": 3}, {0: 4, 1: 2, 2: 4}),
+        ({"local_steps": 3, "accumulate_grad_batches": 3}, {0: 3, 1: 3, 2: 3}),
+        ({"local_epochs": 1, "limit_train_batches": 0.5}, {0: 2, 1: 1, 2: 3}),
+    ],
+    ids=str,
+)
+def test_local_work_is_counted_in_optimizer_steps(settings: dict[str, Any], steps: dict[int, int]) -> None:
+    class Count(FederatedCallback):
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+            assert dict(round_report.steps) == steps
+
+    fit(datamodule=data(sizes=(13, 8, 21)), callbacks=Count(), max_rounds=1, **settings)
