@@ -85,15 +85,10 @@ def check_optimizers(optimizers: list[Optimizer], module: pl.LightningModule) ->
     """Return the single local optimizer.
 
     Raises:
-        FederatedError: If there is none, more than one, or one that cannot take corrections.
+        FederatedError: If there is none, or one that cannot take corrections.
     """
     name = type(module).__name__
-    if len(optimizers) != 1:
-        raise FederatedError(
-            f"{name}.configure_optimizers() returned {len(optimizers)} optimizers; federated training needs exactly one."
-            " Use parameter groups for different settings."
-        )
-    optimizer = optimizers[0]
+    (optimizer,) = optimizers  # Lightning has refused several
     if type(optimizer).__name__ == "_MockOptimizer":
         raise FederatedError(f"{name}.configure_optimizers() returned None; return a torch optimizer, such as SGD.")
     refuse_unsupported(optimizer, f"{name}.configure_optimizers() returned an optimizer that")

@@ -136,7 +136,15 @@ class FederatedTrainer(pl.Trainer):
                 " where the module says `import lightning as L`."
             )
         check_trainer(self)
-        super().fit(model, *args, **kwargs)
+        try:
+            super().fit(model, *args, **kwargs)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            raise FederatedError(  # Lightning's own remedy, manual optimization, is none here
+                f"{type(model).__name__}.configure_optimizers() returned several optimizers; federated training needs"
+                " exactly one. Use parameter groups for different settings."
+            ) from error
 
 
 def _seed(seed: int | None) -> int:

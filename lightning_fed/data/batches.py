@@ -154,12 +154,14 @@ class TensorBatches(_IndexedBatches):
         if indices is not None:
             size = size_of(dataset)
             indices = torch.as_tensor(indices, dtype=torch.int64).cpu()
-            if len(indices) and not -size <= int(indices.min()) <= int(indices.max()) < size:
+            low, high = (int(indices.min()), int(indices.max())) if len(indices) else (0, 0)
+            if len(indices) and not -size <= low <= high < size:
                 raise FederatedError(
-                    f"A client's Subset selects examples {int(indices.min())} to {int(indices.max())}, but its"
-                    f" TensorDataset has only {size:,}: correct the indices."
+                    f"A client's Subset selects examples {low} to {high}, but its TensorDataset has only {size:,}:"
+                    " correct the indices."
                 )
-            indices = torch.where(indices < 0, indices + size, indices)
+            if low < 0:
+                indices = torch.where(indices < 0, indices + size, indices)
         return TensorBatches(dataset.tensors, indices, settings)
 
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:

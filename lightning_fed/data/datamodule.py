@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from types import MethodType
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar, cast
 
 import pytorch_lightning as pl
 import torch
@@ -17,9 +17,15 @@ from lightning_fed.data.partition import Partition, PartitionFunction, check_cou
 
 __all__ = ["FederatedDataModule"]
 
-Clients: TypeAlias = Sequence[Dataset[Any]] | Mapping[ClientId, Dataset[Any]] | FederatedDataset
-EvalData: TypeAlias = Dataset[Any] | DataLoader[Any] | Sequence[Dataset[Any] | DataLoader[Any]]
-EvalLoader: TypeAlias = DataLoader[Any] | list[DataLoader[Any]]
+if TYPE_CHECKING:
+    AnyDataset: TypeAlias = Dataset[Any]
+    AnyLoader: TypeAlias = DataLoader[Any]
+else:  # a configuration file's class_path is not matched against Dataset[Any]
+    AnyDataset, AnyLoader = Dataset, DataLoader
+
+Clients: TypeAlias = Sequence[AnyDataset] | Mapping[ClientId, AnyDataset] | FederatedDataset
+EvalData: TypeAlias = AnyDataset | AnyLoader | Sequence[AnyDataset | AnyLoader]
+EvalLoader: TypeAlias = AnyLoader | list[AnyLoader]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -106,7 +112,7 @@ class FederatedDataModule(pl.LightningDataModule):
     def __init__(
         self,
         clients: Clients | None = None,
-        train: Dataset[Any] | None = None,
+        train: AnyDataset | None = None,
         partition: Partition | PartitionFunction | None = None,
         val: EvalData | None = None,
         test: EvalData | None = None,
@@ -119,7 +125,7 @@ class FederatedDataModule(pl.LightningDataModule):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
-        client_val: Mapping[ClientId, Dataset[Any]] | None = None,
+        client_val: Mapping[ClientId, AnyDataset] | None = None,
     ) -> None:
         super().__init__()
         name = type(self).__name__
@@ -203,7 +209,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     # What a client has
 
-    def client_dataset(self, client_id: ClientId) -> Dataset[Any]:
+    def client_dataset(self, client_id: ClientId) -> AnyDataset:
         """Return a client's training set. A subclass that builds clients on demand overrides it.
 
         Args:
@@ -247,7 +253,7 @@ class FederatedDataModule(pl.LightningDataModule):
         """
         return LoaderBatches(self._map_style(client_id), self._settings()).loader(generator)
 
-    def client_val_dataset(self, client_id: ClientId) -> Dataset[Any] | None:
+    def client_val_dataset(self, client_id: ClientId) -> AnyDataset | None:
         """Return a client's own validation set, or None if it has none."""
         return self.client_val.get(client_id)
 
@@ -275,11 +281,11 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def _eval_loader(self, data: EvalData) -> EvalLoader:
         if isinstance(data, (list, tuple)) and data and all(isinstance(part, (Dataset, DataLoader)) for part in data):
-            return [cast("DataLoader[Any]", self._eval_loader(part)) for part in data]
+            return [cast("AnyLoader", self._eval_loader(part)) for part in data]
         if isinstance(data, DataLoader):
             return data
         return DataLoader(
-            cast("Dataset[Any]", data),
+            cast("AnyDataset", data),
             batch_size=self.eval_batch_size or 256,
             collate_fn=self.collate_fn,
             num_workers=self.num_workers,
@@ -299,7 +305,7 @@ class FederatedDataModule(pl.LightningDataModule):
             pin_memory=self.pin_memory,
         )
 
-    def _map_style(self, client_id: ClientId) -> Dataset[Any]:
+    def _map_style(self, client_id: ClientId) -> AnyDataset:
         dataset = self.client_dataset(client_id)
         check_map_style(dataset, f"Client {client_id!r}")
         return dataset

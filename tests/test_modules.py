@@ -1,0 +1,325 @@
+"""Awkward but ordinary modules and data: each works as its author would expect, or is refused with the reason."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fed import ClientError, FederatedCallback, FederatedDataModule, FederatedError
+from lightning_fed.algorithms import FedAvg, FedProx, Mime, MimeLite, Scaffold, SGDm
+from tests.helpers.training import CLASSES, FEATURES, Net, classification, clients, data, fit, parameters, seeded, trainer
+
+
+class WithBatchNorm(Net):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.body = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh())
+
+
+class BuffersOf(FederatedCallback):
+    """Keep the buffers that every client comes back with."""
+
+    def __init__(self) -> None:
+        self.means: list[Tensor] = []
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        self.means.append(pl_module.body[1].running_mean.clone())
+
+
+def test_batchnorm_buffers_are_averaged_by_examples() -> None:
+    model, seen = seeded(WithBatchNorm), BuffersOf()
+    fit(model, data(sizes=(12, 4)), max_rounds=1, clients_per_round=2, callbacks=seen, weighting="uniform")
+    torch.testing.assert_close(model.body[1].running_mean, 0.75 * seen.means[0] + 0.25 * seen.means[1])
+    assert int(model.body[1].num_batches_tracked) == 3  # of the largest client
+
+
+def test_server_buffers_stay_where_they_were_when_told_so() -> None:
+    model = seeded(WithBatchNorm)
+    before = model.body[1].running_mean.clone()
+    fit(model, data(sizes=(8, 12, 4)), buffers="server")
+    assert torch.equal(model.body[1].running_mean, before)
+
+
+def test_local_buffers_stay_with_their_client() -> None:
+    kept: dict[Any, Tensor] = {}
+
+    class Check(FederatedCallback):
+        def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+            self.client = client_id
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0 and self.client in kept:
+                assert torch.equal(pl_module.body[1].running_mean, kept.pop(self.client))
+
+        def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+            kept[client_report.client_id] = pl_module.body[1].running_mean.clone()
+
+    fit(seeded(WithBatchNorm), data(sizes=(8, 12, 4)), callbacks=Check(), buffers="local")
+    assert len(kept) == 3
+
+
+@pytest.mark.parametrize("method", [Mime(base=SGDm()), Scaffold(option="i")], ids=repr)
+def test_extra_gradients_move_no_buffer(method: Any) -> None:
+    class Count(FederatedCallback):
+        def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+            start = int(self.start)
+            assert int(pl_module.body[1].num_batches_tracked) == start + client_report.steps
+
+        def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+            self.start = trainer.fit_loop.state.buffers["body.1.num_batches_tracked"]
+
+    fit(seeded(WithBatchNorm), data(sizes=(8, 12, 4)), algorithm=method, callbacks=Count())
+
+
+class FrozenBackbone(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_frozen_backbone_stays_frozen_and_does_not_travel() -> None:
+    model = seeded(FrozenBackbone)
+    before = parameters(model.body).clone()
+    run = trainer(algorithm=Scaffold())
+    run.fit(model, data())
+    assert torch.equal(parameters(model.body), before)
+    assert run.fit_loop.state.x.numel() == sum(p.numel() for p in model.head.parameters())
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.body = nn.Sequential(nn.Linear(FEATURES, FEATURES, bias=False), nn.Tanh(), nn.Linear(FEATURES, FEATURES, bias=False))
+        self.body[2].weight = self.body[0].weight
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Scaffold(), Mime(base=SGDm())], ids=repr)
+def test_tied_weights_stay_tied(method: Any) -> None:
+    model = seeded(Tied)
+    run = trainer(algorithm=method)
+    run.fit(model, data())
+    assert model.body[2].weight is model.body[0].weight
+    assert run.fit_loop.state.x.numel() == FEATURES * FEATURES + FEATURES * CLASSES + CLASSES
+    state = model.state_dict()
+    assert torch.equal(state["body.0.weight"], state["body.2.weight"])
+
+
+class ManyParameters(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(FEATURES)) for _ in range(CLASSES)])
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        x, y = batch
+        return {"loss": F.cross_entropy(torch.stack([x @ w for w in self.weights], dim=1), y), "extra": y.float().mean()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Scaffold(), FedProx(mu=0.1), Mime(base=SGDm())], ids=repr)
+def test_parameter_list_dict_output_and_an_unused_parameter(method: Any) -> None:
+    model = ManyParameters()
+    fit(model, algorithm=method)
+    assert torch.equal(model.unused, torch.ones(2))
+    assert all(w.abs().sum() > 0 for w in model.weights)
+    assert all(p.untyped_storage().size() == p.numel() * p.element_size() for p in model.parameters())
+
+
+class WithMetrics(Net):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.several = MetricCollection({"mean": MeanMetric()})
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self(x)
+        self.calls += 1
+        self.accuracy(out, y)
+        self.several(y.float())
+        self.log("train_acc", self.accuracy)
+        self.log_dict(self.several)
+        loss = F.cross_entropy(out, y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Mime(base=SGDm()), Scaffold(option="i")], ids=repr)
+def test_metric_objects_see_every_local_batch_once(method: Any) -> None:
+    class Check(FederatedCallback):
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+            labels = torch.cat([trainer.datamodule.client_dataset(i).tensors[1] for i in round_report.cohort])
+            assert round_report.metrics["mean"] == pytest.approx(float(labels.float().mean()))
+            assert round_report.metrics["train_loss"] == pytest.approx(round_report.loss)
+            assert round_report.metrics["train_loss_epoch"] == pytest.approx(round_report.loss)
+
+    fit(seeded(WithMetrics), algorithm=method, callbacks=Check())
+
+
+class SkipsSome(Net):
+    """Skips every second batch by returning None."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+
+def test_a_skipped_batch_is_no_local_step() -> None:
+    class Check(FederatedCallback):
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+            assert dict(round_report.steps) == {0: 2, 1: 1}
+
+    fit(seeded(SkipsSome), data(sizes=(13, 8)), algorithm=Scaffold(), clients_per_round=2, callbacks=Check())
+
+
+class SkipsAll(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        return None
+
+
+def test_a_client_without_any_step_is_named() -> None:
+    with pytest.raises(ClientError, match=r"Client 0 failed in its local work in round 0.*returned None for every batch"):
+        fit(seeded(SkipsAll), data(sizes=(5,)), clients_per_round=1)
+
+
+class Raises(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            raise RuntimeError("no such luck")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_users_exception_is_the_cause() -> None:
+    with pytest.raises(ClientError, match="Client 'bob' failed .* round 0, local step 2: RuntimeError: no such luck") as error:
+        fit(seeded(Raises), FederatedDataModule(clients={"bob": clients()[0]}, batch_size=4), clients_per_round=1)
+    assert isinstance(error.value.__cause__, RuntimeError)
+
+
+def test_after_an_exception_the_module_holds_the_server_model() -> None:
+    class Later(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self.current_epoch == 1 and batch_idx == 1:
+                raise RuntimeError("late")
+            return super().training_step(batch, batch_idx)
+
+    model, reference = seeded(Later), seeded()
+    with pytest.raises(ClientError, match="round 1"):
+        fit(model, max_rounds=3)
+    fit(reference, max_rounds=1)
+    assert torch.equal(parameters(model), parameters(reference))
+
+
+def test_a_diverging_client_is_named() -> None:
+    with pytest.raises(ClientError, match="not finite after"):
+        fit(seeded(lr=1e30), max_rounds=5)
+
+
+class Strings(Dataset):
+    """Examples that only a collate function makes a batch of."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> str:
+        return "ab"[index % 2] * 3
+
+
+def collate(items: list[str]) -> list[Tensor]:
+    y = torch.tensor([0 if item[0] == "a" else 1 for item in items])
+    return [F.one_hot(y, FEATURES).float(), y]
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Mime(base=SGDm())], ids=repr)
+def test_any_dataset_with_any_collate_function(method: Any) -> None:
+    datamodule = FederatedDataModule(clients={"x": Strings(7), "y": Strings(3)}, batch_size=2, collate_fn=collate)
+    model = seeded()
+    before = parameters(model).clone()
+    fit(model, datamodule, algorithm=method, clients_per_round=2)
+    assert not torch.equal(parameters(model), before)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([torch.zeros(2)])
+
+
+def test_a_stream_is_refused() -> None:
+    with pytest.raises(FederatedError, match="Client 0 has a Stream, whose examples cannot be counted.*map-style"):
+        fit(datamodule=FederatedDataModule(clients=[Stream()]), clients_per_round=1)
+
+
+def test_an_empty_client_is_announced_and_never_sampled() -> None:
+    class Check(FederatedCallback):
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+            assert round_report.cohort == ("a", "c")
+
+    empty = TensorDataset(torch.zeros(0, FEATURES), torch.zeros(0, dtype=torch.long))
+    datamodule = FederatedDataModule(clients={"a": clients()[0], "b": empty, "c": clients()[1]}, batch_size=4)
+    with pytest.warns(UserWarning, match="1 of 3 clients are empty and never sampled: 'b'"):
+        fit(datamodule=datamodule, clients_per_round=1.0, callbacks=Check())
+    with pytest.raises(FederatedError, match="more clients than the 2 non-empty ones"):
+        fit(datamodule=datamodule, clients_per_round=3)
+
+
+def test_a_client_smaller_than_a_batch() -> None:
+    fit(datamodule=data(sizes=(2, 1), batch_size=16), clients_per_round=2, algorithm=Scaffold())
+
+
+def test_more_sampled_than_exist_is_refused() -> None:
+    with pytest.raises(FederatedError, match=r"clients_per_round=7 asks for more clients than the 6"):
+        fit(clients_per_round=7)
+
+
+class OnDemand(FederatedDataModule):
+    """A population that is built client by client."""
+
+    num_clients = 1_000_000
+
+    def client_dataset(self, client_id: Any) -> Dataset:
+        return classification(5 + client_id % 3, seed=client_id)
+
+
+def test_a_population_built_on_demand() -> None:
+    run = trainer(algorithm=Scaffold(), clients_per_round=4)
+    run.fit(seeded(), OnDemand(batch_size=4))
+    assert len(run.fit_loop.state.clients) == 12
+
+
+class OnlyBatch(Net):
+    def training_step(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Mime(base=SGDm())], ids=repr)
+def test_a_training_step_without_batch_index(method: Any) -> None:
+    fit(seeded(OnlyBatch), algorithm=method)
+
+
+class Adaptive(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01, weight_decay=0.01)
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Scaffold(), FedProx(mu=0.1), Mime(), MimeLite()], ids=repr)
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+def test_local_adam_in_every_precision(method: Any, precision: str) -> None:
+    model = seeded(Adaptive)
+    before = parameters(model).clone()
+    assert torch.isfinite(fit(model, algorithm=method, precision=precision)).all()
+    assert not torch.equal(parameters(model).float(), before)

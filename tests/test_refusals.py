@@ -1,0 +1,178 @@
+"""What cannot work in rounds is refused before the first one, by name, with the reason and the remedy."""
+
+import re
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import (
+    BatchSizeFinder,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch.utils.data import DataLoader
+
+from lightning_fed import FederatedError, FederatedTrainer
+from lightning_fed.algorithms import FedAvg, Mime, Scaffold, ServerOnly, SGDm
+from tests.helpers.training import QUIET, Net, classification, data, fit, seeded, trainer
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def optimizing(make: Any) -> pl.LightningModule:
+    class Custom(Net):
+        def configure_optimizers(self) -> Any:
+            return make(self)
+
+    return seeded(Custom)
+
+
+def per_step(module: Net) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}]
+
+
+def mixed(module: Net) -> Any:
+    module.head.double()
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda m: [torch.optim.SGD(m.body.parameters(), 0.1), torch.optim.SGD(m.head.parameters(), 0.1)], "exactly one. Use parameter groups"),
+        (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS is not supported: it evaluates the closure several times"),
+        (lambda m: torch.optim.Rprop(m.parameters()), "Rprop is not supported"),
+        (lambda m: torch.optim.ASGD(m.parameters()), "ASGD is not supported"),
+        (lambda m: torch.optim.SGD(m.parameters(), 0.1, maximize=True), "maximize=True.*negate the loss"),
+        (lambda m: torch.optim.SGD([p.requires_grad_(False) for p in m.parameters()], 0.1), "no trainable parameter"),
+        (
+            lambda m: torch.optim.SGD([*m.parameters(), torch.nn.Parameter(torch.zeros(2))], 0.1),
+            "1 parameters that are not the module's own",
+        ),
+        (per_step, "StepLR has interval='step'.*interval='epoch'"),
+        (mixed, "must share one dtype and one device, found: 'body.0.weight' is torch.float32"),
+        (lambda m: None, "returned None"),
+    ],
+)
+def test_optimizers(make: Any, message: str) -> None:
+    with pytest.raises((FederatedError, pl.utilities.exceptions.MisconfigurationException), match=message) as error:
+        fit(optimizing(make), num_sanity_val_steps=0)
+    assert not isinstance(error.value, RuntimeError)
+
+
+def test_manual_optimization() -> None:
+    with pytest.raises(FederatedError, match="Manual uses manual optimization.*return the loss"):
+        fit(Manual())
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        StochasticWeightAveraging(swa_lrs=0.1),
+        WeightAveraging(),
+        EMAWeightAveraging(),
+        BatchSizeFinder(),
+        LearningRateFinder(),
+    ],
+    ids=lambda c: type(c).__name__,
+)
+def test_callbacks_that_edit_training_per_batch(callback: pl.Callback) -> None:
+    with pytest.raises(FederatedError, match=f"The callback {type(callback).__name__} is not supported: it .*Instead"):
+        fit(callbacks=callback)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"algorithm": "FedAvg"}, "algorithm must be an Algorithm such as FedAvg"),
+        ({"algorithm": FedAvg}, re.escape("write FedAvg()")),
+        ({"engine": "quantum"}, "engine must be one of .*found 'quantum'"),
+        ({"local_epochs": None}, "FedAvg needs local work: pass local_epochs"),
+        ({"local_steps": 3}, "local_epochs or local_steps, not both"),
+        ({"local_epochs": 0}, "local_epochs must be an int >= 1, found 0"),
+        ({"local_epochs": True}, "local_epochs must be an int >= 1, found True"),
+        ({"local_epochs": None, "local_steps": 2.5}, "local_steps must be an int >= 1, found 2.5"),
+        ({"algorithm": ServerOnly()}, "local_epochs=1 does not apply to ServerOnly"),
+        ({"clients_per_round": 0}, "clients_per_round must be at least 1 client, found 0"),
+        ({"clients_per_round": 1.5}, r"must lie in \(0, 1\], found 1.5"),
+        ({"clients_per_round": float("nan")}, r"must lie in \(0, 1\], found nan"),
+        ({"clients_per_round": "3"}, "must be an int or a float, found '3'"),
+        ({"clients_per_round": 2, "sampler": lambda s, r: [0]}, "Both sampler=.* and clients_per_round=2 were given"),
+        ({"sampler": 3}, "sampler must be callable, found 3"),
+        ({"server_optimizer": 0.1}, "server_optimizer must be callable, found 0.1"),
+        ({"algorithm": Scaffold(), "weighting": "examples"}, "weighting='examples' does not apply to Scaffold"),
+        ({"buffers": "mean"}, "buffers must be one of .*found 'mean'"),
+        ({"seed": -1}, "seed must be an int >= 0, found -1"),
+        ({"max_rounds": -2}, "max_rounds must be an int >= 0, or -1 for no limit, found -2"),
+        ({"max_rounds": 2, "max_epochs": 3}, "max_rounds=2 and max_epochs=3 differ"),
+        ({"max_steps": 10}, "max_steps=10 counts optimizer steps.*max_rounds"),
+        ({"min_steps": 10}, "min_steps=10 counts optimizer steps.*min_epochs"),
+    ],
+    ids=str,
+)
+def test_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        FederatedTrainer(**{**QUIET, "local_epochs": 1, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weighting": "sizes"}, "weighting must be one of .*found 'sizes'"),
+        ({"weighting": lambda i, n, k: -1.0}, "finite weights >= 0"),
+        ({"sampler": lambda seed, round: ["zoe"]}, "There is no client 'zoe'"),
+        ({"sampler": lambda seed, round: 3}, "must return a list of client ids, found 3 in round 0"),
+        ({"server_optimizer": lambda params: 3}, "must return a torch optimizer, found 3"),
+        ({"server_optimizer": lambda params: torch.optim.LBFGS(params)}, "server_optimizer LBFGS is not supported"),
+        ({"val_check_interval": 0.5}, "val_check_interval=0.5 .*check_val_every_n_epoch, counted in rounds"),
+        ({"devices": 2, "strategy": "ddp"}, "2 devices .*Set devices=1"),
+    ],
+    ids=str,
+)
+def test_settings_seen_at_fit(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        fit(**settings)
+
+
+def test_mime_over_an_optimizer_that_preconditions_too() -> None:
+    with pytest.raises(FederatedError, match=r"Mime\(base=SGDm\) preconditions .* returned SGD.*drop `base`"):
+        fit(seeded(momentum=0.9), algorithm=Mime(base=SGDm()))
+
+
+def test_data_that_is_no_federation() -> None:
+    with pytest.raises(FederatedError, match="needs a FederatedDataModule, found no datamodule"):
+        trainer().fit(seeded(), DataLoader(classification(8, 0)))
+    with pytest.raises(FederatedError, match="needs a FederatedDataModule, found a LightningDataModule"):
+        trainer().fit(seeded(), pl.LightningDataModule())
+
+
+def test_a_hyper_parameter_that_no_checkpoint_could_be_read_back_with() -> None:
+    class WithFunction(Net):
+        def __init__(self, activation: Any = torch.nn.functional.relu) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    with pytest.raises(FederatedError, match=r"hyper-parameter 'activation' .*ignore=\['activation'\]"):
+        fit(WithFunction(), enable_checkpointing=True, callbacks=ModelCheckpoint())
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Any) -> None:
+    class Wider(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(8, 7)
+
+    run = trainer()
+    run.fit(seeded(), data())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(FederatedError, match=r"'head.weight' has shape \(3, 8\) there and \(7, 8\) in Wider"):
+        fit(Wider(), ckpt_path=tmp_path / "a.ckpt")
