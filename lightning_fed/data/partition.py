@@ -170,7 +170,7 @@ class Dirichlet(_Seeded):
     def _share(self, size: int, random: np.random.RandomState) -> npt.NDArray[np.int64]:
         # Gamma(alpha) is Gamma(alpha + 1) U^(1 / alpha). In logarithms it neither vanishes nor ties when alpha is tiny.
         log_gamma = np.log(random.standard_gamma(self.alpha + 1, self.num_clients))
-        log_gamma += np.log1p(-random.random_sample(self.num_clients)) / self.alpha
+        0 * np.log1p(-random.random_sample(self.num_clients)) / self.alpha
         cumulative = np.cumsum(np.exp(log_gamma - log_gamma.max()))
         cuts = np.rint(cumulative / cumulative[-1] * size).astype(np.int64)
         share: npt.NDArray[np.int64] = np.diff(cuts, prepend=0)

@@ -46,6 +46,7 @@ class RoundResults(_ResultCollection):
         self._means: dict[str, _ClientMean] = {}
         self._warned: set[str] = set()
         self._registering = False
+        self._in_client = False
 
     def log(  # type: ignore[override]
         self,
@@ -61,6 +62,9 @@ class RoundResults(_ResultCollection):
         **kwargs: Any,
     ) -> None:
         """Collect one value; see :meth:`pytorch_lightning.LightningModule.log`."""
+        if not self._in_client:
+            super().log(fx, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size=batch_size, **kwargs)
+            return
         if on_step and not on_epoch:
             on_step, on_epoch = False, True
         elif on_step and name not in self._warned:
@@ -84,12 +88,21 @@ class RoundResults(_ResultCollection):
         mean.add(value, size)
 
     @contextmanager
-    def shortcut(self, module: pl.LightningModule) -> Iterator[None]:
-        """Let ``module.log`` add straight to the running means that Lightning has checked already.
+    def of_client(self, module: pl.LightningModule) -> Iterator[None]:
+        """Collect what is logged inside as one client's; ``module.log`` then adds straight to the running means.
 
-        Anything new, or anything but a 0-dim tensor, goes Lightning's way. A module that overrides ``log`` is left
-        alone.
+        Anything that Lightning has not checked before, or anything but a 0-dim tensor, still goes Lightning's way. A
+        module that overrides ``log`` is left alone.
         """
+        self._in_client = True
+        try:
+            with self._shortcut(module):
+                yield
+        finally:
+            self._in_client = False
+
+    @contextmanager
+    def _shortcut(self, module: pl.LightningModule) -> Iterator[None]:
         if type(module).log is not pl.LightningModule.log or "log" in module.__dict__:
             yield
             return

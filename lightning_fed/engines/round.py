@@ -71,8 +71,9 @@ class Round:
             mean[name] = total.to(x.dtype)
         self._inputs = RoundInputs(self._inputs.round, x, self._inputs.server, full, mean, self._inputs.mean_examples)
         self._cohort.grad = mean
-        self._bytes_down += len(full) * (_bytes({"x": x}) + (len(points) - 1) * _bytes({"x": x}))
-        self._bytes_up += len(full) * len(points) * _bytes({"x": x})
+        travelled = len(full) * len(points) * _bytes({"x": x})  # each point down, its gradient up
+        self._bytes_down += travelled
+        self._bytes_up += travelled
 
     def begin(self, loss: torch.Tensor | None) -> None:
         """Let the method prepare the server state that clients will read, given the cohort's gradients and loss."""
@@ -92,7 +93,8 @@ class Round:
         buffers.write(own or self.server.buffers)
         result = self.engine.run(self._inputs, plan, state)
         self._reports[who.client_id] = result.report
-        self._bytes_down += _bytes({"x": self._inputs.x, **self._inputs.server, **self._inputs.cohort_grad}) + buffers.bytes
+        i = self._inputs
+        self._bytes_down += _bytes({"x": i.x}) + _bytes(i.server) + _bytes(i.cohort_grad) + buffers.bytes
         if result.report.steps or not self.algorithm.local_work:
             self._take_in(result, state)
         return result.report

@@ -153,7 +153,7 @@ class SequentialEngine:
             local = steps[1]
             self.optimizer.begin(LocalWork(self.algorithm, steps[0], self._solver(inputs, local)))
             self.epoch_loop.begin_client(self.flat.y.device)
-            with self.epoch_loop._results.shortcut(self.trainer.lightning_module):
+            with self.epoch_loop._results.of_client(self.trainer.lightning_module):
                 self._train(inputs, plan)
             loss, metrics = self.epoch_loop.close_client()
             run = self._run_record(inputs, plan, client, local)

@@ -1,0 +1,248 @@
+"""What loggers and callbacks hear of a run: counted in rounds, under the user's own names."""
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import LearningRateMonitor, RichProgressBar, TQDMProgressBar
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_fed import FederatedCallback
+from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
+from lightning_fed.core.rounds import ClientReport, RoundReport
+from tests.helpers.training import Net, data, fit, seeded, trainer
+
+
+def rows(logger: CSVLogger) -> list[dict[str, str]]:
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def column(logger: CSVLogger, name: str) -> dict[int, float]:
+    return {int(row["step"]): float(row[name]) for row in rows(logger) if row.get(name)}
+
+
+class Noisy(Net):
+    """Logs a number of its own for each batch, and notes what it logged."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.seen: list[list[tuple[float, int]]] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.seen.append([])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mine", batch[0].sum())
+        self.log("largest", batch[0].max(), reduce_fx="max")
+        if torch.is_grad_enabled():
+            self.seen[-1].append((float(batch[0].sum()), len(batch[0])))
+        return loss
+
+
+def test_training_metrics_are_example_weighted_means_once_a_round(tmp_path: Path) -> None:
+    logger, model = CSVLogger(tmp_path), seeded(Noisy)
+    fit(model, logger=logger, max_rounds=3)
+    logged = column(logger, "mine")
+    assert sorted(logged) == [1, 2, 3]
+    for step, seen in enumerate(model.seen, start=1):
+        assert logged[step] == pytest.approx(sum(v * n for v, n in seen) / sum(n for _, n in seen), rel=1e-5)
+    assert sorted(column(logger, "largest")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("method", [Mime(base=SGDm()), Scaffold(option="i")], ids=repr)
+def test_extra_gradients_log_nothing(method: Any, tmp_path: Path) -> None:
+    class Writes(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.logger.experiment.log_metrics({"raw": 1.0}, step=batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    logger, count = CSVLogger(tmp_path), Steps()
+    fit(seeded(Writes), logger=logger, max_rounds=2, algorithm=method, callbacks=count)
+    assert sum(1 for row in rows(logger) if row["raw"]) == count.steps
+
+
+class Steps(FederatedCallback):
+    """Count local steps and local batches."""
+
+    def __init__(self) -> None:
+        self.steps = self.batches = 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: RoundReport) -> None:
+        self.steps += sum(round_report.steps.values())
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Mime(base=SGDm()), Scaffold(option="i")], ids=repr)
+def test_batch_hooks_come_once_per_local_batch(method: Any) -> None:
+    count = Steps()
+    fit(algorithm=method, callbacks=count)
+    assert count.batches == count.steps > 0
+
+
+def test_tensorboard_shows_rounds(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    fit(logger=logger, max_rounds=4, check_val_every_n_epoch=2, algorithm=Scaffold())
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    for tag in (
+        "train_loss", "client/loss", "client/update_norm", "client/drift", "server/update_norm", "comm/bytes_up",
+        "comm/bytes_down", "round/clients", "round/local_steps", "round/seconds",
+    ):  # fmt: skip
+        assert [e.step for e in events.Scalars(tag)] == [1, 2, 3, 4], tag
+    for tag in ("val_loss", "val_acc"):
+        assert [e.step for e in events.Scalars(tag)] == [2, 4], tag
+
+
+def test_bytes_are_those_of_the_messages(tmp_path: Path) -> None:
+    model, logger = seeded(), CSVLogger(tmp_path)
+    vector = 4 * sum(p.numel() for p in model.parameters())
+    fit(model, logger=logger, max_rounds=1, algorithm=Scaffold())
+    assert column(logger, "comm/bytes_up") == {1: 3 * 2 * vector}
+    assert column(logger, "comm/bytes_down") == {1: 3 * 2 * vector}
+    logger = CSVLogger(tmp_path, "mime")
+    fit(seeded(), logger=logger, max_rounds=1, algorithm=Mime(base=SGDm()))
+    assert column(logger, "comm/bytes_up") == {1: 3 * 2 * vector}  # the full gradient, the change of the model
+    assert column(logger, "comm/bytes_down") == {1: 3 * 4 * vector}  # x for the gradient; x, m and c for local work
+
+
+class Reports(FederatedCallback):
+    """Keep every report, and what the hooks saw."""
+
+    def __init__(self) -> None:
+        self.rounds: list[RoundReport] = []
+        self.clients: list[ClientReport] = []
+        self.started: list[Any] = []
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        self.started.append(round)
+        pl_module.log("at_start", float(round))
+
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        self.started.append((round, client_id))
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: ClientReport) -> None:
+        self.clients.append(client_report)
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: RoundReport) -> None:
+        self.rounds.append(round_report)
+        pl_module.log("at_end", float(len(round_report.cohort)))
+
+
+def test_reports_tell_what_happened(tmp_path: Path) -> None:
+    reports, logger = Reports(), CSVLogger(tmp_path)
+    fit(callbacks=reports, max_rounds=2, logger=logger)
+    assert [r.round for r in reports.rounds] == [0, 1]
+    assert reports.started == [x for r in reports.rounds for x in (r.round, *((r.round, i) for i in r.cohort))]
+    sizes = (13, 8, 21, 5, 16, 9)
+    for r in reports.rounds:
+        assert dict(r.sizes) == {i: sizes[i] for i in r.cohort}
+        assert dict(r.steps) == {i: -(-sizes[i] // 4) for i in r.cohort}
+        assert sum(r.weights.values()) == pytest.approx(1)
+        assert r.weights[r.cohort[0]] == pytest.approx(sizes[r.cohort[0]] / sum(sizes[i] for i in r.cohort))
+        assert r.loss == pytest.approx(r.metrics["train_loss"])
+        means = [r.clients[i].metrics["train_loss"] * sizes[i] for i in r.cohort]
+        assert r.loss == pytest.approx(sum(means) / sum(r.sizes.values()))
+        assert 0 < r.drift < sum(c.update_norm for c in r.clients.values())
+        assert isinstance(r.sizes, MappingProxyType)
+        with pytest.raises(AttributeError):
+            r.loss = 0.0  # type: ignore[misc]
+    assert column(logger, "at_end") == {1: 3.0, 2: 3.0}
+    assert column(logger, "at_start") == {1: 0.0, 2: 1.0}
+
+
+def test_drift_is_the_spread_of_the_client_models() -> None:
+    class Models(FederatedCallback):
+        def __init__(self) -> None:
+            self.models: list[torch.Tensor] = []
+
+        def on_client_end(self, trainer: Any, pl_module: Any, client_report: ClientReport) -> None:
+            self.models.append(torch.cat([p.detach().flatten().clone() for p in pl_module.parameters()]))
+
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: RoundReport) -> None:
+            w = torch.tensor([round_report.weights[i] for i in round_report.cohort])[:, None]
+            y = torch.stack(self.models)
+            expected = (w * (y - (w * y).sum(0)) ** 2).sum().sqrt()
+            assert round_report.drift == pytest.approx(float(expected), rel=1e-4)
+
+    fit(callbacks=Models(), max_rounds=1)
+
+
+class Scheduled(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)]
+
+
+def test_learning_rate_monitor_counts_rounds(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    fit(seeded(Scheduled), logger=logger, callbacks=LearningRateMonitor(), max_rounds=3)
+    assert column(logger, "lr-SGD") == {0: 0.1, 1: 0.05, 2: 0.025}
+    logger = CSVLogger(tmp_path, "plain")
+    fit(seeded(dropout=0.0), logger=logger, callbacks=LearningRateMonitor("step"), max_rounds=2, log_every_n_steps=1)
+    assert [int(r["step"]) for r in rows(logger) if r["lr-SGD/pg1"]] == [0, 1]
+
+
+def test_validation_metrics_are_those_of_the_server_model(tmp_path: Path) -> None:
+    model = seeded()
+    run = trainer(max_rounds=2)
+    run.fit(model, data())
+    last = float(run.callback_metrics["val_loss"])
+    (metrics,) = run.validate(model, data(), verbose=False)
+    assert metrics["val_loss"] == pytest.approx(last)
+
+
+@pytest.mark.parametrize("bar", [None, TQDMProgressBar(), RichProgressBar()], ids=lambda b: type(b).__name__)
+def test_progress_bars(bar: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trainer(enable_progress_bar=True, callbacks=bar, max_rounds=2, enable_model_summary=True)
+    run.fit(seeded(), data())
+    out = capsys.readouterr().out
+    if bar is None:
+        assert "Rounds: 100%" in out
+        assert "2/2" in out
+        assert "val_acc=" in out
+        assert "Validation" not in out
+        assert "Federated run finished" in out
+    run.validate(run.lightning_module, data())
+
+
+@pytest.mark.parametrize("profiler", ["simple", None])
+def test_profiler_times_steps_and_rounds(profiler: str | None, tmp_path: Path) -> None:
+    reference = fit(max_rounds=1)
+    run, model = trainer(profiler=profiler, max_rounds=1, default_root_dir=tmp_path), seeded()
+    run.fit(model, data())
+    assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters()]), reference)
+    if profiler:
+        recorded: Mapping[str, Any] = run.profiler.recorded_durations
+        assert len(recorded["run_federated_round"]) == 1
+        assert len(recorded["run_training_batch"]) > 1
+        assert len(recorded["[LightningModule]Net.optimizer_step"]) == len(recorded["run_training_batch"])
+
+
+@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_after_backward", "on_before_optimizer_step", "on_before_backward"])
+def test_hooks_between_batch_and_step_are_called_and_change_nothing(hook: str) -> None:
+    calls = []
+
+    class Listens(pl.Callback):
+        pass
+
+    setattr(Listens, hook, lambda self, *args: calls.append(hook))
+    count = Steps()
+    assert torch.equal(fit(callbacks=[Listens(), count], max_rounds=1), fit(max_rounds=1))
+    assert len(calls) == count.steps
+
+
+def test_barebones() -> None:
+    run = trainer(barebones=True, max_rounds=2)
+    model = seeded()
+    run.fit(model, data())
+    assert run.fit_loop.round == 2
