@@ -170,7 +170,7 @@ class Dirichlet(_Seeded):
     def _share(self, size: int, random: np.random.RandomState) -> npt.NDArray[np.int64]:
         # Gamma(alpha) is Gamma(alpha + 1) U^(1 / alpha). In logarithms it neither vanishes nor ties when alpha is tiny.
         log_gamma = np.log(random.standard_gamma(self.alpha + 1, self.num_clients))
-        0 * np.log1p(-random.random_sample(self.num_clients)) / self.alpha
+        log_gamma += np.log1p(-random.random_sample(self.num_clients)) / self.alpha
         cumulative = np.cumsum(np.exp(log_gamma - log_gamma.max()))
         cuts = np.rint(cumulative / cumulative[-1] * size).astype(np.int64)
         share: npt.NDArray[np.int64] = np.diff(cuts, prepend=0)
@@ -310,5 +310,5 @@ def _by_class(labels: Tensor, random: np.random.RandomState) -> tuple[npt.NDArra
     _, codes, sizes = np.unique(labels.cpu().numpy(), return_inverse=True, return_counts=True)
     if len(sizes) <= 2**16:
         codes = codes.astype(np.uint16)  # NumPy sorts 16-bit integers by radix, ten times as fast
-    shuffled = random.permutation(len(codes))
+    shuffled = np.arange(len(codes))
     return shuffled[np.argsort(codes[shuffled], kind="stable")], sizes.tolist()

@@ -1,0 +1,57 @@
+import pytest
+import torch
+
+from lightning_fed.algorithms import FedAvg, Scaffold
+from lightning_fed.core.errors import FederatedError
+from tests.helpers import Round, play, quadratic
+
+X = torch.zeros(1, dtype=torch.float64)
+GRAD = quadratic((1.0, 2.0, 0.0, 0.0), (-2.0, 4.0, 0.0, 0.0))
+SIZES = (1, 3, 5, 7)
+ROUNDS = [Round({0: (0, 1), 1: (0, 1)}), Round({0: (0,)})]
+
+
+def test_option_ii_by_hand():
+    played = play(Scaffold(), GRAD, SIZES, X, ROUNDS)
+    # round 1: y = 0.875 and -1.5, paths -1.75 and 3; the means are uniform, c moves by |S|/N = 1/2 of the mean
+    assert played.x[0].item() == -0.3125
+    assert {i: s["c_i"].item() for i, s in played.clients[0].items()} == {0: -1.75, 1: 3.0}
+    assert played.server[0]["c"].item() == 0.3125
+    # round 2: v = -2.3125 - c_0 + c = -0.25; c_0 becomes the gradient at x, client 1 keeps its own
+    assert played.x[1].item() == -0.25
+    assert {i: s["c_i"].item() for i, s in played.clients[1].items()} == {0: -2.3125, 1: 3.0}
+    assert played.server[1]["c"].item() == 0.3125 + (-2.3125 + 1.75) / 4
+
+
+def test_option_i_by_hand():
+    played = play(Scaffold(option="i"), GRAD, SIZES, X, ROUNDS[:1])
+    assert played.x[0].item() == -0.3125
+    assert {i: s["c_i"].item() for i, s in played.clients[0].items()} == {0: -2.0, 1: 4.0}
+    assert played.server[0]["c"].item() == 0.5
+
+
+def test_server_variate_is_the_mean_of_the_clients():
+    generator = torch.Generator().manual_seed(0)
+    cohorts = [torch.randperm(4, generator=generator)[:2].tolist() for _ in range(6)]
+    played = play(Scaffold(), GRAD, SIZES, X, [Round(dict.fromkeys(cohort, (0, 1))) for cohort in cohorts])
+    for server, clients in zip(played.server, played.clients, strict=True):
+        want = sum(state["c_i"] for state in clients.values()) / 4
+        torch.testing.assert_close(server["c"], want, rtol=1e-10, atol=1e-14)
+
+
+def test_one_client_alone_is_fedavg():
+    grad, rounds = quadratic((2.0,), (3.0,)), [Round({0: (0, 1, 2)})] * 4
+    ours, theirs = (play(a, grad, (5,), X, rounds, lr=0.125).x for a in (Scaffold(), FedAvg()))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_the_joint_optimum_is_reached_where_fedavg_stays_away():
+    grad, rounds = quadratic((1.0, 3.0), (-4.0, 0.0)), [Round({0: (0,) * 8, 1: (0,) * 8})] * 200
+    ours, theirs = (play(a, grad, (1, 1), X, rounds, lr=0.0625).x[-1].item() for a in (Scaffold(), FedAvg()))
+    assert ours == pytest.approx(1.0, rel=1e-10)
+    assert abs(theirs - 1.0) > 0.05
+
+
+def test_unknown_option():
+    with pytest.raises(FederatedError, match=r"Scaffold\(option='II'\): option must be 'ii' or 'i'"):
+        Scaffold(option="II")
