@@ -100,7 +100,9 @@ def measure(rounds: int) -> dict[str, float]:
     torch.set_num_threads(1)
     stream = torch.Generator().manual_seed(0)
     clients = [
-        TensorDataset(torch.randn(STEPS * BATCH, 784, generator=stream), torch.randint(62, (STEPS * BATCH,), generator=stream))
+        TensorDataset(
+            torch.randn(STEPS * BATCH, 784, generator=stream), torch.randint(62, (STEPS * BATCH,), generator=stream)
+        )
         for _ in range(CLIENTS)
     ]
     timer = TakeTurns(clients, warmup=5)

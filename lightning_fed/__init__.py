@@ -4,14 +4,13 @@ from lightning_fed._torchvision import declare_missing_operators
 
 declare_missing_operators()  # before anything imports torchvision, as Lightning does through torchmetrics
 
-from lightning_fed.callbacks import FederatedCallback, RoundProgressBar, RunSummary  # noqa: E402
-from lightning_fed.core import ClientError, ClientReport, FederatedError, RoundReport  # noqa: E402
-from lightning_fed.data import FederatedDataModule, FederatedDataset  # noqa: E402
-from lightning_fed.optim import FederatedOptimizer  # noqa: E402
-from lightning_fed.loop import FederatedLoop  # noqa: E402
-from lightning_fed.trainer import FederatedTrainer  # noqa: E402
-
-__version__ = "0.1.0"
+from lightning_fed.callbacks import FederatedCallback, RoundProgressBar, RunSummary
+from lightning_fed.core import ClientError, ClientReport, FederatedError, RoundReport
+from lightning_fed.data import FederatedDataModule, FederatedDataset
+from lightning_fed.optim import FederatedOptimizer
+from lightning_fed.loop import FederatedLoop
+from lightning_fed.trainer import FederatedTrainer
+from lightning_fed._version import __version__
 
 __all__ = [
     "ClientError",
@@ -26,4 +25,5 @@ __all__ = [
     "RoundProgressBar",
     "RoundReport",
     "RunSummary",
+    "__version__",
 ]

@@ -23,17 +23,18 @@ class FederatedCLI(LightningCLI):
             "subclass_mode_model": True,
             "subclass_mode_data": True,
             "save_config_kwargs": {"overwrite": True},
+            # an option that is only the beginning of another one's name is a mistake, not an abbreviation
+            "parser_kwargs": {"allow_abbrev": False, **{name: {"allow_abbrev": False} for name in self.subcommands()}},
         }
         super().__init__(**{**defaults, **kwargs})
 
     def instantiate_classes(self) -> None:
-        """Make trainer, model and data, and tell the summary how to resume from here."""
+        """Make trainer, model and data, and let the summary tell how to resume from the command line."""
         super().instantiate_classes()
         for callback in self.trainer.callbacks:
-            if isinstance(callback, RunSummary) and self.trainer.log_dir is not None:
+            if isinstance(callback, RunSummary):
                 callback.resume_with = (
-                    f"lightning-fed fit --config {self.trainer.log_dir}/config.yaml"
-                    " --ckpt_path {path} --trainer.max_rounds {rounds}"
+                    "lightning-fed fit --config {logs}/config.yaml --ckpt_path {path} --trainer.max_rounds {rounds}"
                 )
 
 
@@ -43,12 +44,7 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
     Args:
         args: The arguments; those of the process if None.
     """
-    FederatedCLI(
-        model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args, parser_kwargs=_PARSERS
-    )
-
-
-_PARSERS: dict[str, Any] = {"parser_mode": "yaml"}
+    FederatedCLI(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
                 f"{role} {cls.__name__} is not supported: {_UNSUPPORTED[cls.__name__]}. Use SGD, Adam, AdamW or RMSprop."
             )
     if any(group.get("maximize") for group in optimizer.param_groups):
-        raise FederatedError(f"{role} {type(optimizer).__name__}(maximize=True) is not supported: negate the loss instead.")
+        raise FederatedError(
+            f"{role} {type(optimizer).__name__}(maximize=True) is not supported: negate the loss instead."
+        )
 
 
 def is_plain_sgd(optimizer: Optimizer) -> bool:
@@ -316,7 +318,9 @@ class FederatedOptimizer(Optimizer):
         sums = [self._lr_sums[g] for g in self._groups]
         if len(set(sums)) == 1:
             return sums[0]
-        parts = [torch.full((n,), s, dtype=self.flat.y.dtype) for n, s in zip(self.flat.layout.sizes, sums, strict=True)]
+        parts = [
+            torch.full((n,), s, dtype=self.flat.y.dtype) for n, s in zip(self.flat.layout.sizes, sums, strict=True)
+        ]
         return torch.cat(parts).to(self.flat.y.device)
 
     def path_gradient(self, work: LocalWork, x: Vector) -> Vector:

@@ -79,7 +79,11 @@ def make_settings(
             f"Both sampler={sampler!r} and clients_per_round={clients_per_round!r} were given: the sampler decides how"
             " many clients take part. Leave clients_per_round unset."
         )
-    for name, value in (("sampler", sampler), ("gradient_sampler", gradient_sampler), ("server_optimizer", server_optimizer)):
+    for name, value in (
+        ("sampler", sampler),
+        ("gradient_sampler", gradient_sampler),
+        ("server_optimizer", server_optimizer),
+    ):
         if value is not None and not callable(value):
             raise FederatedError(f"{name} must be callable, found {value!r}.")
     sampler = sampler or UniformSampler(1.0 if clients_per_round is None else clients_per_round)
@@ -103,10 +107,16 @@ def _check_local_work(algorithm: Algorithm, local_epochs: int | None, local_step
         if value is None:
             continue
         if not algorithm.local_work:
-            raise FederatedError(f"{argument}={value!r} does not apply to {name}, whose clients take no local steps. Leave it unset.")
+            raise FederatedError(
+                f"{argument}={value!r} does not apply to {name}, whose clients take no local steps. Leave it unset."
+            )
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise FederatedError(f"{argument} must be an int >= 1, found {value!r}.")
     if local_epochs is not None and local_steps is not None:
-        raise FederatedError(f"Pass local_epochs or local_steps, not both; found local_epochs={local_epochs} and local_steps={local_steps}.")
+        raise FederatedError(
+            f"Pass local_epochs or local_steps, not both; found local_epochs={local_epochs} and local_steps={local_steps}."
+        )
     if algorithm.local_work and local_epochs is None and local_steps is None:
-        raise FederatedError(f"{name} needs local work: pass local_epochs (passes over a client's data) or local_steps (optimizer steps).")
+        raise FederatedError(
+            f"{name} needs local work: pass local_epochs (passes over a client's data) or local_steps (optimizer steps)."
+        )

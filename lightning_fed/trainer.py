@@ -101,9 +101,7 @@ class FederatedTrainer(pl.Trainer):
         super().__init__(
             callbacks=_with_defaults(callbacks, kwargs), max_epochs=_rounds(max_rounds, max_epochs), **kwargs
         )
-        self.fit_loop: FederatedLoop = FederatedLoop(
-            self, settings, self.fit_loop.min_epochs, self.fit_loop.max_epochs
-        )
+        self.fit_loop: FederatedLoop = FederatedLoop(self, settings, self.fit_loop.min_epochs, self.fit_loop.max_epochs)
         install(self)
 
     @property

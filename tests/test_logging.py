@@ -228,7 +228,9 @@ def test_profiler_times_steps_and_rounds(profiler: str | None, tmp_path: Path) -
         assert len(recorded["[LightningModule]Net.optimizer_step"]) == len(recorded["run_training_batch"])
 
 
-@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_after_backward", "on_before_optimizer_step", "on_before_backward"])
+@pytest.mark.parametrize(
+    "hook", ["on_before_zero_grad", "on_after_backward", "on_before_optimizer_step", "on_before_backward"]
+)
 def test_hooks_between_batch_and_step_are_called_and_change_nothing(hook: str) -> None:
     calls = []
 

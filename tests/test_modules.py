@@ -14,7 +14,18 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import ClientError, FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedProx, Mime, MimeLite, Scaffold, SGDm
-from tests.helpers.training import CLASSES, FEATURES, Net, classification, clients, data, fit, parameters, seeded, trainer
+from tests.helpers.training import (
+    CLASSES,
+    FEATURES,
+    Net,
+    classification,
+    clients,
+    data,
+    fit,
+    parameters,
+    seeded,
+    trainer,
+)
 
 
 class WithBatchNorm(Net):
@@ -99,7 +110,9 @@ def test_a_frozen_backbone_stays_frozen_and_does_not_travel() -> None:
 class Tied(Net):
     def __init__(self) -> None:
         super().__init__(dropout=0.0)
-        self.body = nn.Sequential(nn.Linear(FEATURES, FEATURES, bias=False), nn.Tanh(), nn.Linear(FEATURES, FEATURES, bias=False))
+        self.body = nn.Sequential(
+            nn.Linear(FEATURES, FEATURES, bias=False), nn.Tanh(), nn.Linear(FEATURES, FEATURES, bias=False)
+        )
         self.body[2].weight = self.body[0].weight
         self.head = nn.Linear(FEATURES, CLASSES)
 
@@ -123,7 +136,10 @@ class ManyParameters(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         x, y = batch
-        return {"loss": F.cross_entropy(torch.stack([x @ w for w in self.weights], dim=1), y), "extra": y.float().mean()}
+        return {
+            "loss": F.cross_entropy(torch.stack([x @ w for w in self.weights], dim=1), y),
+            "extra": y.float().mean(),
+        }
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -191,7 +207,9 @@ class SkipsAll(Net):
 
 
 def test_a_client_without_any_step_is_named() -> None:
-    with pytest.raises(ClientError, match=r"Client 0 failed in its local work in round 0.*returned None for every batch"):
+    with pytest.raises(
+        ClientError, match=r"Client 0 failed in its local work in round 0.*returned None for every batch"
+    ):
         fit(seeded(SkipsAll), data(sizes=(5,)), clients_per_round=1)
 
 
@@ -203,7 +221,9 @@ class Raises(Net):
 
 
 def test_a_users_exception_is_the_cause() -> None:
-    with pytest.raises(ClientError, match="Client 'bob' failed .* round 0, local step 2: RuntimeError: no such luck") as error:
+    with pytest.raises(
+        ClientError, match="Client 'bob' failed .* round 0, local step 2: RuntimeError: no such luck"
+    ) as error:
         fit(seeded(Raises), FederatedDataModule(clients={"bob": clients()[0]}, batch_size=4), clients_per_round=1)
     assert isinstance(error.value.__cause__, RuntimeError)
 

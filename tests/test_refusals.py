@@ -48,7 +48,10 @@ def mixed(module: Net) -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda m: [torch.optim.SGD(m.body.parameters(), 0.1), torch.optim.SGD(m.head.parameters(), 0.1)], "exactly one. Use parameter groups"),
+        (
+            lambda m: [torch.optim.SGD(m.body.parameters(), 0.1), torch.optim.SGD(m.head.parameters(), 0.1)],
+            "exactly one. Use parameter groups",
+        ),
         (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS is not supported: it evaluates the closure several times"),
         (lambda m: torch.optim.Rprop(m.parameters()), "Rprop is not supported"),
         (lambda m: torch.optim.ASGD(m.parameters()), "ASGD is not supported"),

@@ -139,12 +139,16 @@ class Scheduled(Net):
 @pytest.mark.parametrize("at_round_end", [True, False])
 def test_resume_keeps_schedules(tmp_path: Path, every: int, at_round_end: bool) -> None:
     def checkpoints() -> ModelCheckpoint:
-        return ModelCheckpoint(tmp_path, "{step}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=at_round_end)
+        return ModelCheckpoint(
+            tmp_path, "{step}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=at_round_end
+        )
 
     common = {"enable_checkpointing": True, "check_val_every_n_epoch": every}
     model = seeded(Scheduled)
     straight = fit(model, max_rounds=6, callbacks=checkpoints(), **common)
-    resumed = fit(seeded(Scheduled), max_rounds=6, ckpt_path=tmp_path / "step=4.ckpt", **{**common, "enable_checkpointing": False})
+    resumed = fit(
+        seeded(Scheduled), max_rounds=6, ckpt_path=tmp_path / "step=4.ckpt", **{**common, "enable_checkpointing": False}
+    )
     assert torch.equal(resumed, straight)
 
 

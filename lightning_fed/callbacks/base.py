@@ -67,7 +67,9 @@ def call_round_hook(trainer: pl.Trainer, hook: str, *args: Any) -> None:
     """Call a hook of every :class:`FederatedCallback` that overrides it."""
     module = trainer.lightning_module
     for callback in trainer.callbacks:
-        if isinstance(callback, FederatedCallback) and getattr(type(callback), hook) is not getattr(FederatedCallback, hook):
+        if isinstance(callback, FederatedCallback) and getattr(type(callback), hook) is not getattr(
+            FederatedCallback, hook
+        ):
             previous, module._current_fx_name = module._current_fx_name, _LOGS_AS.get(hook)
             with trainer.profiler.profile(f"[Callback]{callback.state_key}.{hook}"):
                 getattr(callback, hook)(trainer, module, *args)

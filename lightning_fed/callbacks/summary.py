@@ -15,7 +15,7 @@ class RunSummary(FederatedCallback):
     """Print a short summary when a fit ends.
 
     Attributes:
-        resume_with: How to resume, with a place for the checkpoint's path; the command line sets its own command.
+        resume_with: How to resume, with places for ``path``, ``logs`` and ``rounds``; the command line sets its own.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,9 @@ class RunSummary(FederatedCallback):
                 rows.append(("best checkpoint", _relative(checkpoint.best_model_path)))
             if last := checkpoint.last_model_path or checkpoint._last_checkpoint_saved:
                 rows.append(("last checkpoint", _relative(last)))
-                rows.append(("resume", self.resume_with.format(path=_relative(last), rounds=2 * trainer.fit_loop.round)))
+                logs = _relative(trainer.log_dir) if trainer.log_dir else "."
+                rounds = 2 * trainer.fit_loop.round
+                rows.append(("resume", self.resume_with.format(path=_relative(last), rounds=rounds, logs=logs)))
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and logger.save_dir is not None:
                 rows.append(("watch", f"tensorboard --logdir {_relative(logger.root_dir)}"))

@@ -84,7 +84,7 @@ class _Images(Dataset[Any]):
 def _load() -> tuple[Tensor, Tensor]:
     """Return the images [1797, 1, 8, 8] in [0, 1] and their labels [1797]."""
     try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+        from sklearn.datasets import load_digits
     except ImportError as error:
         raise FederatedError("Digits come with scikit-learn, which is missing: pip install scikit-learn.") from error
     bunch = load_digits()

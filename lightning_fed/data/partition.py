@@ -310,5 +310,5 @@ def _by_class(labels: Tensor, random: np.random.RandomState) -> tuple[npt.NDArra
     _, codes, sizes = np.unique(labels.cpu().numpy(), return_inverse=True, return_counts=True)
     if len(sizes) <= 2**16:
         codes = codes.astype(np.uint16)  # NumPy sorts 16-bit integers by radix, ten times as fast
-    shuffled = np.arange(len(codes))
+    shuffled = random.permutation(len(codes))
     return shuffled[np.argsort(codes[shuffled], kind="stable")], sizes.tolist()

@@ -100,7 +100,11 @@ class _ClientOptimization(_AutomaticOptimization):
             and trainer.accumulate_grad_batches == 1
             and not trainer.gradient_clip_val
             and not any(is_overridden(hook, module, pl.LightningModule) for hook in _STEP_HOOKS)
-            and not any(getattr(type(c), hook, None) is not getattr(Callback, hook) for c in callbacks for hook in _CALLBACK_HOOKS)
+            and not any(
+                getattr(type(c), hook, None) is not getattr(Callback, hook)
+                for c in callbacks
+                for hook in _CALLBACK_HOOKS
+            )
         )
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:  # type: ignore[type-arg]

@@ -123,7 +123,9 @@ class GradientPass:
         output = call._call_strategy_hook(self.trainer, "training_step", *arguments)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is not None and not isinstance(loss, Tensor):
-            raise FederatedError(f"training_step must return a tensor, a dict with 'loss', or None, found {type(loss).__name__}.")
+            raise FederatedError(
+                f"training_step must return a tensor, a dict with 'loss', or None, found {type(loss).__name__}."
+            )
         return loss
 
     def _backward(self, batch: Any, batch_idx: int, factor: float) -> list[Tensor | None]:

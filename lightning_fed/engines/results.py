@@ -63,7 +63,9 @@ class RoundResults(_ResultCollection):
     ) -> None:
         """Collect one value; see :meth:`pytorch_lightning.LightningModule.log`."""
         if not self._in_client:
-            super().log(fx, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size=batch_size, **kwargs)
+            super().log(
+                fx, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size=batch_size, **kwargs
+            )
             return
         if on_step and not on_epoch:
             on_step, on_epoch = False, True

@@ -127,7 +127,9 @@ class Round:
         )
         self.server.count([self.population.index(i) for i in self._reports], self._bytes_up, self._bytes_down)
         reports = self._reports
-        weights = {p.participant.client_id: self._aggregation.weight(p.participant.index, self._rule) for p in self.plans}
+        weights = {
+            p.participant.client_id: self._aggregation.weight(p.participant.index, self._rule) for p in self.plans
+        }
         total = sum(weights[i] for i in done)
         examples = sum(reports[i].size for i in done)
         return RoundReport(

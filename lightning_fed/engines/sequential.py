@@ -274,4 +274,6 @@ class _NamesClient:
         work, self.optimizer.work = self.optimizer.work, None
         at = f", local step {work.num_steps + 1}" if work is not None else ""
         text = str(error) if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
-        raise ClientError(f"Client {self.who.client_id!r} failed in {self.what} in round {self.round}{at}: {text}") from error
+        raise ClientError(
+            f"Client {self.who.client_id!r} failed in {self.what} in round {self.round}{at}: {text}"
+        ) from error

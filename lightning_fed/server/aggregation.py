@@ -54,7 +54,9 @@ def weights_of(weighting: Weighting, cohort: Sequence[Participant]) -> list[floa
     elif weighting in _NAMES:
         raw = [float({"examples": p.size, "uniform": 1, "steps": p.steps}[weighting] * p.count) for p in cohort]
     else:
-        raise FederatedError(f"weighting must be one of {_NAMES} or a function of (client_id, size, steps), found {weighting!r}.")
+        raise FederatedError(
+            f"weighting must be one of {_NAMES} or a function of (client_id, size, steps), found {weighting!r}."
+        )
     total = sum(raw)
     if any(not math.isfinite(w) or w < 0 for w in raw) or total <= 0:
         found = {p.client_id: w for p, w in zip(cohort, raw, strict=True)}
@@ -135,7 +137,9 @@ class Aggregation:
             x: The server parameters [P] at the start of the round.
         """
         # clients that took no step after all (every step skipped by a gradient scaler) are left out of the means
-        scale = {rule: 1.0 if abs(given - 1.0) < 1e-9 or given == 0 else 1.0 / given for rule, given in self._given.items()}
+        scale = {
+            rule: 1.0 if abs(given - 1.0) < 1e-9 or given == 0 else 1.0 / given for rule, given in self._given.items()
+        }
         means = {name: value * scale.get(self.reduces[name], 1.0) for name, value in self._sums.items()}
         models = None
         if self._models is not None:

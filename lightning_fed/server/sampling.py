@@ -39,7 +39,9 @@ class UniformSampler:
         if isinstance(k, int) and k < 1:
             raise FederatedError(f"clients_per_round must be at least 1 client, found {k}.")
         if isinstance(k, float) and not 0 < k <= 1:
-            raise FederatedError(f"clients_per_round as a share must lie in (0, 1], found {k}. For a count pass an int.")
+            raise FederatedError(
+                f"clients_per_round as a share must lie in (0, 1], found {k}. For a count pass an int."
+            )
         self.clients_per_round = clients_per_round
 
     def count(self, population: int) -> int:

@@ -93,7 +93,9 @@ def parameters(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
 
 
-def fit(model: pl.LightningModule | None = None, datamodule: FederatedDataModule | None = None, **kwargs: Any) -> Tensor:
+def fit(
+    model: pl.LightningModule | None = None, datamodule: FederatedDataModule | None = None, **kwargs: Any
+) -> Tensor:
     """Fit and return the server parameters."""
     model = seeded() if model is None else model
     ckpt_path = kwargs.pop("ckpt_path", None)

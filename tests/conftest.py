@@ -1,0 +1,25 @@
+"""Options and fixtures that all tests share."""
+
+import os
+from pathlib import Path
+
+import lightning_fed  # noqa: F401  # before anything that imports Lightning
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the folder of oracle cases."""
+    parser.addoption(
+        "--oracle-cases",
+        metavar="DIR",
+        default=os.environ.get("LIGHTNING_FED_ORACLE_CASES"),
+        help="a folder of oracle cases to run through the real trainer (default: $LIGHTNING_FED_ORACLE_CASES)",
+    )
+
+
+@pytest.fixture(autouse=True)
+def _workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every test write its logs to a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)

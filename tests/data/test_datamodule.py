@@ -1,0 +1,436 @@
+"""The data module: who the clients are, what they have, and what the server model is evaluated on."""
+
+import pickle
+import sys
+import warnings
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.cli import LightningCLI
+from pytorch_lightning.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data import ClientBatches, Dirichlet, FederatedDataModule, FederatedDataset, Iid
+from lightning_fed.data.batches import CustomBatches, LoaderBatches, TensorBatches
+
+
+def tensors(n):
+    return TensorDataset(torch.arange(float(n))[:, None], torch.arange(n) % 3)
+
+
+def labels_of(batches):
+    return [batch[1].tolist() for batch, _ in batches]
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+# Who the clients are
+
+
+def test_clients_from_a_list_a_mapping_or_a_federated_data_set():
+    for clients in ([tensors(3), tensors(5)], FederatedDataset([tensors(3), tensors(5)])):
+        data = FederatedDataModule(clients)
+        assert list(data.client_ids) == [0, 1]
+        assert data.num_clients == 2
+        assert data.known_sizes == [3, 5]
+        assert data.client_size(1) == len(data.client_dataset(1)) == data.client_batches(1).size == 5
+    data = FederatedDataModule(clients={"bob": tensors(3), "ann": tensors(5)})
+    assert data.client_ids == ["bob", "ann"]
+    assert data.client_size("ann") == 5
+
+
+def test_clients_from_a_partition():
+    train = tensors(30)
+    data = FederatedDataModule(train=train, partition=Dirichlet(num_clients=4, alpha=0.5))
+    assert data.client_ids == range(4)
+    assert sum(data.known_sizes) == 30
+    assert data.client_dataset(2).dataset is train
+    assert data.clients is data.clients  # cut once
+
+
+def test_a_partition_waits_until_the_clients_are_asked_for():
+    data = FederatedDataModule(train=tensors(3), partition=Iid(num_clients=4))
+    with pytest.raises(FederatedError, match="at least 4 examples"):
+        data.num_clients  # noqa: B018
+
+
+class OnDemand(FederatedDataModule):
+    """A million clients of which none exists before it is asked for."""
+
+    built: list
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.built = []
+
+    @property
+    def num_clients(self):
+        return 10**6
+
+    def client_dataset(self, client_id):
+        self.built.append(client_id)
+        return tensors(1 + client_id % 7)
+
+
+def test_a_million_clients_on_demand_without_a_scan():
+    data = OnDemand(batch_size=4)
+    assert data.num_clients == 10**6
+    assert data.client_ids == range(10**6)
+    assert data.known_sizes is None
+    assert data.built == []
+    assert data.client_size(999_999) == 1 + 999_999 % 7
+    assert data.client_batches(13).size == 7
+    assert data.built == [999_999, 13]
+
+
+def test_the_number_of_clients_may_be_an_attribute():
+    class OnClass(FederatedDataModule):
+        num_clients = 5
+
+    class Before(FederatedDataModule):
+        def __init__(self):
+            self.num_clients = 5
+            super().__init__()
+
+    class After(FederatedDataModule):
+        def __init__(self):
+            super().__init__()
+            self.num_clients = 5
+
+    for kind in (OnClass, Before, After):
+        assert kind().client_ids == range(5)
+        assert kind().num_clients == 5
+        assert kind().known_sizes is None
+        with pytest.raises(FederatedError, match=rf"{kind.__name__} has no clients.*client_dataset"):
+            kind().client_dataset(0)
+
+
+def test_ids_of_clients_on_demand_may_be_names():
+    class Assigned(FederatedDataModule):
+        def setup(self, stage):
+            self.client_ids = ["ann", "bob"]
+
+        def client_dataset(self, client_id):
+            return tensors(len(client_id))
+
+    class Overridden(FederatedDataModule):
+        client_ids = ("ann", "bob")
+
+    assigned = Assigned()
+    assigned.setup("fit")
+    for data in (assigned, Overridden()):
+        assert list(data.client_ids) == ["ann", "bob"]
+        assert data.num_clients == 2
+        assert data.known_sizes is None
+    assert assigned.client_size("bob") == 3
+
+
+def test_a_subclass_may_load_in_setup():
+    class Listed(FederatedDataModule):
+        def setup(self, stage):
+            self.set_clients([tensors(2), tensors(3)])
+            self.val = tensors(4)
+
+    class Cut(FederatedDataModule):
+        def setup(self, stage):
+            self.train = tensors(9)
+
+    listed, cut = Listed(), Cut(partition=Iid(3))
+    for data in (listed, cut):
+        with pytest.raises(FederatedError, match=rf"{type(data).__name__} has no clients.*setup"):
+            data.client_ids  # noqa: B018
+        data.setup("fit")
+    assert listed.known_sizes == [2, 3]
+    assert len(listed.val_dataloader().dataset) == 4
+    assert cut.known_sizes == [3, 3, 3]
+
+
+def test_a_wrapped_client_is_counted_anew():
+    class FirstHalf(FederatedDataModule):
+        def client_dataset(self, client_id):
+            whole = super().client_dataset(client_id)
+            return Subset(whole, range(len(whole) // 2))
+
+    data = FirstHalf([tensors(10)])
+    assert data.known_sizes is None
+    assert data.client_size(0) == data.client_batches(0).size == 5
+
+
+# What a client has
+
+
+class Plain(Dataset):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)]), index
+
+
+def test_batches_follow_the_settings():
+    data = FederatedDataModule([tensors(7), Plain()], batch_size=3, full_batch_size=4, drop_last=True, shuffle=False)
+    fast, slow = data.client_batches(0), data.client_batches(1)
+    assert isinstance(fast, ClientBatches)
+    assert type(fast) is TensorBatches
+    assert type(slow) is LoaderBatches
+    assert labels_of(fast.epoch(generator())) == [[0, 1, 2], [0, 1, 2]]
+    assert labels_of(slow.epoch(generator())) == [[0, 1, 2]]
+    assert [size for _, size in fast.full(generator())] == [4, 3]
+    assert [size for _, size in slow.full(generator())] == [4, 1]
+
+
+def test_full_batches_are_large_by_default():
+    assert FederatedDataModule([tensors(1)]).client_batches(0).settings.full_batch_size == 512
+    assert FederatedDataModule([tensors(1)], batch_size=900).client_batches(0).settings.full_batch_size == 900
+
+
+def test_a_collate_function_serves_clients_and_evaluation():
+    def collate(examples):
+        return {"count": torch.ones(len(examples))}
+
+    data = FederatedDataModule([tensors(3)], val=tensors(2), collate_fn=collate)
+    [(batch, size)] = data.client_batches(0).epoch(generator())
+    assert (len(batch["count"]), size) == (3, 3)
+    assert [len(batch["count"]) for batch in data.val_dataloader()] == [2]
+
+
+def test_the_loader_of_a_client_gives_its_epoch():
+    data = FederatedDataModule([tensors(8)], batch_size=3)
+    loader = data.client_dataloader(0, generator(5))
+    assert [labels.tolist() for _, labels in loader] == labels_of(data.client_batches(0).epoch(generator(5)))
+
+
+class OwnLoader(FederatedDataModule):
+    def client_dataloader(self, client_id, generator):
+        return DataLoader(self.client_dataset(client_id), batch_size=2, shuffle=True, generator=generator)
+
+
+def test_a_loader_of_ones_own():
+    data = OwnLoader([tensors(5)])
+    batches = data.client_batches(0)
+    assert type(batches) is CustomBatches
+    assert batches.num_batches() == 3
+    assert data.client_size(0) == batches.size == 5
+    assert data.known_sizes is None
+    assert labels_of(batches.epoch(generator(1))) == labels_of(data.client_batches(0).epoch(generator(1)))
+
+
+def test_a_loader_of_ones_own_may_leave_counting_to_client_size():
+    class Iterates(FederatedDataModule):
+        num_clients = 3
+
+        def client_dataloader(self, client_id, generator):
+            return [[torch.zeros(2, 1)], [torch.zeros(1, 1)]]
+
+    class Counts(Iterates):
+        def client_size(self, client_id):
+            return 3
+
+    assert Counts().client_batches(0).size == 3
+    with pytest.raises(FederatedError, match=r"client_dataloader\(1.*returned a list.*client_size"):
+        Iterates().client_batches(1)
+
+
+def test_validation_sets_of_single_clients():
+    own = tensors(2)
+    data = FederatedDataModule({"ann": tensors(3), "bob": tensors(3)}, client_val={"ann": own})
+    assert data.client_val_dataset("ann") is own
+    assert data.client_val_dataset("bob") is None
+
+
+# What the server model is evaluated on
+
+
+def test_evaluation_loaders():
+    val, test, ready = tensors(300), tensors(3), DataLoader(tensors(4), batch_size=4)
+    data = FederatedDataModule([tensors(1)], val=val, test=test)
+    assert [len(labels) for _, labels in data.val_dataloader()] == [256, 44]
+    assert torch.cat([features for features, _ in data.val_dataloader()]).equal(val.tensors[0])  # not shuffled
+    assert data.test_dataloader().dataset is data.predict_dataloader().dataset is test
+    data = FederatedDataModule([tensors(1)], val=[val, ready], test=ready, predict=val, eval_batch_size=100)
+    assert data.val_dataloader()[0].batch_size == 100
+    assert data.val_dataloader()[1] is data.test_dataloader() is ready
+    assert data.predict_dataloader().dataset is val
+    data.eval_batch_size = 7
+    assert data.predict_dataloader().batch_size == 7
+
+
+class Silent(pl.LightningModule):
+    """One weight; trains on whatever comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.validated = 0
+
+    def training_step(self, batch, batch_idx):
+        return (self.weight * batch[0]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Validating(Silent):
+    def validation_step(self, batch, batch_idx):
+        self.validated += len(batch[0])
+
+    test_step = validation_step
+
+
+class Centralised(FederatedDataModule):
+    """Lets a plain Trainer fit, which is all that these tests need."""
+
+    def train_dataloader(self):
+        return DataLoader(tensors(4))
+
+
+class LateValidation(Centralised):
+    def setup(self, stage):
+        self.val = tensors(6)
+
+
+def quiet_trainer():
+    return pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+
+
+NO_LOADER = "You defined a `validation_step` but have no `val_dataloader`. Skipping val loop."
+
+
+@pytest.mark.parametrize(
+    ("model", "make", "validated", "said"),
+    [
+        (Silent, lambda: Centralised([tensors(1)]), 0, set()),
+        (Validating, lambda: Centralised([tensors(1)]), 0, {NO_LOADER}),
+        (Validating, lambda: Centralised([tensors(1)], val=tensors(5)), 5, set()),
+        (Validating, lambda: LateValidation([tensors(1)]), 6, set()),
+    ],
+)
+def test_without_a_validation_set_lightning_skips_validation(model, make, validated, said):
+    model = model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet_trainer().fit(model, make())
+    messages = {str(warning.message) for warning in caught}
+    assert {text for text in messages if "validation_step" in text or "is zero" in text} == said
+    assert model.validated == validated
+
+
+def test_a_missing_set_is_named():
+    data, trainer, model = FederatedDataModule([tensors(1)]), quiet_trainer(), Validating()
+    with pytest.raises(FederatedError, match=r"no val set: pass val="):
+        data.val_dataloader()
+    with pytest.raises(FederatedError, match=r"no test set: pass test="):
+        trainer.test(model, data)
+    with pytest.raises(FederatedError, match=r"no predict set: pass predict="):
+        data.predict_dataloader()
+    data.val = tensors(3)
+    trainer.validate(model, data, verbose=False)
+    assert model.validated == 3
+
+
+def test_a_plain_trainer_is_refused():
+    with pytest.raises(FederatedError, match=r"FederatedTrainer"):
+        quiet_trainer().fit(Silent(), FederatedDataModule([tensors(1)]))
+
+
+def test_a_subclass_overrides_loaders_as_in_any_data_module():
+    class Own(FederatedDataModule):
+        def val_dataloader(self):
+            return DataLoader(tensors(2))
+
+    assert len(Own([tensors(1)]).val_dataloader()) == 2
+    assert FederatedDataModule.val_dataloader.__doc__.startswith("Return the loader")
+
+
+# Refusals
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, r"either clients=.*both train=.*partition=.*found neither"),
+        ({"train": tensors(3)}, r"found train alone"),
+        ({"partition": Iid(3)}, r"found partition alone"),
+        ({"clients": [tensors(1)], "train": tensors(3)}, r"clients=..., train=.*give either clients, or train"),
+        ({"clients": [tensors(1)], "partition": Iid(1)}, r"clients=..., partition="),
+        ({"clients": tensors(3)}, r"clients=TensorDataset"),
+        ({"clients": [tensors(1), Stream()]}, r"Client 1 has a Stream.*map-style"),
+        ({"train": Stream(), "partition": Iid(1)}, r"train=...\) has a Stream"),
+        ({"train": tensors(3), "partition": Iid}, r"Iid is a class"),
+        ({"train": tensors(3), "partition": "iid"}, r"partition='iid'"),
+        ({"clients": [tensors(1)], "batch_size": 0}, r"batch_size=0.*at least 1"),
+        ({"clients": [tensors(1)], "batch_size": 2.0}, r"batch_size=2.0"),
+        ({"clients": [tensors(1)], "eval_batch_size": 0}, r"eval_batch_size=0"),
+        ({"clients": [tensors(1)], "full_batch_size": -1}, r"full_batch_size=-1"),
+        ({"clients": [tensors(1)], "num_workers": -1}, r"num_workers=-1"),
+        ({"clients": [tensors(1)], "collate_fn": "stack"}, r"collate_fn='stack'"),
+        ({"clients": [tensors(1)], "client_val": {"ann": tensors(1)}}, r"client_val has.*ann"),
+    ],
+)
+def test_arguments_are_refused_at_construction(arguments, message):
+    with pytest.raises(FederatedError, match=message):
+        FederatedDataModule(**arguments)
+
+
+def test_a_stream_built_on_demand_is_refused_by_client():
+    class Streams(FederatedDataModule):
+        num_clients = 3
+
+        def client_dataset(self, client_id):
+            return Stream()
+
+    with pytest.raises(FederatedError, match=r"Client 2 has a Stream"):
+        Streams().client_batches(2)
+    with pytest.raises(FederatedError, match=r"Client 2 has a Stream"):
+        Streams().client_size(2)
+
+
+# Life with others
+
+
+def test_a_data_module_pickles():
+    data = FederatedDataModule(train=tensors(10), partition=Iid(3), val=tensors(2))
+    before = data.known_sizes
+    copy = pickle.loads(pickle.dumps(data))
+    assert copy.known_sizes == before
+    assert len(copy.val_dataloader()) == 1
+
+
+def from_configuration(class_path, **init_args):
+    trainer = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    return LightningCLI(
+        BoringModel,
+        FederatedDataModule,
+        subclass_mode_data=True,
+        run=False,
+        args={"data": {"class_path": class_path, "init_args": init_args}, "trainer": trainer},
+        save_config_callback=None,
+    ).datamodule
+
+
+def test_a_configuration_file_can_choose_data_sets_and_partition(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train"])
+    path = "pytorch_lightning.demos.boring_classes.RandomDataset"
+    part = {"class_path": "lightning_fed.data.Iid", "init_args": {"num_clients": 6}}
+    whole = {"class_path": path, "init_args": {"size": 2, "length": 12}}
+    module = "lightning_fed.data.FederatedDataModule"
+    assert from_configuration("lightning_fed.data.Digits", partition=part).num_clients == 6
+    assert from_configuration(module, train=whole, partition=part, val=whole).known_sizes == [2] * 6
+    assert from_configuration(module, clients=[whole, whole]).known_sizes == [12, 12]

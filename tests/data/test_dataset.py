@@ -1,0 +1,273 @@
+"""Clients by id: given one by one, built on demand, or cut out of one data set."""
+
+import pickle
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data import ByKey, Dirichlet, FederatedDataset, Iid, Shards
+from lightning_fed.data.dataset import labels_of
+
+
+def tensors(n):
+    return TensorDataset(torch.arange(float(n)), torch.arange(n) % 3)
+
+
+class Plain(Dataset):
+    """A data set whose examples are whatever ``example`` makes."""
+
+    def __init__(self, n, example, **attributes):
+        self.n = n
+        self.example = example
+        self.reads = 0
+        vars(self).update(attributes)
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.n:
+            raise IndexError
+        self.reads += 1
+        return self.example(index)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+# One data set per client
+
+
+def test_a_list_gets_the_ids_from_zero():
+    first, second = tensors(3), tensors(0)
+    data = FederatedDataset([first, second])
+    assert data.ids == range(2)
+    assert len(data) == 2
+    assert data.known_sizes == [3, 0]
+    assert data.dataset(0) is first
+    assert data.dataset(np.int64(1)) is second
+
+
+def test_a_mapping_keeps_its_ids_and_their_order():
+    data = FederatedDataset({"bob": tensors(3), "ann": tensors(5), np.int64(7): tensors(1)})
+    assert data.ids == ["bob", "ann", 7]
+    assert type(data.ids[2]) is int
+    assert data.known_sizes == [3, 5, 1]
+    assert data.size("ann") == 5
+    assert data.size(7) == 1
+
+
+class Lazy(Mapping):
+    """Builds a client when asked for it, and counts how often."""
+
+    def __init__(self, ids):
+        self.ids = ids
+        self.built = []
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __iter__(self):
+        return iter(self.ids)
+
+    def __getitem__(self, client_id):
+        if client_id not in self.ids:
+            raise KeyError(client_id)
+        self.built.append(client_id)
+        return {"broken": {}["missing"]} if client_id == "broken" else tensors(4)
+
+
+def test_a_mapping_of_ones_own_builds_clients_on_demand():
+    clients = Lazy(["ann", "bob", "broken"])
+    data = FederatedDataset(clients)
+    assert clients.built == []
+    assert data.known_sizes is None
+    assert "unknown" in data.summary()
+    assert data.size("bob") == 4
+    assert clients.built == ["bob"]
+    with pytest.raises(KeyError, match="missing"):  # the user's own error, not "no such client"
+        data.dataset("broken")
+
+
+class LazyList(Sequence):
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, index):
+        return tensors(index)
+
+
+def test_a_sequence_of_ones_own_builds_clients_on_demand():
+    data = FederatedDataset(LazyList())
+    assert len(data) == 10**6
+    assert data.known_sizes is None
+    assert data.size(17) == 17
+
+
+# One data set for all
+
+
+@pytest.mark.parametrize("partition", [Iid(4), Dirichlet(4, 0.5), Shards(4)], ids=repr)
+def test_a_partition_cuts_out_subsets_without_copies(partition):
+    dataset = tensors(50)
+    data = FederatedDataset.from_partition(dataset, partition)
+    parts = partition(dataset.tensors[1])
+    assert data.ids == range(4)
+    assert data.known_sizes == [len(part) for part in parts]
+    for client_id, part in enumerate(parts):
+        subset = data.dataset(client_id)
+        assert type(subset) is Subset
+        assert subset.dataset is dataset
+        assert subset.indices == part.tolist()
+        assert data.size(client_id) == len(subset)
+
+
+def test_keys_become_ids():
+    data = FederatedDataset.from_partition(tensors(5), ByKey(["x", "y", "x", "x", "y"]))
+    assert data.ids == ["x", "y"]
+    assert data.dataset("y").indices == [1, 4]
+
+
+def test_keys_may_be_an_attribute_even_behind_subsets():
+    dataset = Plain(4, lambda i: i, writers=np.array(["b", "a", "b", "c"]))
+    assert FederatedDataset.from_partition(dataset, ByKey("writers")).known_sizes == [2, 1, 1]
+    nested = Subset(Subset(dataset, [3, 2, 0]), [1, 2])
+    data = FederatedDataset.from_partition(nested, ByKey("writers"))
+    assert data.ids == ["b"]
+    assert data.dataset("b").indices == [0, 1]
+    assert dataset.reads == 0
+    with pytest.raises(FederatedError, match=r"ByKey\('authors'\): Plain has no attribute 'authors'"):
+        FederatedDataset.from_partition(nested, ByKey("authors"))
+
+
+def test_any_function_of_the_labels_partitions():
+    def by_label(labels):
+        return {f"label {k}": torch.nonzero(labels == k).flatten() for k in range(3)}
+
+    data = FederatedDataset.from_partition(tensors(5), by_label)
+    assert data.ids == ["label 0", "label 1", "label 2"]
+    assert data.known_sizes == [2, 2, 1]
+    assert FederatedDataset.from_partition(tensors(5), lambda _: [[0, 1], [], np.array([4])]).known_sizes == [2, 0, 1]
+    assert FederatedDataset.from_partition(tensors(5), lambda _: []).known_sizes == []
+
+
+def test_labels_are_looked_for_only_if_needed():
+    dataset = Plain(6, lambda i: i)
+    assert FederatedDataset.from_partition(dataset, Iid(3)).known_sizes == [2, 2, 2]
+    assert dataset.reads == 0
+
+
+def test_a_federated_data_set_pickles():
+    data = FederatedDataset.from_partition(tensors(9), Dirichlet(3, 1.0))
+    data = pickle.loads(pickle.dumps(data))
+    assert sum(data.known_sizes) == 9
+
+
+# Where labels come from
+
+
+class Targets(TensorDataset):
+    def __init__(self, *tensors, **attributes):
+        super().__init__(*tensors)
+        vars(self).update(attributes)
+
+
+x, y = torch.rand(4), torch.tensor([2, 0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        TensorDataset(x, y),
+        TensorDataset(y.int(), x),  # the last integer tensor [n]
+        TensorDataset(torch.zeros(4).long(), y, x, torch.zeros(4, 2).long()),
+        Subset(TensorDataset(torch.rand(6), torch.tensor([9, 2, 0, 9, 1, 2])), [1, 2, 4, 5]),
+        Targets(x, torch.zeros(4).long(), targets=y.tolist()),
+        Targets(x, torch.zeros(4).long(), labels=y.numpy()),
+        Targets(x, y, labels=["names", "of", "classes"]),  # not one per example
+        Targets(x, y, targets=None, labels=lambda: None),
+        Plain(4, lambda i: (float(x[i]), int(y[i]))),
+        Plain(4, lambda i: (x[i], y[i])),
+        Plain(4, lambda i: [x[i], np.int64(y[i])]),
+        Plain(4, lambda i: {"pixels": x[i], "label": int(y[i])}),
+        Plain(4, lambda i: (x[i], "abc"[y[i]])),
+        Plain(4, lambda i: (x[i], 0), targets=["abc"[k] for k in y]),
+    ],
+)
+def test_labels_are_found(dataset):
+    labels = labels_of(dataset)
+    assert labels.dtype == torch.int64
+    assert labels.tolist() == y.tolist()
+
+
+def test_given_labels_win():
+    data = FederatedDataset.from_partition(tensors(4), Shards(2, 1), labels=[1, 0, 1, 0])
+    assert sorted(sorted(data.dataset(i).indices) for i in range(2)) == [[0, 2], [1, 3]]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FederatedDataset(tensors(3)), r"clients=TensorDataset.*train=.*partition="),
+        (lambda: FederatedDataset(5), r"clients=int"),
+        (lambda: FederatedDataset({"ann": tensors(3), "bob": Stream()}), r"Client 'bob' has a Stream.*__len__"),
+        (lambda: FederatedDataset([tensors(3), None]), r"Client 1 has a NoneType"),
+        (lambda: FederatedDataset({(1, 2): tensors(3)}), r"int or a str; found \(1, 2\)"),
+        (lambda: FederatedDataset([tensors(3)]).dataset(1), r"no client 1 among the 1 clients \(0\)"),
+        (lambda: FederatedDataset([tensors(3)]).dataset(-1), r"no client -1"),
+        (lambda: FederatedDataset([tensors(3)]).size("ann"), r"no client 'ann'"),
+        (lambda: FederatedDataset({"ann": tensors(3)}).dataset(0), r"no client 0 among the 1 clients \('ann'\)"),
+        (lambda: FederatedDataset.from_partition(tensors(4), Iid(4)).size(4), r"no client 4.*\(0, 1, 2, ...\)"),
+        (lambda: FederatedDataset.from_partition(tensors(1), ByKey(["a"])).size("b"), r"no client 'b'"),
+        (lambda: FederatedDataset.from_partition(Stream(), Iid(1)), r"train has a Stream"),
+        (lambda: FederatedDataset.from_partition(tensors(3), Iid), r"partition=Iid is a class: instantiate it"),
+        (lambda: FederatedDataset.from_partition(tensors(3), 10), r"partition=10 must be a Partition"),
+        (lambda: FederatedDataset.from_partition(tensors(3), lambda _: [[0, 3]]), r"from 0 to 3 for 3 examples"),
+        (lambda: FederatedDataset.from_partition(tensors(3), lambda _: [[-1]]), r"indices from -1 to -1"),
+        (lambda: FederatedDataset.from_partition(tensors(3), lambda _: [[0], [0.5]]), r"client 1 a torch.float32"),
+        (lambda: FederatedDataset.from_partition(tensors(3), lambda _: [[[0]]]), r"client 0.*shape \[1, 1\]"),
+        (lambda: FederatedDataset.from_partition(tensors(3), Shards(1), labels=[0, 1]), r"labels.*\[3\].*shape \[2\]"),
+        (lambda: labels_of(Plain(2, lambda i: i)), r"Plain does not say its labels.*`targets`"),
+        (lambda: labels_of(Plain(2, lambda i: {"x": i})), r"an example is a dict without one"),
+        (lambda: labels_of(Plain(2, lambda i: (i, 0.5))), r"one integer class per example \[2\]; found torch.float"),
+        (lambda: labels_of(Plain(2, lambda i: (i, torch.zeros(3)))), r"last element of each example of Plain"),
+        (lambda: labels_of(Plain(2, lambda i: i, targets=torch.zeros(2, 5).long())), r"Plain.targets.*shape \[2, 5\]"),
+    ],
+)
+def test_refusals_say_what_to_change(make, message):
+    with pytest.raises(FederatedError, match=message):
+        make()
+
+
+# The summary
+
+
+def test_the_summary_counts():
+    text = FederatedDataset({"a": tensors(1), "b": tensors(0), "c": tensors(1500)}).summary()
+    assert text.splitlines() == [
+        "clients        3",
+        "examples       1,501",
+        "per client     min 0, median 1, max 1,500",
+        "empty clients  1",
+    ]
+    assert FederatedDataset([]).summary().splitlines() == ["clients        0", "examples       0"]
+
+
+def test_the_summary_measures_label_skew():
+    dataset = TensorDataset(torch.arange(8) % 2)  # half of each label
+
+    def skew(*parts):
+        return FederatedDataset.from_partition(dataset, lambda _: parts).summary().splitlines()[-1].split()[2]
+
+    assert skew([0, 1, 2, 3], [4, 5, 6, 7]) == "0.00"
+    assert skew([0, 2, 4, 6], [1, 3, 5, 7]) == "0.50"  # each distribution is 1/2 away from (1/2, 1/2)
+    assert skew([0, 2], [1, 3, 4, 5, 6, 7]) == "0.25"  # (2 * 1/2 + 6 * 1/6) / 8

@@ -1,0 +1,221 @@
+"""A case's method and hyper-parameters in the format's names, as arguments of the trainer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_fed.algorithms
+import lightning_fed.server
+
+from .cases import Case, CaseError, check_keys
+
+_LOCAL = (("client_lr",), ("client_lr_decay",))
+"""What every method with local steps must and may say."""
+
+_BASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "sgd": ((), ()),
+    "sgdm": (("beta", "momentum_form"), ()),
+    "rmsprop": (("beta", "eps", "stats"), ("v0", "bias_correction")),
+    "adam": (("beta1", "beta2", "eps", "stats"), ("v0", "bias_correction")),
+    "adagrad": (("beta1", "eps", "stats"), ("beta2", "v0", "bias_correction")),
+    "yogi": (("beta1", "beta2", "eps", "stats"), ("v0", "bias_correction")),
+}
+"""The options that every base optimizer must and may have."""
+
+_DEFAULTS = {name: {"v0": 0.0, "bias_correction": False} for name in ("rmsprop", "adam", "adagrad", "yogi")}
+"""The format's defaults, which are not always those of the package."""
+
+_BASE_CLASSES = {
+    "sgd": "SGD",
+    "sgdm": "SGDm",
+    "rmsprop": "RMSProp",
+    "adam": "Adam",
+    "adagrad": "Adagrad",
+    "yogi": "Yogi",
+}
+_SERVER_CLASSES = {
+    "sgdm": "FedAvgM",
+    "rmsprop": "FedRMSProp",
+    "adam": "FedAdam",
+    "adagrad": "FedAdagrad",
+    "yogi": "FedYogi",
+}
+_SERVER_OPTIONS = {"sgdm": {"beta": "momentum"}, **{name: {"eps": "tau"} for name in _DEFAULTS}}
+"""Options that have another name there."""
+
+_WITHOUT_EFFECT = {"rmsprop": ("bias_correction",), "adagrad": ("beta2", "bias_correction")}
+"""What a base optimizer's formulas do not contain, by the format's own words, and its server class does not take."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How one of the format's methods is written here.
+
+    Attributes:
+        name: Its class in :mod:`lightning_fed.algorithms`.
+        required: The hyper-parameters without a default in the format.
+        optional: Those with one.
+        options: Those of them that the class itself takes.
+        base: Who takes the base optimizer: "server" (it is the server optimizer), "method" or nobody.
+        local_work: Whether clients take local steps.
+        states: Where the states that a case may store are found here: "server", "clients" or "optimizer" (the
+            server's), and under which name.
+    """
+
+    name: str
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    base: str | None = None
+    local_work: bool = True
+    states: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+_OF_SERVER = {"m": ("server", "m"), "v": ("server", "v")}
+_OF_OPTIMIZER = {"m": ("optimizer", "m"), "v": ("optimizer", "v")}
+_MIME = Method("", ("base", "weighting"), ("server_lr",), base="method", states=_OF_SERVER)
+
+METHODS = {
+    "server_only": Method(
+        "ServerOnly", ("base", "weighting"), ("server_lr",), base="server", local_work=False, states=_OF_OPTIMIZER
+    ),
+    "fedavg": Method(
+        "FedAvg",
+        ("base", "weighting"),
+        ("server_lr", "pseudo_grad"),
+        ("pseudo_grad",),
+        base="server",
+        states=_OF_OPTIMIZER,
+    ),
+    "fedprox": Method(
+        "FedProx", ("mu", "weighting"), ("adaptive",), ("mu", "adaptive"), states={"mu": ("server", "mu")}
+    ),
+    "feddane": Method("FedDane", ("mu", "weighting"), (), ("mu",)),
+    "scaffold": Method(
+        "Scaffold",
+        ("option",),
+        ("server_lr",),
+        ("option",),
+        states={"c": ("server", "c"), "c_clients": ("clients", "c_i")},
+    ),
+    "mime": replace(_MIME, name="Mime"),
+    "mimelite": replace(_MIME, name="MimeLite"),
+    "c-mime": replace(_MIME, name="CMime"),
+    "mime_mvr": Method(
+        "MimeMVR", ("a", "anchor", "m0", "weighting"), (), ("a", "anchor", "m0"), states={"m": ("server", "m")}
+    ),
+    "fedcm": Method(
+        "FedCM",
+        ("alpha", "eta_g", "eta_g_mode", "weighting"),
+        (),
+        ("alpha", "eta_g", "eta_g_mode"),
+        states={"delta": ("server", "delta")},
+    ),
+    "feddyn": Method(
+        "FedDyn", ("alpha",), ("alpha_scaling",), ("alpha", "alpha_scaling"), states={"dual": ("clients", "d_i")}
+    ),
+}
+"""The methods by their names in the format. SCAFFOLD and FedDyn have no ``weighting``; the others must name it."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a case asks of the trainer.
+
+    Attributes:
+        algorithm: Makes the method, anew for every trainer.
+        arguments: The other arguments of the trainer that depend on the method.
+        states: Where the states that the case stores are found; see :class:`Method`.
+    """
+
+    algorithm: Callable[[], Any]
+    arguments: dict[str, Any]
+    states: Mapping[str, tuple[str, str]]
+
+
+def takes_full_batches(algorithm: str, hp: Mapping[str, Any]) -> bool:
+    """Return whether a method needs full passes over clients, for gradients or for the population loss."""
+    full_gradients = ("server_only", "feddane", "mime", "mimelite", "c-mime", "mime_mvr")
+    return algorithm in full_gradients or hp.get("option") == "i" or takes_population_loss(hp)
+
+
+def takes_population_loss(hp: Mapping[str, Any]) -> bool:
+    """Return whether a method watches the loss itself, which then must contain the l2 term."""
+    return "adaptive" in hp
+
+
+def translate(case: Case) -> Setup:
+    """Return a case's method and trainer arguments.
+
+    Raises:
+        CaseError: If the case names a method, hyper-parameter or option that the format does not.
+        pytest.skip.Exception: If the package does not have the method yet.
+    """
+    if case.algorithm not in METHODS:
+        raise CaseError(f"{case.id}: unknown algorithm {case.algorithm!r}; known are {sorted(METHODS)}.")
+    method = METHODS[case.algorithm]
+    local_required, local_optional = _LOCAL if method.local_work else ((), ())
+    check_keys(f"{case.id}, hp", case.hp, method.required + local_required, method.optional + local_optional)
+    options = {name: case.hp[name] for name in method.options if name in case.hp}
+    if "pseudo_grad" in options and options["pseudo_grad"] != "normalized":
+        raise CaseError(f"{case.id}: unknown pseudo_grad {options['pseudo_grad']!r}; known is 'normalized'.")
+    if "adaptive" in options:
+        check_keys(f"{case.id}, hp.adaptive", options["adaptive"], ("step", "patience"))
+
+    arguments: dict[str, Any] = {"local_epochs": 1} if method.local_work else {}
+    if "weighting" in case.hp:
+        arguments["weighting"] = case.hp["weighting"]
+    if "base" in case.hp:
+        check_base(case.id, case.hp["base"])
+    server_base = case.hp["base"] if method.base == "server" else {"name": "sgd"}
+    if server_base["name"] != "sgd" or "server_lr" in case.hp:
+        arguments["server_optimizer"] = server_optimizer(server_base, case.hp.get("server_lr", 1.0))
+    states = {name: place for name, place in method.states.items() if name in case.states()}
+    algorithm = built(lightning_fed.algorithms, method.name)
+    if method.base == "method":
+        return Setup(lambda: algorithm(base=base_optimizer(case.hp["base"]), **options), arguments, states)
+    return Setup(lambda: algorithm(**options), arguments, states)
+
+
+def built(module: Any, name: str) -> Any:
+    """Return a class of the package by name, or skip the test that needs it."""
+    if not hasattr(module, name):
+        pytest.skip(f"not built yet: {name}")
+    return getattr(module, name)
+
+
+def check_base(case_id: str, base: Mapping[str, Any]) -> None:
+    """Raise unless the format knows a base optimizer and all its options."""
+    if base.get("name") not in _BASES:
+        raise CaseError(f"{case_id}: unknown base {base.get('name')!r}; known are {sorted(_BASES)}.")
+    required, optional = _BASES[base["name"]]
+    check_keys(f"{case_id}, hp.base {base['name']}", base, ("name", *required), optional)
+
+
+def base_optimizer(base: Mapping[str, Any]) -> Any:
+    """Return a base optimizer of Mime, whose arguments have the format's names."""
+    options = {**_DEFAULTS.get(base["name"], {}), **base}
+    cls = built(lightning_fed.algorithms, _BASE_CLASSES[options.pop("name")])
+    return cls(**options)
+
+
+def server_optimizer(base: Mapping[str, Any], lr: float) -> partial[torch.optim.Optimizer]:
+    """Return the server optimizer that a base optimizer is, waiting for its parameters.
+
+    Raises:
+        CaseError: If Adagrad is asked for a bias correction: its v is a sum.
+    """
+    options = {**_DEFAULTS.get(base["name"], {}), **base}
+    name = options.pop("name")
+    if name == "sgd":
+        return partial(torch.optim.SGD, lr=lr)
+    if name == "adagrad" and options["bias_correction"]:
+        raise CaseError("hp.base adagrad: bias_correction=True is not defined for Adagrad.")
+    for unused in _WITHOUT_EFFECT.get(name, ()):
+        options.pop(unused, None)
+    renamed = {_SERVER_OPTIONS[name].get(option, option): value for option, value in options.items()}
+    return partial(built(lightning_fed.server, _SERVER_CLASSES[name]), lr=lr, **renamed)

@@ -1,0 +1,134 @@
+"""Runs a case through the real trainer and collects what the server holds after every round."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from lightning_fed import FederatedCallback, FederatedTrainer
+
+from .cases import Case
+from .methods import Setup
+from .problem import OracleData, build_module
+
+
+class Recorder(FederatedCallback):
+    """Keeps the server parameters and the wanted states after every round.
+
+    Args:
+        states: Where each state is found; see :class:`Method`.
+    """
+
+    def __init__(self, states: Mapping[str, tuple[str, str]]) -> None:
+        self.places = states
+        self.parameters: dict[int, Tensor] = {}
+        self.states: dict[int, dict[str, Tensor]] = {}
+
+    def on_round_end(self, trainer: Any, pl_module: pl.LightningModule, round_report: Any) -> None:
+        """Copy what the module and the server hold."""
+        flat = torch.nn.utils.parameters_to_vector(pl_module.parameters())
+        self.parameters[round_report.round] = flat.detach().clone()
+        states = {name: read_state(trainer, *place) for name, place in self.places.items()}
+        server = {f"server {name}": value for name, value in trainer.fit_loop.server.items()}
+        self.states[round_report.round] = {k: v.detach().clone() for k, v in {**server, **states}.items()}
+
+
+def read_state(trainer: Any, where: str, name: str) -> Tensor:
+    """Return a state after the last completed round: of the server, of all clients [N, P], or of its optimizer."""
+    state = trainer.fit_loop.state
+    if where == "server":
+        return trainer.fit_loop.server[name]
+    if where == "clients":
+        kept = (state.clients.get(i) for i in range(trainer.datamodule.num_clients))
+        return torch.stack([torch.zeros_like(state.x) if c is None else c[name] for c in kept])
+    optimizer = state.step.optimizer
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return torch.cat([optimizer.state[p][name].flatten() for p in parameters])
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the server held after every round.
+
+    Attributes:
+        parameters: [R, P].
+        states: The states that the case stores, by its names, and the whole server state as "server <name>".
+    """
+
+    parameters: Tensor
+    states: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a case; the numbers must be the same.
+
+    Attributes:
+        uneven_chunks: Full passes come in unequal batches.
+        decay_in_optimizer: The l2 term is the optimizer's ``weight_decay`` instead of a part of the loss.
+    """
+
+    uneven_chunks: bool = False
+    decay_in_optimizer: bool = False
+
+
+def run(case: Case, setup: Setup, variant: Variant = Variant()) -> Result:
+    """Run all rounds of a case."""
+    recorder = _fit(case, setup, variant, case.n_rounds)[0]
+    return _result(recorder, range(case.n_rounds))
+
+
+def run_resumed(case: Case, setup: Setup, checkpoint: Path) -> Result:
+    """Run half of a case's rounds, then the rest with a new trainer, module and data from a checkpoint."""
+    half = case.n_rounds // 2
+    recorder, trainer = _fit(case, setup, Variant(), half)
+    trainer.save_checkpoint(checkpoint)
+    resumed, _ = _fit(case, setup, Variant(), case.n_rounds, checkpoint)
+    assert sorted(resumed.parameters) == list(range(half, case.n_rounds)), "rounds are repeated or left out"
+    resumed.parameters |= recorder.parameters
+    resumed.states |= recorder.states
+    return _result(resumed, range(case.n_rounds))
+
+
+def _fit(
+    case: Case, setup: Setup, variant: Variant, max_rounds: int, checkpoint: Path | None = None
+) -> tuple[Recorder, FederatedTrainer]:
+    recorder = Recorder(setup.states)
+    trainer = FederatedTrainer(
+        algorithm=setup.algorithm(),
+        max_rounds=max_rounds,
+        sampler=_sampler(case.cohort),
+        callbacks=[recorder],
+        seed=0,
+        accelerator="cpu",
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **({"gradient_sampler": _sampler(case.grad_cohort)} if "grad_cohort" in case.arrays else {}),
+        **setup.arguments,
+    )
+    module = build_module(case, variant.decay_in_optimizer, at_start=checkpoint is None)
+    trainer.fit(module, OracleData(case, variant.uneven_chunks), ckpt_path=checkpoint)
+    return recorder, trainer
+
+
+def _sampler(cohort: Callable[[int], list[int]]) -> Callable[[int, int], list[int]]:
+    def sampler(seed: int, round: int) -> list[int]:
+        return cohort(round)
+
+    return sampler
+
+
+def _result(recorder: Recorder, rounds: range) -> Result:
+    assert sorted(recorder.parameters) == list(rounds), f"rounds {sorted(recorder.parameters)} ended, not {rounds}"
+    names = recorder.states[0]
+    return Result(
+        torch.stack([recorder.parameters[r] for r in rounds]),
+        {name: torch.stack([recorder.states[r][name] for r in rounds]) for name in names},
+    )

@@ -1,0 +1,94 @@
+"""Every oracle case of a folder through the real trainer: ``pytest tests/oracle --oracle-cases DIR``.
+
+The server parameters after every round must satisfy ``|got - expected| <= 1e-9 (1 + |expected|)`` elementwise, in
+float64. So must the states that a case stores and the server holds under the same meaning.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .cases import Case, load_case, load_index
+from .conftest import WORST
+from .methods import takes_full_batches, takes_population_loss, translate
+from .runner import Variant, run, run_resumed
+
+TOLERANCE = 1e-9
+
+APPLIES: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "test_full_batches_in_uneven_chunks": lambda entry: takes_full_batches(entry["algorithm"], entry["hp"]),
+    "test_l2_as_weight_decay": lambda entry: entry["problem"]["l2"] > 0,
+}
+"""The cases that a variant has something to say about."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make one test of every case in the folder."""
+    folder = metafunc.config.getoption("--oracle-cases")
+    if folder is None:
+        pytest.skip("no oracle cases: run `pytest tests/oracle --oracle-cases DIR`, DIR with a cases.json")
+    applies = APPLIES.get(metafunc.function.__name__, lambda entry: True)
+    entries = [entry for entry in load_index(Path(folder)) if applies(entry)]
+    metafunc.parametrize("entry", entries, ids=[entry["id"] for entry in entries])
+
+
+@pytest.fixture
+def case(entry: dict, request: pytest.FixtureRequest) -> Case:
+    """The case, loaded and checked."""
+    return load_case(Path(request.config.getoption("--oracle-cases")), entry)
+
+
+def test_case(case: Case, record_property: Callable[[str, object], None]) -> None:
+    compare(case, Variant(), record_property)
+
+
+def test_full_batches_in_uneven_chunks(case: Case, record_property: Callable[[str, object], None]) -> None:
+    compare(case, Variant(uneven_chunks=True), record_property)
+
+
+def test_l2_as_weight_decay(case: Case, record_property: Callable[[str, object], None]) -> None:
+    if takes_population_loss(case.hp):
+        pytest.skip("the loss that adapts mu is training_step's, which does not know the optimizer's weight_decay")
+    compare(case, Variant(decay_in_optimizer=True), record_property)
+
+
+def test_resume_is_bit_identical(case: Case, tmp_path: Path) -> None:
+    setup = translate(case)
+    whole = run(case, setup)
+    resumed = run_resumed(case, setup, tmp_path / "half.ckpt")
+    assert torch.equal(resumed.parameters, whole.parameters), (
+        f"{case.id}: resumed after {case.n_rounds // 2} rounds, the parameters are off by up to"
+        f" {(resumed.parameters - whole.parameters).abs().amax(1).tolist()} by round"
+    )
+    assert resumed.states.keys() == whole.states.keys()
+    for name, value in whole.states.items():
+        assert torch.equal(resumed.states[name], value), f"{case.id}: the state {name!r} differs after a resume"
+
+
+def compare(case: Case, variant: Variant, record_property: Callable[[str, object], None]) -> None:
+    """Run a case and compare parameters and states with the stored ones, round by round."""
+    setup = translate(case)
+    result, stored = run(case, setup, variant), case.states()
+    pairs = {name: (result.states[name], stored[name]) for name in setup.states}
+    pairs["parameters"] = (result.parameters, case.expected())
+    deviations = {name: deviation(*pair) for name, pair in pairs.items()}
+    record_property(WORST, float(torch.cat(list(deviations.values())).max()))
+    record_property("states", " ".join(setup.states))
+    for name, by_round in deviations.items():
+        if not bool((by_round <= TOLERANCE).all()):  # a nan is no agreement
+            pytest.fail(
+                f"{case.id} ({case.algorithm}): {name} off by {float(by_round.max()):.2e} (allowed {TOLERANCE:.0e});"
+                f" by round {', '.join(f'{d:.1e}' for d in by_round.tolist())}",
+                pytrace=False,
+            )
+
+
+def deviation(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return ``max |got - expected| / (1 + |expected|)`` of every round [R]; nan where a number is."""
+    assert got.dtype == expected.dtype == torch.float64
+    got, expected = got.reshape(len(got), -1), expected.flatten(1)
+    assert got.shape == expected.shape
+    return ((got - expected).abs() / (1 + expected.abs())).amax(1)

@@ -1,0 +1,138 @@
+"""The command line, as a user types it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_fed.cli import main
+from lightning_fed.models import MLPClassifier
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+QUICKSTART = str(CONFIGS / "quickstart.yaml")
+SMALL = ["--trainer.max_rounds", "2", "--trainer.accelerator", "cpu", "--trainer.enable_model_summary", "false"]
+
+
+def fit(*args: str, config: str = QUICKSTART) -> None:
+    main(["fit", "--config", config, *SMALL, *args])
+
+
+def version(n: int) -> Path:
+    return Path("lightning_logs") / f"version_{n}"
+
+
+def last(n: int) -> str:
+    return str(version(n) / "checkpoints" / "last.ckpt")
+
+
+@pytest.mark.parametrize("method", ["FedAvg", "Mime", "MimeLite"])
+def test_the_main_job_with_another_method(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fit("--trainer.algorithm", method)
+    out = capsys.readouterr().out
+    for text in ("val_acc", "clients seen", "bytes up / down", "best checkpoint", "watch", "tensorboard --logdir"):
+        assert text in out
+    assert Path(last(0)).exists()
+    assert list(version(0).glob("events.out.tfevents*"))
+    assert MLPClassifier.load_from_checkpoint(last(0)).hparams["in_features"] == 64
+
+
+def test_the_printed_resume_command_works(capsys: pytest.CaptureFixture[str]) -> None:
+    fit("--trainer.max_rounds", "4")
+    fit()
+    command = re.search(r"resume +lightning-fed (.*)", capsys.readouterr().out.rpartition("Federated run finished")[2])
+    assert command is not None
+    main(command.group(1).split())
+    assert "rounds           4" in capsys.readouterr().out
+    straight, resumed = (torch.load(last(n), weights_only=True)["state_dict"] for n in (0, 2))
+    assert all(torch.equal(straight[k], resumed[k]) for k in straight)
+
+
+def test_validate_test_and_predict(capsys: pytest.CaptureFixture[str]) -> None:
+    fit()
+    for command in ("validate", "test", "predict"):
+        main([command, "--config", QUICKSTART, "--ckpt_path", last(0), "--trainer.logger", "false"])
+    out = capsys.readouterr().out
+    assert "test_acc" in out
+    assert "val_acc" in out
+
+
+def test_print_config_round_trips(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["fit", "--config", QUICKSTART, "--print_config"])
+    assert not done.value.code
+    text = capsys.readouterr().out
+    config = yaml.safe_load(text)
+    assert config["trainer"]["algorithm"]["class_path"] == "lightning_fed.algorithms.Scaffold"
+    assert config["trainer"]["clients_per_round"] == 10
+    (tmp_path / "printed.yaml").write_text(text)
+    fit(config=str(tmp_path / "printed.yaml"))
+
+
+STACKED = sorted(p for p in CONFIGS.rglob("*.yaml") if p.name != "quickstart.yaml")
+
+
+@pytest.mark.parametrize("path", STACKED, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_every_config_runs_a_round_on_top_of_the_quickstart(path: Path) -> None:
+    fit("--config", str(path), "--trainer.max_rounds", "1", "--trainer.logger", "false")
+
+
+SAMPLER = "{class_path: lightning_fed.server.UniformSampler, init_args: {clients_per_round: 4}}"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--trainer.server_optimizer", "lightning_fed.server.FedAdam", "--trainer.server_optimizer.lr", "0.03"],
+        ["--trainer.server_optimizer", "torch.optim.Adam", "--trainer.server_optimizer.lr", "0.01"],
+        ["--trainer.sampler", SAMPLER, "--trainer.clients_per_round", "null"],
+        ["--trainer.algorithm", "Mime", "--trainer.algorithm.base", "SGDm", "--trainer.algorithm.base.beta", "0.8"],
+        ["--optimizer", "torch.optim.Adam", "--optimizer.lr", "0.01", "--trainer.algorithm", "MimeLite"],
+        ["--trainer.clients_per_round", "0.2", "--trainer.precision", "64-true"],
+        ["--data.partition", "Shards", "--data.partition.num_clients", "20"],
+    ],
+    ids=lambda a: " ".join(a)[:60],
+)
+def test_parts_by_class(args: list[str]) -> None:
+    fit("--trainer.algorithm", "FedAvg", *args, "--trainer.logger", "false")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--trainer.algorithm", "FedAvgg"], "FedAvgg"),
+        (["--trainer.algorithm.nu", "1"], "nu"),
+        (["--trainer.max_round", "1"], "max_round"),
+        (["--trainer.engine", "warp"], "warp"),
+        (["--trainer.clients_per_round", "many"], "many"),
+        (["--data.alfa", "1"], "alfa"),
+        (["--trainer.clients_per_round", "31"], "clients_per_round=31 asks for more clients than the 30"),
+        (["--trainer.local_steps", "3"], "local_epochs or local_steps, not both"),
+        (["--data.alpha", "-1"], "alpha"),
+    ],
+    ids=lambda a: " ".join(a) if isinstance(a, list) else "",
+)
+def test_wrong_options_are_refused_by_name(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error: Any
+    with pytest.raises((SystemExit, ValueError)) as error:
+        fit(*args)
+    assert message in capsys.readouterr().err + str(error.value)
+
+
+def test_seed_everything_seeds_the_run() -> None:
+    for n, seed in enumerate(("1", "1", "2")):
+        fit("--seed_everything", seed)
+        assert torch.load(last(n), weights_only=True)["loops"]["fit_loop"]["state_dict"]["seed"] == int(seed)
+    first, second, third = (torch.load(last(n), weights_only=True)["state_dict"] for n in range(3))
+    assert all(torch.equal(first[k], second[k]) for k in first)
+    assert not all(torch.equal(first[k], third[k]) for k in first)
+
+
+def test_python_dash_m() -> None:
+    command = [sys.executable, "-m", "lightning_fed", "fit", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "--trainer.algorithm" in shown.stdout or "--trainer" in shown.stdout

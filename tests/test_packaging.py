@@ -1,0 +1,35 @@
+"""What is installed is what the repository says."""
+
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+
+import lightning_fed
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_installed_package() -> None:
+    distribution = importlib.metadata.distribution("lightning_fed")
+    assert distribution.version == lightning_fed.__version__
+    (script,) = [e for e in distribution.entry_points if e.name == "lightning-fed"]
+    assert script.load().__module__ == "lightning_fed.cli"
+    assert (Path(lightning_fed.__file__).parent / "py.typed").exists()
+
+
+def test_the_version_is_in_the_changelog() -> None:
+    assert f"[{lightning_fed.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_constraints_pin_every_dependency_once() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pinned = [re.split("==", line)[0].lower().replace("_", "-") for line in lines]
+    assert len(pinned) == len(set(pinned))
+    needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    assert {re.split(r"[\[<>=]", name)[0].lower() for name in needed} <= set(pinned)
