@@ -210,8 +210,8 @@ class FederatedLoop(_FitLoop):
         elif kept is not None and kept.round > 0:
             if module is not self._module:
                 raise FederatedError(
-                    f"This trainer has already run {kept.round} rounds on another model. Make a new FederatedTrainer, or"
-                    " resume with fit(..., ckpt_path=...)."
+                    f"This trainer has already run {kept.round} rounds on another model. Make a new FederatedTrainer,"
+                    " or resume with fit(..., ckpt_path=...)."
                 )
             state.load_state_dict(kept.state_dict(), any_seed=True)
             self._load_carried(base)

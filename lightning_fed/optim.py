@@ -47,7 +47,8 @@ def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
     for cls in type(optimizer).__mro__:
         if cls.__name__ in _UNSUPPORTED and cls.__module__.startswith("torch.optim"):
             raise FederatedError(
-                f"{role} {cls.__name__} is not supported: {_UNSUPPORTED[cls.__name__]}. Use SGD, Adam, AdamW or RMSprop."
+                f"{role} {cls.__name__} is not supported: {_UNSUPPORTED[cls.__name__]}. Use SGD, Adam, AdamW or"
+                " RMSprop."
             )
     if any(group.get("maximize") for group in optimizer.param_groups):
         raise FederatedError(

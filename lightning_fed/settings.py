@@ -114,9 +114,11 @@ def _check_local_work(algorithm: Algorithm, local_epochs: int | None, local_step
             raise FederatedError(f"{argument} must be an int >= 1, found {value!r}.")
     if local_epochs is not None and local_steps is not None:
         raise FederatedError(
-            f"Pass local_epochs or local_steps, not both; found local_epochs={local_epochs} and local_steps={local_steps}."
+            f"Pass local_epochs or local_steps, not both; found local_epochs={local_epochs} and"
+            f" local_steps={local_steps}."
         )
     if algorithm.local_work and local_epochs is None and local_steps is None:
         raise FederatedError(
-            f"{name} needs local work: pass local_epochs (passes over a client's data) or local_steps (optimizer steps)."
+            f"{name} needs local work: pass local_epochs (passes over a client's data) or local_steps (optimizer"
+            " steps)."
         )

@@ -7,9 +7,8 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback, ProgressBar
 
-from lightning_fed._compat import MisconfigurationException
 from lightning_fed.algorithms import Algorithm, FedAvg
-from lightning_fed.callbacks import FederatedCallback, RoundLogger, RoundProgressBar, RunSummary
+from lightning_fed.callbacks import RoundLogger, RoundProgressBar, RunSummary
 from lightning_fed.callbacks.schedulers import PlateauSchedulers
 from lightning_fed.checks import check_trainer
 from lightning_fed.connectors import install
@@ -26,10 +25,10 @@ __all__ = ["FederatedTrainer"]
 class FederatedTrainer(pl.Trainer):
     """A Lightning Trainer whose epochs are federated rounds.
 
-    Every argument of :class:`pytorch_lightning.Trainer` keeps its meaning, counted in rounds: ``check_val_every_n_epoch``
-    validates the server model every n rounds, ``fast_dev_run`` is one round of n batches a client,
-    ``limit_train_batches`` limits the batches of a client's epoch, ``max_time`` ends the run after the round in which it
-    runs out.
+    Every argument of :class:`pytorch_lightning.Trainer` keeps its meaning, counted in rounds:
+    ``check_val_every_n_epoch`` validates the server model every n rounds, ``fast_dev_run`` is one round of n batches a
+    client, ``limit_train_batches`` limits the batches of a client's epoch, ``max_time`` ends the run after the round in
+    which it runs out.
 
     Args:
         algorithm: The method, an instance; FedAvg by default.

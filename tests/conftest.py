@@ -3,9 +3,10 @@
 import os
 from pathlib import Path
 
-import lightning_fed  # noqa: F401  # before anything that imports Lightning
 import pytest
 import torch
+
+import lightning_fed  # noqa: F401  # before anything that imports Lightning
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

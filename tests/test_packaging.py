@@ -5,8 +5,9 @@ import re
 import sys
 from pathlib import Path
 
-import lightning_fed
 import pytest
+
+import lightning_fed
 
 ROOT = Path(__file__).parent.parent
 

@@ -5,12 +5,15 @@ import inspect
 import pkgutil
 from typing import Any
 
-import lightning_fed
 import pytest
+
+import lightning_fed
 
 MODULES = [lightning_fed.__name__, *(m.name for m in pkgutil.walk_packages(lightning_fed.__path__, "lightning_fed."))]
 FACE = {
-    "lightning_fed": ["FederatedCallback", "FederatedDataModule", "FederatedLoop", "FederatedOptimizer", "FederatedTrainer"],
+    "lightning_fed": [
+        "FederatedCallback", "FederatedDataModule", "FederatedLoop", "FederatedOptimizer", "FederatedTrainer",
+    ],
     "lightning_fed.algorithms": [
         "Algorithm", "FedAvg", "FedProx", "FedDane", "Scaffold", "Mime", "MimeLite", "CMime", "MimeMVR", "FedCM",
         "FedDyn", "FedNova", "ServerOnly", "SGD", "SGDm", "RMSProp", "Adam", "Adagrad", "Yogi",

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedCallback, FederatedError
 from lightning_fed.algorithms import (
+    SGD,
     Algorithm,
     FedAvg,
     FedCM,
@@ -18,7 +19,6 @@ from lightning_fed.algorithms import (
     Mime,
     MimeLite,
     Scaffold,
-    SGD,
     SGDm,
 )
 from lightning_fed.server import FedAdam, FedAvgM

@@ -8,7 +8,7 @@ from pytorch_lightning.callbacks import Callback, TQDMProgressBar
 
 from lightning_fed._compat import Tqdm, TrainerFn
 from lightning_fed.callbacks.base import FederatedCallback
-from lightning_fed.core.rounds import ClientReport
+from lightning_fed.core.rounds import ClientReport, RoundReport
 
 __all__ = ["RoundProgressBar"]
 
@@ -54,18 +54,22 @@ class RoundProgressBar(FederatedCallback, TQDMProgressBar):
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
         """Tell how far the round has come, for rounds that take long."""
         self._clients_done += 1
-        self.train_progress_bar.set_description(f"Rounds (client {self._clients_done})", refresh=False)
+        self.train_progress_bar.set_description(f"Rounds (client {self._clients_done} done)", refresh=False)
+        self.train_progress_bar.update(0)
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
+        """Go back to counting rounds."""
+        self.train_progress_bar.set_description("Rounds", refresh=False)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Advance by one round."""
         bar = self.train_progress_bar
-        bar.set_description("Rounds", refresh=False)
         if not bar.disable and self._refreshes(trainer):
             bar.set_postfix(self.get_metrics(trainer, pl_module), refresh=False)
         bar.update(1)
 
     def _refreshes(self, trainer: pl.Trainer) -> bool:
-        return trainer.fit_loop.round % max(1, self.refresh_rate) == 0
+        return bool(trainer.fit_loop.round % max(1, self.refresh_rate) == 0)
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         """Return the metrics to show; the logger's version number is no news."""

@@ -29,8 +29,8 @@ class RunSummary(FederatedCallback):
             return
         results = trainer.fit_loop.epoch_loop.val_loop._results
         for name in {item.meta.name for item in results.values()}:
-            if (value := trainer.callback_metrics.get(name)) is not None:
-                value = float(value)
+            if (metric := trainer.callback_metrics.get(name)) is not None:
+                value = float(metric)
                 low, high = self._best.get(name, (value, value))
                 self._last[name] = value
                 self._best[name] = (min(low, value), max(high, value))
@@ -81,10 +81,8 @@ class RunSummary(FederatedCallback):
                 logs = _relative(trainer.log_dir) if trainer.log_dir else "."
                 rounds = 2 * trainer.fit_loop.round
                 rows.append(("resume", self.resume_with.format(path=_relative(last), rounds=rounds, logs=logs)))
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and logger.save_dir is not None:
-                rows.append(("watch", f"tensorboard --logdir {_relative(logger.root_dir)}"))
-        return rows
+        boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        return [*rows, *(("watch", f"tensorboard --logdir {_relative(board.root_dir)}") for board in boards)]
 
 
 def _relative(path: str) -> str:

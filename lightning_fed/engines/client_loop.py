@@ -132,7 +132,7 @@ class _ClientOptimization(_AutomaticOptimization):
                 loss.backward()
             return results[0].loss
 
-        optimizer.step(closure)
+        optimizer.step(closure)  # type: ignore[arg-type]
         return {} if results[0].loss is None else results[0].asdict()
 
     def _take_anchor(self, batch_idx: int, batch: Any) -> None:

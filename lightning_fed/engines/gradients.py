@@ -10,6 +10,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import Logger
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
@@ -62,7 +63,7 @@ class GradientPass:
             if isinstance(child, _METRICS)
         ]
         self._buffers = [(owner, name, owner.get_buffer(name)) for owner, name in buffer_owners(module).values()]
-        self._logger = [DummyLogger()] if trainer.loggers else []
+        self._logger: list[Logger] = [DummyLogger()] if trainer.loggers else []
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -71,8 +72,8 @@ class GradientPass:
         loggers, trainer.loggers = trainer.loggers, self._logger
         grads = [p.grad for p in self.flat.params]
         buffers = [buffer.clone() for _, _, buffer in self._buffers]
-        attributes = module.__dict__
-        logs = {name: attributes.pop(name) for name in ("log", "log_dict") if name in attributes}
+        attributes: dict[str, Any] = module.__dict__
+        logs: dict[str, Any] = {name: attributes.pop(name) for name in ("log", "log_dict") if name in attributes}
         attributes["log"] = attributes["log_dict"] = _no_log
         for parent, name, _, scratch in self._metrics:
             parent._modules[name] = scratch

@@ -115,7 +115,7 @@ class RoundResults(_ResultCollection):
             if mean is not None and mean.options == options and not args and type(value) is Tensor and value.ndim == 0:
                 mean.add(value, self._client_size(batch_size))
                 return
-            checked(name, value, *args, batch_size=batch_size, **options)
+            checked(name, value, *args, **{**options, "batch_size": batch_size})
             mean = self._means.get(f"{module._current_fx_name}.{name}")
             if mean is not None and not args:
                 mean.options = options

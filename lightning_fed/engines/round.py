@@ -121,7 +121,7 @@ class Round:
         done = [i for i, r in self._reports.items() if r.steps or not self.algorithm.local_work]
         self._cohort.size = len(done)
         mean, models = self._aggregation.mean(self.server.x) if done else ({}, None)
-        round = self.server.round
+        number = self.server.round
         norm = self.server.close_round(
             mean, models, self._inputs.server, self._cohort, self._buffers.result(self.server.buffers)
         )
@@ -133,7 +133,7 @@ class Round:
         total = sum(weights[i] for i in done)
         examples = sum(reports[i].size for i in done)
         return RoundReport(
-            round=round,
+            round=number,
             cohort=tuple(reports),
             sizes=MappingProxyType({i: r.size for i, r in reports.items()}),
             steps=MappingProxyType({i: r.steps for i, r in reports.items()}),

@@ -2,9 +2,10 @@
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -162,9 +163,9 @@ class SequentialEngine:
             norm = float(torch.linalg.vector_norm(run.delta))
         if not norm < float("inf"):
             raise ClientError(
-                f"Client {who.client_id!r} came back from round {inputs.round} with parameters that are not finite after"
-                f" {run.num_steps} local steps (mean loss {loss:g}). Lower the learning rate, clip gradients, or look at"
-                " its data."
+                f"Client {who.client_id!r} came back from round {inputs.round} with parameters that are not finite,"
+                f" after {run.num_steps} local steps (mean loss {loss:g}). Lower the learning rate, clip gradients, or"
+                " look at its data."
             )
         report = ClientReport(
             who.client_id, who.size, int(run.num_steps), loss, metrics, norm, time.perf_counter() - started
@@ -197,7 +198,7 @@ class SequentialEngine:
             anchors = list(layout.views(self.anchor_grad))
         else:
             optimization.anchor_grad = None
-        columns = zip(
+        columns: tuple[Sequence[Any], ...] = (
             layout.views(inputs.x),
             layout.state_views(inputs.server),
             layout.state_views(client),
@@ -205,9 +206,10 @@ class SequentialEngine:
             anchors,
             layout.state_views(full_grad),
             layout.state_views(inputs.cohort_grad),
-            strict=True,
+            [float(who.size)] * len(anchors),
+            [inputs.mean_examples] * len(anchors),
         )
-        return [Step(*column, float(who.size), inputs.mean_examples) for column in columns], local
+        return [Step(*row) for row in zip(*columns, strict=True)], local
 
     def _solver(self, inputs: RoundInputs, local: State) -> list[dict[str, torch.Tensor]] | None:
         if not self.algorithm.uses_solver_state:
@@ -245,8 +247,8 @@ class SequentialEngine:
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         if run.num_steps == 0 and plan.participant.steps > 0 and not scaled:
             raise ClientError(
-                "training_step returned None for every batch, so no local step was taken. Return a loss for at least one"
-                " batch, or leave the client out of client_ids."
+                "training_step returned None for every batch, so no local step was taken. Return a loss for at least"
+                " one batch, or leave the client out of client_ids."
             )
 
     def _own(self, update: Update) -> Update:

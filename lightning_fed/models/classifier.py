@@ -67,9 +67,9 @@ class MLPClassifier(pl.LightningModule):
         """Log loss and accuracy on a test batch."""
         self._evaluate(batch, "test")
 
-    def predict_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
-        """Return the predicted classes [B]."""
-        classes: Tensor = self(batch[0]).argmax(dim=1)
+    def predict_step(self, batch: Tensor | Sequence[Tensor], batch_idx: int) -> Tensor:
+        """Return the predicted classes [B] of bare inputs, or of the inputs in (inputs, labels)."""
+        classes: Tensor = self(batch if isinstance(batch, Tensor) else batch[0]).argmax(dim=1)
         return classes
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

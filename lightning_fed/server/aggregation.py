@@ -92,7 +92,7 @@ class Aggregation:
             for rule, rule_of in {"weighting": weighting, "examples": "examples", "uniform": "uniform"}.items()
             if rule in {*reduces.values(), "examples"}
         }
-        self._given = {rule: 0.0 for rule in self._weights}
+        self._given = dict.fromkeys(self._weights, 0.0)
         self._sums: State = {}
         self._models: Tensor | None = None
         self._has_other_delta = False

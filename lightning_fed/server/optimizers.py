@@ -23,7 +23,7 @@ class _ServerOptimizer(Optimizer):
     dict brings its own. Statistics live in ``state`` by parameter, under the formulas' names.
     """
 
-    def __init__(self, params: Params, lr: float | Tensor, **options: Any) -> None:  # noqa: ANN401
+    def __init__(self, params: Params, lr: float | Tensor, **options: Any) -> None:
         super().__init__(params, {"lr": lr, **options})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

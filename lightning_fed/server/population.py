@@ -62,8 +62,8 @@ class Population:
         elif client_id in self._index:
             return self._index[client_id]
         raise FederatedError(
-            f"There is no client {client_id!r}. The sampler must return ids of the data module's {len(self.ids)} clients,"
-            f" such as {self.ids[0]!r}."
+            f"There is no client {client_id!r}. The sampler must return ids of the data module's {len(self.ids)}"
+            f" clients, such as {self.ids[0]!r}."
         )
 
     def size(self, client_id: ClientId) -> int:

@@ -44,7 +44,7 @@ def test_options_are_the_arguments_and_nothing_else(algorithm, options):
 @pytest.mark.parametrize("algorithm", [a for a, _ in METHODS], ids=repr)
 def test_repr_is_as_written(algorithm):
     names = {type(algorithm).__name__: type(algorithm), "SGDm": SGDm, "Adam": Adam}
-    again = eval(repr(algorithm), names)  # noqa: S307 (our own repr)
+    again = eval(repr(algorithm), names)
     assert again.options() == algorithm.options()
 
 

@@ -177,7 +177,7 @@ def test_options_and_repr():
     assert SGDm(beta=0).options() == {"name": "SGDm", "beta": 0.0, "momentum_form": "ema"}
     assert repr(SGD()) == "SGD()"
     for rule in ALL:
-        again = eval(repr(rule), {type(rule).__name__: type(rule)})  # noqa: S307 (our own repr)
+        again = eval(repr(rule), {type(rule).__name__: type(rule)})
         assert again.options() == rule.options()
 
 

@@ -1,0 +1,116 @@
+"""The configurations say what they mean: each changes its own part, and the part it names is the part that is made."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import yaml
+from torch.utils.data import DataLoader
+
+from lightning_fed import algorithms
+from lightning_fed.cli import FederatedCLI
+from lightning_fed.data import Digits
+from lightning_fed.models import MLPClassifier
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+QUICKSTART = CONFIGS / "quickstart.yaml"
+SECTIONS = {"algorithm": "trainer", "data": "data", "model": "model"}
+STACKED = sorted(path for path in CONFIGS.rglob("*.yaml") if path != QUICKSTART)
+METHODS = sorted(
+    name
+    for name in algorithms.__all__
+    if issubclass(cls := getattr(algorithms, name), algorithms.Algorithm) and cls is not algorithms.Algorithm
+)
+
+
+def read(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+def built(*paths: Path) -> FederatedCLI:
+    """Return trainer, model and data as the command line makes them, without running anything."""
+    configs = [word for path in (QUICKSTART, *paths) for word in ("--config", str(path))]
+    return FederatedCLI(
+        model_class=pl.LightningModule,
+        datamodule_class=pl.LightningDataModule,
+        run=False,
+        args=[*configs, "--trainer.accelerator", "cpu", "--trainer.logger", "false"],
+    )
+
+
+def check(value: Any, config: Any) -> None:
+    """Check that an object, or what it was made from, has the class and the arguments that a configuration names."""
+    if not isinstance(config, dict) or "class_path" not in config:
+        assert value == config
+        return
+    assert type(value).__name__ == config["class_path"].rpartition(".")[2]
+    for name, argument in config.get("init_args", {}).items():
+        if isinstance(value, MLPClassifier):
+            check(value.hparams[name], argument)
+        elif name == "alpha" and isinstance(value, Digits):
+            check(value.partition.alpha, argument)
+        else:
+            check(getattr(value, name), argument)
+
+
+@pytest.fixture(autouse=True)
+def _command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give no arguments but a test's own, and take back the seed that ``seed_everything`` leaves behind."""
+    monkeypatch.setattr(sys, "argv", ["lightning-fed"])
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+
+
+@pytest.mark.parametrize("path", STACKED, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_a_stackable_config_changes_its_own_part_only(path: Path) -> None:
+    assert set(read(path)) == {SECTIONS[path.parent.name]}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_a_config(method: str) -> None:
+    named = {read(path)["trainer"]["algorithm"]["class_path"] for path in CONFIGS.glob("algorithm/*.yaml")}
+    assert f"lightning_fed.algorithms.{method}" in named
+
+
+@pytest.mark.parametrize("path", [QUICKSTART, *STACKED], ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_what_a_config_names_is_what_is_made(path: Path) -> None:
+    config = read(path)
+    cli = built(path)
+    made = {"algorithm": cli.trainer.fit_loop.settings.algorithm, "model": cli.model, "data": cli.datamodule}
+    for name, value in made.items():
+        section = config.get("trainer", {}) if name == "algorithm" else config
+        if name in section:
+            check(value, section[name])
+    if named := config.get("trainer", {}).get("server_optimizer"):
+        optimizer = cli.trainer.fit_loop.settings.server_optimizer(cli.model.parameters())
+        assert type(optimizer).__name__ == named["class_path"].rpartition(".")[2]
+        assert optimizer.defaults["lr"] == named["init_args"]["lr"]
+    for name in {"max_rounds", "clients_per_round", "local_epochs"} & set(config.get("trainer", {})):
+        assert cli.config["trainer"][name] == config["trainer"][name]
+
+
+def test_a_logistic_regression_has_one_layer() -> None:
+    assert [p.shape for p in built(CONFIGS / "model" / "logistic.yaml").model.parameters()] == [(10, 64), (10,)]
+
+
+def test_the_quickstart_model_and_data_train_without_federation() -> None:
+    data, model = Digits(num_clients=1), seeded_model()
+    trainer = pl.Trainer(
+        max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(model, DataLoader(data.client_dataset(0), batch_size=16, shuffle=True))
+    (metrics,) = trainer.test(model, data, verbose=False)
+    assert set(metrics) == {"test_loss", "test_acc"}
+    assert metrics["test_acc"] > 0.8
+    predicted = trainer.predict(model, data)
+    assert predicted is not None
+    labels = torch.stack([label for _, label in data.test])
+    assert (torch.cat(predicted) == labels).float().mean() == pytest.approx(metrics["test_acc"])
+
+
+def seeded_model() -> MLPClassifier:
+    torch.manual_seed(0)
+    return MLPClassifier()
