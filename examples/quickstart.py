@@ -1,7 +1,4 @@
-"""SCAFFOLD on the handwritten digits of scikit-learn, from Python.
-
-    python examples/quickstart.py
-"""
+"""SCAFFOLD on the handwritten digits of scikit-learn, from Python: ``python examples/quickstart.py``."""
 
 import argparse
 
