@@ -1,12 +1,16 @@
 """Awkward but ordinary modules and data: each works as its author would expect, or is refused with the reason."""
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+from pytorch_lightning.callbacks import LambdaCallback
+from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
@@ -343,3 +347,81 @@ def test_local_adam_in_every_precision(method: Any, precision: str) -> None:
     before = parameters(model).clone()
     assert torch.isfinite(fit(model, algorithm=method, precision=precision)).all()
     assert not torch.equal(parameters(model).float(), before)
+
+
+class Augments(Net):
+    """Draws from every global generator inside ``training_step``."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        noise = torch.randn_like(x) * random.random() * float(np.random.rand())
+        return F.cross_entropy(self(x + noise), y)
+
+
+def test_the_anchor_sees_the_same_masks_and_augmentation() -> None:
+    class Check(FederatedCallback):
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+            # at y = x both gradients of a batch are the same bits, so every client takes the very same first step
+            assert round_report.drift < 1e-7 * round_report.update_norm
+
+    fit(seeded(Augments, dropout=0.5), algorithm=Mime(base=SGDm()), local_steps=1, callbacks=Check())
+
+
+class Overflowing(MixedPrecision):
+    """Half precision with a gradient scaler, which Lightning gives on a GPU only."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000))
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Scaffold(option="i"), Mime(base=SGDm())], ids=repr)
+def test_half_precision_with_a_gradient_scaler(method: Any) -> None:
+    class Count(FederatedCallback):
+        steps: int = 0
+
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+            self.steps += sum(round_report.steps.values())
+
+    plain, small, large = Count(), Count(), Count()
+    reference = fit(seeded(dropout=0.0), algorithm=method, callbacks=plain)
+    close = fit(seeded(dropout=0.0), algorithm=method, plugins=Overflowing(2.0**8), callbacks=small)
+    torch.testing.assert_close(close, reference, rtol=2e-2, atol=2e-3)
+    assert small.steps == plain.steps
+    skipping = fit(seeded(dropout=0.0), algorithm=method, plugins=Overflowing(2.0**24), callbacks=large)
+    assert torch.isfinite(skipping).all()
+    assert 0 < large.steps < plain.steps  # steps that the scaler skipped are not counted
+
+
+def test_estimated_stepping_batches_are_rounds() -> None:
+    class OneCycle(Net):
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches == 4
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)]
+
+    fit(seeded(OneCycle), max_rounds=4)
+
+
+def test_hooks_given_to_an_instance_are_heard() -> None:
+    heard: list[str] = []
+    names = ("on_train_batch_end", "on_after_backward", "on_train_epoch_end")
+    listen = LambdaCallback(**{name: (lambda *_, name=name: heard.append(name)) for name in names})
+    fit(callbacks=listen, max_rounds=1, clients_per_round=1)
+    assert heard.count("on_train_batch_end") == heard.count("on_after_backward") > 0
+    assert heard.count("on_train_epoch_end") == 1
+
+
+def test_a_request_to_stop_waits_for_the_end_of_the_round() -> None:
+    class Stop(FederatedCallback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = True
+
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+            assert dict(round_report.steps) == {0: 4, 1: 2}
+
+    run = trainer(callbacks=Stop(), max_rounds=50, clients_per_round=2)
+    run.fit(seeded(), data(sizes=(13, 8)))
+    assert run.fit_loop.round == 1
+    timed = trainer(max_time={"days": 1}, max_rounds=2)
+    timed.fit(seeded(), data())
+    assert timed.fit_loop.round == 2

@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId
 
-__all__ = ["FederatedCallback", "call_round_hook"]
+__all__ = ["FederatedCallback", "call_round_hook", "uses_hook"]
 
 _LOGS_AS = {"on_round_start": "on_train_epoch_start", "on_round_end": "on_train_epoch_end"}
 
@@ -63,13 +63,16 @@ class FederatedCallback(pl.Callback):
         """
 
 
+def uses_hook(callback: pl.Callback, hook: str, base: type[pl.Callback] = pl.Callback) -> bool:
+    """Whether a callback has a hook of its own, in its class or, as ``LambdaCallback`` does, on the instance."""
+    return getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook)
+
+
 def call_round_hook(trainer: pl.Trainer, hook: str, *args: Any) -> None:
     """Call a hook of every :class:`FederatedCallback` that overrides it."""
     module = trainer.lightning_module
     for callback in trainer.callbacks:
-        if isinstance(callback, FederatedCallback) and getattr(type(callback), hook) is not getattr(
-            FederatedCallback, hook
-        ):
+        if isinstance(callback, FederatedCallback) and uses_hook(callback, hook, FederatedCallback):
             previous, module._current_fx_name = module._current_fx_name, _LOGS_AS.get(hook)
             with trainer.profiler.profile(f"[Callback]{callback.state_key}.{hook}"):
                 getattr(callback, hook)(trainer, module, *args)

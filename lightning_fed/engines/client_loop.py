@@ -22,6 +22,7 @@ from lightning_fed._compat import (
     is_overridden,
     is_param_in_hook_signature,
 )
+from lightning_fed.callbacks.base import uses_hook
 from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import Vector
 from lightning_fed.engines.gradients import GradientPass
@@ -100,11 +101,7 @@ class _ClientOptimization(_AutomaticOptimization):
             and trainer.accumulate_grad_batches == 1
             and not trainer.gradient_clip_val
             and not any(is_overridden(hook, module, pl.LightningModule) for hook in _STEP_HOOKS)
-            and not any(
-                getattr(type(c), hook, None) is not getattr(Callback, hook)
-                for c in callbacks
-                for hook in _CALLBACK_HOOKS
-            )
+            and not any(uses_hook(callback, hook) for callback in callbacks for hook in _CALLBACK_HOOKS)
         )
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:  # type: ignore[type-arg]
@@ -207,7 +204,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
     def _callback_uses(self, hook: str) -> bool:
         return any(
-            getattr(type(callback), hook) is not getattr(Callback, hook)
+            uses_hook(callback, hook)
             for callback in self.trainer.callbacks
             if not (isinstance(callback, ModelCheckpoint) and _saves_at_round_ends(callback))
         )
