@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytorch_lightning as pl
@@ -32,9 +33,9 @@ from lightning_fed.engines.sequential import SequentialEngine, WorkPlan
 from lightning_fed.optim import FederatedOptimizer
 from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.population import Population
-from lightning_fed.server.sampling import draw
+from lightning_fed.server.sampling import Sampler, check_count, draw
 from lightning_fed.server.server import Server
-from lightning_fed.settings import Settings
+from lightning_fed.settings import Settings, cut
 
 __all__ = ["FederatedLoop"]
 
@@ -166,8 +167,7 @@ class FederatedLoop(_FitLoop):
             shown = ", ".join(repr(i) for i in empty[:5]) + (", ..." if len(empty) > 5 else "")
             rank_zero_warn(f"{len(empty)} of {len(data.client_ids)} clients are empty and never sampled: {shown}.")
         for sampler in (self.settings.sampler, self.settings.gradient_sampler):
-            if hasattr(sampler, "count"):
-                sampler.count(len(self.population))
+            check_count(sampler, len(self.population))
         self.max_batches = 1  # set anew for every local epoch
         trainer.val_check_batch = math.inf
 
@@ -200,7 +200,10 @@ class FederatedLoop(_FitLoop):
     def _make_state(self, module: pl.LightningModule, base: torch.optim.Optimizer) -> Server:
         assert self._flat is not None
         s, flat, kept = self.settings, self._flat, self._state
-        state = Server(s.algorithm, flat.y, flat.layout, s.server_optimizer, self.trainer.datamodule.client_ids, s.seed)
+        state = Server(
+            s.algorithm, flat.y, flat.layout, s.server_optimizer, s.server_lr_scheduler,
+            self.trainer.datamodule.client_ids, s.seed,
+        )  # fmt: skip
         state.buffers = self._buffers.read()
         restored, self._restored = self._restored, None
         if restored is not None:
@@ -253,7 +256,7 @@ class FederatedLoop(_FitLoop):
     def on_advance_start(self) -> None:
         """Draw the cohort and call the hooks that start a round."""
         trainer = self.trainer
-        self._plans = self._draw(self.settings.sampler, self.state.seed)
+        self._plan_round()
         self.epoch_progress.increment_ready()
         call._call_callback_hooks(trainer, "on_train_epoch_start")
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
@@ -307,29 +310,55 @@ class FederatedLoop(_FitLoop):
         trainer.training = True
         trainer._logger_connector._first_loop_iter = None
 
-    def _draw(self, sampler: Any, seed: int) -> list[WorkPlan]:
+    def _draw(self, sampler: Sampler, seed: int) -> list[WorkPlan]:
         """Draw a cohort and plan every client's work; a client drawn twice is trained once."""
         assert self.population is not None
-        population, data = self.population, self.trainer.datamodule
+        population, data, accumulated = self.population, self.trainer.datamodule, self.trainer.accumulate_grad_batches
         drawn: dict[ClientId, int] = {}
-        for client_id in draw(sampler, seed, self.round, population.eligible):
+        for client_id in draw(sampler, seed, self.round, population):
             drawn[client_id] = drawn.get(client_id, 0) + 1
         plans = []
         for client_id, count in drawn.items():
-            index, batches = population.index(client_id), data.client_batches(client_id)
+            index, batches = population.index_of(client_id), data.client_batches(client_id)
             if batches.size == 0:
                 rank_zero_warn(f"Client {client_id!r} is empty: it is left out of round {self.round}.")
                 continue
             limited = _limit(batches.num_batches(), self.trainer.limit_train_batches)
-            epochs, steps = self.settings.epochs(limited, self.trainer.accumulate_grad_batches)
-            plans.append(WorkPlan(Participant(client_id, index, batches.size, count, steps), batches, epochs))
+            steps = self.settings.steps(limited, accumulated)
+            member = Participant(client_id, index, batches.size, count, steps)
+            plans.append(WorkPlan(member, batches, cut(steps, limited, accumulated)))
         return plans
+
+    def _plan_round(self) -> None:
+        """Draw the cohort, and let heterogeneity decide what its clients complete."""
+        drawn = self._draw(self.settings.sampler, self.state.seed)
+        self._plans = drawn
+        if self.settings.heterogeneity is not None:
+            members = [plan.participant for plan in drawn]
+            epochs = self.settings.local_epochs or 1
+            completed = self.settings.heterogeneity(
+                self.state.seed,
+                self.round,
+                [m.index for m in members],
+                [epochs] * len(members),
+                [m.steps for m in members],
+            )
+            accumulated = self.trainer.accumulate_grad_batches
+            self._plans = [
+                WorkPlan(replace(plan.participant, steps=steps), plan.batches, cut(steps, plan.epochs[0], accumulated))
+                for plan, steps in zip(drawn, completed, strict=True)
+                if steps is not None
+            ]
+        kept = {plan.participant.client_id for plan in self._plans}
+        self._dropped = [plan.participant.client_id for plan in drawn if plan.participant.client_id not in kept]
+        if not self._plans:
+            rank_zero_info(f"Nobody takes part in round {self.round}: it changes nothing.")
 
     def _run_round(self) -> RoundReport:
         started = time.perf_counter()
         trainer, state, settings = self.trainer, self.state, self.settings
         assert self.population is not None
-        work = Round(self._engine, state, settings.weighting, self.population, self._plans)
+        work = Round(self._engine, state, settings.weighting, self.population, self._plans, self._dropped)
         if self._plans:
             if settings.algorithm.full_grad_at:
                 work.take_gradients(self._gradient_plans())
@@ -353,7 +382,7 @@ class FederatedLoop(_FitLoop):
     def _population_loss(self) -> torch.Tensor:
         assert self.population is not None
         population, data = self.population, self.trainer.datamodule
-        clients = ((population.index(i), data.client_batches(i)) for i in population.eligible)
+        clients = ((population.index_of(i), data.client_batches(i)) for i in population)
         return self._engine.population_loss(self.state.x, clients, self.round)
 
 

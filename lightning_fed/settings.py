@@ -6,9 +6,10 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BUFFER_MODES
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Weighting
+from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.sampling import Sampler, UniformSampler
 from lightning_fed.server.server import resolve_weighting
-from lightning_fed.server.step import ServerOptimizerFactory
+from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory
 
 __all__ = ["ENGINES", "Settings"]
 
@@ -23,6 +24,8 @@ class Settings:
     local_epochs: int | None
     local_steps: int | None
     server_optimizer: ServerOptimizerFactory
+    server_lr_scheduler: ServerSchedulerFactory | None
+    heterogeneity: SystemsHeterogeneity | None
     sampler: Sampler
     gradient_sampler: Sampler
     weighting: Weighting
@@ -30,21 +33,26 @@ class Settings:
     seed_is_given: bool
     buffers: str
 
-    def epochs(self, num_batches: int, accumulated: int) -> tuple[tuple[int, ...], int]:
-        """Return a client's batches in each local epoch, and the optimizer steps that makes.
+    def steps(self, num_batches: int, accumulated: int) -> int:
+        """Return the optimizer steps asked of a client.
 
         Args:
             num_batches: Batches in a whole local epoch.
             accumulated: Batches per optimizer step; an epoch's last step may have fewer.
         """
-        per_epoch = -(-num_batches // accumulated)
         if not self.algorithm.local_work or num_batches == 0:
-            return (), 0
+            return 0
         if self.local_epochs is not None:
-            return (num_batches,) * self.local_epochs, per_epoch * self.local_epochs
-        steps = self.local_steps or 0
-        whole, rest = divmod(steps, per_epoch)
-        return (num_batches,) * whole + ((min(num_batches, rest * accumulated),) if rest else ()), steps
+            return -(-num_batches // accumulated) * self.local_epochs
+        return self.local_steps or 0
+
+
+def cut(steps: int, num_batches: int, accumulated: int) -> tuple[int, ...]:
+    """Return the batches of each local epoch that make so many optimizer steps; the last epoch may be cut short."""
+    if steps == 0:
+        return ()
+    whole, rest = divmod(steps, -(-num_batches // accumulated))
+    return (num_batches,) * whole + ((min(num_batches, rest * accumulated),) if rest else ())
 
 
 def make_settings(
@@ -53,6 +61,8 @@ def make_settings(
     local_epochs: int | None,
     local_steps: int | None,
     server_optimizer: ServerOptimizerFactory,
+    server_lr_scheduler: ServerSchedulerFactory | None,
+    heterogeneity: SystemsHeterogeneity | None,
     sampler: Sampler | None,
     gradient_sampler: Sampler | None,
     weighting: Weighting | None,
@@ -83,15 +93,24 @@ def make_settings(
         ("sampler", sampler),
         ("gradient_sampler", gradient_sampler),
         ("server_optimizer", server_optimizer),
+        ("server_lr_scheduler", server_lr_scheduler),
+        ("heterogeneity", heterogeneity),
     ):
         if value is not None and not callable(value):
             raise FederatedError(f"{name} must be callable, found {value!r}.")
+    if heterogeneity is not None and not algorithm.local_work:
+        raise FederatedError(
+            f"heterogeneity={heterogeneity!r} does not apply to {type(algorithm).__name__}, whose clients take no local"
+            " steps. Leave it unset."
+        )
     sampler = sampler or UniformSampler(1.0 if clients_per_round is None else clients_per_round)
     return Settings(
         algorithm=algorithm,
         local_epochs=local_epochs,
         local_steps=local_steps,
         server_optimizer=server_optimizer,
+        server_lr_scheduler=server_lr_scheduler,
+        heterogeneity=heterogeneity,
         sampler=sampler,
         gradient_sampler=gradient_sampler or sampler,
         weighting=resolve_weighting(algorithm, weighting),

@@ -15,8 +15,9 @@ from lightning_fed.connectors import install
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Weighting
 from lightning_fed.loop import FederatedLoop
+from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.sampling import Sampler
-from lightning_fed.server.step import ServerOptimizerFactory, plain_sgd
+from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
 from lightning_fed.settings import make_settings
 
 __all__ = ["FederatedTrainer"]
@@ -40,6 +41,9 @@ class FederatedTrainer(pl.Trainer):
         local_steps: Optimizer steps of a client in a round.
         server_optimizer: From parameters to the torch optimizer that takes the server's step; it sees the negative
             direction as the gradient. By default SGD with rate 1: the server takes the mean of the client models.
+        server_lr_scheduler: From the server's optimizer to a torch scheduler of its rate, stepped once a round.
+        heterogeneity: Which clients do less than asked for, come too late, or are lost:
+            :class:`lightning_fed.server.SystemsHeterogeneity`.
         sampler: Who takes part: ``sampler(seed, round, population)`` or ``sampler(seed, round)`` returns client ids.
         gradient_sampler: The same for methods that average gradients over a cohort of its own (FedDANE).
         weighting: How messages are averaged: "examples", "uniform", "steps", or a function of
@@ -72,6 +76,8 @@ class FederatedTrainer(pl.Trainer):
         local_epochs: int | None = None,
         local_steps: int | None = None,
         server_optimizer: ServerOptimizerFactory | None = None,
+        server_lr_scheduler: ServerSchedulerFactory | None = None,
+        heterogeneity: SystemsHeterogeneity | None = None,
         sampler: Sampler | None = None,
         gradient_sampler: Sampler | None = None,
         weighting: Weighting | None = None,
@@ -88,6 +94,8 @@ class FederatedTrainer(pl.Trainer):
             local_epochs=local_epochs,
             local_steps=local_steps,
             server_optimizer=plain_sgd if server_optimizer is None else server_optimizer,
+            server_lr_scheduler=server_lr_scheduler,
+            heterogeneity=heterogeneity,
             sampler=sampler,
             gradient_sampler=gradient_sampler,
             weighting=weighting,

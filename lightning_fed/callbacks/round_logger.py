@@ -23,6 +23,7 @@ class RoundLogger(FederatedCallback):
     ``comm/bytes_up``         bytes sent by the cohort
     ``comm/bytes_down``       bytes sent to the cohort
     ``round/clients``         clients that took part
+    ``round/dropped``         clients drawn but left out
     ``round/local_steps``     local steps taken by them all
     ``round/seconds``         wall time of the round without validation
     ========================= ===================================================================
@@ -42,6 +43,7 @@ class RoundLogger(FederatedCallback):
             "comm/bytes_up": float(r.bytes_up),
             "comm/bytes_down": float(r.bytes_down),
             "round/clients": float(len(r.cohort)),
+            "round/dropped": float(len(r.dropped)),
             "round/local_steps": float(sum(r.steps.values())),
             "round/seconds": r.seconds,
         }

@@ -149,6 +149,7 @@ class RoundReport:
     Attributes:
         round: The round, from 0.
         cohort: The ids of the clients that took part, in order.
+        dropped: The ids of those drawn that were left out: too slow, lost, or empty.
         sizes: Number of training examples by id.
         steps: Local steps by id.
         weights: Share in the average by id; they sum to one.
@@ -165,6 +166,7 @@ class RoundReport:
 
     round: int
     cohort: tuple[ClientId, ...]
+    dropped: tuple[ClientId, ...]
     sizes: Mapping[ClientId, int]
     steps: Mapping[ClientId, int]
     weights: Mapping[ClientId, float]

@@ -23,6 +23,9 @@ class Purpose(IntEnum):
     VALIDATION = 6
     WORKERS = 7
     STRAGGLERS = 8
+    DROPOUT = 9
+    SPEED = 10
+    AVAILABILITY = 11
 
 
 def derive_seed(seed: int, purpose: Purpose, round: int = 0, client: int = 0) -> int:

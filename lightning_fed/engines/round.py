@@ -29,6 +29,7 @@ class Round:
         weighting: The run's weighting.
         population: The clients there are.
         plans: The cohort's work.
+        dropped: Ids drawn but left out, for the report.
     """
 
     def __init__(
@@ -38,10 +39,11 @@ class Round:
         weighting: Weighting,
         population: Population,
         plans: Sequence[WorkPlan],
+        dropped: Sequence[ClientId] = (),
     ) -> None:
         self.engine, self.server, self.weighting, self.population = engine, server, weighting, population
         self.algorithm: Algorithm = server.algorithm
-        self.plans = plans
+        self.plans, self.dropped = plans, tuple(dropped)
         members = [plan.participant for plan in plans]
         self._aggregation = Aggregation(
             self.algorithm.reduces, weighting, members, len(population), self.algorithm.local_work
@@ -125,7 +127,7 @@ class Round:
         norm = self.server.close_round(
             mean, models, self._inputs.server, self._cohort, self._buffers.result(self.server.buffers)
         )
-        self.server.count([self.population.index(i) for i in self._reports], self._bytes_up, self._bytes_down)
+        self.server.count([self.population.index_of(i) for i in self._reports], self._bytes_up, self._bytes_down)
         reports = self._reports
         weights = {
             p.participant.client_id: self._aggregation.weight(p.participant.index, self._rule) for p in self.plans
@@ -135,6 +137,7 @@ class Round:
         return RoundReport(
             round=number,
             cohort=tuple(reports),
+            dropped=self.dropped,
             sizes=MappingProxyType({i: r.size for i, r in reports.items()}),
             steps=MappingProxyType({i: r.steps for i, r in reports.items()}),
             weights=MappingProxyType({i: weights[i] / total if i in done else 0.0 for i in reports}),

@@ -1,6 +1,7 @@
 """Who the clients are: their ids, stored indices and sizes."""
 
 from collections.abc import Callable, Sequence
+from typing import overload
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
@@ -8,8 +9,8 @@ from lightning_fed.core.types import ClientId
 __all__ = ["Population"]
 
 
-class Population:
-    """The clients of a run.
+class Population(Sequence[ClientId]):
+    """The clients of a run, as a sequence of the ids that can take part: those of empty clients are left out.
 
     Seeds, owners and kept states go by the stored index, so that ids may be any strings or integers.
 
@@ -47,10 +48,18 @@ class Population:
         self.eligible: Sequence[ClientId] = nonempty
 
     def __len__(self) -> int:
-        """The number of clients N, empty ones left out: those can never take part."""
+        """The number of clients N."""
         return len(self.eligible)
 
-    def index(self, client_id: ClientId) -> int:
+    @overload
+    def __getitem__(self, position: int) -> ClientId: ...
+    @overload
+    def __getitem__(self, position: slice) -> Sequence[ClientId]: ...
+    def __getitem__(self, position: int | slice) -> ClientId | Sequence[ClientId]:
+        """Return the id at a position."""
+        return self.eligible[position]
+
+    def index_of(self, client_id: ClientId) -> int:
         """Return the stored index of a client.
 
         Raises:
@@ -70,7 +79,7 @@ class Population:
         """Return the number of training examples of a client, n_i."""
         if client_id not in self._sizes:
             if self._total is not None:
-                self.index(client_id)
+                self.index_of(client_id)
             return self._size_of(client_id)
         return self._sizes[client_id]
 
@@ -80,9 +89,16 @@ class Population:
         return self._total is not None
 
     @property
-    def mean_size(self) -> float:
-        """The mean of n_i over the population, n / N. Clients built on demand are all asked for their size, once."""
+    def sizes(self) -> list[int]:
+        """The sizes n_i of all clients, in order. Clients built on demand are all asked for theirs, once."""
         if self._total is None:
             self._sizes = {client_id: self._size_of(client_id) for client_id in self.ids}
             self._total = sum(self._sizes.values())
-        return self._total / len(self.eligible)
+        return [self._sizes[client_id] for client_id in self.eligible]
+
+    @property
+    def mean_size(self) -> float:
+        """The mean of n_i over the population, n / N."""
+        if self._total is None:
+            return sum(self.sizes) / len(self)
+        return self._total / len(self)

@@ -1,38 +1,48 @@
 """The cohort of a round as a function of (seed, round)."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.seeds import Purpose, generator
+from lightning_fed.core.seeds import Purpose, derive_seed, generator
 from lightning_fed.core.types import ClientId
+from lightning_fed.server.client_weights import ClientWeights
 
-__all__ = ["Sampler", "UniformSampler", "draw"]
+__all__ = [
+    "AvailabilitySampler",
+    "BernoulliSampler",
+    "RoundRobinSampler",
+    "Sampler",
+    "UniformSampler",
+    "WeightedSampler",
+    "draw",
+]
 
 Sampler: TypeAlias = Callable[..., Sequence[ClientId]]
-"""``sampler(seed, round, population)`` or ``sampler(seed, round)``: the ids of a cohort; an id may come twice."""
+"""``sampler(seed, round, population)`` or ``sampler(seed, round)``: the ids of a cohort; an id may come twice.
+
+``population`` is the sequence of ids that can take part; its ``sizes`` are their numbers of examples.
+"""
 
 
-class UniformSampler:
-    """Draw clients uniformly without replacement.
+@runtime_checkable
+class _Counts(Protocol):
+    """A sampler that knows how many clients it draws."""
 
-    Args:
-        clients_per_round: How many: an int is a count, a float in (0, 1] a share of the population.
+    def count(self, population: int) -> int:
+        """Return the cohort's size for a population, or refuse it."""
+        ...
 
-    Raises:
-        FederatedError: If the number is not positive, a share exceeds one, or more clients are wanted than exist.
 
-    Example:
-        >>> len(UniformSampler(3)(seed=0, round=0, population=range(10)))
-        3
-        >>> UniformSampler(1.0)(seed=0, round=0, population=["a", "b"])
-        ['a', 'b']
-    """
+class _CountingSampler:
+    """A sampler of a given number or share of clients."""
 
-    def __init__(self, clients_per_round: int | float = 1.0) -> None:
+    def __init__(self, clients_per_round: int | float) -> None:
         k = clients_per_round
         if isinstance(k, bool) or not isinstance(k, int | float):
             raise FederatedError(f"clients_per_round must be an int or a float, found {k!r} ({type(k).__name__}).")
@@ -60,22 +70,192 @@ class UniformSampler:
             )
         return k
 
-    def __call__(self, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
-        """Return the cohort of a round, in the population's order."""
-        n = len(population)
-        k = self.count(n)
-        if k == n:
-            return list(population)
-        stream = generator(seed, Purpose.COHORT, round)
-        chosen: set[int] = set()
-        for j in range(n - k, n):  # Floyd's algorithm: k draws whatever the population's size
-            i = int(torch.randint(j + 1, (), generator=stream))
-            chosen.add(j if i in chosen else i)
-        return [population[i] for i in sorted(chosen)]
-
     def __repr__(self) -> str:
         """Show the sampler as it would be written."""
         return f"{type(self).__name__}({self.clients_per_round!r})"
+
+
+class UniformSampler(_CountingSampler):
+    """Draw clients uniformly without replacement.
+
+    Args:
+        clients_per_round: How many: an int is a count, a float in (0, 1] a share of the population; 1.0 is full
+            participation.
+
+    Raises:
+        FederatedError: If the number is not positive, a share exceeds one, or more clients are wanted than exist.
+
+    Example:
+        >>> len(UniformSampler(3)(seed=0, round=0, population=range(10)))
+        3
+        >>> UniformSampler(1.0)(seed=0, round=0, population=["a", "b"])
+        ['a', 'b']
+    """
+
+    def __init__(self, clients_per_round: int | float = 1.0) -> None:
+        super().__init__(clients_per_round)
+
+    def __call__(self, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
+        """Return the cohort of a round, in the population's order."""
+        k = self.count(len(population))
+        return _choose(k, population, generator(seed, Purpose.COHORT, round))
+
+
+class RoundRobinSampler(_CountingSampler):
+    """Take clients in turn, in their stored order; every client comes up equally often.
+
+    Args:
+        clients_per_round: How many, as a count or a share.
+
+    Raises:
+        FederatedError: As :class:`UniformSampler`.
+
+    Example:
+        >>> RoundRobinSampler(2)(seed=0, round=1, population=["a", "b", "c"])
+        ['c', 'a']
+    """
+
+    def __call__(self, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
+        """Return the cohort of a round."""
+        n, k = len(population), self.count(len(population))
+        return [population[(round * k + i) % n] for i in range(k)]
+
+
+class WeightedSampler(_CountingSampler):
+    r"""Draw clients with given probabilities :math:`p_k`, by default with replacement.
+
+    With ``weights="examples"`` and the run's ``weighting="uniform"`` this is the sampling of Algorithm 2 of Li et al.,
+    *Federated Optimization in Heterogeneous Networks* (FedProx), MLSys 2020 (https://arxiv.org/abs/1812.06127): with
+    probability :math:`p_k = n_k / n` and a simple mean. A client drawn twice is trained once and counts twice.
+
+    Args:
+        clients_per_round: How many draws, as a count or a share.
+        weights: "examples", a mapping from id to weight, or the path of a JSON object or a CSV file with the columns
+            ``client`` and ``weight``. They need not sum to one; a client of weight zero is never drawn.
+        replacement: Whether a client may be drawn more than once in a round.
+
+    Raises:
+        FederatedError: If a weight is missing, negative or not finite, or fewer clients have a positive weight than are
+            to be drawn without replacement.
+
+    Example:
+        >>> WeightedSampler(2, weights={"a": 1.0, "b": 0.0})(seed=0, round=0, population=["a", "b"])
+        ['a', 'a']
+    """
+
+    def __init__(
+        self,
+        clients_per_round: int | float,
+        weights: Literal["examples"] | Mapping[ClientId, float] | str = "examples",
+        replacement: bool = True,
+    ) -> None:
+        super().__init__(clients_per_round)
+        self.weights = ClientWeights(weights)
+        self.replacement = replacement
+
+    def count(self, population: int) -> int:
+        """Return the number of draws for a population."""
+        k = self.clients_per_round
+        return k if isinstance(k, int) and self.replacement else super().count(population)
+
+    def __call__(self, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
+        """Return the cohort of a round, in the population's order, with repetitions."""
+        k, p = self.count(len(population)), self.weights.of(population)
+        stream = generator(seed, Purpose.COHORT, round)
+        if self.replacement:
+            total = p.cumsum(0)
+            drawn = torch.searchsorted(total, torch.rand(k, generator=stream, dtype=p.dtype) * total[-1], right=True)
+            # a product rounded up to the whole sum would fall behind the last client of positive weight
+            drawn = drawn.clamp(max=int(p.nonzero().max()))
+        else:
+            if k > int((p > 0).sum()):
+                raise FederatedError(
+                    f"clients_per_round={k} without replacement asks for more clients than the {int((p > 0).sum())} of"
+                    " positive weight."
+                )
+            exponential = -torch.rand(len(p), generator=stream, dtype=p.dtype).log()
+            drawn = torch.where(p > 0, exponential / p, math.inf).argsort()[:k]  # the k first of independent clocks
+        return [population[i] for i in sorted(drawn.tolist())]
+
+    def __repr__(self) -> str:
+        """Show the sampler as it would be written."""
+        return f"WeightedSampler({self.clients_per_round!r}, {self.weights!r}, replacement={self.replacement})"
+
+
+class BernoulliSampler:
+    """Let every client take part independently with a probability of its own.
+
+    The cohort's size varies; an empty cohort is a round that changes nothing and is reported.
+
+    Args:
+        probability: The probability, in (0, 1], or probabilities: a mapping from id, or a file as for
+            :class:`WeightedSampler`, with values in [0, 1].
+
+    Raises:
+        FederatedError: If a probability is out of range or missing.
+    """
+
+    def __init__(self, probability: float | Mapping[ClientId, float] | str) -> None:
+        if isinstance(probability, bool) or (
+            isinstance(probability, int | float) and not (math.isfinite(probability) and 0 < probability <= 1)
+        ):
+            raise FederatedError(f"BernoulliSampler(probability={probability!r}): it must lie in (0, 1].")
+        self.probability = probability
+        self._probability = float(probability) if isinstance(probability, int | float) else 0.0
+        self._weights = None if isinstance(probability, int | float) else ClientWeights(probability, most=1.0)
+
+    def __call__(self, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
+        """Return the cohort of a round, in the population's order."""
+        p = self._probability if self._weights is None else self._weights.of(population)
+        return _active(p, population, generator(seed, Purpose.COHORT, round))
+
+    def __repr__(self) -> str:
+        """Show the sampler as it would be written."""
+        return f"BernoulliSampler({self.probability!r})"
+
+
+class AvailabilitySampler(_CountingSampler):
+    """Draw uniformly among the clients that are available at the time of day.
+
+    Every client lives at a longitude of its own, a function of (seed, client). At the hour of a round it is available
+    with a probability that swings between ``low`` and ``high`` over its day. Where fewer clients are available than
+    wanted, all of them take part.
+
+    Args:
+        clients_per_round: How many at most, as a count or a share of the population.
+        rounds_per_day: Rounds in a day.
+        low: The probability of being available at the worst hour, in [0, 1].
+        high: The probability at the best hour, in [low, 1].
+
+    Raises:
+        FederatedError: If a value is out of range.
+    """
+
+    def __init__(
+        self, clients_per_round: int | float, rounds_per_day: float = 24.0, low: float = 0.1, high: float = 0.9
+    ) -> None:
+        super().__init__(clients_per_round)
+        if not 0 <= low <= high <= 1:
+            raise FederatedError(f"AvailabilitySampler needs 0 <= low <= high <= 1, found low={low!r}, high={high!r}.")
+        if not (math.isfinite(rounds_per_day) and rounds_per_day > 0):
+            raise FederatedError(f"rounds_per_day must be positive and finite, found {rounds_per_day!r}.")
+        self.rounds_per_day, self.low, self.high = rounds_per_day, low, high
+
+    def __call__(self, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
+        """Return the cohort of a round, in the population's order."""
+        longitudes = torch.Generator().manual_seed(derive_seed(seed, Purpose.AVAILABILITY))
+        phase = torch.rand(len(population), generator=longitudes, dtype=torch.float64)
+        day = (1 + torch.cos(2 * math.pi * (round / self.rounds_per_day - phase))) / 2
+        stream = generator(seed, Purpose.COHORT, round)
+        available = _active(self.low + (self.high - self.low) * day, population, stream)
+        return _choose(min(self.count(len(population)), len(available)), available, stream)
+
+    def __repr__(self) -> str:
+        """Show the sampler as it would be written."""
+        return (
+            f"AvailabilitySampler({self.clients_per_round!r}, rounds_per_day={self.rounds_per_day}, low={self.low},"
+            f" high={self.high})"
+        )
 
 
 def draw(sampler: Sampler, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
@@ -89,6 +269,29 @@ def draw(sampler: Sampler, seed: int, round: int, population: Sequence[ClientId]
     if isinstance(cohort, str) or not hasattr(cohort, "__iter__"):
         raise FederatedError(f"The sampler must return a list of client ids, found {cohort!r} in round {round}.")
     return [i.item() if hasattr(i, "item") else i for i in cohort]
+
+
+def check_count(sampler: Sampler, population: int) -> None:
+    """Let a sampler that knows its number of clients refuse a population that is too small."""
+    if isinstance(sampler, _Counts):
+        sampler.count(population)
+
+
+def _choose(k: int, population: Sequence[ClientId], stream: torch.Generator) -> list[ClientId]:
+    """Choose k of a population uniformly, by Floyd's algorithm: k draws whatever the population's size."""
+    n = len(population)
+    if k == n:
+        return list(population)
+    chosen: set[int] = set()
+    for j in range(n - k, n):
+        i = int(torch.randint(j + 1, (), generator=stream))
+        chosen.add(j if i in chosen else i)
+    return [population[i] for i in sorted(chosen)]
+
+
+def _active(p: float | Tensor, population: Sequence[ClientId], stream: torch.Generator) -> list[ClientId]:
+    drawn = torch.rand(len(population), generator=stream, dtype=torch.float64)
+    return [population[i] for i in (drawn < p).nonzero()[:, 0].tolist()]
 
 
 def _takes_population(sampler: Sampler) -> bool:

@@ -11,7 +11,7 @@ from lightning_fed.core.flat import Layout
 from lightning_fed.core.rounds import Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.client_store import ClientStore
-from lightning_fed.server.step import ServerOptimizerFactory, ServerStep
+from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, ServerStep
 
 __all__ = ["Server", "resolve_weighting"]
 
@@ -40,6 +40,7 @@ class Server:
         x: The initial parameters [P].
         layout: The shapes of the model's parameters.
         build_optimizer: From parameters to the server's torch optimizer.
+        build_scheduler: From that optimizer to a scheduler of its rate, if there is one.
         ids: The client ids in their stored order.
         seed: The run's seed.
     """
@@ -50,6 +51,7 @@ class Server:
         x: Vector,
         layout: Layout,
         build_optimizer: ServerOptimizerFactory,
+        build_scheduler: ServerSchedulerFactory | None,
         ids: Sequence[ClientId],
         seed: int,
     ) -> None:
@@ -57,7 +59,7 @@ class Server:
         self.ids = ids
         self.seed = seed
         self.round = 0
-        self.step = ServerStep(build_optimizer, x, layout)
+        self.step = ServerStep(build_optimizer, x, layout, build_scheduler)
         self.state: State = algorithm.init_server(self.x.clone())
         self.clients = ClientStore()
         self.buffers: State = {}
@@ -102,6 +104,7 @@ class Server:
         self.state = {name: value.detach() for name, value in state.items()}
         self.buffers = buffers
         self.clients.commit()
+        self.step.end_round()
         self.round += 1
         return norm
 

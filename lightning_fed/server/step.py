@@ -1,21 +1,26 @@
 """The server's step: any torch optimizer applied to the direction of a round."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.types import Vector
 from lightning_fed.optim import refuse_unsupported
 
-__all__ = ["ServerOptimizerFactory", "ServerStep", "plain_sgd"]
+__all__ = ["ServerOptimizerFactory", "ServerSchedulerFactory", "ServerStep", "plain_sgd"]
 
 ServerOptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
 """From parameters to a torch optimizer, such as ``functools.partial(torch.optim.Adam, lr=0.01)``."""
+
+ServerSchedulerFactory: TypeAlias = Callable[[Optimizer], LRScheduler]
+"""From the server's optimizer to a learning rate scheduler, stepped once a round."""
 
 
 def plain_sgd(params: Iterable[Tensor]) -> Optimizer:
@@ -32,12 +37,19 @@ class ServerStep:
         build: From parameters to a torch optimizer.
         x: The initial server parameters [P].
         layout: The shapes of the model's parameters.
+        build_scheduler: From the optimizer to a scheduler of its rate, stepped once a round.
 
     Raises:
         FederatedError: If ``build`` does not return a torch optimizer over the parameters it is given.
     """
 
-    def __init__(self, build: ServerOptimizerFactory, x: Vector, layout: Layout) -> None:
+    def __init__(
+        self,
+        build: ServerOptimizerFactory,
+        x: Vector,
+        layout: Layout,
+        build_scheduler: ServerSchedulerFactory | None = None,
+    ) -> None:
         self.x = x.clone()
         self.params = [nn.Parameter(view) for view in layout.views(self.x)]
         self.layout = layout
@@ -51,6 +63,14 @@ class ServerStep:
         if held != {id(p) for p in self.params}:
             raise FederatedError("server_optimizer must be built from the parameters that it is handed, all of them.")
         refuse_unsupported(self.optimizer, "server_optimizer")
+        self.scheduler = None if build_scheduler is None else build_scheduler(self.optimizer)
+        if self.scheduler is not None and (
+            not isinstance(self.scheduler, LRScheduler) or isinstance(self.scheduler, ReduceLROnPlateau)
+        ):
+            raise FederatedError(
+                "server_lr_scheduler must return a torch scheduler that steps without a metric, found"
+                f" {type(self.scheduler).__name__}. Pass a callable such as functools.partial(StepLR, step_size=100)."
+            )
 
     def step(self, direction: Vector, models: Vector | None) -> None:
         """Move ``x`` along a direction.
@@ -68,6 +88,13 @@ class ServerStep:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+    def end_round(self) -> None:
+        """Let the rate follow its schedule, also after a round in which nobody took part."""
+        if self.scheduler is not None:
+            with warnings.catch_warnings():  # torch counts optimizer steps, which an empty round does not take
+                warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*")
+                self.scheduler.step()
+
     def _replaces(self) -> bool:
         (group, *others) = self.optimizer.param_groups
         return (
@@ -79,10 +106,13 @@ class ServerStep:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``x`` and the optimizer's state."""
-        return {"x": self.x.clone(), "optimizer": self.optimizer.state_dict()}
+        """Return ``x`` and the states of optimizer and scheduler."""
+        schedule = None if self.scheduler is None else self.scheduler.state_dict()
+        return {"x": self.x.clone(), "optimizer": self.optimizer.state_dict(), "schedule": schedule}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
         self.x.copy_(state["x"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None and state["schedule"] is not None:
+            self.scheduler.load_state_dict(state["schedule"])

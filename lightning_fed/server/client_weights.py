@@ -1,0 +1,97 @@
+"""One number per client: in proportion to its examples, from a mapping, or from a file."""
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+
+__all__ = ["ClientWeights"]
+
+
+class ClientWeights:
+    """Weights of the clients of a population.
+
+    Args:
+        source: "examples", a mapping from id to weight, or the path of a JSON object or a CSV file with the columns
+            ``client`` and ``weight``. In files, ids are compared as text.
+        most: The largest weight allowed.
+
+    Raises:
+        FederatedError: If the file is missing or not of these forms, or a weight is negative, too large or not finite.
+    """
+
+    def __init__(self, source: str | Mapping[ClientId, float], most: float = math.inf) -> None:
+        self.source = source
+        self._most = most
+        self._weights: dict[ClientId, float] | None = None
+        self._from_file = isinstance(source, str) and source != "examples"
+        if isinstance(source, str):
+            self._weights = None if source == "examples" else _read(Path(source))
+        elif isinstance(source, Mapping):
+            self._weights = dict(source)
+        else:
+            raise FederatedError(f"weights must be 'examples', a mapping or a path, found {source!r}.")
+        for client_id, weight in (self._weights or {}).items():
+            if (
+                isinstance(weight, bool)
+                or not isinstance(weight, int | float)
+                or not 0 <= weight <= most
+                or weight == math.inf
+            ):
+                allowed = f"in [0, {most:g}]" if most < math.inf else "finite and at least 0"
+                raise FederatedError(
+                    f"The weight of client {client_id!r} must be a number {allowed}, found {weight!r}."
+                )
+        self._cache: tuple[Sequence[ClientId], Tensor] | None = None
+
+    def of(self, population: Sequence[ClientId]) -> Tensor:
+        """Return the weights [N] of a population, float64.
+
+        Raises:
+            FederatedError: If a client has no weight, or all are zero.
+        """
+        if self._cache is None or self._cache[0] is not population:
+            self._cache = (population, self._look_up(population))
+        return self._cache[1]
+
+    def _look_up(self, population: Sequence[ClientId]) -> Tensor:
+        if self._weights is None:
+            sizes = getattr(population, "sizes", None)
+            if sizes is None:
+                raise FederatedError("weights='examples' needs a population that tells its clients' sizes.")
+            return torch.tensor(sizes, dtype=torch.float64)
+        names = [str(i) if self._from_file else i for i in population]
+        if missing := [name for name in names if name not in self._weights]:
+            raise FederatedError(f"{len(missing)} clients have no weight in {self!r}, such as {missing[0]!r}.")
+        weights = torch.tensor([self._weights[name] for name in names], dtype=torch.float64)
+        if not bool(weights.any()):
+            raise FederatedError(f"All clients have weight zero in {self!r}: nobody could take part.")
+        return weights
+
+    def __repr__(self) -> str:
+        """Show the source, shortened."""
+        text = repr(self.source)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _read(path: Path) -> dict[ClientId, float]:
+    if not path.is_file():
+        raise FederatedError(f"There is no file {str(path)!r} with client weights.")
+    try:
+        if path.suffix.lower() == ".json":
+            content = json.loads(path.read_text())
+            return {str(name): weight for name, weight in content.items()}
+        with path.open(newline="") as file:
+            return {row["client"]: float(row["weight"]) for row in csv.DictReader(file)}
+    except (ValueError, KeyError, AttributeError, TypeError, csv.Error) as error:
+        raise FederatedError(
+            f"{str(path)!r} must be a JSON object from client to weight, or a CSV file with the columns 'client' and"
+            f" 'weight': {type(error).__name__}: {error}."
+        ) from error

@@ -1,0 +1,124 @@
+"""Systems heterogeneity: clients that do less work than asked for, come too late, or never come back."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.seeds import Purpose, generator
+
+__all__ = ["SystemsHeterogeneity"]
+
+
+class SystemsHeterogeneity:
+    r"""Decide how much of its local work each client of a cohort completes.
+
+    Three independent causes, each a function of (seed, round, client):
+
+    - **stragglers**: a share of the cohort does less, uniformly :math:`U\{1, \dots, E\}` epochs of the E asked for, or
+      steps where the work is one epoch or counted in steps. This is the setting of Li et al., *Federated Optimization
+      in Heterogeneous Networks* (FedProx), MLSys 2020 (https://arxiv.org/abs/1812.06127), section 5.2.
+    - **deadline**: a client of relative speed :math:`v_i`, log-normal with median 1 and the same in every round, can do
+      :math:`\lfloor v_i \cdot \text{deadline} \rfloor` steps.
+    - **dropout**: a client does its work and is never heard of again.
+
+    What becomes of stragglers and latecomers is the policy: "keep" takes their partial work, as FedProx does, "drop"
+    leaves them out of the round, as FedAvg does there. A client with no step at all is left out either way: it has no
+    weight, and keeps its state. K_i is always the number of steps taken, so every method stays exact.
+
+    Note:
+        The authors' code of FedProx never draws E and uses one seed for all clients of all rounds; here E is drawn as
+        the paper says, and every draw has its own seed.
+
+    Args:
+        stragglers: The share of the cohort that does less, in [0, 1]; the number of clients is rounded.
+        policy: "keep" or "drop".
+        dropout: The probability that a client is lost, in [0, 1).
+        deadline: The steps that a client of median speed completes in a round, positive; None for no deadline.
+        speed_spread: The standard deviation of the logarithm of the speeds, at least 0.
+
+    Raises:
+        FederatedError: If a value is out of range.
+
+    Example:
+        >>> SystemsHeterogeneity(stragglers=0.5)(0, 0, clients=[3, 8], epochs=[4, 4], steps=[40, 40])
+        [40, 10]
+    """
+
+    def __init__(
+        self,
+        stragglers: float = 0.0,
+        policy: Literal["keep", "drop"] = "keep",
+        dropout: float = 0.0,
+        deadline: float | None = None,
+        speed_spread: float = 0.5,
+    ) -> None:
+        if policy not in ("keep", "drop"):
+            raise FederatedError(f"policy must be 'keep' or 'drop', found {policy!r}.")
+        for name, value, allowed, fits in (
+            ("stragglers", stragglers, "in [0, 1]", lambda v: 0 <= v <= 1),
+            ("dropout", dropout, "in [0, 1)", lambda v: 0 <= v < 1),
+            ("deadline", deadline, "positive and finite, or None", lambda v: v is None or 0 < v < math.inf),
+            ("speed_spread", speed_spread, "finite and at least 0", lambda v: 0 <= v < math.inf),
+        ):
+            number = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+            if not number or not fits(value):
+                raise FederatedError(f"SystemsHeterogeneity({name}={value!r}): {name} must be {allowed}.")
+        self.stragglers = stragglers
+        self.policy = policy
+        self.dropout = dropout
+        self.deadline = deadline
+        self.speed_spread = speed_spread
+
+    def __call__(
+        self, seed: int, round: int, clients: Sequence[int], epochs: Sequence[int], steps: Sequence[int]
+    ) -> list[int | None]:
+        """Return the local steps that each client of a cohort completes, or None for one that is left out.
+
+        Args:
+            seed: The run's seed.
+            round: The round, from 0.
+            clients: The stored indices of the cohort.
+            epochs: The local epochs asked of each.
+            steps: The optimizer steps that makes.
+        """
+        slow = self._slow(seed, round, clients)
+        return [self._complete(seed, round, *client) for client in zip(clients, epochs, steps, slow, strict=True)]
+
+    def _complete(self, seed: int, round: int, client: int, epochs: int, steps: int, slow: bool) -> int | None:
+        in_time = self._in_time(seed, client, steps)
+        if self.policy == "drop" and (slow or in_time < steps):
+            return None
+        done = min(self._straggle(seed, round, client, epochs, steps), in_time) if slow else in_time
+        return None if done == 0 or self._is_lost(seed, round, client) else done
+
+    def _slow(self, seed: int, round: int, clients: Sequence[int]) -> list[bool]:
+        """Whether each client is one of the cohort's stragglers."""
+        count = math.floor(self.stragglers * len(clients) + 0.5)
+        order = torch.randperm(len(clients), generator=generator(seed, Purpose.STRAGGLERS, round)).tolist()
+        slow = set(order[:count])
+        return [position in slow for position in range(len(clients))]
+
+    def _straggle(self, seed: int, round: int, client: int, epochs: int, steps: int) -> int:
+        stream = generator(seed, Purpose.STRAGGLERS, round, client + 1)
+        if epochs > 1:
+            return steps // epochs * int(torch.randint(1, epochs + 1, (), generator=stream))
+        return int(torch.randint(1, steps + 1, (), generator=stream))
+
+    def _in_time(self, seed: int, client: int, steps: int) -> int:
+        if self.deadline is None:
+            return steps
+        draw = torch.randn((), generator=generator(seed, Purpose.SPEED, 0, client), dtype=torch.float64)
+        return min(steps, math.floor(self.deadline * math.exp(self.speed_spread * float(draw))))
+
+    def _is_lost(self, seed: int, round: int, client: int) -> bool:
+        if self.dropout == 0:
+            return False
+        stream = generator(seed, Purpose.DROPOUT, round, client)
+        return float(torch.rand((), generator=stream, dtype=torch.float64)) < self.dropout
+
+    def __repr__(self) -> str:
+        """Show the settings."""
+        return f"SystemsHeterogeneity({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
