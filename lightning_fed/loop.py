@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -74,6 +75,8 @@ class FederatedLoop(_FitLoop):
         self._carried: dict[str, Any] | None = None
         self._flat: FlatParameters | None = None
         self._plateau_round = 0
+        self._work: Round | None = None
+        self.corrected_clip: tuple[float, Any] | None = None  # value and algorithm, to clip after the correction
 
     # ------------------------------------------------------------------ what outlives a round
 
@@ -99,6 +102,21 @@ class FederatedLoop(_FitLoop):
     def server(self) -> State:
         """The method's server state after the last completed round, by name."""
         return self.state.state
+
+    @property
+    def round_state(self) -> State:
+        """The server state that clients read in the current round; outside of one, :attr:`server`."""
+        return self.server if self._work is None else self._work.server_state
+
+    def full_gradient(self, client_id: ClientId, point: Vector) -> Vector:
+        """Return the full-batch gradient [P] of a client's training loss at a point [P], for callbacks that measure.
+
+        It leaves no trace, and is a function of (seed, round, client) like every other gradient.
+        """
+        assert self.population is not None
+        return self._engine.gradient_at(
+            point, self.trainer.datamodule.client_batches(client_id), self.round, self.population.index_of(client_id)
+        )
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Return the state after the last completed round."""
@@ -185,11 +203,15 @@ class FederatedLoop(_FitLoop):
         self._flat = FlatParameters(_trained_parameters(module, base))
         self._optimizer = FederatedOptimizer(base, self._flat)
         trainer.strategy.optimizers = [self._optimizer]
+        if self.corrected_clip is not None:
+            self._optimizer.clip = partial(
+                trainer.precision_plugin.clip_gradients, self._optimizer, *self.corrected_clip
+            )
         self._buffers = Buffers(buffer_owners(module), settings.buffers)
         self._state = self._make_state(module, base)
         self._engine = SequentialEngine(
             trainer, settings.algorithm, self._flat, self._optimizer, self.epoch_loop, self._buffers,
-            self._state.seed, trainer.datamodule.shuffle and not trainer.overfit_batches,
+            self._state.seed, trainer.datamodule.shuffle and not trainer.overfit_batches, settings.keeps_solver,
         )  # fmt: skip
         self._plateau_round = self._state.round
         self._set_progress(self._state.round)
@@ -358,7 +380,7 @@ class FederatedLoop(_FitLoop):
         started = time.perf_counter()
         trainer, state, settings = self.trainer, self.state, self.settings
         assert self.population is not None
-        work = Round(self._engine, state, settings.weighting, self.population, self._plans, self._dropped)
+        work = self._work = Round(self._engine, state, settings.weighting, self.population, self._plans, self._dropped)
         if self._plans:
             if settings.algorithm.full_grad_at:
                 work.take_gradients(self._gradient_plans())
@@ -370,6 +392,7 @@ class FederatedLoop(_FitLoop):
         trainer._logger_connector.epoch_end_reached()
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
         round_report = work.close(metrics, time.perf_counter() - started)
+        self._work = None
         self.show_server_model()
         return round_report
 

@@ -110,6 +110,7 @@ class FederatedOptimizer(Optimizer):
         self.work: LocalWork | None = None
         self._groups = _groups_of(base, flat)
         self._plain = is_plain_sgd(base)
+        self.clip: Callable[[], None] | None = None  # clips the corrected gradients, where that is wanted
         self.__class__ = type(type(base).__name__, (type(self),), {})
 
     @property
@@ -179,9 +180,14 @@ class FederatedOptimizer(Optimizer):
         """The coupled weight decay of every parameter: part of the client's loss, hence of every gradient of it."""
         return [_coupled_decay(self.base, self.base.param_groups[g]) for g in self._groups]
 
-    def begin(self, work: LocalWork) -> None:
-        """Start a client's local work with fresh optimizer state."""
-        self.base.state.clear()
+    def begin(self, work: LocalWork, kept: State | None = None) -> None:
+        """Start a client's local work.
+
+        Args:
+            work: What the hooks may read.
+            kept: The optimizer's state from the client's last round, by ``solver.<parameter>.<name>``; fresh if None.
+        """
+        self._load_solver(solver_entries(kept or {}, len(self.flat.params)))
         self.work = work
         self._lr_sums = [0.0] * len(self.base.param_groups)
         self._decay = self.decay
@@ -217,6 +223,8 @@ class FederatedOptimizer(Optimizer):
             return loss
         if self._injects:
             self._inject(self.work)
+        if self.clip is not None:
+            self.clip()
         self._step_base(self.work)
         self.work.num_steps += 1
         for i, group in enumerate(self.base.param_groups):
@@ -279,12 +287,21 @@ class FederatedOptimizer(Optimizer):
             if entries:
                 self.base.state[p] = {name: value.clone() for name, value in entries.items()}
 
+    def solver_state(self) -> State:
+        """Return copies of the wrapped optimizer's state, by ``solver.<parameter>.<name>``."""
+        return {
+            f"solver.{i}.{name}": value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value)
+            for i, p in enumerate(self.flat.params)
+            for name, value in self.base.state.get(p, {}).items()
+            if value is not None
+        }
+
     @torch.no_grad()
     def advance_solver(self, state: State, g: Vector, x: Vector) -> State:
         """Advance the wrapped optimizer's statistics by one gradient; no parameter moves.
 
         Args:
-            state: The statistics, by ``solver.<parameter>.<name>``; empty before the first gradient.
+            state: The statistics, as :meth:`solver_state` returns them; empty before the first gradient.
             g: The gradient [P], coupled decay included.
             x: The point [P] at which it was taken.
 
@@ -301,12 +318,7 @@ class FederatedOptimizer(Optimizer):
             self._load_solver(solver_entries(state, len(flat.params)))
             with self._without_coupled_decay():
                 self.base.step()
-            return {
-                f"solver.{i}.{name}": value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value)
-                for i, p in enumerate(flat.params)
-                for name, value in self.base.state.get(p, {}).items()
-                if value is not None
-            }
+            return self.solver_state()
         finally:
             self.base.state.clear()
             flat.y.copy_(kept)

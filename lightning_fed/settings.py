@@ -32,6 +32,8 @@ class Settings:
     seed: int
     seed_is_given: bool
     buffers: str
+    keeps_solver: bool
+    clips_corrected: bool
 
     def steps(self, num_batches: int, accumulated: int) -> int:
         """Return the optimizer steps asked of a client.
@@ -70,6 +72,8 @@ def make_settings(
     seed: int,
     seed_is_given: bool,
     buffers: str,
+    local_optimizer_state: str,
+    gradient_clip_on: str,
 ) -> Settings:
     """Check the arguments of a trainer and return them as settings.
 
@@ -81,8 +85,18 @@ def make_settings(
         raise FederatedError(f"algorithm must be an Algorithm such as FedAvg(), found {algorithm!r}{made}.")
     if engine not in ENGINES:
         raise FederatedError(f"engine must be one of {ENGINES}, found {engine!r}.")
-    if buffers not in BUFFER_MODES:
-        raise FederatedError(f"buffers must be one of {BUFFER_MODES}, found {buffers!r}.")
+    for name, chosen, allowed in (
+        ("buffers", buffers, BUFFER_MODES),
+        ("local_optimizer_state", local_optimizer_state, ("reset", "keep")),
+        ("gradient_clip_on", gradient_clip_on, ("gradient", "corrected")),
+    ):
+        if chosen not in allowed:
+            raise FederatedError(f"{name} must be one of {allowed}, found {chosen!r}.")
+    if local_optimizer_state == "keep" and algorithm.uses_solver_state:
+        raise FederatedError(
+            f"local_optimizer_state='keep' does not go with {algorithm!r}, which loads the server's statistics into the"
+            " local optimizer before every step. Leave it at 'reset'."
+        )
     _check_local_work(algorithm, local_epochs, local_steps)
     if sampler is not None and clients_per_round is not None:
         raise FederatedError(
@@ -117,6 +131,8 @@ def make_settings(
         seed=seed,
         seed_is_given=seed_is_given,
         buffers=buffers,
+        keeps_solver=local_optimizer_state == "keep",
+        clips_corrected=gradient_clip_on == "corrected",
     )
 
 

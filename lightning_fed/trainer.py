@@ -51,6 +51,10 @@ class FederatedTrainer(pl.Trainer):
         engine: How the cohort is run; "sequential" trains one client after another through Lightning's own loop.
         seed: The seed of the cohorts, batch orders and random layers; by default that of ``seed_everything``, else 0.
         buffers: What becomes of buffers such as BatchNorm's running statistics: "average", "server" or "local".
+        local_optimizer_state: Whether clients start with a fresh local optimizer every round ("reset"), or keep its
+            state, such as momentum, from the last round in which they took part ("keep").
+        gradient_clip_on: What ``gradient_clip_val`` clips: the client's own gradient before the correction, or the
+            corrected one.
         callbacks: Callbacks; see :class:`lightning_fed.FederatedCallback` for hooks of rounds and clients.
         max_epochs: Lightning's name for ``max_rounds``.
         kwargs: Any other argument of :class:`pytorch_lightning.Trainer`.
@@ -84,6 +88,8 @@ class FederatedTrainer(pl.Trainer):
         engine: Literal["sequential"] = "sequential",
         seed: int | None = None,
         buffers: Literal["average", "server", "local"] = "average",
+        local_optimizer_state: Literal["reset", "keep"] = "reset",
+        gradient_clip_on: Literal["gradient", "corrected"] = "gradient",
         callbacks: list[Callback] | Callback | None = None,
         max_epochs: int | None = None,
         **kwargs: Any,
@@ -103,12 +109,17 @@ class FederatedTrainer(pl.Trainer):
             seed=_seed(seed),
             seed_is_given=seed is not None,
             buffers=buffers,
+            local_optimizer_state=local_optimizer_state,
+            gradient_clip_on=gradient_clip_on,
         )
         _refuse_steps(kwargs)
         super().__init__(
             callbacks=_with_defaults(callbacks, kwargs), max_epochs=_rounds(max_rounds, max_epochs), **kwargs
         )
         self.fit_loop: FederatedLoop = FederatedLoop(self, settings, self.fit_loop.min_epochs, self.fit_loop.max_epochs)
+        if gradient_clip_on == "corrected" and self.gradient_clip_val:
+            self.fit_loop.corrected_clip = (self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
+            self.gradient_clip_val = None  # or Lightning would clip before the correction as well
         install(self)
 
     @property

@@ -17,7 +17,7 @@ from lightning_fed.server.server import Server
 
 __all__ = ["Round"]
 
-_LOCAL_BUFFER = "buffer."
+_BUFFER, _SOLVER = "buffer.", "solver."  # what a client keeps beside the method's own state
 
 
 class Round:
@@ -77,6 +77,11 @@ class Round:
         self._bytes_down += travelled
         self._bytes_up += travelled
 
+    @property
+    def server_state(self) -> State:
+        """The server state that clients read in this round."""
+        return self._inputs.server
+
     def begin(self, loss: torch.Tensor | None) -> None:
         """Let the method prepare the server state that clients will read, given the cohort's gradients and loss."""
         self._cohort.loss = loss
@@ -90,10 +95,11 @@ class Round:
         """Train one client, and take in what it sends."""
         who, buffers = plan.participant, self.engine.buffers
         kept = self.server.client_state(who.index)
-        own = {k.removeprefix(_LOCAL_BUFFER): v for k, v in kept.items() if k.startswith(_LOCAL_BUFFER)}
-        state = {k: v for k, v in kept.items() if not k.startswith(_LOCAL_BUFFER)}
+        own = {k.removeprefix(_BUFFER): v for k, v in kept.items() if k.startswith(_BUFFER)}
+        solver = {k: v for k, v in kept.items() if k.startswith(_SOLVER)}
+        state = {k: v for k, v in kept.items() if not k.startswith((_BUFFER, _SOLVER))}
         buffers.write(own or self.server.buffers)
-        result = self.engine.run(self._inputs, plan, state)
+        result = self.engine.run(self._inputs, plan, state, solver)
         self._reports[who.client_id] = result.report
         i = self._inputs
         self._bytes_down += _bytes({"x": i.x}) + _bytes(i.server) + _bytes(i.cohort_grad) + buffers.bytes
@@ -104,9 +110,9 @@ class Round:
     def _take_in(self, result: ClientResult, state: State) -> None:
         who, buffers = result.participant, self.engine.buffers
         self._aggregation.add(who.index, result.update.send, result.delta, result.y)
-        keep = result.update.keep or state
+        keep = {**(result.update.keep or state), **result.solver}
         if buffers.mode == "local":
-            keep = {**keep, **{_LOCAL_BUFFER + name: value for name, value in result.buffers.items()}}
+            keep = {**keep, **{_BUFFER + name: value for name, value in result.buffers.items()}}
         self.server.clients.stage(who.index, keep)
         if buffers.mode != "server":
             self._buffers.add(result.buffers, who.size)

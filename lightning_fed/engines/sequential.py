@@ -71,6 +71,7 @@ class ClientResult:
     y: Vector
     delta: Vector
     update: Update
+    solver: State
     buffers: State
     report: ClientReport
 
@@ -87,6 +88,7 @@ class SequentialEngine:
         buffers: The module's buffers.
         seed: The run's seed.
         shuffle: Whether local epochs visit batches in random order.
+        keeps_solver: Whether clients keep the local optimizer's state from round to round.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class SequentialEngine:
         buffers: Buffers,
         seed: int,
         shuffle: bool,
+        keeps_solver: bool,
     ) -> None:
         self.trainer = trainer
         self.algorithm = algorithm
@@ -108,6 +111,7 @@ class SequentialEngine:
         self.buffers = buffers
         self.seed = seed
         self.shuffle = shuffle
+        self.keeps_solver = keeps_solver
         self.fetcher = ClientFetcher()
         self.gradients = GradientPass(trainer, flat)
         self.anchor_grad = torch.zeros_like(flat.y) if algorithm.anchor_at else None
@@ -119,12 +123,15 @@ class SequentialEngine:
         grads = {}
         with self._errors_of(plan, inputs.round, "its full-batch gradient"):
             for name in self.algorithm.full_grad_at:
-                seed_global(derive_seed(self.seed, Purpose.FULL_GRADIENT, inputs.round, index), self.flat.y.device)
-                stream = generator(self.seed, Purpose.FULL_GRADIENT, inputs.round, index)
                 point = inputs.x if name == "x" else inputs.server[name]
-                batches = plan.batches.full(stream)
-                grads[name] = self.gradients.full(point, batches, plan.participant.size, self.optimizer.decay)
+                grads[name] = self.gradient_at(point, plan.batches, inputs.round, index)
         return grads
+
+    def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
+        """Return a client's full-batch gradient [P] at a point [P]; random layers draw from a stream of its own."""
+        seed_global(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index), self.flat.y.device)
+        stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
+        return self.gradients.full(point, batches.full(stream), batches.size, self.optimizer.decay)
 
     def population_loss(self, x: Vector, clients: Iterator[tuple[int, ClientBatches]], round: int) -> torch.Tensor:
         """Return the mean loss over all examples of all clients at ``x``, in eval mode (0-dim)."""
@@ -135,13 +142,14 @@ class SequentialEngine:
             examples += batches.size
         return (total / examples).to(device=x.device, dtype=x.dtype)
 
-    def run(self, inputs: RoundInputs, plan: WorkPlan, client: State) -> ClientResult:
+    def run(self, inputs: RoundInputs, plan: WorkPlan, client: State, solver: State | None = None) -> ClientResult:
         """Train one client and return what it sends.
 
         Args:
             inputs: What the server hands out.
             plan: The client's work.
             client: Its kept state.
+            solver: The local optimizer's state that the client kept, if it keeps one.
 
         Raises:
             ClientError: If anything goes wrong in the client's work; the cause is ``__cause__``.
@@ -152,11 +160,12 @@ class SequentialEngine:
             self.flat.y.copy_(inputs.x)
             steps = self._steps(inputs, plan, client)
             local = steps[1]
-            self.optimizer.begin(LocalWork(self.algorithm, steps[0], self._solver(inputs, local)))
+            self.optimizer.begin(LocalWork(self.algorithm, steps[0], self._solver(inputs, local)), solver)
             self.epoch_loop.begin_client(self.flat.y.device)
             with self.epoch_loop._results.of_client(self.trainer.lightning_module):
                 self._train(inputs, plan)
             loss, metrics = self.epoch_loop.close_client()
+            statistics = self.optimizer.solver_state() if self.keeps_solver else {}
             run = self._run_record(inputs, plan, client, local)
             self._check_steps(run, plan)
             update = self.algorithm.finish(self.flat.y, run)
@@ -170,7 +179,7 @@ class SequentialEngine:
         report = ClientReport(
             who.client_id, who.size, int(run.num_steps), loss, metrics, norm, time.perf_counter() - started
         )
-        return ClientResult(who, self.flat.y, run.delta, self._own(update), self.buffers.read(), report)
+        return ClientResult(who, self.flat.y, run.delta, self._own(update), statistics, self.buffers.read(), report)
 
     def _train(self, inputs: RoundInputs, plan: WorkPlan) -> None:
         who = plan.participant
