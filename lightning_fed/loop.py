@@ -2,7 +2,6 @@
 
 import math
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,14 +28,14 @@ from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.engines.client_loop import ClientEpochLoop
 from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.engines.plan import Planner
 from lightning_fed.engines.round import Round
-from lightning_fed.engines.sequential import SequentialEngine, WorkPlan
+from lightning_fed.engines.sequential import SequentialEngine
 from lightning_fed.optim import FederatedOptimizer
-from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.population import Population
-from lightning_fed.server.sampling import Sampler, check_count, draw
+from lightning_fed.server.sampling import check_count
 from lightning_fed.server.server import Server
-from lightning_fed.settings import Settings, cut
+from lightning_fed.settings import Settings
 
 __all__ = ["FederatedLoop"]
 
@@ -194,6 +193,7 @@ class FederatedLoop(_FitLoop):
         torch.set_grad_enabled(True)
         trainer, settings = self.trainer, self.settings
         module = trainer.lightning_module
+        assert self.population is not None
         base = check_optimizers(trainer.optimizers, module)
         check_schedulers(trainer)
         check_algorithm_fits(settings.algorithm, base, module)
@@ -213,6 +213,7 @@ class FederatedLoop(_FitLoop):
             trainer, settings.algorithm, self._flat, self._optimizer, self.epoch_loop, self._buffers,
             self._state.seed, trainer.datamodule.shuffle and not trainer.overfit_batches, settings.keeps_solver,
         )  # fmt: skip
+        self._planner = Planner(trainer, settings, self.population, self._state.seed)
         self._plateau_round = self._state.round
         self._set_progress(self._state.round)
         self.restarting = False
@@ -278,7 +279,9 @@ class FederatedLoop(_FitLoop):
     def on_advance_start(self) -> None:
         """Draw the cohort and call the hooks that start a round."""
         trainer = self.trainer
-        self._plan_round()
+        self._plans, self._dropped = self._planner.cohort(self.round)
+        if not self._plans:
+            rank_zero_info(f"Nobody takes part in round {self.round}: it changes nothing.")
         self.epoch_progress.increment_ready()
         call._call_callback_hooks(trainer, "on_train_epoch_start")
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
@@ -332,50 +335,6 @@ class FederatedLoop(_FitLoop):
         trainer.training = True
         trainer._logger_connector._first_loop_iter = None
 
-    def _draw(self, sampler: Sampler, seed: int) -> list[WorkPlan]:
-        """Draw a cohort and plan every client's work; a client drawn twice is trained once."""
-        assert self.population is not None
-        population, data, accumulated = self.population, self.trainer.datamodule, self.trainer.accumulate_grad_batches
-        drawn: dict[ClientId, int] = {}
-        for client_id in draw(sampler, seed, self.round, population):
-            drawn[client_id] = drawn.get(client_id, 0) + 1
-        plans = []
-        for client_id, count in drawn.items():
-            index, batches = population.index_of(client_id), data.client_batches(client_id)
-            if batches.size == 0:
-                rank_zero_warn(f"Client {client_id!r} is empty: it is left out of round {self.round}.")
-                continue
-            limited = _limit(batches.num_batches(), self.trainer.limit_train_batches)
-            steps = self.settings.steps(limited, accumulated)
-            member = Participant(client_id, index, batches.size, count, steps)
-            plans.append(WorkPlan(member, batches, cut(steps, limited, accumulated)))
-        return plans
-
-    def _plan_round(self) -> None:
-        """Draw the cohort, and let heterogeneity decide what its clients complete."""
-        drawn = self._draw(self.settings.sampler, self.state.seed)
-        self._plans = drawn
-        if self.settings.heterogeneity is not None:
-            members = [plan.participant for plan in drawn]
-            epochs = self.settings.local_epochs or 1
-            completed = self.settings.heterogeneity(
-                self.state.seed,
-                self.round,
-                [m.index for m in members],
-                [epochs] * len(members),
-                [m.steps for m in members],
-            )
-            accumulated = self.trainer.accumulate_grad_batches
-            self._plans = [
-                WorkPlan(replace(plan.participant, steps=steps), plan.batches, cut(steps, plan.epochs[0], accumulated))
-                for plan, steps in zip(drawn, completed, strict=True)
-                if steps is not None
-            ]
-        kept = {plan.participant.client_id for plan in self._plans}
-        self._dropped = [plan.participant.client_id for plan in drawn if plan.participant.client_id not in kept]
-        if not self._plans:
-            rank_zero_info(f"Nobody takes part in round {self.round}: it changes nothing.")
-
     def _run_round(self) -> RoundReport:
         started = time.perf_counter()
         trainer, state, settings = self.trainer, self.state, self.settings
@@ -383,8 +342,12 @@ class FederatedLoop(_FitLoop):
         work = self._work = Round(self._engine, state, settings.weighting, self.population, self._plans, self._dropped)
         if self._plans:
             if settings.algorithm.full_grad_at:
-                work.take_gradients(self._gradient_plans())
-            work.begin(self._population_loss() if settings.algorithm.population_loss else None)
+                work.take_gradients(self._planner.gradient_cohort(self.round, self._plans))
+            work.begin(
+                self._engine.population_loss(state.x, self._planner.everyone(), self.round)
+                if settings.algorithm.population_loss
+                else None
+            )
         for plan in self._plans:
             call_round_hook(trainer, "on_client_start", self.round, plan.participant.client_id)
             report = work.train(plan)
@@ -395,18 +358,6 @@ class FederatedLoop(_FitLoop):
         self._work = None
         self.show_server_model()
         return round_report
-
-    def _gradient_plans(self) -> list[WorkPlan]:
-        """The clients whose full-batch gradients are averaged."""
-        if self.settings.algorithm.grad_cohort == "same":
-            return self._plans
-        return self._draw(self.settings.gradient_sampler, derive_seed(self.state.seed, Purpose.GRADIENT_COHORT))
-
-    def _population_loss(self) -> torch.Tensor:
-        assert self.population is not None
-        population, data = self.population, self.trainer.datamodule
-        clients = ((population.index_of(i), data.client_batches(i)) for i in population)
-        return self._engine.population_loss(self.state.x, clients, self.round)
 
 
 def _trained_parameters(module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -420,10 +371,3 @@ def _trained_parameters(module: pl.LightningModule, optimizer: torch.optim.Optim
             " not the module's own: server and clients could not exchange them. Assign them to the module."
         )
     return named
-
-
-def _limit(num_batches: int, limit: int | float) -> int:
-    """Apply ``limit_train_batches`` to a client's epoch: a count, or a share of at least one batch."""
-    if isinstance(limit, int):
-        return min(num_batches, limit)
-    return min(num_batches, max(1, int(num_batches * limit)))

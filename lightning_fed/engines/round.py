@@ -10,7 +10,8 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BufferMean
 from lightning_fed.core.rounds import ClientReport, Cohort, RoundReport
 from lightning_fed.core.types import ClientId, State, Weighting
-from lightning_fed.engines.sequential import ClientResult, RoundInputs, SequentialEngine, WorkPlan
+from lightning_fed.engines.plan import WorkPlan
+from lightning_fed.engines.sequential import ClientResult, RoundInputs, SequentialEngine
 from lightning_fed.server.aggregation import Aggregation, accumulation_dtype, weights_of
 from lightning_fed.server.population import Population
 from lightning_fed.server.server import Server

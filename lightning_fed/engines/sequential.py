@@ -21,25 +21,11 @@ from lightning_fed.core.types import State, Vector
 from lightning_fed.data.batches import ClientBatches
 from lightning_fed.engines.client_loop import ClientEpochLoop, ClientFetcher
 from lightning_fed.engines.gradients import GradientPass
+from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.optim import FederatedOptimizer, LocalWork, solver_entries
 from lightning_fed.server.aggregation import Participant
 
-__all__ = ["ClientResult", "RoundInputs", "SequentialEngine", "WorkPlan"]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkPlan:
-    """One client's work in a round.
-
-    Attributes:
-        participant: Who.
-        batches: Its data.
-        epochs: Batches to train on in each local epoch.
-    """
-
-    participant: Participant
-    batches: ClientBatches
-    epochs: tuple[int, ...]
+__all__ = ["ClientResult", "RoundInputs", "SequentialEngine"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,111 @@
+"""Who works in a round, and how much."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytorch_lightning as pl
+
+from lightning_fed._compat import rank_zero_warn
+from lightning_fed.core.seeds import Purpose, derive_seed
+from lightning_fed.core.types import ClientId
+from lightning_fed.data.batches import ClientBatches
+from lightning_fed.server.aggregation import Participant
+from lightning_fed.server.population import Population
+from lightning_fed.server.sampling import Sampler, draw
+from lightning_fed.settings import Settings, cut
+
+__all__ = ["Planner", "WorkPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkPlan:
+    """One client's work in a round.
+
+    Attributes:
+        participant: Who.
+        batches: Its data.
+        epochs: Batches to train on in each local epoch.
+    """
+
+    participant: Participant
+    batches: ClientBatches
+    epochs: tuple[int, ...]
+
+
+class Planner:
+    """Draw cohorts and plan what their clients do, as a function of (seed, round).
+
+    Args:
+        trainer: The trainer, with its data module attached.
+        settings: How rounds are run.
+        population: The clients there are.
+        seed: The run's seed.
+    """
+
+    def __init__(self, trainer: pl.Trainer, settings: Settings, population: Population, seed: int) -> None:
+        self.trainer, self.settings, self.population, self.seed = trainer, settings, population, seed
+
+    def cohort(self, round: int) -> tuple[list[WorkPlan], list[ClientId]]:
+        """Return a round's work, and the ids that were drawn but are left out."""
+        drawn = self._draw(self.settings.sampler, self.seed, round)
+        plans = self._plan(drawn, round)
+        if self.settings.heterogeneity is not None:
+            plans = self._completed(plans, round)
+        kept = {plan.participant.client_id for plan in plans}
+        return plans, [client_id for client_id in drawn if client_id not in kept]
+
+    def gradient_cohort(self, round: int, cohort: list[WorkPlan]) -> list[WorkPlan]:
+        """Return the clients whose full-batch gradients are averaged."""
+        if self.settings.algorithm.grad_cohort == "same":
+            return cohort
+        seed = derive_seed(self.seed, Purpose.GRADIENT_COHORT)
+        return self._plan(self._draw(self.settings.gradient_sampler, seed, round), round)
+
+    def everyone(self) -> Iterator[tuple[int, ClientBatches]]:
+        """Yield stored index and data of every client."""
+        for client_id in self.population:
+            yield self.population.index_of(client_id), self.trainer.datamodule.client_batches(client_id)
+
+    def _draw(self, sampler: Sampler, seed: int, round: int) -> dict[ClientId, int]:
+        """Draw ids, with how often each came up."""
+        drawn: dict[ClientId, int] = {}
+        for client_id in draw(sampler, seed, round, self.population):
+            drawn[client_id] = drawn.get(client_id, 0) + 1
+        return drawn
+
+    def _plan(self, drawn: dict[ClientId, int], round: int) -> list[WorkPlan]:
+        """Plan the work asked of each client; one drawn twice is trained once."""
+        accumulated = self.trainer.accumulate_grad_batches
+        plans = []
+        for client_id, count in drawn.items():
+            index, batches = self.population.index_of(client_id), self.trainer.datamodule.client_batches(client_id)
+            if batches.size == 0:
+                rank_zero_warn(f"Client {client_id!r} is empty: it is left out of round {round}.")
+                continue
+            num_batches = _limit(batches.num_batches(), self.trainer.limit_train_batches)
+            steps = self.settings.steps(num_batches, accumulated)
+            member = Participant(client_id, index, batches.size, count, steps)
+            plans.append(WorkPlan(member, batches, cut(steps, num_batches, accumulated)))
+        return plans
+
+    def _completed(self, plans: list[WorkPlan], round: int) -> list[WorkPlan]:
+        """Cut the work to what heterogeneity lets clients complete."""
+        assert self.settings.heterogeneity is not None
+        members = [plan.participant for plan in plans]
+        epochs = [self.settings.local_epochs or 1] * len(members)
+        steps = self.settings.heterogeneity(
+            self.seed, round, [m.index for m in members], epochs, [m.steps for m in members]
+        )
+        accumulated = self.trainer.accumulate_grad_batches
+        return [
+            WorkPlan(replace(plan.participant, steps=done), plan.batches, cut(done, plan.epochs[0], accumulated))
+            for plan, done in zip(plans, steps, strict=True)
+            if done is not None
+        ]
+
+
+def _limit(num_batches: int, limit: int | float) -> int:
+    """Apply ``limit_train_batches`` to a client's epoch: a count, or a share of at least one batch."""
+    if isinstance(limit, int):
+        return min(num_batches, limit)
+    return min(num_batches, max(1, int(num_batches * limit)))
