@@ -119,6 +119,8 @@ class FederatedLoop(_FitLoop):
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Return the state after the last completed round."""
+        if self._restored is not None:  # loaded, and nothing has run since
+            return self._restored
         if self._state is None:
             return {}
         # the last metrics too: a schedule or a checkpoint callback may look at one that is not made anew every round

@@ -267,3 +267,15 @@ def test_local_work_is_counted_in_optimizer_steps(settings: dict[str, Any], step
             assert dict(round_report.steps) == steps
 
     fit(datamodule=data(sizes=(13, 8, 21)), callbacks=Count(), max_rounds=1, **settings)
+
+
+def test_a_checkpoint_that_needs_no_more_rounds_is_not_lost(tmp_path: Path) -> None:
+    run = trainer(algorithm=Scaffold(), max_rounds=3)
+    run.fit(seeded(), data())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    again = trainer(algorithm=Scaffold(), max_rounds=3)
+    with pytest.warns(UserWarning, match="nothing to do"):
+        again.fit(Net(), data(), ckpt_path=tmp_path / "a.ckpt")
+    again.save_checkpoint(tmp_path / "b.ckpt")
+    straight = fit(algorithm=Scaffold(), max_rounds=5)
+    assert torch.equal(fit(Net(), algorithm=Scaffold(), max_rounds=5, ckpt_path=tmp_path / "b.ckpt"), straight)
