@@ -1,0 +1,73 @@
+"""Linear least squares over dissimilar clients in float64: small, fast, and with optima that a linear solve gives."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lightning_fed import FederatedDataModule
+
+WIDTH = 3
+
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class LeastSquares(pl.LightningModule):
+    """Half the mean squared error of a linear map, from zero.
+
+    Args:
+        optimizer: From parameters to the local optimizer; SGD at rate 0.2 if None.
+        lr_lambda: A factor of its rate by round, if the rate is to change.
+    """
+
+    def __init__(self, optimizer: Optimizer | None = None, lr_lambda: Callable[[int], float] | None = None) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(WIDTH))
+        self.build, self.lr_lambda = optimizer or partial(torch.optim.SGD, lr=0.2), lr_lambda
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        return 0.5 * (inputs @ self.w - targets).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.build(self.parameters())
+        if self.lr_lambda is None:
+            return optimizer
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_lambda)]
+
+
+def clients(sizes: Sequence[int], seed: int = 0) -> list[TensorDataset]:
+    """Return clients of these sizes; each has a Hessian and an optimum of its own."""
+    stream = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randn, generator=stream, dtype=torch.float64)
+    data = []
+    for n in sizes:
+        inputs, optimum = draw(n, WIDTH), 2 * draw(WIDTH)
+        data.append(TensorDataset(inputs, inputs @ optimum + 0.1 * draw(n)))
+    return data
+
+
+def data(sizes: Sequence[int], seed: int = 0, batch_size: int = 1000, **kwargs: Any) -> FederatedDataModule:
+    """Return a data module over :func:`clients`; a client is one batch unless told otherwise."""
+    return FederatedDataModule(clients=clients(sizes, seed), batch_size=batch_size, **kwargs)
+
+
+def gradient(w: Tensor, data: Sequence[TensorDataset], weights: Sequence[float]) -> Tensor:
+    """Return the gradient of the weighted mean of the clients' losses."""
+    total = sum(weights)
+    parts = [
+        wi / total * X.T @ (X @ w - y) / len(y) for wi, (X, y) in zip(weights, (d.tensors for d in data), strict=True)
+    ]
+    return torch.stack(parts).sum(0)
+
+
+def optimum(data: Sequence[TensorDataset], weights: Sequence[float]) -> Tensor:
+    """Return where the weighted mean of the clients' losses is least."""
+    zero = torch.zeros(WIDTH, dtype=torch.float64)
+    g0 = gradient(zero, data, weights)
+    hessian = torch.stack([gradient(e, data, weights) - g0 for e in torch.eye(WIDTH, dtype=torch.float64)], dim=1)
+    return torch.linalg.solve(hessian, -g0)
