@@ -191,10 +191,11 @@ class FederatedOptimizer(Optimizer):
         self.work = work
         self._lr_sums = [0.0] * len(self.base.param_groups)
         self._decay = self.decay
-        injects = _overrides(work.algorithm, "correct") or _overrides(work.algorithm, "advance")
-        self._advances = _overrides(work.algorithm, "advance")
-        self._tracks = not self._plain and _overrides(work.algorithm, "finish")
-        self._injects = injects or self._tracks
+        method = work.algorithm
+        self._advances = _overrides(method, "advance")
+        needs_path = _overrides(method, "finish") if method.uses_path_gradient is None else method.uses_path_gradient
+        self._tracks = needs_path and not self._plain
+        self._injects = _overrides(method, "correct") or self._advances or self._tracks or self.clip is not None
 
     def end(self) -> LocalWork:
         """End a client's local work; the optimizer's own state is dropped."""
@@ -223,8 +224,10 @@ class FederatedOptimizer(Optimizer):
             return loss
         if self._injects:
             self._inject(self.work)
-        if self.clip is not None:
-            self.clip()
+            if self.clip is not None:
+                self.clip()
+            if self._tracks or any(group["lr"] == 0 for group in self.base.param_groups):
+                self._track(self.work)
         self._step_base(self.work)
         self.work.num_steps += 1
         for i, group in enumerate(self.base.param_groups):
@@ -242,9 +245,8 @@ class FederatedOptimizer(Optimizer):
             p.grad = correct(g, y, step)
             if self._advances:
                 step.local = advance(g, step)
-        if self._tracks or any(group["lr"] == 0 for group in self.base.param_groups):
-            self._track(work)
 
+    @torch.no_grad()
     def _track(self, work: LocalWork) -> None:
         """Add the corrected directions to the path, per coordinate with its group's rate."""
         rates = [float(self.base.param_groups[g]["lr"]) for g in self._groups]
@@ -338,6 +340,11 @@ class FederatedOptimizer(Optimizer):
 
     def path_gradient(self, work: LocalWork, x: Vector) -> Vector:
         """The mean corrected direction along the path, weighted by the rates; the plain mean where all were zero."""
+        if not self._tracks and not self._plain:
+            raise FederatedError(
+                f"{type(work.algorithm).__name__} reads run.path_gradient, but declares uses_path_gradient=False: set"
+                " it to True."
+            )
         if work.num_steps == 0:
             return torch.zeros_like(x)
         moved = work.path if self._tracks and work.path is not None else x - self.flat.y

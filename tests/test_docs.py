@@ -128,7 +128,7 @@ def costs() -> list[list[str]]:
 
 @pytest.mark.parametrize("row", costs(), ids=lambda row: row[0].strip("`"))
 def test_costs_are_the_real_ones(row: list[str]) -> None:
-    code, per_step, full, _, counted, on_server, on_client = row
+    code, per_step, full, counted, on_server, on_client = row
     algorithm = eval(code.strip("`"), vars(algorithms))
     clients, steps, calls = 3, (2, 5), []
     for k in steps:

@@ -14,7 +14,7 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fed import FederatedCallback
-from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
+from lightning_fed.algorithms import FedAvg, FedDyn, Mime, Scaffold, SGDm
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from tests.helpers.training import Net, data, fit, seeded, trainer
 
@@ -112,7 +112,11 @@ def test_bytes_are_those_of_the_messages(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, "mime")
     fit(seeded(), logger=logger, max_rounds=1, algorithm=Mime(base=SGDm()))
     assert column(logger, "comm/bytes_up") == {1: 3 * 2 * vector}  # the full gradient, the change of the model
-    assert column(logger, "comm/bytes_down") == {1: 3 * 4 * vector}  # x for the gradient; x, m and c for local work
+    assert column(logger, "comm/bytes_down") == {1: 3 * 3 * vector}  # x, m and c
+    logger = CSVLogger(tmp_path, "feddyn")
+    fit(seeded(), logger=logger, max_rounds=1, algorithm=FedDyn(alpha=0.1))
+    assert column(logger, "comm/bytes_up") == {1: 3 * vector}  # two messages, one tensor
+    assert column(logger, "comm/bytes_down") == {1: 3 * vector}  # d stays on the server
 
 
 class Reports(FederatedCallback):

@@ -54,6 +54,10 @@ class Algorithm:
     population_loss: bool = False
     """Whether :attr:`Cohort.loss` is wanted: the mean loss over all clients at x, in eval mode."""
 
+    uses_path_gradient: bool | None = None
+    """Whether ``finish`` reads :attr:`Run.path_gradient`, which any local optimizer but plain SGD has to add up step by
+    step. None stands for: if ``finish`` is overridden."""
+
     uses_mean_examples: bool = False
     """Whether ``mean_examples`` is read. It costs a pass over a population whose clients are built on demand."""
 

@@ -41,6 +41,7 @@ class FedAvg(Algorithm):
 
     def __init__(self, pseudo_grad: Literal["raw", "normalized"] = "raw") -> None:
         self.pseudo_grad = choice(self, "pseudo_grad", pseudo_grad, "raw", "normalized")
+        self.uses_path_gradient = pseudo_grad == "normalized"
 
     def finish(self, y: Vector, run: Run) -> Update:
         """Send the change of the model, or minus the mean gradient along its path."""

@@ -47,6 +47,7 @@ class FedDyn(Algorithm):
     """
 
     reduces: Mapping[str, str] = {"delta": "uniform", "drift": "population"}
+    uses_path_gradient = False
 
     def __init__(
         self,

@@ -50,6 +50,7 @@ class Scaffold(Algorithm):
     def __init__(self, option: Literal["ii", "i"] = "ii") -> None:
         self.option = choice(self, "option", option, "ii", "i")
         self.full_grad_at = ("x",) if option == "i" else ()
+        self.uses_path_gradient = option == "ii"
 
     def init_server(self, x: Vector) -> State:
         """Return c = 0."""

@@ -18,6 +18,7 @@ from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.rounds import ClientReport, Run, Step, Update
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import State, Vector
+from lightning_fed.core.watched import Watched
 from lightning_fed.data.batches import ClientBatches
 from lightning_fed.engines.client_loop import ClientEpochLoop, ClientFetcher
 from lightning_fed.engines.gradients import GradientPass
@@ -43,9 +44,9 @@ class RoundInputs:
 
     round: int
     x: Vector
-    server: State
+    server: Watched
     full_grad: dict[int, State]
-    cohort_grad: State
+    cohort_grad: Watched
     mean_examples: float
 
 
@@ -193,14 +194,23 @@ class SequentialEngine:
             anchors = list(layout.views(self.anchor_grad))
         else:
             optimization.anchor_grad = None
+        server, cohort_grad = (
+            layout.state_views(inputs.server.unwatched()),
+            layout.state_views(inputs.cohort_grad.unwatched()),
+        )
+        # what is read of the first parameter's views is read of all
+        server[0], cohort_grad[0] = (
+            Watched(server[0], inputs.server.read),
+            Watched(cohort_grad[0], inputs.cohort_grad.read),
+        )
         columns: tuple[Sequence[Any], ...] = (
             layout.views(inputs.x),
-            layout.state_views(inputs.server),
+            server,
             layout.state_views(client),
             layout.state_views(local),
             anchors,
             layout.state_views(full_grad),
-            layout.state_views(inputs.cohort_grad),
+            cohort_grad,
             [float(who.size)] * len(anchors),
             [inputs.mean_examples] * len(anchors),
         )

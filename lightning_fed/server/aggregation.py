@@ -86,6 +86,8 @@ class Aggregation:
     ) -> None:
         self.reduces = reduces
         self.population = population
+        self._weighting = weighting
+        self._members = {p.index: p for p in cohort}
         active = [p for p in cohort if p.steps > 0 or not local_work]
         self._weights = {
             rule: dict(zip((p.index for p in active), weights_of(rule_of, active), strict=True)) if active else {}
@@ -103,11 +105,12 @@ class Aggregation:
             return 1.0 / self.population
         return self._weights[rule].get(index, 0.0)
 
-    def add(self, index: int, send: State, delta: Vector, y: Vector) -> None:
+    def add(self, index: int, steps: int, send: State, delta: Vector, y: Vector) -> None:
         """Add one client's messages.
 
         Args:
             index: The client's stored index.
+            steps: The local steps it took; a weighting that looks at steps goes by these.
             send: Its messages.
             delta: The engine's own ``y - x``; where ``send["delta"]`` is this very tensor, ``y`` is summed instead.
             y: The client's parameters [P].
@@ -120,6 +123,7 @@ class Aggregation:
                 f"finish() sent the messages {sorted(send)}, but `reduces` declares {sorted(self.reduces)}: declare how"
                 " each message is averaged, and send each of them."
             )
+        self._reweigh(index, steps)
         for rule in self._given:
             self._given[rule] += self._weights[rule].get(index, 0.0)
         for name, value in send.items():
@@ -130,13 +134,25 @@ class Aggregation:
                 self._has_other_delta |= name == "delta"
                 self._sums[name] = _add(self._sums.get(name), value, w)
 
+    def _reweigh(self, index: int, steps: int) -> None:
+        """Go by the steps that a client took where they are not those that were planned."""
+        planned, weights = self._members[index], self._weights.get("weighting", {})
+        if planned.steps == steps or index not in weights or self._weighting in ("examples", "uniform"):
+            return
+        if self._weighting == "steps":
+            weights[index] *= steps / planned.steps
+        elif callable(self._weighting):
+            before = float(self._weighting(planned.client_id, planned.size, planned.steps))
+            after = float(self._weighting(planned.client_id, planned.size, steps))
+            weights[index] *= after / before if before else 0.0
+
     def mean(self, x: Vector) -> tuple[State, Vector | None]:
         """Return the averages, and the mean of the client models itself where "delta" is their change.
 
         Args:
             x: The server parameters [P] at the start of the round.
         """
-        # clients that took no step after all (every step skipped by a gradient scaler) are left out of the means
+        # clients that took fewer steps than planned, or none at all, may have left the weights short of one
         scale = {
             rule: 1.0 if abs(given - 1.0) < 1e-9 or given == 0 else 1.0 / given for rule, given in self._given.items()
         }

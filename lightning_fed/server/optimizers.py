@@ -220,7 +220,8 @@ class FedRMSProp(_ServerOptimizer):
 
     Args:
         params: The server's parameters.
-        lr: The server's step size :math:`\eta`.
+        lr: The server's step size :math:`\eta`. Without bias correction the first steps are up to
+            :math:`1 / \sqrt{1 - \beta}` times as long.
         beta: The decay :math:`\beta` of v, in [0, 1).
         tau: The constant :math:`\tau` beside the root, positive.
         v0: The start of v; see :class:`FedAdam`.
@@ -233,7 +234,7 @@ class FedRMSProp(_ServerOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor = 0.01,
         beta: float = 0.99,
         tau: float = 1e-3,
         v0: float | Literal["grad"] | None = None,

@@ -1,0 +1,64 @@
+"""A state that remembers what was read of it, so that only what clients read counts as sent to them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from lightning_fed.core.types import State
+
+__all__ = ["Watched"]
+
+
+class Watched(dict[str, Tensor]):
+    """A copy of a state that adds the names of the entries read to a set.
+
+    Args:
+        state: The state.
+        read: Where to note the names.
+
+    Example:
+        >>> import torch
+        >>> read = set()
+        >>> state = Watched({"c": torch.zeros(2), "d": torch.ones(2)}, read)
+        >>> state["c"].sum(), read
+        (tensor(0.), {'c'})
+    """
+
+    def __init__(self, state: State, read: set[str]) -> None:
+        super().__init__(state)
+        self.read = read
+
+    def unwatched(self) -> State:
+        """Return a plain copy; nothing counts as read."""
+        return dict(dict.items(self))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return an entry, and note its name."""
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an entry or the default."""
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        """Count everything as read."""
+        self.read.update(dict.keys(self))
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        """Count everything as read: what takes the names, as ``{**state}`` does, takes the entries."""
+        self.read.update(dict.keys(self))
+        return super().keys()
+
+    def items(self) -> Any:
+        """Count everything as read."""
+        self.read.update(dict.keys(self))
+        return super().items()
+
+    def values(self) -> Any:
+        """Count everything as read."""
+        self.read.update(dict.keys(self))
+        return super().values()
