@@ -17,7 +17,7 @@ from lightning_fed.models import MLPClassifier
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
-SECTIONS = {"algorithm": "trainer", "data": "data", "model": "model"}
+SECTIONS = {"algorithm": "trainer", "data": "data", "model": "model", "participation": "trainer"}
 STACKED = sorted(path for path in CONFIGS.rglob("*.yaml") if path != QUICKSTART)
 METHODS = sorted(
     name
@@ -44,7 +44,7 @@ def built(*paths: Path) -> FederatedCLI:
 def check(value: Any, config: Any) -> None:
     """Check that an object, or what it was made from, has the class and the arguments that a configuration names."""
     if not isinstance(config, dict) or "class_path" not in config:
-        assert value == config
+        assert value == config or repr(value) == repr(config)  # a wrapped argument shows itself as it was given
         return
     assert type(value).__name__ == config["class_path"].rpartition(".")[2]
     for name, argument in config.get("init_args", {}).items():
@@ -79,13 +79,14 @@ def test_every_method_has_a_config(method: str) -> None:
 def test_what_a_config_names_is_what_is_made(path: Path) -> None:
     config = read(path)
     cli = built(path)
-    made = {"algorithm": cli.trainer.fit_loop.settings.algorithm, "model": cli.model, "data": cli.datamodule}
-    for name, value in made.items():
-        section = config.get("trainer", {}) if name == "algorithm" else config
-        if name in section:
-            check(value, section[name])
+    settings = cli.trainer.fit_loop.settings
+    for name, value in (("model", cli.model), ("data", cli.datamodule)):
+        if name in config:
+            check(value, config[name])
+    for name in {"algorithm", "sampler", "heterogeneity", "weighting"} & set(config.get("trainer", {})):
+        check(getattr(settings, name), config["trainer"][name])
     if named := config.get("trainer", {}).get("server_optimizer"):
-        optimizer = cli.trainer.fit_loop.settings.server_optimizer(cli.model.parameters())
+        optimizer = settings.server_optimizer(cli.model.parameters())
         assert type(optimizer).__name__ == named["class_path"].rpartition(".")[2]
         assert optimizer.defaults["lr"] == named["init_args"]["lr"]
     for name in {"max_rounds", "clients_per_round", "local_epochs"} & set(config.get("trainer", {})):

@@ -1,11 +1,12 @@
 """What is installed is what the repository says."""
 
 import importlib.metadata
-import re
 import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import lightning_fed
 
@@ -25,12 +26,13 @@ def test_the_version_is_in_the_changelog() -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
-def test_constraints_pin_every_dependency_once() -> None:
+def test_constraints_pin_every_dependency_once_and_within_its_range() -> None:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
-    pinned = [re.split("==", line)[0].lower().replace("_", "-") for line in lines]
-    assert len(pinned) == len(set(pinned))
-    needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    assert {re.split(r"[\[<>=]", name)[0].lower() for name in needed} <= set(pinned)
+    pinned = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    assert len(pinned) == len(lines)
+    for text in (*project["dependencies"], *project["optional-dependencies"]["dev"]):
+        requirement = Requirement(text)
+        assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, text
