@@ -1,11 +1,13 @@
 """The command line: ``lightning-fed fit | validate | test | predict``."""
 
+import sys
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.cli import LightningCLI
 
 from lightning_fed.callbacks import RunSummary
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.trainer import FederatedTrainer
 
 __all__ = ["FederatedCLI", "main"]
@@ -43,8 +45,17 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
 
     Args:
         args: The arguments; those of the process if None.
+
+    Raises:
+        SystemExit: With the message alone, where a setting cannot be federated.
+        ClientError: If a client's work fails; the trace leads to the cause.
     """
-    FederatedCLI(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args)
+    try:
+        FederatedCLI(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args)
+    except ClientError:
+        raise
+    except FederatedError as error:
+        sys.exit(f"lightning-fed: {error}")
 
 
 if __name__ == "__main__":

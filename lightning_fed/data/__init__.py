@@ -5,6 +5,8 @@ from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.dataset import FederatedDataset
 from lightning_fed.data.digits import Digits
 from lightning_fed.data.partition import ByKey, Dirichlet, Iid, Partition, Shards
+from lightning_fed.data.quadratics import LeastSquares, Quadratics
+from lightning_fed.data.synthetic import Synthetic
 
 __all__ = [
     "ByKey",
@@ -14,6 +16,9 @@ __all__ = [
     "FederatedDataModule",
     "FederatedDataset",
     "Iid",
+    "LeastSquares",
     "Partition",
+    "Quadratics",
     "Shards",
+    "Synthetic",
 ]

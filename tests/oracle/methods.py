@@ -77,24 +77,24 @@ class Method:
 
 _OF_SERVER = {"m": ("server", "m"), "v": ("server", "v")}
 _OF_OPTIMIZER = {"m": ("optimizer", "m"), "v": ("optimizer", "v")}
-_MIME = Method("", ("base", "weighting"), ("server_lr",), base="method", states=_OF_SERVER)
+_MIME = Method("", ("base",), ("server_lr", "weighting"), base="method", states=_OF_SERVER)
 
 METHODS = {
     "server_only": Method(
-        "ServerOnly", ("base", "weighting"), ("server_lr",), base="server", local_work=False, states=_OF_OPTIMIZER
+        "ServerOnly", ("base",), ("server_lr", "weighting"), base="server", local_work=False, states=_OF_OPTIMIZER
     ),
     "fedavg": Method(
         "FedAvg",
-        ("base", "weighting"),
-        ("server_lr", "pseudo_grad"),
+        ("base",),
+        ("server_lr", "pseudo_grad", "weighting"),
         ("pseudo_grad",),
         base="server",
         states=_OF_OPTIMIZER,
     ),
     "fedprox": Method(
-        "FedProx", ("mu", "weighting"), ("adaptive",), ("mu", "adaptive"), states={"mu": ("server", "mu")}
+        "FedProx", ("mu",), ("adaptive", "weighting"), ("mu", "adaptive"), states={"mu": ("server", "mu")}
     ),
-    "feddane": Method("FedDane", ("mu", "weighting"), (), ("mu",)),
+    "feddane": Method("FedDane", ("mu",), ("weighting",), ("mu",)),
     "scaffold": Method(
         "Scaffold",
         ("option",),
@@ -106,12 +106,12 @@ METHODS = {
     "mimelite": replace(_MIME, name="MimeLite"),
     "c-mime": replace(_MIME, name="CMime"),
     "mime_mvr": Method(
-        "MimeMVR", ("a", "anchor", "m0", "weighting"), (), ("a", "anchor", "m0"), states={"m": ("server", "m")}
+        "MimeMVR", ("a", "anchor", "m0"), ("weighting",), ("a", "anchor", "m0"), states={"m": ("server", "m")}
     ),
     "fedcm": Method(
         "FedCM",
-        ("alpha", "eta_g", "eta_g_mode", "weighting"),
-        (),
+        ("alpha", "eta_g", "eta_g_mode"),
+        ("weighting",),
         ("alpha", "eta_g", "eta_g_mode"),
         states={"delta": ("server", "delta")},
     ),
@@ -119,7 +119,8 @@ METHODS = {
         "FedDyn", ("alpha",), ("alpha_scaling",), ("alpha", "alpha_scaling"), states={"dual": ("clients", "d_i")}
     ),
 }
-"""The methods by their names in the format. SCAFFOLD and FedDyn have no ``weighting``; the others must name it."""
+"""The methods by their names in the format. SCAFFOLD and FedDyn have no ``weighting``; for the others it is uniform
+where a case does not say."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def takes_full_batches(algorithm: str, hp: Mapping[str, Any]) -> bool:
 
 def takes_population_loss(hp: Mapping[str, Any]) -> bool:
     """Return whether a method watches the loss itself, which then must contain the l2 term."""
-    return "adaptive" in hp
+    return hp.get("adaptive") is not None
 
 
 def translate(case: Case) -> Setup:
@@ -159,16 +160,19 @@ def translate(case: Case) -> Setup:
         raise CaseError(f"{case.id}: unknown algorithm {case.algorithm!r}; known are {sorted(METHODS)}.")
     method = METHODS[case.algorithm]
     local_required, local_optional = _LOCAL if method.local_work else ((), ())
-    check_keys(f"{case.id}, hp", case.hp, method.required + local_required, method.optional + local_optional)
+    optional = {*method.optional, *local_optional, "server_lr"}  # the server's rate is a rule common to all
+    check_keys(f"{case.id}, hp", case.hp, method.required + local_required, tuple(sorted(optional)))
+    if case.hp.get("server_lr", 1.0) != 1.0 and "server_lr" not in method.optional:
+        raise CaseError(f"{case.id}: {case.algorithm} has no server_lr in the format, found {case.hp['server_lr']!r}.")
     options = {name: case.hp[name] for name in method.options if name in case.hp}
-    if "pseudo_grad" in options and options["pseudo_grad"] != "normalized":
-        raise CaseError(f"{case.id}: unknown pseudo_grad {options['pseudo_grad']!r}; known is 'normalized'.")
-    if "adaptive" in options:
+    if options.get("pseudo_grad", "raw") not in ("raw", "normalized"):
+        raise CaseError(f"{case.id}: unknown pseudo_grad {options['pseudo_grad']!r}; known are 'raw', 'normalized'.")
+    if options.get("adaptive") is not None:
         check_keys(f"{case.id}, hp.adaptive", options["adaptive"], ("step", "patience"))
 
     arguments: dict[str, Any] = {"local_epochs": 1} if method.local_work else {}
-    if "weighting" in case.hp:
-        arguments["weighting"] = case.hp["weighting"]
+    if "weighting" in method.optional:
+        arguments["weighting"] = case.hp.get("weighting", "uniform")
     if "base" in case.hp:
         check_base(case.id, case.hp["base"])
     server_base = case.hp["base"] if method.base == "server" else {"name": "sgd"}

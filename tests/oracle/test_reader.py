@@ -98,11 +98,17 @@ def test_methods_without_a_weighted_form_take_no_weighting(algorithm: str, tmp_p
         translate(case)
 
 
+def test_a_weighting_that_is_not_said_is_uniform(tmp_path: Path) -> None:
+    case = case_of(tmp_path, hp={"client_lr": 0.1, "base": {"name": "sgd"}})
+    assert translate(case).arguments["weighting"] == "uniform"
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"algorithm": "fedsgd"}, "fedsgd"),
-        ({"hp": {"client_lr": 0.1, "base": {"name": "sgd"}}}, "weighting"),
+        ({"hp": {"weighting": "uniform", "base": {"name": "sgd"}}}, "client_lr"),
+        ({"algorithm": "fedprox", "hp": {**HP["fedprox"], "server_lr": 0.5}}, "server_lr"),
         ({"hp": {**HP["fedavg"], "base": {"name": "lamb"}}}, "lamb"),
         ({"hp": {**HP["fedavg"], "base": {"name": "sgd", "beta": 0.9}}}, "beta"),
         ({"hp": {**HP["fedavg"], "base": {"name": "sgdm", "beta": 0.9}}}, "momentum_form"),

@@ -1,0 +1,183 @@
+"""Problems whose optimum is known: scalar quadratics and linear least squares, in float64."""
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.data.partition import check_count
+
+__all__ = ["LeastSquares", "Quadratics"]
+
+
+class Quadratics(FederatedDataModule):
+    r"""Scalar quadratics with a chosen dissimilarity of gradients and Hessians.
+
+    Client i, counted from 0, minimises
+
+    .. math:: f_i(x) = \tfrac12 a_i x^2 + b_i x, \qquad b_i = (-1)^i\, G,
+
+    so that the mean f over the clients is least at 0. With ``a=(2, 0)`` these are the two functions behind the lower
+    bound for FedAvg in SCAFFOLD (Karimireddy et al., ICML 2020, arXiv:1910.06378, theorem II); ``a=(3, 1)`` has the
+    same dissimilarities, and f itself the smoothness 2 (Mime, Karimireddy et al., NeurIPS 2021, arXiv:2008.03606).
+
+    An example is a row (a_i, b_ij) of two float64 numbers, as :class:`lightning_fed.models.Quadratic` takes them: half
+    of a client's rows have b_i + ``noise`` and half b_i - ``noise``, so that their mean is f_i itself and the gradient
+    of one row has the standard deviation ``noise``. ``val`` and ``test`` are all rows, whose mean loss is f.
+
+    Args:
+        a: The clients' second derivatives, an even number of them with a positive mean.
+        G: The gradient of each client at the optimum, in absolute value.
+        rows: Rows of each client.
+        noise: The standard deviation of a row's gradient; needs an even number of rows.
+        batch_size: Rows in a batch; by default all of a client's, so that gradients are exact.
+
+    Attributes:
+        optimum: Where f is least: 0.
+        G: The gradient dissimilarity: the root mean square of the clients' gradients at the optimum.
+        delta: The Hessian dissimilarity: the largest distance of a client's second derivative from their mean.
+
+    Raises:
+        FederatedError: If an argument is not allowed.
+
+    Example:
+        >>> data = Quadratics(a=(2.0, 0.0), G=10.0)
+        >>> data.client_dataset(1).tensors
+        (tensor([0.], dtype=torch.float64), tensor([-10.], dtype=torch.float64))
+        >>> data.optimum, data.G, data.delta
+        (0.0, 10.0, 1.0)
+    """
+
+    def __init__(
+        self,
+        a: Sequence[float] = (2.0, 0.0),
+        G: float = 10.0,  # noqa: N803
+        rows: int = 1,
+        noise: float = 0.0,
+        batch_size: int | None = None,
+    ) -> None:
+        self.a = [_check_number("Quadratics", "a", value, least=-math.inf) for value in a]
+        self.G = _check_number("Quadratics", "G", G)
+        self.noise = _check_number("Quadratics", "noise", noise)
+        self.rows = check_count("Quadratics", "rows", rows, least=1)
+        if not self.a or len(self.a) % 2 or sum(self.a) <= 0:
+            raise FederatedError(
+                f"Quadratics(a={a!r}): a must hold an even number of second derivatives, one per client, with a"
+                " positive mean, such as (2.0, 0.0)."
+            )
+        if self.noise and self.rows % 2:
+            raise FederatedError(
+                f"Quadratics(rows={rows!r}, noise={noise!r}): noise needs an even number of rows, half above the"
+                " client's own b and half below."
+            )
+        self.optimum = 0.0
+        mean = sum(self.a) / len(self.a)
+        self.delta = max(abs(value - mean) for value in self.a)
+        signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(self.rows)[: self.rows]
+        clients = [
+            TensorDataset(torch.full_like(signs, value), (-1) ** i * self.G + self.noise * signs)
+            for i, value in enumerate(self.a)
+        ]
+        pooled = _pool(clients)
+        super().__init__(clients=clients, val=pooled, test=pooled, batch_size=_batch_size(batch_size, self.rows))
+
+
+class LeastSquares(FederatedDataModule):
+    r"""Linear regression on clients that differ, with a known joint optimum.
+
+    Client i minimises :math:`f_i(w) = \frac{1}{2n} \lVert X_i w - y_i \rVert^2` over its n examples, where
+
+    .. math::
+        y_i = X_i w_i + \text{noise}\; \varepsilon, \qquad w_i = \bar w + d z_i, \qquad
+        (X_i)_{\cdot j} \sim N(0, s_{ij}^2), \qquad s_{ij} \sim U\!\left[\tfrac{1}{1 + d}, 1\right],
+
+    all else is standard normal, and d is the ``dissimilarity``: it moves the clients' optima and their Hessians apart.
+    With d = 0 the clients are samples of one distribution. All have the same number of examples, so that weighting them
+    by examples or uniformly is the same. ``val`` and ``test`` are all clients' examples, whose mean loss is the
+    objective.
+
+    Everything is float64: train :class:`lightning_fed.models.LinearRegression` with ``bias=False`` and
+    ``FederatedTrainer(precision="64-true")``.
+
+    Args:
+        num_clients: The number of clients N.
+        dim: The number of features.
+        samples: Examples of each client, n.
+        dissimilarity: d, at least 0.
+        noise: The standard deviation of the noise in the targets.
+        batch_size: Examples in a batch; by default all of a client's, so that gradients are exact.
+        seed: Draws other clients. A client depends on the seed and on its number alone.
+
+    Attributes:
+        optimum: Where the mean of the f_i is least [dim], float64, from one least-squares solve over all examples.
+
+    Raises:
+        FederatedError: If an argument is not allowed, or there are too few examples for a single optimum.
+
+    Example:
+        >>> data = LeastSquares(num_clients=3, dim=2, samples=5)
+        >>> [tuple(t.shape) for t in data.client_dataset(0).tensors], data.optimum.dtype
+        ([(5, 2), (5, 1)], torch.float64)
+    """
+
+    def __init__(
+        self,
+        num_clients: int = 10,
+        dim: int = 5,
+        samples: int = 20,
+        dissimilarity: float = 1.0,
+        noise: float = 0.1,
+        batch_size: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        name = "LeastSquares"
+        numbers = range(check_count(name, "num_clients", num_clients, least=1))
+        self.dim = check_count(name, "dim", dim, least=1)
+        self.samples = check_count(name, "samples", samples, least=1)
+        self.dissimilarity = _check_number(name, "dissimilarity", dissimilarity)
+        self.noise = _check_number(name, "noise", noise)
+        self.seed = check_count(name, "seed", seed, least=0)
+        if num_clients * samples < dim:
+            raise FederatedError(
+                f"LeastSquares(num_clients={num_clients}, dim={dim}, samples={samples}): {num_clients * samples:,}"
+                f" examples leave the optimum open. Have at least as many examples as features."
+            )
+        clients = [self._draw(i) for i in numbers]
+        pooled = _pool(clients)
+        inputs, targets = pooled.tensors
+        # divide and conquer in LAPACK copes with any conditioning, unlike the normal equations
+        self.optimum = torch.linalg.lstsq(inputs, targets, driver="gelsd").solution.flatten()
+        super().__init__(clients=clients, val=pooled, test=pooled, batch_size=_batch_size(batch_size, self.samples))
+
+    def _draw(self, i: int) -> TensorDataset:
+        """Return the inputs [n, dim] and targets [n, 1] of client i."""
+        shared, random = self._random(), self._random(i)
+        d = self.dissimilarity
+        w_i = shared.standard_normal((self.dim, 1)) + d * random.standard_normal((self.dim, 1))
+        X = random.uniform(1 / (1 + d), 1, self.dim) * random.standard_normal((self.samples, self.dim))
+        y = X @ w_i + self.noise * random.standard_normal((self.samples, 1))
+        return TensorDataset(torch.from_numpy(X), torch.from_numpy(y))
+
+    def _random(self, *key: int) -> np.random.RandomState:
+        return np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, *key])
+
+
+def _pool(clients: Sequence[TensorDataset]) -> TensorDataset:
+    return TensorDataset(*(torch.cat(parts) for parts in zip(*(client.tensors for client in clients), strict=True)))
+
+
+def _batch_size(batch_size: int | None, size: int) -> int:
+    return size if batch_size is None else batch_size
+
+
+def _check_number(owner: str, name: str, value: Any, least: float = 0.0) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not (value >= least and math.isfinite(value)):
+        bound = "" if math.isinf(least) else f" of at least {least:g}"
+        raise FederatedError(f"{owner}({name}={value!r}): {name} must be a finite number{bound}.")
+    return float(value)

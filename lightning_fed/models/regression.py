@@ -1,0 +1,133 @@
+"""Regression for problems with a known optimum: ordinary LightningModules with nothing federated in them."""
+
+from collections.abc import Sequence
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["LinearRegression", "Quadratic"]
+
+
+class LinearRegression(pl.LightningModule):
+    """A linear map with half the mean squared error as loss, from zero, with SGD.
+
+    It logs ``train_loss``, ``val_loss`` and ``test_loss``, and ``val_distance`` if the optimum is given. Its parameters
+    have PyTorch's default type; float64 data need ``Trainer(precision="64-true")``.
+
+    Args:
+        in_features: Numbers per example; examples [B, ...] are flattened.
+        out_features: Numbers per target; targets have shape [B, out_features].
+        lr: The learning rate of the local steps.
+        bias: Whether there is an intercept.
+        weight_decay: SGD's weight decay.
+        optimum: Where the loss is least, as one flat list: the weight's rows, then the bias. ``val_distance`` is the
+            Euclidean distance of the parameters from it.
+
+    Example:
+        >>> LinearRegression(in_features=4, out_features=2)(torch.ones(3, 4)).shape
+        torch.Size([3, 2])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int = 1,
+        lr: float = 0.1,
+        bias: bool = True,
+        weight_decay: float = 0.0,
+        optimum: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.linear = nn.Linear(in_features, out_features, bias=bias)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        count = sum(parameter.numel() for parameter in self.parameters())
+        if optimum is not None and len(optimum) != count:
+            raise ValueError(f"LinearRegression(optimum=...) holds {len(optimum)} numbers; the model has {count}.")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return predictions [B, out_features]."""
+        predictions: Tensor = self.linear(x.flatten(1))
+        return predictions
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss on a batch."""
+        loss = self._loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log the loss on a validation batch, and the distance from the optimum."""
+        self.log("val_loss", self._loss(batch), prog_bar=True)
+        if (optimum := self.hparams["optimum"]) is not None:
+            x = nn.utils.parameters_to_vector(self.parameters())
+            self.log("val_distance", torch.linalg.vector_norm(x - x.new_tensor(optimum)), prog_bar=True)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log the loss on a test batch."""
+        self.log("test_loss", self._loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"], weight_decay=self.hparams["weight_decay"])
+
+    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        predictions = self(x)
+        if predictions.shape != y.shape:  # [B] against [B, 1] would broadcast to [B, B]
+            raise ValueError(f"Targets have shape {list(y.shape)}; expected {list(predictions.shape)}.")
+        return 0.5 * F.mse_loss(predictions, y)
+
+
+class Quadratic(pl.LightningModule):
+    """One float64 parameter x, with the mean of a x^2 / 2 + b x over the rows (a, b) of a batch as loss, and SGD.
+
+    It logs ``train_loss``, ``val_loss`` and ``test_loss``, and ``val_distance`` if the optimum is given.
+
+    Args:
+        x0: Where x starts.
+        lr: The learning rate of the local steps.
+        optimum: Where the loss is least. ``val_distance`` is the distance of x from it.
+
+    Example:
+        >>> model = Quadratic(x0=3.0)
+        >>> model(torch.tensor([2.0, 0.0]), torch.tensor([1.0, -1.0])).tolist()
+        [12.0, -3.0]
+    """
+
+    def __init__(self, x0: float = 1.0, lr: float = 0.1, optimum: float | None = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.x = nn.Parameter(torch.tensor(x0, dtype=torch.float64))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the loss of each row [B]."""
+        return 0.5 * a * self.x.square() + b * self.x
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss on a batch."""
+        loss = self._loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log the loss on a validation batch, and the distance from the optimum."""
+        self.log("val_loss", self._loss(batch), prog_bar=True)
+        if (optimum := self.hparams["optimum"]) is not None:
+            self.log("val_distance", (self.x - optimum).abs(), prog_bar=True)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log the loss on a test batch."""
+        self.log("test_loss", self._loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
+
+    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        a, b = batch
+        loss: Tensor = self(a, b).mean()
+        return loss
