@@ -258,19 +258,16 @@ class FederatedLoop(_FitLoop):
         for counter in (self.epoch_progress.total, self.epoch_progress.current):
             counter.ready = counter.started = counter.processed = counter.completed = round
 
-    def on_run_end(self) -> None:
-        """Call the ``on_train_end`` hooks; the module holds the server model."""
-        self._carried = {
-            "optimizer": self._optimizer.state_dict(),
-            "schedulers": [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs],
-        }
-        super().on_run_end()
-
     def teardown(self) -> None:
         """Leave the module with the server model, and its parameters with storage of their own."""
         if self._flat is not None:
             if self._state is not None:
                 self._state.clients.discard()
+                self._carried = {
+                    "optimizer": self._optimizer.state_dict(),
+                    "schedulers": [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs],
+                }
+            self._work = None
             self.show_server_model()
             self._flat.release()
             self._flat = None

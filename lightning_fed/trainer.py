@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -131,7 +132,15 @@ class FederatedTrainer(pl.Trainer):
     def max_rounds(self, value: int) -> None:
         self.fit_loop.max_epochs = _rounds(value, None)
 
-    def fit(self, model: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+    def fit(
+        self,
+        model: pl.LightningModule,
+        train_dataloaders: pl.LightningDataModule | None = None,
+        val_dataloaders: Any = None,
+        datamodule: pl.LightningDataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
         """Run the rounds; see :meth:`pytorch_lightning.Trainer.fit`.
 
         Afterwards the module holds the server model. With ``ckpt_path`` the run goes on at the round after the
@@ -139,8 +148,11 @@ class FederatedTrainer(pl.Trainer):
 
         Args:
             model: Any LightningModule with automatic optimization and one optimizer.
-            args: The data module, as for Lightning.
-            kwargs: ``datamodule``, ``ckpt_path`` and ``weights_only``, as for Lightning.
+            train_dataloaders: The data module, if it is given by position.
+            val_dataloaders: As for Lightning; the data module's validation set is the usual place.
+            datamodule: The data module: a :class:`lightning_fed.FederatedDataModule`.
+            ckpt_path: A checkpoint to go on from; "best", "last" and "hpc" are as for Lightning.
+            weights_only: Whether loading may only make tensors and plain containers; PyTorch's default, True, if None.
 
         Raises:
             FederatedError: If settings, model, data or checkpoint cannot be federated; before the first round.
@@ -153,7 +165,7 @@ class FederatedTrainer(pl.Trainer):
             )
         check_trainer(self)
         try:
-            super().fit(model, *args, **kwargs)
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
         except RuntimeError as error:
             if "multiple optimizers" not in str(error):
                 raise

@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_fed import FederatedCallback, FederatedError
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import (
     SGD,
     Algorithm,
@@ -22,7 +23,7 @@ from lightning_fed.algorithms import (
     SGDm,
 )
 from lightning_fed.server import FedAdam, FedAvgM
-from tests.helpers.training import QUIET, Net, classification, data, fit, parameters, seeded, trainer
+from tests.helpers.training import QUIET, Net, classification, clients, data, fit, parameters, seeded, trainer
 
 
 class RoundsOf(FederatedCallback):
@@ -279,3 +280,29 @@ def test_a_checkpoint_that_needs_no_more_rounds_is_not_lost(tmp_path: Path) -> N
     again.save_checkpoint(tmp_path / "b.ckpt")
     straight = fit(algorithm=Scaffold(), max_rounds=5)
     assert torch.equal(fit(Net(), algorithm=Scaffold(), max_rounds=5, ckpt_path=tmp_path / "b.ckpt"), straight)
+
+
+def test_a_run_goes_on_after_an_exception() -> None:
+    class Breaks(pl.Callback):
+        broken = False
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.current_epoch == 3 and not self.broken:
+                self.broken = True
+                raise RuntimeError("a cable")
+
+    straight = fit(seeded(Scheduled), algorithm=Scaffold(), max_rounds=6)
+    model, run = seeded(Scheduled), trainer(algorithm=Scaffold(), max_rounds=6, callbacks=Breaks())
+    with pytest.raises(FederatedError, match="a cable"):
+        run.fit(model, data())
+    run.fit(model, data())
+    assert torch.equal(parameters(model), straight)
+
+
+def test_numpy_client_ids_are_saved_as_plain_ones(tmp_path: Path) -> None:
+    names = np.array(["ann", "ben", "cas"])
+    run = trainer(algorithm=Scaffold())
+    run.fit(seeded(), FederatedDataModule(clients=dict(zip(names, clients()[:3], strict=True)), batch_size=4))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert saved["loops"]["fit_loop"]["state_dict"]["clients"] == ["ann", "ben", "cas"]

@@ -123,7 +123,7 @@ class Server:
             "seed": self.seed,
             "algorithm": type(self.algorithm).__name__,
             "options": self.algorithm.options(),
-            "clients": len(self.ids) if isinstance(self.ids, range) else list(self.ids),
+            "clients": len(self.ids) if isinstance(self.ids, range) else [_plain(i) for i in self.ids],
             "step": self.step.state_dict(),
             "state": dict(self.state),
             "client_states": self.clients.state_dict(),
@@ -167,6 +167,12 @@ class Server:
 
 
 _IDENTITY = {"algorithm": "method", "options": "method options", "clients": "client list", "seed": "seed"}
+
+
+def _plain(client_id: Any) -> ClientId:
+    """Return an id as Python's own int or str: NumPy's would not load without running code."""
+    plain: ClientId = client_id.item() if hasattr(client_id, "item") else client_id
+    return plain
 
 
 def _short(value: Any) -> str:
