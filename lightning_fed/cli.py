@@ -1,4 +1,4 @@
-"""The command line: ``lightning-fed fit | validate | test | predict``."""
+"""The command line: ``lightning-fed fit | validate | test | predict | data``."""
 
 import sys
 from typing import Any
@@ -7,6 +7,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.cli import LightningCLI
 
 from lightning_fed.callbacks import RunSummary
+from lightning_fed.cli_data import picture
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.trainer import FederatedTrainer
 
@@ -41,7 +42,7 @@ class FederatedCLI(LightningCLI):
 
 
 def main(args: list[str] | dict[str, Any] | None = None) -> None:
-    """Run the command line.
+    """Run the command line; ``data`` draws how a configuration deals its data out, the rest is LightningCLI's.
 
     Args:
         args: The arguments; those of the process if None.
@@ -50,12 +51,24 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
         SystemExit: With the message alone, where a setting cannot be federated.
         ClientError: If a client's work fails; the trace leads to the cause.
     """
+    words = sys.argv[1:] if args is None else args
     try:
+        if isinstance(words, list) and words[:1] == ["data"]:
+            picture(words[1:])
+            return
         FederatedCLI(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args)
-    except ClientError:
-        raise
-    except FederatedError as error:
-        sys.exit(f"lightning-fed: {error}")
+    except ValueError as error:
+        refusal = _refusal_in(error)
+        if refusal is None or isinstance(refusal, ClientError):
+            raise
+        sys.exit(f"lightning-fed: {refusal}")
+
+
+def _refusal_in(error: BaseException | None) -> FederatedError | None:
+    """Find our own error in the chain of another one: the parser wraps what a class raises when it is made."""
+    while error is not None and not isinstance(error, FederatedError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 if __name__ == "__main__":

@@ -136,3 +136,11 @@ def test_python_dash_m() -> None:
     command = [sys.executable, "-m", "lightning_fed", "fit", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert "--trainer.algorithm" in shown.stdout or "--trainer" in shown.stdout
+
+
+def test_data_draws_the_split(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["data", "--config", QUICKSTART, "--out", "split.png"])
+    assert Path("split.png").stat().st_size > 1000
+    assert "Gini" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="lightning-fed: .*alpha"):
+        main(["data", "--config", QUICKSTART, "--data.alpha", "-1"])

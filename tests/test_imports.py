@@ -12,7 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = {
     "_torchvision": 0, "_version": 0, "_compat": 0, "core": 0,
     "data": 1, "models": 1, "algorithms": 1, "callbacks": 1,
-    "optim": 2,
+    "optim": 2, "cli_data": 2,
     "server": 3,
     "settings": 4,
     "engines": 5,
@@ -22,7 +22,17 @@ FLOORS = {
     "cli": 8,
     "__init__": 9, "__main__": 9,
 }  # fmt: skip
-PURE = ("core", "algorithms", "optim", "server", "settings", "data/partition", "data/dataset", "data/batches")
+PURE = (
+    "core",
+    "algorithms",
+    "optim",
+    "server",
+    "settings",
+    "data/partition",
+    "data/dataset",
+    "data/batches",
+    "data/draws",
+)
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"}
 
 

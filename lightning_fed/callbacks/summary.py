@@ -65,7 +65,7 @@ class RunSummary(FederatedCallback):
         low, high = self._best[name]
         checkpoint = trainer.checkpoint_callback
         monitored = isinstance(checkpoint, ModelCheckpoint) and checkpoint.monitor == name
-        falls = checkpoint.mode == "min" if monitored else "loss" in name or "error" in name  # type: ignore[union-attr]
+        falls = checkpoint.mode == "min" if monitored else any(word in name for word in ("loss", "error", "distance"))  # type: ignore[union-attr]
         return f"{self._last[name]:.4f} (best {low if falls else high:.4f})"
 
     def _places(self, trainer: pl.Trainer) -> list[tuple[str, str]]:

@@ -29,7 +29,10 @@ class Purpose(IntEnum):
 
 
 def derive_seed(seed: int, purpose: Purpose, round: int = 0, client: int = 0) -> int:
-    """Return the 63-bit seed of one random stream.
+    """Return the seed of one random stream.
+
+    It has 63 bits, of which PyTorch's CPU generator uses the lower 32: two of very many streams may coincide, which
+    no method minds.
 
     Args:
         seed: The run's seed.

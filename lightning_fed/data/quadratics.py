@@ -151,7 +151,6 @@ class LeastSquares(FederatedDataModule):
         clients = [self._draw(i) for i in numbers]
         pooled = _pool(clients)
         inputs, targets = pooled.tensors
-        # divide and conquer in LAPACK copes with any conditioning, unlike the normal equations
         self.optimum = torch.linalg.lstsq(inputs, targets, driver="gelsd").solution.flatten()
         super().__init__(clients=clients, val=pooled, test=pooled, batch_size=_batch_size(batch_size, self.samples))
 
@@ -160,9 +159,9 @@ class LeastSquares(FederatedDataModule):
         shared, random = self._random(), self._random(i)
         d = self.dissimilarity
         w_i = shared.standard_normal((self.dim, 1)) + d * random.standard_normal((self.dim, 1))
-        X = random.uniform(1 / (1 + d), 1, self.dim) * random.standard_normal((self.samples, self.dim))
-        y = X @ w_i + self.noise * random.standard_normal((self.samples, 1))
-        return TensorDataset(torch.from_numpy(X), torch.from_numpy(y))
+        x = random.uniform(1 / (1 + d), 1, self.dim) * random.standard_normal((self.samples, self.dim))
+        y = x @ w_i + self.noise * random.standard_normal((self.samples, 1))
+        return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
 
     def _random(self, *key: int) -> np.random.RandomState:
         return np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, *key])
@@ -177,7 +176,7 @@ def _batch_size(batch_size: int | None, size: int) -> int:
 
 
 def _check_number(owner: str, name: str, value: Any, least: float = 0.0) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not (value >= least and math.isfinite(value)):
+    if isinstance(value, bool) or not isinstance(value, Real) or not (float(value) >= least and math.isfinite(value)):
         bound = "" if math.isinf(least) else f" of at least {least:g}"
         raise FederatedError(f"{owner}({name}={value!r}): {name} must be a finite number{bound}.")
     return float(value)

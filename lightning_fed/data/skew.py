@@ -3,28 +3,25 @@
 import math
 from abc import abstractmethod
 from numbers import Real
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.data.draws import Floats, Ints, cut_by, deal_classes, draw_classes, equal_shares, log_gamma
 from lightning_fed.data.partition import _by_class, _Seeded, check_count
 
 __all__ = ["BalancedDirichlet", "ClassesPerClient", "LogNormalSizes", "PowerLaw", "QuantitySkew", "Similarity"]
-
-Ints: TypeAlias = npt.NDArray[np.int64]
-Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 class BalancedDirichlet(_Seeded):
     """Label skew among clients of one size: each client draws its own mixture of classes from a Dirichlet distribution.
 
     Every client draws a mixture q_i, and then its examples one by one from the classes that still have some, with q_i
-    renormalised over these: the balanced recipe of FedDyn (Acar et al., 2021, arXiv:2111.04263, section 4) and FedCM
-    (Xu et al., 2021, arXiv:2106.10874, section 5). All clients draw at once; a class that is asked for more often than
+    renormalised over these: the balanced recipe of FedDyn (Acar et al., 2021, arXiv:2111.04263) and FedCM (Xu et al.,
+    2021, arXiv:2106.10874) in their experiments. All clients draw at once; a class that is asked for more often than
     it has examples is dealt out at random among those who ask and closed, and the others draw again. So the partition
     ends after at most as many rounds as there are classes. Sizes differ by at most one.
 
@@ -64,13 +61,13 @@ class BalancedDirichlet(_Seeded):
         random = self._random()
         order, class_sizes = _by_class(labels, random)
         shares = np.array(class_sizes) / n if self.concentration == "total" else np.ones(len(class_sizes))
-        log_mixtures = _log_gamma(self.alpha * shares, (self.num_clients, len(class_sizes)), random)
+        log_mixtures = log_gamma(self.alpha * shares, (self.num_clients, len(class_sizes)), random)
         ends = np.cumsum(class_sizes)
         next_free = ends - class_sizes  # the first example of each class that nobody has yet, as a position in `order`
         places = random.permutation(n) % self.num_clients  # the clients that wait for an example, in random order
         owners = np.empty(n, dtype=np.int64)
         while len(places):
-            wishes = _draw_classes(log_mixtures, next_free < ends, places, random)
+            wishes = draw_classes(log_mixtures, next_free < ends, places, random)
             asked = np.bincount(wishes, minlength=len(ends))
             queue = np.argsort(wishes.astype(np.uint16) if len(ends) <= 2**16 else wishes, kind="stable")
             ranks = np.arange(len(queue)) - np.repeat(np.cumsum(asked) - asked, asked)
@@ -117,17 +114,17 @@ class Similarity(_Seeded):
         at_random = np.zeros(n, dtype=bool)
         at_random[random.permutation(n)[: round(self.similarity * n)]] = True
         clients = np.arange(self.num_clients)
-        cut = _equal_shares(n - int(at_random.sum()), self.num_clients)
+        cut = equal_shares(n - int(at_random.sum()), self.num_clients)
         owners = np.empty(n, dtype=np.int64)
         owners[order[~at_random]] = np.repeat(clients, cut)
-        owners[order[at_random]] = random.permutation(np.repeat(clients, _equal_shares(n, self.num_clients) - cut))
+        owners[order[at_random]] = random.permutation(np.repeat(clients, equal_shares(n, self.num_clients) - cut))
         return torch.from_numpy(owners)
 
 
 class ClassesPerClient(_Seeded):
     """Each client sees exactly so many classes; each class is cut into equal parts among the clients that see it.
 
-    The quantity-based label imbalance #C = k of Li et al., 2022 (arXiv:2102.02079, section 4). The classes are dealt
+    The quantity-based label imbalance #C = k of Li et al., 2022 (arXiv:2102.02079). The classes are dealt
     out like cards, from one shuffled deck of all classes after another, so that they are seen by equally many clients,
     give or take one, and no example is lost.
 
@@ -145,21 +142,20 @@ class ClassesPerClient(_Seeded):
 
     def __init__(self, num_clients: int, classes_per_client: int, seed: int = 0) -> None:
         super().__init__(num_clients, seed)
-        name = type(self).__name__
-        self.classes_per_client = check_count(name, "classes_per_client", classes_per_client, least=1)
-        self._check_product(num_clients * classes_per_client)
+        self.classes_per_client = check_count(type(self).__name__, "classes_per_client", classes_per_client, least=1)
 
     def _owners(self, labels: Tensor) -> Tensor:
         """Deal the classes out, then cut each one."""
         random = self._random()
         order, class_sizes = _by_class(labels, random)
         self._check_classes(len(class_sizes))
-        hands = _deal_classes(self.num_clients, len(class_sizes), self.classes_per_client, random)
+        hands = deal_classes(self.num_clients, len(class_sizes), self.classes_per_client, random)
         num_viewers = np.bincount(hands.ravel(), minlength=len(class_sizes))
-        viewers = np.split(np.argsort(hands.ravel(), kind="stable") // self.classes_per_client, np.cumsum(num_viewers))
+        by_class = np.argsort(hands.ravel(), kind="stable") // self.classes_per_client
+        viewers = np.split(by_class, np.cumsum(num_viewers)[:-1])
         needed = self._needed_per_class()
         pieces = []
-        for size, clients in zip(class_sizes, viewers, strict=False):  # behind the last cut there is nothing
+        for size, clients in zip(class_sizes, viewers, strict=True):
             if size < needed * len(clients):
                 raise FederatedError(
                     f"{self!r} gives one class to {len(clients):,} clients, each at least {needed}, and it has {size:,}"
@@ -172,14 +168,10 @@ class ClassesPerClient(_Seeded):
 
     def _cut(self, size: int, num_viewers: int, random: np.random.RandomState) -> Ints:
         """Return how many of a class's examples each client gets that sees it."""
-        return _equal_shares(size, num_viewers)
+        return equal_shares(size, num_viewers)
 
     def _needed_per_class(self) -> int:
         return 1
-
-    def _check_product(self, product: int) -> None:
-        if product > 10**9:
-            raise FederatedError(f"{self!r}: num_clients times classes_per_client must be at most 1,000,000,000.")
 
     def _check_classes(self, num_classes: int) -> None:
         if self.classes_per_client > num_classes:
@@ -196,7 +188,7 @@ class ClassesPerClient(_Seeded):
 class PowerLaw(ClassesPerClient):
     """A few classes per client and very different sizes: each class is cut by log-normal weights.
 
-    The MNIST split of FedProx (Li et al., 2020, arXiv:1812.06127, appendix C.1), whose 1,000 clients have two digits
+    The MNIST split of FedProx (Li et al., 2020, arXiv:1812.06127, section 5.1), whose 1,000 clients have two digits
     each and sizes by a power law: a client gets ``min_per_class`` examples of each of its classes, and the rest of a
     class is cut in proportion to exp(sigma z), z normal. Unlike there, which classes a client sees is random, as in
     :class:`ClassesPerClient`, and no example is left over.
@@ -228,7 +220,7 @@ class PowerLaw(ClassesPerClient):
         self.min_per_class = check_count("PowerLaw", "min_per_class", min_per_class, least=1)
 
     def _cut(self, size: int, num_viewers: int, random: np.random.RandomState) -> Ints:
-        return _cut_by(self.sigma * random.standard_normal(num_viewers), size, self.min_per_class)
+        return cut_by(self.sigma * random.standard_normal(num_viewers), size, self.min_per_class)
 
     def _needed_per_class(self) -> int:
         return self.min_per_class
@@ -251,7 +243,7 @@ class _SizeSkew(_Seeded):
         """Cut the shuffled examples by the weights."""
         self._need_examples(len(labels), self.num_clients * self.min_size)
         random = self._random()
-        sizes = _cut_by(self._log_weights(random), len(labels), self.min_size)
+        sizes = cut_by(self._log_weights(random), len(labels), self.min_size)
         owners = np.empty(len(labels), dtype=np.int64)
         owners[random.permutation(len(labels))] = np.repeat(np.arange(self.num_clients), sizes)
         return torch.from_numpy(owners)
@@ -260,7 +252,7 @@ class _SizeSkew(_Seeded):
 class LogNormalSizes(_SizeSkew):
     """Quantity skew: log-normal sizes, labels drawn at random.
 
-    The unbalanced setting of FedDyn (Acar et al., 2021, arXiv:2111.04263, section 4). Each client gets ``min_size``
+    The unbalanced setting of FedDyn (Acar et al., 2021, arXiv:2111.04263, experiments). Each client gets ``min_size``
     examples, and the rest is cut in proportion to exp(sigma z), z normal.
 
     Args:
@@ -285,7 +277,7 @@ class LogNormalSizes(_SizeSkew):
 class QuantitySkew(_SizeSkew):
     """Quantity skew: sizes from a Dirichlet distribution, labels drawn at random.
 
-    The quantity skew of Li et al., 2022 (arXiv:2102.02079, section 4). Each client gets ``min_size`` examples, and the
+    The quantity skew of Li et al., 2022 (arXiv:2102.02079). Each client gets ``min_size`` examples, and the
     rest is cut by one draw from Dir(alpha, ..., alpha) over the clients; there, everything is drawn again while some
     client has too few.
 
@@ -305,7 +297,7 @@ class QuantitySkew(_SizeSkew):
         self.alpha = _check_positive("QuantitySkew", "alpha", alpha)
 
     def _log_weights(self, random: np.random.RandomState) -> Floats:
-        return _log_gamma(np.array(self.alpha), (self.num_clients,), random)
+        return log_gamma(np.array(self.alpha), (self.num_clients,), random)
 
 
 def _is_real(value: Any) -> bool:
@@ -317,59 +309,3 @@ def _check_positive(owner: str, name: str, value: Any, or_zero: bool = False) ->
         kind = "0 or a positive finite number" if or_zero else "a positive finite number"
         raise FederatedError(f"{owner}({name}={value!r}): {name} must be {kind}, such as 0.3.")
     return float(value)
-
-
-def _equal_shares(size: int, parts: int) -> Ints:
-    """Return the sizes of equal parts; the first ones get one more where it does not come out even."""
-    return size // parts + (np.arange(parts) < size % parts).astype(np.int64)
-
-
-def _cut_by(log_weights: Floats, size: int, least: int) -> Ints:
-    """Return shares that sum to ``size``: ``least`` for everybody, and the rest in proportion to the weights."""
-    cumulative = np.cumsum(np.exp(log_weights - log_weights.max()))
-    cuts = np.rint(cumulative / cumulative[-1] * (size - least * len(log_weights))).astype(np.int64)
-    shares: Ints = least + np.diff(cuts, prepend=0)
-    return shares
-
-
-def _log_gamma(alpha: Floats, shape: tuple[int, ...], random: np.random.RandomState) -> Floats:
-    """Return logarithms of Gamma(alpha) variables: normalised over the last axis, they are a Dirichlet draw.
-
-    Gamma(alpha) is Gamma(alpha + 1) U^(1 / alpha). In logarithms it neither vanishes nor ties when alpha is tiny.
-    """
-    limits = np.finfo(np.float64)
-    log_gamma = np.log(random.standard_gamma(alpha + 1, shape))
-    with np.errstate(over="ignore"):
-        log_gamma += np.log1p(-random.random_sample(shape)) / np.maximum(alpha, limits.tiny)
-    return np.maximum(log_gamma, limits.min)
-
-
-def _draw_classes(
-    log_mixtures: Floats, is_open: npt.NDArray[np.bool_], clients: Ints, random: np.random.RandomState
-) -> Ints:
-    """Draw a class for each of ``clients`` from its row of ``log_mixtures`` [N, C], among the open classes only."""
-    classes = np.flatnonzero(is_open)
-    waiting = np.bincount(clients, minlength=len(log_mixtures)) > 0
-    rows = (np.cumsum(waiting) - 1)[clients]
-    weights = log_mixtures[np.ix_(np.flatnonzero(waiting), classes)]
-    weights = np.exp(weights - weights.max(axis=1, keepdims=True))
-    cumulative = np.cumsum(weights, axis=1)
-    cumulative /= cumulative[:, -1:]
-    cumulative += np.arange(len(cumulative))[:, None]  # row r ascends from r to r + 1: one search serves all rows
-    points = np.minimum(rows + random.random_sample(len(rows)), np.nextafter(rows + 1.0, 0))
-    found = np.searchsorted(cumulative.ravel(), points, side="right")
-    return classes[found - rows * len(classes)]
-
-
-def _deal_classes(num_clients: int, num_classes: int, each: int, random: np.random.RandomState) -> Ints:
-    """Deal every client ``each`` different classes [N, each] from one shuffled deck of all classes after another."""
-    hands = np.empty((num_clients, each), dtype=np.int64)
-    deck = np.empty(0, dtype=np.int64)
-    for hand in hands:
-        if len(deck) < each:
-            fresh = random.permutation(num_classes)
-            held = np.isin(fresh, deck)
-            deck = np.concatenate([deck, fresh[~held], fresh[held]])  # what the client holds already goes to the end
-        hand[:] = deck[:each]
-        deck = deck[each:]
-    return hands

@@ -103,19 +103,19 @@ class Synthetic(FederatedDataModule):
         size = int(random.lognormal(4, 2)) + 50
         alpha, beta = (value if self.spread == "std" else math.sqrt(value) for value in (self.alpha, self.beta))
         if self.iid:
-            v: Any = 0.0
-            W, b = self._labelling(self._random(), 0.0)
+            v = np.zeros(self.num_features)
+            weight, bias = self._labelling(self._random(), 0.0)
         else:
-            u, B = alpha * random.standard_normal(), beta * random.standard_normal()
-            v = B + random.standard_normal(self.num_features)
-            W, b = self._labelling(random, u)
+            u, v_mean = alpha * random.standard_normal(), beta * random.standard_normal()
+            v = v_mean + random.standard_normal(self.num_features)
+            weight, bias = self._labelling(random, u)
         deviation = np.arange(1, self.num_features + 1) ** (-1.2 / 2)
         x = v + deviation * random.standard_normal((size, self.num_features))
-        return x, (x @ W + b).argmax(axis=1)  # softmax keeps the order of the logits
+        return x, (x @ weight + bias).argmax(axis=1)  # softmax keeps the order of the logits
 
     def _labelling(self, random: np.random.RandomState, u: float) -> tuple[Array, Array]:
-        W = u + random.standard_normal((self.num_features, self.num_classes))
-        return W, u + random.standard_normal(self.num_classes)
+        weight = u + random.standard_normal((self.num_features, self.num_classes))
+        return weight, u + random.standard_normal(self.num_classes)
 
     def _split(self, x: Array, y: npt.NDArray[np.int64]) -> tuple[TensorDataset, TensorDataset]:
         """Return the training and the test part; the examples are independent draws, so that the order is random."""
@@ -131,6 +131,6 @@ class Synthetic(FederatedDataModule):
 
 
 def _check_spread(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not (value >= 0 and math.isfinite(value)):
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
         raise FederatedError(f"Synthetic({name}={value!r}): {name} must be a finite number of at least 0, such as 1.0.")
     return float(value)

@@ -123,7 +123,7 @@ class Round:
             keep = {**keep, **{_BUFFER + name: value for name, value in result.buffers.items()}}
         self.server.clients.stage(who.index, keep)
         if buffers.mode != "server":
-            self._buffers.add(result.buffers, who.size)
+            self._buffers.add(result.buffers, who.size * who.count)
         self._traffic.take_in(result.update.send)
         self._drift.add(result.delta, result.report.update_norm, self._aggregation.weight(who.index, self._rule))
 

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_fed.core.errors import FederatedError
+
 __all__ = ["LinearRegression", "Quadratic"]
 
 
@@ -24,6 +26,9 @@ class LinearRegression(pl.LightningModule):
         weight_decay: SGD's weight decay.
         optimum: Where the loss is least, as one flat list: the weight's rows, then the bias. ``val_distance`` is the
             Euclidean distance of the parameters from it.
+
+    Raises:
+        FederatedError: If ``optimum`` does not fit the parameters, or targets do not fit the predictions.
 
     Example:
         >>> LinearRegression(in_features=4, out_features=2)(torch.ones(3, 4)).shape
@@ -46,7 +51,10 @@ class LinearRegression(pl.LightningModule):
             nn.init.zeros_(parameter)
         count = sum(parameter.numel() for parameter in self.parameters())
         if optimum is not None and len(optimum) != count:
-            raise ValueError(f"LinearRegression(optimum=...) holds {len(optimum)} numbers; the model has {count}.")
+            raise FederatedError(
+                f"LinearRegression(optimum=...) holds {len(optimum)} numbers and the model has {count} parameters: give"
+                " the weight's rows, then the bias, or set bias=False."
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return predictions [B, out_features]."""
@@ -78,7 +86,10 @@ class LinearRegression(pl.LightningModule):
         x, y = batch
         predictions = self(x)
         if predictions.shape != y.shape:  # [B] against [B, 1] would broadcast to [B, B]
-            raise ValueError(f"Targets have shape {list(y.shape)}; expected {list(predictions.shape)}.")
+            raise FederatedError(
+                f"LinearRegression got targets of shape {list(y.shape)} for predictions of shape"
+                f" {list(predictions.shape)}. Give targets [B, out_features]."
+            )
         return 0.5 * F.mse_loss(predictions, y)
 
 

@@ -49,19 +49,32 @@ def weights_of(weighting: Weighting, cohort: Sequence[Participant]) -> list[floa
     Raises:
         FederatedError: If the name is unknown, or a weight is negative or not finite, or all are zero.
     """
+    raw = [_raw(weighting, p, p.steps) for p in cohort]
+    total = sum(raw)
+    if total <= 0:
+        raise _all_zero([p.client_id for p in cohort])
+    return [w / total for w in raw]
+
+
+def _raw(weighting: Weighting, member: Participant, steps: int) -> float:
+    """Return a client's weight before normalisation, times how often it was drawn."""
     if callable(weighting):
-        raw = [float(weighting(p.client_id, p.size, p.steps)) * p.count for p in cohort]
-    elif weighting in _NAMES:
-        raw = [float({"examples": p.size, "uniform": 1, "steps": p.steps}[weighting] * p.count) for p in cohort]
-    else:
+        weight = float(weighting(member.client_id, member.size, steps))
+        if not math.isfinite(weight) or weight < 0:
+            raise FederatedError(
+                f"weighting must give finite weights >= 0, found {weight!r} for client {member.client_id!r} of"
+                f" {member.size} examples and {steps} steps."
+            )
+        return weight * member.count
+    if weighting not in _NAMES:
         raise FederatedError(
             f"weighting must be one of {_NAMES} or a function of (client_id, size, steps), found {weighting!r}."
         )
-    total = sum(raw)
-    if any(not math.isfinite(w) or w < 0 for w in raw) or total <= 0:
-        found = {p.client_id: w for p, w in zip(cohort, raw, strict=True)}
-        raise FederatedError(f"weighting must give finite weights >= 0 that are not all zero, found {found}.")
-    return [w / total for w in raw]
+    return float({"examples": member.size, "uniform": 1, "steps": steps}[weighting] * member.count)
+
+
+def _all_zero(clients: Sequence[ClientId]) -> FederatedError:
+    return FederatedError(f"weighting must give weights that are not all zero, found zeros for the clients {clients}.")
 
 
 class Aggregation:
@@ -86,24 +99,28 @@ class Aggregation:
     ) -> None:
         self.reduces = reduces
         self.population = population
-        self._weighting = weighting
-        self._members = {p.index: p for p in cohort}
-        active = [p for p in cohort if p.steps > 0 or not local_work]
-        self._weights = {
-            rule: dict(zip((p.index for p in active), weights_of(rule_of, active), strict=True)) if active else {}
-            for rule, rule_of in {"weighting": weighting, "examples": "examples", "uniform": "uniform"}.items()
-            if rule in {*reduces.values(), "examples"}
-        }
-        self._given = dict.fromkeys(self._weights, 0.0)
+        self._members = {p.index: p for p in cohort if p.steps > 0 or not local_work}
+        self._steps = {index: p.steps for index, p in self._members.items()}
+        rules = {"weighting": weighting, "examples": "examples", "uniform": "uniform"}
+        self._rules: dict[str, Weighting] = {k: rules[k] for k in rules if k in {*reduces.values(), "examples"}}
+        self._totals = dict.fromkeys(self._rules, 0.0)
+        for rule, weighs in self._rules.items():
+            self._totals[rule] = sum(_raw(weighs, p, p.steps) for p in self._members.values())
+            if self._members and self._totals[rule] <= 0:
+                raise _all_zero([p.client_id for p in self._members.values()])
+        self._given = dict.fromkeys(self._rules, 0.0)
+        self._models_weight = 0.0
         self._sums: State = {}
         self._models: Tensor | None = None
         self._has_other_delta = False
 
     def weight(self, index: int, rule: str) -> float:
-        """Return a client's normalised weight under a rule; zero for those left out."""
+        """Return a client's weight under a rule; zero for those left out. They sum to one by the steps planned."""
         if rule == "population":
             return 1.0 / self.population
-        return self._weights[rule].get(index, 0.0)
+        if index not in self._members:
+            return 0.0
+        return _raw(self._rules[rule], self._members[index], self._steps[index]) / self._totals[rule]
 
     def add(self, index: int, steps: int, send: State, delta: Vector, y: Vector) -> None:
         """Add one client's messages.
@@ -123,35 +140,29 @@ class Aggregation:
                 f"finish() sent the messages {sorted(send)}, but `reduces` declares {sorted(self.reduces)}: declare how"
                 " each message is averaged, and send each of them."
             )
-        self._reweigh(index, steps)
+        self._steps[index] = steps
         for rule in self._given:
-            self._given[rule] += self._weights[rule].get(index, 0.0)
+            self._given[rule] += self.weight(index, rule)
         for name, value in send.items():
             w = self.weight(index, self.reduces[name])
             if name == "delta" and value is delta and self.reduces[name] != "population":
                 self._models = _add(self._models, y, w)
+                self._models_weight += w
             else:
                 self._has_other_delta |= name == "delta"
                 self._sums[name] = _add(self._sums.get(name), value, w)
-
-    def _reweigh(self, index: int, steps: int) -> None:
-        """Go by the steps that a client took where they are not those that were planned."""
-        planned, weights = self._members[index], self._weights.get("weighting", {})
-        if planned.steps == steps or index not in weights or self._weighting in ("examples", "uniform"):
-            return
-        if self._weighting == "steps":
-            weights[index] *= steps / planned.steps
-        elif callable(self._weighting):
-            before = float(self._weighting(planned.client_id, planned.size, planned.steps))
-            after = float(self._weighting(planned.client_id, planned.size, steps))
-            weights[index] *= after / before if before else 0.0
 
     def mean(self, x: Vector) -> tuple[State, Vector | None]:
         """Return the averages, and the mean of the client models itself where "delta" is their change.
 
         Args:
             x: The server parameters [P] at the start of the round.
+
+        Raises:
+            FederatedError: If the weights of the steps taken are all zero.
         """
+        if self._members and self._given.get("weighting", 1.0) <= 0:
+            raise _all_zero([member.client_id for member in self._members.values()])
         # clients that took fewer steps than planned, or none at all, may have left the weights short of one
         scale = {
             rule: 1.0 if abs(given - 1.0) < 1e-9 or given == 0 else 1.0 / given for rule, given in self._given.items()
@@ -160,8 +171,11 @@ class Aggregation:
         models = None
         if self._models is not None:
             models = self._models * scale[self.reduces["delta"]]
-            delta = models - x
-            means["delta"] = means["delta"] + delta if self._has_other_delta else delta
+            if self._has_other_delta:
+                share = self._models_weight * scale[self.reduces["delta"]]
+                means["delta"] = means["delta"] + (models - share * x)
+            else:
+                means["delta"] = models - x
         cast = {name: value.to(x.dtype) for name, value in means.items()}
         return cast, None if models is None or self._has_other_delta else models.to(x.dtype)
 

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ class ClientWeights:
         for client_id, weight in (self._weights or {}).items():
             if (
                 isinstance(weight, bool)
-                or not isinstance(weight, int | float)
+                or not isinstance(weight, Real)
                 or not 0 <= weight <= most
                 or weight == math.inf
             ):
@@ -76,9 +77,9 @@ class ClientWeights:
         return weights
 
     def __repr__(self) -> str:
-        """Show the source, shortened."""
+        """Show the source; a long mapping is shortened."""
         text = repr(self.source)
-        return text if len(text) <= 60 else f"{text[:57]}..."
+        return text if len(text) <= 60 or isinstance(self.source, str) else f"{text[:57]}..."
 
 
 def _read(path: Path) -> dict[ClientId, float]:
@@ -86,12 +87,16 @@ def _read(path: Path) -> dict[ClientId, float]:
         raise FederatedError(f"There is no file {str(path)!r} with client weights.")
     try:
         if path.suffix.lower() == ".json":
-            content = json.loads(path.read_text())
-            return {str(name): weight for name, weight in content.items()}
-        with path.open(newline="") as file:
-            return {row["client"]: float(row["weight"]) for row in csv.DictReader(file)}
+            pairs = json.loads(path.read_text(), object_pairs_hook=list)
+        else:
+            with path.open(newline="") as file:
+                pairs = [(row["client"], float(row["weight"])) for row in csv.DictReader(file)]
+        weights: dict[ClientId, float] = {str(name): weight for name, weight in pairs}
     except (ValueError, KeyError, AttributeError, TypeError, csv.Error) as error:
         raise FederatedError(
             f"{str(path)!r} must be a JSON object from client to weight, or a CSV file with the columns 'client' and"
             f" 'weight': {type(error).__name__}: {error}."
         ) from error
+    if len(weights) < len(pairs):
+        raise FederatedError(f"{str(path)!r} names {len(pairs) - len(weights)} clients more than once.")
+    return weights

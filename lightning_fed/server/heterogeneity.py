@@ -103,6 +103,8 @@ class SystemsHeterogeneity:
 
     def _straggle(self, seed: int, round: int, client: int, epochs: int, steps: int) -> int:
         stream = generator(seed, Purpose.STRAGGLERS, round, client + 1)
+        if steps == 0:
+            return 0
         if epochs > 1:
             return steps // epochs * int(torch.randint(1, epochs + 1, (), generator=stream))
         return int(torch.randint(1, steps + 1, (), generator=stream))

@@ -67,7 +67,7 @@ class Population(Sequence[ClientId]):
         """
         if self._index is None:
             if isinstance(client_id, int) and client_id in self.ids:
-                return client_id
+                return self.ids.index(client_id)
         elif client_id in self._index:
             return self._index[client_id]
         raise FederatedError(

@@ -123,7 +123,7 @@ class Server:
             "seed": self.seed,
             "algorithm": type(self.algorithm).__name__,
             "options": self.algorithm.options(),
-            "clients": len(self.ids) if isinstance(self.ids, range) else [_plain(i) for i in self.ids],
+            "clients": len(self.ids) if self.ids == range(len(self.ids)) else [_plain(i) for i in self.ids],
             "step": self.step.state_dict(),
             "state": dict(self.state),
             "client_states": self.clients.state_dict(),

@@ -64,7 +64,7 @@ class ServerStep:
             raise FederatedError("server_optimizer must be built from the parameters that it is handed, all of them.")
         refuse_unsupported(self.optimizer, "server_optimizer")
         self.scheduler = None if build_scheduler is None else build_scheduler(self.optimizer)
-        if self.scheduler is not None and (
+        if build_scheduler is not None and (
             not isinstance(self.scheduler, LRScheduler) or isinstance(self.scheduler, ReduceLROnPlateau)
         ):
             raise FederatedError(
@@ -106,13 +106,29 @@ class ServerStep:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``x`` and the states of optimizer and scheduler."""
+        """Return ``x`` and the states of optimizer and scheduler, with their class names."""
         schedule = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"x": self.x.clone(), "optimizer": self.optimizer.state_dict(), "schedule": schedule}
+        return {
+            "x": self.x.clone(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": schedule,
+            "classes": [type(self.optimizer).__name__, type(self.scheduler).__name__],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load what :meth:`state_dict` returned; rates and other options are the saved ones.
+
+        Raises:
+            FederatedError: If it is of another optimizer or scheduler.
+        """
+        mine = [type(self.optimizer).__name__, type(self.scheduler).__name__]
+        for name, saved, here in zip(("server_optimizer", "server_lr_scheduler"), state["classes"], mine, strict=True):
+            if saved != here:
+                raise FederatedError(
+                    f"The checkpoint's {name} is {saved}, this run's is {here}. Resume with the {name} it was written"
+                    " with."
+                )
         self.x.copy_(state["x"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None and state["schedule"] is not None:
+        if self.scheduler is not None:
             self.scheduler.load_state_dict(state["schedule"])

@@ -41,13 +41,16 @@ class LeastSquares(pl.LightningModule):
 
 
 def clients(sizes: Sequence[int], seed: int = 0) -> list[TensorDataset]:
-    """Return clients of these sizes; each has a Hessian and an optimum of its own."""
+    """Return clients of these sizes; each has an optimum of its own, and a well-conditioned Hessian of its own."""
     stream = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=stream, dtype=torch.float64)
     data = []
     for n in sizes:
-        inputs, optimum = draw(n, WIDTH), 2 * draw(WIDTH)
-        data.append(TensorDataset(inputs, inputs @ optimum + 0.1 * draw(n)))
+        rows = max(n, WIDTH)
+        axes, rotation = (torch.linalg.qr(draw(m, WIDTH)).Q for m in (rows, WIDTH))
+        inputs = rows**0.5 * axes * torch.tensor([0.8, 1.0, 1.2], dtype=torch.float64) @ rotation
+        optimum = 2 * draw(WIDTH)
+        data.append(TensorDataset(inputs[:n], inputs[:n] @ optimum + 0.1 * draw(n)))
     return data
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer
 
 FEATURES, CLASSES = 6, 3
 
@@ -101,3 +101,35 @@ def fit(
     ckpt_path = kwargs.pop("ckpt_path", None)
     trainer(**kwargs).fit(model, data() if datamodule is None else datamodule, ckpt_path=ckpt_path)
     return parameters(model)
+
+
+class Trajectory(FederatedCallback):
+    """Keeps what a run goes through: cohorts, server models and kept client states by round, clients' own models."""
+
+    def __init__(self) -> None:
+        self.cohorts: list[tuple[Any, ...]] = []
+        self.models: list[Tensor] = []
+        self.states: list[dict[int, dict[str, Tensor]]] = []
+        self.ends: list[dict[Any, Tensor]] = []
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        self.ends.append({})
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        self.ends[-1][client_report.client_id] = parameters(pl_module).clone()
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        self.cohorts.append(round_report.cohort)
+        self.models.append(parameters(pl_module).clone())
+        self.states.append(trainer.fit_loop.state.clients.state_dict())
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two state dicts agree bit for bit."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, Mapping):
+        return isinstance(b, Mapping) and a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
+    if isinstance(a, list | tuple):
+        return isinstance(b, type(a)) and len(a) == len(b) and all(same(*pair) for pair in zip(a, b, strict=True))
+    return type(a) is type(b) and a == b

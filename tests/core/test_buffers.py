@@ -1,0 +1,141 @@
+"""Buffers beside the parameter vector: reading, writing, averaging."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_fed.core.buffers import BUFFER_MODES, BufferMean, Buffers
+from lightning_fed.core.errors import FederatedError
+
+
+class Counting(nn.Module):
+    """A module with a floating-point, an integer and a boolean buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([1.0, 2.0]))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("seen", torch.tensor([True, False]))
+
+
+def buffers(mode: str = "average") -> tuple[Counting, Buffers]:
+    module = Counting()
+    return module, Buffers({f"net.{name}": (module, name) for name in ("mean", "count", "seen")}, mode)
+
+
+def state(mean: float, count: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {"mean": torch.tensor([mean, -mean], dtype=dtype), "count": torch.tensor(count)}
+
+
+@pytest.mark.parametrize("mode", ["mean", "", None, "Average"])
+def test_an_unknown_mode_is_refused(mode: str) -> None:
+    with pytest.raises(FederatedError, match=rf"buffers must be one of .*'average'.*'local'.*, found {mode!r}"):
+        Buffers({}, mode)
+
+
+@pytest.mark.parametrize("mode", BUFFER_MODES)
+def test_only_averaged_buffers_travel(mode: str) -> None:
+    # two floats, one int64, two bools
+    assert buffers(mode)[1].bytes == (2 * 4 + 8 + 2 if mode == "average" else 0)
+
+
+def test_the_servers_buffers_are_copies_of_the_first_ones() -> None:
+    module, b = buffers()
+    module.mean.zero_()
+    assert torch.equal(b.server["net.mean"], torch.tensor([1.0, 2.0]))
+    read = b.read()
+    module.mean.fill_(5.0)
+    assert torch.equal(read["net.mean"], torch.zeros(2))
+
+
+def test_write_goes_into_the_modules_own_tensors() -> None:
+    module, b = buffers()
+    held = module.mean
+    b.write(
+        {"net.mean": torch.tensor([4.0, 5.0]), "net.count": torch.tensor(9), "net.seen": torch.tensor([False, True])}
+    )
+    assert module.mean is held
+    assert module.mean.tolist() == [4.0, 5.0]
+    assert int(module.count) == 9
+    assert module.seen.tolist() == [False, True]
+
+
+def test_a_buffer_that_the_module_assigns_anew_is_found() -> None:
+    module, b = buffers()
+    module.mean = torch.tensor([7.0, 8.0])
+    assert b.read()["net.mean"].tolist() == [7.0, 8.0]
+    b.write(b.server)
+    assert module.mean.tolist() == [1.0, 2.0]
+
+
+def test_floats_are_averaged_by_examples_and_integers_come_from_the_largest() -> None:
+    mean = BufferMean()
+    mean.add(state(1.0, count=10), size=1)
+    mean.add(state(5.0, count=20), size=3)
+    mean.add(state(-2.0, count=30), size=2)
+    out = mean.result(state(99.0, count=99))
+    # (1 * 1 + 3 * 5 + 2 * (-2)) / 6 = 2
+    assert out["mean"].tolist() == [2.0, -2.0]
+    assert int(out["count"]) == 20
+
+
+def test_the_first_of_equally_large_clients_gives_the_integers() -> None:
+    mean = BufferMean()
+    for count in (10, 20, 30):
+        mean.add(state(0.0, count), size=4)
+    assert int(mean.result(state(0.0))["count"]) == 10
+
+
+def test_all_integers_of_the_largest_client_come_together() -> None:
+    mean = BufferMean()
+    mean.add({"a": torch.tensor(1), "b": torch.tensor([True])}, size=1)
+    mean.add({"a": torch.tensor(2), "b": torch.tensor([False])}, size=2)
+    out = mean.result({"a": torch.tensor(0), "b": torch.tensor([True])})
+    assert int(out["a"]) == 2
+    assert not bool(out["b"])
+
+
+def test_without_clients_the_servers_buffers_stay() -> None:
+    server = state(3.0, count=4)
+    assert BufferMean().result(server) is server
+
+
+def test_a_buffer_that_no_client_sent_stays() -> None:
+    mean = BufferMean()
+    mean.add({"mean": torch.tensor([2.0, 2.0])}, size=1)
+    out = mean.result(state(1.0, count=4))
+    assert out["mean"].tolist() == [2.0, 2.0]
+    assert int(out["count"]) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_mean_has_the_servers_dtype_and_is_summed_in_float64(dtype: torch.dtype) -> None:
+    mean = BufferMean()
+    for _ in range(3000):  # in half precision the sum would stop growing at 2048 or overflow
+        mean.add(state(1.0, dtype=dtype), size=100)
+    out = mean.result(state(0.0, dtype=dtype))["mean"]
+    assert out.dtype == dtype
+    assert out.tolist() == [1.0, -1.0]
+
+
+def test_what_was_sent_is_not_changed() -> None:
+    first, second, mean = state(1.0), state(3.0), BufferMean()
+    mean.add(first, size=1)
+    mean.add(second, size=1)
+    assert mean.result(state(0.0))["mean"].tolist() == [2.0, -2.0]
+    assert first["mean"].tolist() == [1.0, -1.0]
+    assert second["mean"].tolist() == [3.0, -3.0]
+
+
+@given(st.lists(st.tuples(st.floats(-1e3, 1e3, width=32), st.integers(1, 1000)), min_size=1, max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_the_mean_by_examples(clients: list[tuple[float, int]]) -> None:
+    mean = BufferMean()
+    for value, size in clients:
+        mean.add(state(value, count=size, dtype=torch.float64), size)
+    out = mean.result(state(0.0, dtype=torch.float64))
+    want = sum(v * n for v, n in clients) / sum(n for _, n in clients)
+    torch.testing.assert_close(out["mean"][0], torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-9)
+    assert int(out["count"]) == max(n for _, n in clients)

@@ -1,0 +1,126 @@
+"""Random streams as functions of (seed, purpose, round, client), and the global generators."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fed.core.seeds import (
+    Purpose,
+    capture_random_state,
+    derive_seed,
+    generator,
+    preserved_random_state,
+    seed_global,
+)
+
+key = st.tuples(
+    st.integers(0, 2**63), st.sampled_from(list(Purpose)), st.integers(0, 10**6), st.integers(0, 10**9)
+)  # fmt: skip
+
+
+def draws() -> tuple[float, float, float]:
+    return float(torch.rand(())), random.random(), float(np.random.rand())
+
+
+def draw_and_fail() -> None:
+    draws()
+    raise RuntimeError("inside")
+
+
+@given(key)
+@settings(max_examples=100, deadline=None)
+def test_a_seed_has_63_bits_and_depends_on_its_key_alone(k: tuple[int, Purpose, int, int]) -> None:
+    assert 0 <= derive_seed(*k) < 2**63
+    torch.rand(3)
+    assert derive_seed(*k) == derive_seed(*k)
+    assert torch.equal(torch.rand(4, generator=generator(*k)), torch.rand(4, generator=generator(*k)))
+
+
+@given(key, key)
+@settings(max_examples=200, deadline=None)
+def test_different_keys_have_different_seeds(
+    a: tuple[int, Purpose, int, int], b: tuple[int, Purpose, int, int]
+) -> None:
+    assert (derive_seed(*a) == derive_seed(*b)) == (a == b)
+
+
+def test_neighbouring_keys_do_not_run_together() -> None:
+    # a key written without separators would mix round 1, client 11 with round 11, client 1
+    keys = [(s, p, r, c) for s in (0, 1, 11) for p in Purpose for r in (0, 1, 11, 111) for c in (0, 1, 11, 111)]
+    assert len({derive_seed(*k) for k in keys}) == len(keys)
+
+
+def test_the_values_are_fixed_for_all_time() -> None:
+    # checkpoints of older versions resume with the cohorts they would have had
+    assert derive_seed(0, Purpose.COHORT) == 6929971993531640619
+    assert derive_seed(7, Purpose.BATCHES, 3, 5) == 6051488708998418504
+    assert [p.value for p in Purpose] == list(range(1, len(Purpose) + 1))
+
+
+@pytest.mark.parametrize("purpose", list(Purpose)[1:])
+def test_streams_of_different_purposes_are_uncorrelated(purpose: Purpose) -> None:
+    n = 2000
+    a, b = (
+        torch.stack([torch.rand((), generator=generator(0, p, r)) for r in range(n)]) for p in (Purpose.COHORT, purpose)
+    )
+    correlation = float(torch.corrcoef(torch.stack([a, b]))[0, 1])
+    assert abs(correlation) < 5 / n**0.5
+    assert abs(float(b.mean()) - 0.5) < 5 * (1 / 12 / n) ** 0.5
+
+
+def test_seed_global_seeds_torch_python_and_numpy() -> None:
+    seed_global(2**62 + 5)
+    first = draws()
+    seed_global(2**62 + 5)
+    assert draws() == first
+    seed_global(2**62 + 6)
+    assert all(a != b for a, b in zip(draws(), first, strict=True))
+
+
+def test_seed_global_is_what_the_libraries_own_seeds_are() -> None:
+    seed_global(11)
+    ours = draws()
+    torch.manual_seed(11)
+    random.seed(11)
+    np.random.seed(11)
+    assert draws() == ours
+
+
+def test_captured_state_comes_back_as_often_as_asked() -> None:
+    seed_global(3)
+    draws()
+    restore = capture_random_state()
+    first = draws()
+    assert draws() != first
+    for _ in range(2):
+        restore()
+        assert draws() == first
+
+
+def test_preserved_state_comes_back_also_after_an_error() -> None:
+    seed_global(3)
+    expected = draws()
+    seed_global(3)
+    with preserved_random_state():
+        assert draws() == expected  # nothing is seeded on entry
+        draws()
+    assert draws() == expected
+    seed_global(3)
+    with pytest.raises(RuntimeError, match="inside"), preserved_random_state():
+        draw_and_fail()
+    assert draws() == expected
+
+
+@pytest.mark.gpu
+def test_the_devices_generator_is_seeded_and_restored() -> None:
+    device = torch.device("cuda")
+    seed_global(3, device)
+    first = torch.rand(3, device=device)
+    seed_global(3, device)
+    with preserved_random_state(device):
+        assert torch.equal(torch.rand(3, device=device), first)
+    assert torch.equal(torch.rand(3, device=device), first)

@@ -1,0 +1,269 @@
+"""Everything that outlives a round: committed as a whole, saved and loaded as a whole, refused by name."""
+
+import copy
+import io
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_fed.algorithms import Algorithm, FedAvg, FedDyn, FedProx, Mime, Scaffold, SGDm
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.flat import Layout
+from lightning_fed.core.rounds import Cohort
+from lightning_fed.server.server import Server, resolve_weighting
+from lightning_fed.server.step import plain_sgd
+from tests.helpers.training import same
+
+IDS = ["a", "b", "c", "d"]
+MOMENTUM = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
+
+
+def vector(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def server(
+    algorithm: Algorithm | None = None,
+    x: Tensor | None = None,
+    ids: Sequence[Any] = IDS,
+    seed: int = 3,
+    build: Any = MOMENTUM,
+    schedule: Any = None,
+) -> Server:
+    x = vector(1.0, 2.0) if x is None else x
+    return Server(Scaffold() if algorithm is None else algorithm, x, Layout([x.shape]), build, schedule, ids, seed)
+
+
+def close(s: Server, delta: float, delta_c: float, models: Tensor | None = None) -> float:
+    """Close a round of SCAFFOLD in which client 1 took part."""
+    s.clients.stage(1, {"c_i": vector(delta_c, delta_c)})
+    mean = {"delta": vector(delta, delta), "delta_c": vector(delta_c, delta_c)}
+    norm = s.close_round(mean, models, s.state, Cohort(1, 4, s.round), {"count": torch.tensor(s.round + 1)})
+    s.count([1], bytes_up=10, bytes_down=20)
+    return norm
+
+
+# ------------------------------------------------------------------ a round
+
+
+def test_a_round_moves_everything_at_once() -> None:
+    s = server()
+    assert s.round == 0
+    norm = close(s, delta=2.0, delta_c=3.0)
+    assert s.x.tolist() == [2.0, 3.0]  # rate 1/2
+    assert norm == pytest.approx(2**0.5, rel=1e-12)
+    assert s.state["c"].tolist() == [3.0, 3.0]
+    assert s.client_state(1)["c_i"].tolist() == [3.0, 3.0]
+    assert int(s.buffers["count"]) == 1
+    assert s.round == 1
+    close(s, delta=2.0, delta_c=-1.0)
+    assert s.x.tolist() == [3.5, 4.5]  # the momentum is 2 + 0.5 * 2
+    assert s.state["c"].tolist() == [2.0, 2.0]
+    assert s.round == 2
+
+
+def test_nothing_is_committed_before_the_round_closes() -> None:
+    s = server()
+    before = copy.deepcopy(s.state_dict())
+    s.clients.stage(1, {"c_i": vector(9.0, 9.0)})
+    assert s.client_state(1)["c_i"].tolist() == [0.0, 0.0]
+    s.clients.discard()
+    assert same(s.state_dict(), before)
+    close(s, delta=1.0, delta_c=1.0)
+    assert not same(s.state_dict(), before)
+
+
+def test_a_client_without_state_gets_a_fresh_one() -> None:
+    s = server()
+    fresh = s.client_state(2)["c_i"]
+    assert fresh.tolist() == [0.0, 0.0]
+    fresh.fill_(7.0)
+    assert s.client_state(2)["c_i"].tolist() == [0.0, 0.0]
+    assert len(s.clients) == 0
+
+
+def test_an_empty_round_counts_and_changes_nothing() -> None:
+    s = server()
+    close(s, delta=1.0, delta_c=1.0)
+    before = copy.deepcopy(s.state_dict())
+    assert s.close_round({}, None, s.state, Cohort(0, 4, 1), s.buffers) == 0.0
+    assert s.round == 2
+    assert same({**s.state_dict(), "round": 1}, before)
+
+
+def test_an_empty_round_counts_for_the_servers_schedule() -> None:
+    s = server(schedule=partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5))
+    s.close_round({}, None, s.state, Cohort(0, 4, 0), s.buffers)
+    close(s, delta=2.0, delta_c=0.0)
+    assert s.x.tolist() == [1.5, 2.5]  # at rate 1/4, not 1/2
+
+
+def test_plain_sgd_takes_the_mean_model_only_where_the_direction_is_the_mean_change() -> None:
+    class Half(Scaffold):
+        def update_server(self, x: Tensor, server: Any, mean: Any, cohort: Any) -> Any:
+            direction, state = super().update_server(x, server, mean, cohort)
+            return 0.5 * direction, state
+
+    for method, want in ((Scaffold(), 50.0), (Half(), 2.0)):
+        s = server(method, build=plain_sgd)
+        close(s, delta=2.0, delta_c=0.0, models=vector(50.0, 50.0))
+        assert float(s.x[0]) == want
+
+
+def test_states_keep_no_graph() -> None:
+    class Grown(FedAvg):
+        def init_server(self, x: Tensor) -> dict[str, Tensor]:
+            return {"m": torch.zeros_like(x)}
+
+        def update_server(self, x: Tensor, server: Any, mean: Any, cohort: Any) -> Any:
+            return mean["delta"], {"m": (2 * x.clone().requires_grad_())}
+
+    s = server(Grown())
+    s.close_round({"delta": vector(1.0, 1.0)}, None, s.state, Cohort(1, 4, 0), {})
+    assert s.state["m"].tolist() == [2.0, 4.0]
+    assert not s.state["m"].requires_grad
+
+
+def test_the_first_state_does_not_share_the_parameters() -> None:
+    class Keeps(FedAvg):
+        def init_server(self, x: Tensor) -> dict[str, Tensor]:
+            return {"first": x}
+
+    x = vector(1.0, 2.0)
+    s = server(Keeps(), x)
+    s.close_round({"delta": vector(1.0, 1.0)}, None, s.state, Cohort(1, 4, 0), {})
+    assert s.state["first"].tolist() == [1.0, 2.0]
+    assert x.tolist() == [1.0, 2.0]
+
+
+def test_what_is_shown_is_the_methods_choice() -> None:
+    class Doubled(FedAvg):
+        def evaluate_at(self, x: Tensor, server: Any) -> Tensor:
+            return 2 * x
+
+    assert torch.equal(server().shown(), server().x)
+    assert server(Doubled()).shown().tolist() == [2.0, 4.0]
+
+
+def test_totals_count_distinct_clients_and_all_bytes() -> None:
+    s = server()
+    s.count([0, 2], bytes_up=5, bytes_down=7)
+    s.count([2, 3], bytes_up=1, bytes_down=2)
+    s.count([], bytes_up=0, bytes_down=0)
+    assert (s.seen, s.bytes_up, s.bytes_down) == (3, 6, 9)
+
+
+# ------------------------------------------------------------------ saved and loaded
+
+
+def saved(s: Server) -> dict[str, Any]:
+    """Return the state as it comes back from a file that may hold plain containers and tensors only."""
+    file = io.BytesIO()
+    torch.save(s.state_dict(), file)
+    file.seek(0)
+    return dict(torch.load(file, weights_only=True))
+
+
+@pytest.mark.parametrize("ids", [IDS, range(4), [3, "x", 1, 0]], ids=str)
+def test_a_loaded_server_goes_on_as_if_nothing_had_happened(ids: Sequence[Any]) -> None:
+    straight, first, second = (server(ids=ids) for _ in range(3))
+    for r in range(4):
+        close(straight, r + 1.0, r - 2.0)
+    for r in range(2):
+        close(first, r + 1.0, r - 2.0)
+    close(second, 100.0, 100.0)
+    second.clients.stage(0, {"c_i": vector(5.0, 5.0)})
+    second.load_state_dict(saved(first))
+    assert same(saved(second), saved(first))
+    for r in range(2, 4):
+        close(second, r + 1.0, r - 2.0)
+    assert same(saved(second), saved(straight))
+    assert second.seen == 1
+    assert second.clients.get(0) is None
+
+
+def test_a_saved_state_does_not_change_with_the_run() -> None:
+    s = server()
+    close(s, 1.0, 1.0)
+    kept = s.state_dict()
+    before = copy.deepcopy(kept)
+    close(s, 2.0, 2.0)
+    assert same(kept["state"], before["state"])
+    assert same(kept["client_states"], before["client_states"])
+    assert same(kept["step"]["x"], before["step"]["x"])
+    assert same(kept["seen"], before["seen"])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"algorithm": FedProx(mu=0.1)}, "checkpoint's method is 'Scaffold', this run's is 'FedProx'"),
+        ({"algorithm": Scaffold(option="i")}, "method options is {'option': 'ii'}, this run's is {'option': 'i'}"),
+        ({"ids": ["a", "b", "c"]}, r"client list is \['a', 'b', 'c', 'd'\], this run's is \['a', 'b', 'c'\]"),
+        ({"ids": ["b", "a", "c", "d"]}, "client list is"),
+        ({"ids": range(4)}, r"client list is \['a', 'b', 'c', 'd'\], this run's is 4"),
+        ({"seed": 4}, "seed is 3, this run's is 4"),
+        ({"x": torch.zeros(1234, dtype=torch.float64)}, "holds 2 trainable parameters, the model has 1,234"),
+    ],
+    ids=["method", "options", "fewer", "order", "range", "seed", "size"],
+)
+def test_a_checkpoint_of_another_run_is_refused(other: dict[str, Any], message: str) -> None:
+    checkpoint = saved(server())
+    s = server(**other)
+    before = copy.deepcopy(s.state_dict())
+    with pytest.raises(FederatedError, match=message):
+        s.load_state_dict(checkpoint)
+    assert same(s.state_dict(), before)  # nothing is half loaded
+
+
+def test_options_of_a_base_optimizer_count() -> None:
+    checkpoint = saved(server(Mime(base=SGDm(beta=0.9))))
+    with pytest.raises(FederatedError, match="method options"):
+        server(Mime(base=SGDm(beta=0.8))).load_state_dict(checkpoint)
+    server(Mime(base=SGDm(beta=0.9))).load_state_dict(checkpoint)
+
+
+def test_the_saved_seed_is_taken_where_none_is_given() -> None:
+    s = server(seed=0)
+    s.load_state_dict(saved(server(seed=3)), any_seed=True)
+    assert s.seed == 3
+
+
+def test_any_seed_excuses_nothing_else() -> None:
+    with pytest.raises(FederatedError, match="client list"):
+        server(ids=range(4)).load_state_dict(saved(server()), any_seed=True)
+
+
+def test_long_client_lists_are_shown_in_short() -> None:
+    ids = [f"client {i}" for i in range(1000)]
+    with pytest.raises(FederatedError, match=r"'client 4.*\.\.\., this run's is") as error:
+        server().load_state_dict(saved(server(ids=ids)))
+    assert len(str(error.value)) < 500
+
+
+# ------------------------------------------------------------------ weighting
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "weighting", "want"),
+    [
+        (FedAvg(), None, "examples"),
+        (FedAvg(), "uniform", "uniform"),
+        (FedAvg(), "steps", "steps"),
+        (Scaffold(), None, Scaffold().default_weighting),
+    ],
+    ids=str,
+)
+def test_the_weighting_is_the_runs_or_the_methods(algorithm: Algorithm, weighting: Any, want: str) -> None:
+    assert resolve_weighting(algorithm, weighting) == want
+
+
+@pytest.mark.parametrize("algorithm", [Scaffold(), FedDyn(alpha=0.1)], ids=repr)
+def test_methods_with_fixed_averages_refuse_a_weighting(algorithm: Algorithm) -> None:
+    name = type(algorithm).__name__
+    with pytest.raises(FederatedError, match=f"weighting='examples' does not apply to {name}: .*has no weighted form"):
+        resolve_weighting(algorithm, "examples")
