@@ -1,0 +1,123 @@
+"""Random cases through the real trainer, for options that no stored case needs to have.
+
+Cases are drawn, and their expected parameters computed, by the plain NumPy loops of :mod:`tests.helpers.reference`. The
+server parameters after every round must agree as those of the stored cases do.
+"""
+
+from typing import Any
+
+import pytest
+
+from lightning_fed.algorithms import FedNova
+from tests.helpers import reference
+
+from .cases import Case
+from .methods import Setup, translate
+from .runner import Variant, run
+from .test_oracle import TOLERANCE, deviation
+
+PLAIN = Variant()
+
+DECAYED = {"client_lr": 0.1, "client_lr_decay": 0.8}
+EXAMPLES, UNIFORM = ({**DECAYED, "weighting": weighting} for weighting in ("examples", "uniform"))
+
+EMA, HEAVY = ({"name": "sgdm", "beta": 0.7, "momentum_form": form} for form in ("ema", "heavy_ball"))
+RMS = {"name": "rmsprop", "beta": 0.8, "eps": 0.1}
+ADAM = {"name": "adam", "beta1": 0.7, "beta2": 0.9, "eps": 0.1}
+ADAGRAD = {"name": "adagrad", "beta1": 0.5, "eps": 0.1}
+YOGI = {**ADAM, "name": "yogi"}
+NEW, STARTED, OLD = {"stats": "new"}, {"stats": "new", "v0": 0.2}, {"stats": "old", "v0": 0.2}
+CORRECTED = {**NEW, "bias_correction": True}
+BASES: list[dict[str, Any]] = [
+    {"name": "sgd"},
+    EMA,
+    HEAVY,
+    *({**base, **stats} for base in (RMS, ADAM, ADAGRAD, YOGI) for stats in (STARTED, OLD)),
+    *({**base, **CORRECTED} for base in (ADAM, YOGI)),
+]
+KINDS = ("softmax", "least_squares", "quadratic")
+
+
+def label(value: Any) -> str:
+    """Return hyper-parameters in short."""
+    return "-".join(str(v) for v in value.values()) if isinstance(value, dict) else str(value)
+
+
+def agree(algorithm: str, hp: dict[str, Any], variant: Variant = PLAIN, **options: Any) -> None:
+    """Draw a case, run it, and compare the parameters after every round."""
+    case = Case(**vars(reference.make_case(algorithm, hp, **options)))
+    compare(case, translate(case), variant)
+
+
+def compare(case: Case, setup: Setup, variant: Variant = PLAIN) -> None:
+    by_round = deviation(run(case, setup, variant).parameters, case.expected())
+    assert bool((by_round <= TOLERANCE).all()), f"{case.id}: off by {by_round.tolist()} by round"
+
+
+@pytest.mark.parametrize("base", BASES, ids=label)
+@pytest.mark.parametrize("algorithm", ["server_only", "fedavg", "fedavg normalized", "mime", "mimelite", "c-mime"])
+def test_base_optimizers(algorithm: str, base: dict[str, Any]) -> None:
+    name, _, pseudo_grad = algorithm.partition(" ")
+    turn = BASES.index(base)
+    local = {"weighting": "examples"} if name == "server_only" else EXAMPLES if turn % 2 else UNIFORM
+    hp = {**local, "base": base, "server_lr": 0.5, **({"pseudo_grad": pseudo_grad} if pseudo_grad else {})}
+    agree(name, hp, seed=turn, kind=KINDS[turn % 3], l2=0.1 * (turn % 2))
+
+
+WEIGHTED: list[tuple[str, dict[str, Any]]] = [
+    ("fedprox", {"mu": 0.7}),
+    ("feddane", {"mu": 0.0}),
+    ("feddane", {"mu": 0.7}),
+    *(
+        ("fedcm", {"alpha": 0.3, "eta_g": eta_g, "eta_g_mode": mode})
+        for eta_g, mode in ((1.0, "relative"), (0.5, "relative"), (0.2, "paper"))
+    ),
+    *(
+        ("mime_mvr", {"a": a, "anchor": anchor, "m0": m0})
+        for a, anchor in ((0.3, "eq15"), (0.3, "lemma9"), (0.3, "current"), (0.0, "eq15"), (1.0, "lemma9"))
+        for m0 in ("grad", "zeros")
+    ),
+]
+
+
+@pytest.mark.parametrize("weighting", [EXAMPLES, UNIFORM], ids=label)
+@pytest.mark.parametrize(("algorithm", "hp"), WEIGHTED, ids=label)
+def test_weighted_methods(algorithm: str, hp: dict[str, Any], weighting: dict[str, Any]) -> None:
+    seed = WEIGHTED.index((algorithm, hp))
+    agree(algorithm, {**weighting, **hp}, seed=seed, kind=KINDS[seed % 3])
+    agree(algorithm, {**weighting, **hp}, Variant(True, True), seed=seed, kind=KINDS[(seed + 1) % 3], l2=0.2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("algorithm", "hp"),
+    [
+        ("scaffold", {"option": "i", "server_lr": 0.8}),
+        ("scaffold", {"option": "ii", "server_lr": 0.8}),
+        ("feddyn", {"alpha": 0.4, "alpha_scaling": "none"}),
+        ("feddyn", {"alpha": 0.4, "alpha_scaling": "inverse_size"}),
+    ],
+    ids=label,
+)
+def test_methods_with_client_states(algorithm: str, hp: dict[str, Any], kind: str) -> None:
+    hp = {**DECAYED, **hp}
+    agree(algorithm, hp, kind=kind, n_clients=6)
+    agree(algorithm, hp, Variant(decay_in_optimizer=True), seed=1, kind=kind, l2=0.2, equal_sizes=True)
+
+
+@pytest.mark.parametrize("client_lr", [0.1, 1.5])
+@pytest.mark.parametrize("patience", [1, 2])
+def test_adaptive_mu(patience: int, client_lr: float) -> None:
+    # at the large rate the loss rises as well as falls
+    adaptive = {"step": 0.2, "patience": patience}
+    hp = {"client_lr": client_lr, "weighting": "examples", "mu": 0.3, "adaptive": adaptive}
+    agree("fedprox", hp, n_rounds=12, l2=0.05)
+
+
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+def test_fednova(weighting: str) -> None:
+    """FedNova, which the format of stored cases does not have."""
+    hp = {**DECAYED, "weighting": weighting}
+    case = Case(**vars(reference.make_case("fednova", hp, l2=0.2)))
+    for variant in (PLAIN, Variant(decay_in_optimizer=True)):
+        compare(case, Setup(FedNova, {"local_epochs": 1, "weighting": weighting}, {}), variant)
