@@ -35,6 +35,7 @@ from lightning_fed.optim import FederatedOptimizer
 from lightning_fed.server.population import Population
 from lightning_fed.server.sampling import check_count
 from lightning_fed.server.server import Server
+from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings import Settings
 
 __all__ = ["FederatedLoop"]
@@ -293,7 +294,8 @@ class FederatedLoop(_FitLoop):
         with trainer.profiler.profile("run_federated_round"):
             report = self._run_round()
         trainer._logger_connector.on_epoch_end()
-        self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        with steps_not_counted():
+            self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         call_round_hook(trainer, "on_round_end", report)
         self._validate()
         self.step_plateau_schedulers()

@@ -367,13 +367,16 @@ def test_dissimilar_gradients_move_uncorrected_steps(name: str, a: tuple[float, 
 # ---------------------------------------------------------------------- checkpoints
 
 SMALL = (9, 6, 12, 5)
+SERVERS = [None, partial(torch.optim.SGD, lr=0.5), partial(FedAdam, lr=0.05)]
 
 
 @ALL
 def test_resume_is_exact(name: str, tmp_path: Path) -> None:
+    settings = {"clients_per_round": 2, "local_epochs": 1, "server_optimizer": SERVERS[list(METHODS).index(name) % 3]}
+
     def run(rounds: int, model: Classifier, **kwargs: Any) -> tuple[Any, Trajectory]:
         recorder = Trajectory()
-        made = trainer(METHODS[name], max_rounds=rounds, clients_per_round=2, local_epochs=1, callbacks=recorder)
+        made = trainer(METHODS[name], max_rounds=rounds, callbacks=recorder, **settings)
         made.fit(model, data(SMALL), **kwargs)
         return made, recorder
 
@@ -410,7 +413,6 @@ SAMPLERS = [
     BernoulliSampler(0.7),
     AvailabilitySampler(2, low=0.4),
 ]
-SERVERS = [None, partial(torch.optim.SGD, lr=0.5), partial(FedAdam, lr=0.05)]
 PRECISIONS = ["32-true", "64-true", "bf16-mixed"]
 SLOW = [None, SystemsHeterogeneity(stragglers=0.5)]
 

@@ -12,7 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
+from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import Algorithm, FedAvg, FedDyn, FedNova, FedProx, Scaffold
+from lightning_fed.server import FedAdam, FedAvgM
 from tests.helpers import least_squares
 from tests.helpers.least_squares import LeastSquares
 from tests.helpers.training import Trajectory, data, parameters, same
@@ -144,6 +146,28 @@ def test_a_client_trains_alike_whoever_else_takes_part(plan: Plan, algorithm: Al
     assert same(ends(joint), ends([(client,)] * len(joint)))
 
 
+class Watched(LeastSquares):
+    """Notes the order of the rows and a random number of every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.orders: list[tuple[float, ...]] = []
+        self.numbers: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.orders.append(tuple(batch[0][:, 0].tolist()))
+        self.numbers.append(float(torch.rand(())))
+        return super().training_step(batch, batch_idx)
+
+
+def test_every_client_and_round_has_random_streams_of_its_own() -> None:
+    (twin,) = least_squares.clients((20,))
+    model, datamodule = Watched(), FederatedDataModule(clients=[twin, twin, twin], batch_size=20)
+    trainer(Method(FedAvg()), local_epochs=2, max_rounds=3, precision="64-true").fit(model, datamodule)
+    assert len(set(model.orders)) == len(set(model.numbers)) == 3 * 3 * 2
+    assert len({tuple(sorted(order)) for order in model.orders}) == 1
+
+
 @few(40)
 @given(plan=plans(), method=methods, data=st.data())
 def test_the_order_of_a_cohort_does_not_matter(plan: Plan, method: Method, data: st.DataObject) -> None:
@@ -203,13 +227,18 @@ def test_the_servers_variate_is_the_mean_over_the_population(plan: Plan, algorit
 
 
 @few(30)
-@given(plan=plans(losses=True), method=methods, data=st.data())
-def test_a_resumed_run_is_the_uninterrupted_one(plan: Plan, method: Method, data: st.DataObject) -> None:
-    whole, seen = run(plan, method)
+@given(
+    plan=plans(losses=True),
+    method=methods,
+    server=st.sampled_from([None, partial(FedAvgM, lr=0.5), partial(FedAdam, lr=0.05)]),
+    data=st.data(),
+)
+def test_a_resumed_run_is_the_uninterrupted_one(plan: Plan, method: Method, server: Any, data: st.DataObject) -> None:
+    whole, seen = run(plan, method, server_optimizer=server)
     done = data.draw(st.integers(1, len(plan.cohorts) - 1), label="rounds before the checkpoint")
-    half, _ = run(plan, method, max_rounds=done)
+    half, _ = run(plan, method, server_optimizer=server, max_rounds=done)
     half.save_checkpoint("half.ckpt")
-    rest, seen_after = run(plan, method, Path("half.ckpt"))
+    rest, seen_after = run(plan, method, Path("half.ckpt"), server_optimizer=server)
     assert same(seen_after.models, seen.models[done:])
     assert same(rest.fit_loop.state.state_dict(), whole.fit_loop.state.state_dict())
     assert torch.equal(parameters(rest.lightning_module), parameters(whole.lightning_module))

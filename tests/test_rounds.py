@@ -22,7 +22,6 @@ from lightning_fed.algorithms import (
     Scaffold,
     SGDm,
 )
-from lightning_fed.server import FedAdam, FedAvgM
 from tests.helpers.training import QUIET, Net, classification, clients, data, fit, parameters, seeded, trainer
 
 
@@ -49,11 +48,6 @@ def test_neutral_settings_equal_fedavg_bit_for_bit(method: Algorithm, decay: flo
     assert torch.equal(fit(seeded(weight_decay=decay), algorithm=method, weighting="uniform"), reference)
 
 
-def test_scaffold_with_one_client_is_sgd() -> None:
-    one = {"datamodule": data(sizes=(20,)), "clients_per_round": 1, "max_rounds": 4}
-    torch.testing.assert_close(fit(algorithm=Scaffold(), **one), fit(algorithm=FedAvg(), **one), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("extra", [{}, {"gradient_clip_val": 0.5}, {"accumulate_grad_batches": 2}], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
@@ -69,40 +63,6 @@ def test_one_client_and_one_round_equal_plain_lightning_bit_for_bit(
     client = data(sizes=(18,)).client_dataset(0)
     pl.Trainer(**QUIET, max_epochs=2, precision=precision, **extra).fit(plain, DataLoader(client, batch_size=4))
     assert torch.equal(parameters(ours), parameters(plain))
-
-
-METHODS: list[tuple[str, dict[str, Any]]] = [
-    ("FedAvg", {"algorithm": FedAvg()}),
-    ("FedAvg+FedAdam", {"algorithm": FedAvg(), "server_optimizer": FedAdam}),
-    ("FedAvg+FedAvgM", {"algorithm": FedAvg(), "server_optimizer": lambda p: FedAvgM(p, lr=0.5)}),
-    ("FedProx adaptive", {"algorithm": FedProx(mu=0.1, adaptive=True)}),
-    ("Scaffold i", {"algorithm": Scaffold(option="i")}),
-    ("Scaffold ii", {"algorithm": Scaffold()}),
-    ("Mime", {"algorithm": Mime(base=SGDm())}),
-    ("Mime of the user's optimizer", {"algorithm": Mime(), "momentum": 0.9}),
-    ("MimeLite", {"algorithm": MimeLite(base=SGDm())}),
-    ("FedCM", {"algorithm": FedCM(alpha=0.3)}),
-]
-
-
-def options_of(settings: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    return {k: v for k, v in settings.items() if k != "momentum"}, settings.get("momentum", 0.0)
-
-
-@pytest.mark.parametrize("settings", [m for _, m in METHODS], ids=[name for name, _ in METHODS])
-def test_resume_is_exact(settings: dict[str, Any], tmp_path: Path) -> None:
-    options, momentum = options_of(settings)
-    whole = RoundsOf()
-    straight = fit(seeded(momentum=momentum), max_rounds=6, callbacks=whole, **options)
-    half, rest = trainer(max_rounds=3, **options), RoundsOf()
-    half.fit(seeded(momentum=momentum), data())
-    half.save_checkpoint(tmp_path / "half.ckpt")
-    torch.manual_seed(123)  # the state of the global generators must not matter
-    torch.rand(7)
-    other = Net(momentum=momentum)
-    resumed = fit(other, max_rounds=6, callbacks=rest, ckpt_path=tmp_path / "half.ckpt", **options)
-    assert torch.equal(resumed, straight)
-    assert rest.cohorts == whole.cohorts[3:]
 
 
 class SaveInside(pl.Callback):

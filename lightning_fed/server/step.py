@@ -1,7 +1,8 @@
 """The server's step: any torch optimizer applied to the direction of a round."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +15,7 @@ from lightning_fed.core.flat import Layout
 from lightning_fed.core.types import Vector
 from lightning_fed.optim import refuse_unsupported
 
-__all__ = ["ServerOptimizerFactory", "ServerSchedulerFactory", "ServerStep", "plain_sgd"]
+__all__ = ["ServerOptimizerFactory", "ServerSchedulerFactory", "ServerStep", "plain_sgd", "steps_not_counted"]
 
 ServerOptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
 """From parameters to a torch optimizer, such as ``functools.partial(torch.optim.Adam, lr=0.01)``."""
@@ -26,6 +27,14 @@ ServerSchedulerFactory: TypeAlias = Callable[[Optimizer], LRScheduler]
 def plain_sgd(params: Iterable[Tensor]) -> Optimizer:
     """Return SGD with rate one: the server model becomes the mean of the client models."""
     return torch.optim.SGD(params, lr=1.0)
+
+
+@contextmanager
+def steps_not_counted() -> Iterator[None]:
+    """Let schedulers step without torch's warning that no optimizer has: a round may take no step, and still counts."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*")
+        yield
 
 
 class ServerStep:
@@ -91,8 +100,7 @@ class ServerStep:
     def end_round(self) -> None:
         """Let the rate follow its schedule, also after a round in which nobody took part."""
         if self.scheduler is not None:
-            with warnings.catch_warnings():  # torch counts optimizer steps, which an empty round does not take
-                warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*")
+            with steps_not_counted():
                 self.scheduler.step()
 
     def _replaces(self) -> bool:
