@@ -1,6 +1,7 @@
 """What loggers and callbacks hear of a run: counted in rounds, under the user's own names."""
 
 import csv
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -216,6 +217,7 @@ def test_progress_bars(bar: Any, capsys: pytest.CaptureFixture[str]) -> None:
         assert "val_acc=" in out
         assert "Validation" not in out
         assert "Federated run finished" in out
+        assert re.search(r"val_loss +\d\.\d+ \(lowest .*, highest .*\)", out)
     run.validate(run.lightning_module, data())
 
 

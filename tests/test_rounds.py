@@ -16,6 +16,7 @@ from lightning_fed.algorithms import (
     Algorithm,
     FedAvg,
     FedCM,
+    FedDane,
     FedProx,
     Mime,
     MimeLite,
@@ -266,3 +267,19 @@ def test_numpy_client_ids_are_saved_as_plain_ones(tmp_path: Path) -> None:
     run.save_checkpoint(tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
     assert saved["loops"]["fit_loop"]["state_dict"]["clients"] == ["ann", "ben", "cas"]
+
+
+def test_a_round_without_a_gradient_cohort_changes_nothing_and_the_run_goes_on() -> None:
+    def gradients(seed: int, round: int) -> list[int]:
+        return [] if round == 1 else [0, 4]
+
+    class Cohorts(RoundsOf):
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+            super().on_round_end(trainer, pl_module, round_report)
+            assert len(round_report.cohort) + len(round_report.dropped) == 3
+
+    rounds = Cohorts()
+    fit(algorithm=FedDane(mu=0.1), gradient_sampler=gradients, callbacks=rounds, max_rounds=3)
+    assert [len(cohort) for cohort in rounds.cohorts] == [3, 0, 3]
+    assert torch.equal(rounds.models[1], rounds.models[0])
+    assert not torch.equal(rounds.models[2], rounds.models[1])

@@ -148,3 +148,12 @@ def test_the_parameters_are_the_models_own_again_after_a_fit() -> None:
     assert all(p.untyped_storage().size() == p.numel() * p.element_size() for p in model.parameters())
     again = pl.Trainer(**QUIET, max_epochs=1)
     again.fit(model, torch.utils.data.DataLoader(data().client_dataset(0), batch_size=4))
+
+
+def test_clipping_that_a_callback_turns_on_is_not_passed_over() -> None:
+    class TurnOn(pl.Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.gradient_clip_val = 0.05
+
+    assert torch.equal(fit(callbacks=TurnOn()), fit(gradient_clip_val=0.05))
+    assert not torch.equal(fit(callbacks=TurnOn()), fit())

@@ -64,9 +64,9 @@ class RunSummary(FederatedCallback):
     def _metric(self, trainer: pl.Trainer, name: str) -> str:
         low, high = self._best[name]
         checkpoint = trainer.checkpoint_callback
-        monitored = isinstance(checkpoint, ModelCheckpoint) and checkpoint.monitor == name
-        falls = checkpoint.mode == "min" if monitored else any(word in name for word in ("loss", "error", "distance"))  # type: ignore[union-attr]
-        return f"{self._last[name]:.4f} (best {low if falls else high:.4f})"
+        if isinstance(checkpoint, ModelCheckpoint) and checkpoint.monitor == name:
+            return f"{self._last[name]:.4f} (best {low if checkpoint.mode == 'min' else high:.4f})"
+        return f"{self._last[name]:.4f} (lowest {low:.4f}, highest {high:.4f})"  # which is best is not ours to guess
 
     def _places(self, trainer: pl.Trainer) -> list[tuple[str, str]]:
         rows = []

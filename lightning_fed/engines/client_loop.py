@@ -108,7 +108,8 @@ class _ClientOptimization(_AutomaticOptimization):
         """Take the anchor gradient on this batch, then train on it."""
         if self.anchor_grad is not None:
             self._take_anchor(batch_idx, kwargs["batch"])
-        if self._is_lean and self.trainer.accumulate_grad_batches == 1:
+        trainer = self.trainer  # a callback may have changed these since
+        if self._is_lean and trainer.accumulate_grad_batches == 1 and not trainer.gradient_clip_val:
             return self._run_lean(optimizer, kwargs)
         return super().run(optimizer, batch_idx, kwargs)
 

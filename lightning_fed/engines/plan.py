@@ -51,6 +51,8 @@ class Planner:
         plans = self._plan(drawn, round)
         if self.settings.heterogeneity is not None:
             plans = self._completed(plans, round)
+        if self.settings.algorithm.full_grad_at and not self.gradient_cohort(round, plans):
+            plans = []  # without the cohort's gradient there is no step to take
         kept = {plan.participant.client_id for plan in plans}
         return plans, [client_id for client_id in drawn if client_id not in kept]
 
