@@ -17,8 +17,8 @@ from lightning_fed.models import MLPClassifier
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
-SECTIONS = {"algorithm": "trainer", "data": "data", "model": "model", "participation": "trainer"}
-STACKED = sorted(path for path in CONFIGS.rglob("*.yaml") if path != QUICKSTART)
+SECTIONS = {"algorithm": "trainer", "data": "data", "model": "model", "participation": "trainer", "measures": "trainer"}
+STACKED = sorted(path for path in CONFIGS.rglob("*.yaml") if path != QUICKSTART and path.parent.name != "tasks")
 METHODS = sorted(
     name
     for name in algorithms.__all__
@@ -48,7 +48,7 @@ def check(value: Any, config: Any) -> None:
         return
     assert type(value).__name__ == config["class_path"].rpartition(".")[2]
     for name, argument in config.get("init_args", {}).items():
-        if isinstance(value, MLPClassifier):
+        if isinstance(value, pl.LightningModule):
             check(value.hparams[name], argument)
         elif name == "alpha" and isinstance(value, Digits):
             check(value.partition.alpha, argument)
@@ -85,6 +85,11 @@ def test_what_a_config_names_is_what_is_made(path: Path) -> None:
             check(value, config[name])
     for name in {"algorithm", "sampler", "heterogeneity", "weighting"} & set(config.get("trainer", {})):
         check(getattr(settings, name), config["trainer"][name])
+    own = config.get("trainer", {}).get("callbacks+", [])
+    for named in [*own, *read(QUICKSTART)["trainer"]["callbacks"]]:  # a stacked config adds callbacks, replacing none
+        (callback,) = [c for c in cli.trainer.callbacks if type(c).__name__ == named["class_path"].rpartition(".")[2]]
+        if named in own:
+            check(callback, named)
     if named := config.get("trainer", {}).get("server_optimizer"):
         optimizer = settings.server_optimizer(cli.model.parameters())
         assert type(optimizer).__name__ == named["class_path"].rpartition(".")[2]

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -20,36 +20,10 @@ from torch.utils.data import (
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
+from lightning_fed.data.batch_settings import Batches, BatchSettings
 from lightning_fed.data.dataset import size_of
 
 __all__ = ["BatchSettings", "ClientBatches", "CustomBatches", "LoaderBatches", "TensorBatches"]
-
-Batches = Iterator[tuple[Any, int]]
-"""Batches, each with the number of examples in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSettings:
-    """How a client's examples become batches.
-
-    Attributes:
-        batch_size: Examples in a training batch.
-        full_batch_size: Examples in a batch of a full pass, which changes nothing but memory and speed.
-        shuffle: Whether an epoch is shuffled at all.
-        drop_last: Whether an epoch leaves out a last, smaller batch. A client with fewer examples than ``batch_size``
-            keeps its only batch.
-        collate_fn: Makes a batch of a list of examples; by default PyTorch's ``default_collate``.
-        num_workers: Processes that load a client's examples; they start anew in every epoch of every client.
-        pin_memory: Whether batches are copied to pinned memory, if there is a GPU.
-    """
-
-    batch_size: int = 32
-    full_batch_size: int = 512
-    shuffle: bool = True
-    drop_last: bool = False
-    collate_fn: Callable[[list[Any]], Any] | None = None
-    num_workers: int = 0
-    pin_memory: bool = False
 
 
 class ClientBatches(ABC):
@@ -67,11 +41,11 @@ class ClientBatches(ABC):
 
     @abstractmethod
     def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
-        """Yield the batches of one local epoch, each with the number of examples in it.
+        """Yield the batches of one local epoch, augmented and transformed, each with the number of examples in it.
 
         Args:
-            generator: Decides the order, and nothing else does. A second epoch from the same generator has another
-                order.
+            generator: Decides order and augmentation, and nothing else does. A second epoch from the same generator
+                has another order and another augmentation.
             shuffle: False gives the stored order, whatever the data module's ``shuffle`` says.
         """
 
@@ -80,8 +54,12 @@ class ClientBatches(ABC):
         """Yield every example once, in stored order and in batches of ``full_batch_size``.
 
         Args:
-            generator: Seeds the loader's workers, if there are any.
+            generator: Decides the augmentation, and seeds the loader's workers, if there are any.
         """
+
+    def unaugmented(self, generator: torch.Generator) -> Batches:
+        """Yield the batches of :meth:`full` without augmentation, for a pass that measures and does not train."""
+        return self.full(generator)
 
 
 class _IndexedBatches(ClientBatches):
@@ -97,11 +75,21 @@ class _IndexedBatches(ClientBatches):
 
     def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
         """Yield the batches of one local epoch."""
-        return self._load(self._order(generator, shuffle), self.settings.batch_size, generator)
+        stream = self.settings.augment_stream(generator)
+        batches = self._load(self._order(generator, shuffle), self.settings.batch_size, generator)
+        return self.settings.finish(batches, stream)
 
     def full(self, generator: torch.Generator) -> Batches:
         """Yield every example once, in stored order."""
-        return self._load(torch.arange(self.size), self.settings.full_batch_size, generator)
+        return self._full(generator, self.settings.augment_stream(generator))
+
+    def unaugmented(self, generator: torch.Generator) -> Batches:
+        """Yield every example once, in stored order, without augmentation."""
+        return self._full(generator, None)
+
+    def _full(self, generator: torch.Generator, stream: torch.Generator | None) -> Batches:
+        batches = self._load(torch.arange(self.size), self.settings.full_batch_size, generator)
+        return self.settings.finish(batches, stream)
 
     def _order(self, generator: torch.Generator, shuffle: bool) -> Tensor:
         # Drawn even if it goes unused: the generator moves on, and with it the seeds of the next epoch's workers.
@@ -116,7 +104,7 @@ class _IndexedBatches(ClientBatches):
 
     @abstractmethod
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
-        """Yield the examples of ``order`` in batches."""
+        """Yield the examples of ``order`` in batches, as they are stored."""
 
 
 class TensorBatches(_IndexedBatches):
@@ -164,14 +152,44 @@ class TensorBatches(_IndexedBatches):
                 indices = torch.where(indices < 0, indices + size, indices)
         return TensorBatches(dataset.tensors, indices, settings)
 
+    def part(self, indices: Tensor, settings: BatchSettings) -> "TensorBatches":
+        """Return the batches of some of these examples.
+
+        Args:
+            indices: Their positions among these [n], int64, on the CPU.
+            settings: How they become batches.
+        """
+        return TensorBatches(self.tensors, indices if self.indices is None else self.indices[indices], settings)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a batch is nothing but rows of the tensors."""
+        return not self._pin and self.settings.augment is None and self.settings.transform is None
+
+    def epoch_rows(self, generator: torch.Generator, shuffle: bool = True) -> Tensor:
+        """Return the rows of the tensors that :meth:`epoch` visits, in order; for plain batches."""
+        order = self._order(generator, shuffle)
+        return order if self.indices is None else self.indices[order]
+
+    def pick(self, chosen: Tensor) -> list[Tensor]:
+        """Return one batch: some of the client's examples, as they are stored.
+
+        Args:
+            chosen: Their positions among the client's examples [B], int64.
+        """
+        return self._rows((chosen if self.indices is None else self.indices[chosen]).to(self.tensors[0].device))
+
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
         order = order if self.indices is None else self.indices[order]
         order = order.to(self.tensors[0].device)
-        for chosen in _chunks(order, batch_size):
-            batch = [tensor.index_select(0, chosen.to(tensor.device)) for tensor in self.tensors]
-            if self._pin:
-                batch = [tensor.pin_memory() if tensor.device.type == "cpu" else tensor for tensor in batch]
-            yield batch, len(chosen)
+        for rows in _chunks(order, batch_size):
+            yield self._rows(rows), len(rows)
+
+    def _rows(self, rows: Tensor) -> list[Tensor]:
+        batch = [tensor.index_select(0, rows.to(tensor.device)) for tensor in self.tensors]
+        if self._pin:
+            batch = [tensor.pin_memory() if tensor.device.type == "cpu" else tensor for tensor in batch]
+        return batch
 
 
 class LoaderBatches(_IndexedBatches):
@@ -187,7 +205,7 @@ class LoaderBatches(_IndexedBatches):
         self.dataset = dataset
 
     def loader(self, generator: torch.Generator, shuffle: bool = True) -> DataLoader[Any]:
-        """Return a loader of one local epoch: the very batches of :meth:`epoch`."""
+        """Return a loader of one local epoch: the batches of :meth:`epoch`, neither augmented nor transformed."""
         return self._loader(_chunks(self._order(generator, shuffle), self.settings.batch_size), generator)
 
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
@@ -219,7 +237,8 @@ class CustomBatches(ClientBatches):
     Args:
         make: Returns a fresh loader of one local epoch, given the generator that its order should come from.
         client_id: The client's id, for messages.
-        settings: How a full pass is batched; an epoch's batches, order and last batch are the loader's own affair.
+        settings: How a full pass is batched, and what is done to whole batches; an epoch's batches, order and last
+            batch are the loader's own affair.
         size: The client's number of examples, if the loader cannot tell.
 
     Raises:
@@ -252,15 +271,30 @@ class CustomBatches(ClientBatches):
 
     def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
         """Yield the batches of a fresh loader; ``shuffle`` is the loader's own affair."""
-        return ((batch, count_examples(batch)) for batch in self._make(generator))
+        return self._finished(generator, augment=True)
 
     def full(self, generator: torch.Generator) -> Batches:
         """Yield every example once."""
+        stored = self._stored()
+        return self._finished(generator, augment=True) if stored is None else stored.full(generator)
+
+    def unaugmented(self, generator: torch.Generator) -> Batches:
+        """Yield every example once, without augmentation."""
+        stored = self._stored()
+        return self._finished(generator, augment=False) if stored is None else stored.unaugmented(generator)
+
+    def _stored(self) -> LoaderBatches | None:
+        """Return the batches of the loader's data set in stored order, if the loader reads all of it."""
         loader = self._measured
         if not isinstance(loader, DataLoader) or not _reads_all(loader):
-            return self.epoch(generator)
+            return None
         settings = replace(self.settings, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
-        return LoaderBatches(loader.dataset, settings).full(generator)
+        return LoaderBatches(loader.dataset, settings)
+
+    def _finished(self, generator: torch.Generator, augment: bool) -> Batches:
+        stream = self.settings.augment_stream(generator) if augment else None
+        batches = ((batch, count_examples(batch)) for batch in self._make(generator))
+        return self.settings.finish(batches, stream)
 
     def _measure(self) -> int:
         loader: Any = self._measured

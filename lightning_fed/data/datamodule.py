@@ -1,6 +1,7 @@
 """The data of a federation as a LightningDataModule: clients to train on, data sets to evaluate the server model on."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar, cast
@@ -11,8 +12,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.batches import BatchSettings, ClientBatches, CustomBatches, LoaderBatches, TensorBatches
+from lightning_fed.data.batch_settings import BatchAugmentation, BatchSettings, BatchTransform, chain
+from lightning_fed.data.batches import ClientBatches, CustomBatches, LoaderBatches, TensorBatches
 from lightning_fed.data.dataset import FederatedDataset, check_map_style, check_partition, size_of
+from lightning_fed.data.evaluation import evaluation_loader, transformed_loader
 from lightning_fed.data.partition import Partition, PartitionFunction, check_count
 
 __all__ = ["FederatedDataModule"]
@@ -92,6 +95,13 @@ class FederatedDataModule(pl.LightningDataModule):
             client, which pays only if examples are slow to make.
         pin_memory: Whether batches are copied to pinned memory, if there is a GPU.
         client_val: Validation sets of single clients by id.
+        transform: A function batch -> batch, or a list of such, applied to every collated batch, the clients' and those
+            of ``val``, ``test`` and ``predict``; it must be deterministic. It is how bytes become normalised floats a
+            batch at a time.
+        augment: A random function (batch, generator) -> batch, or a list of such, applied to every collated batch of
+            which a client takes a gradient, before ``transform``. It draws from the generator, one of its own for each
+            local epoch and each full pass, on the CPU; a batch is augmented once, so that every gradient on it sees the
+            same.
 
     Raises:
         FederatedError: If the arguments leave it open or contradictory who the clients are, or a value is not allowed.
@@ -106,6 +116,7 @@ class FederatedDataModule(pl.LightningDataModule):
     """
 
     _clients: FederatedDataset | None = None
+    _source: tuple[FederatedDataset, TensorBatches | None] | None = None
     _num_clients: int | None = None  # class attributes, so that a subclass may set them before it calls __init__
     _client_ids: Sequence[ClientId] | None = None
 
@@ -126,6 +137,8 @@ class FederatedDataModule(pl.LightningDataModule):
         num_workers: int = 0,
         pin_memory: bool = False,
         client_val: Mapping[ClientId, AnyDataset] | None = None,
+        transform: BatchTransform | Sequence[BatchTransform] | None = None,
+        augment: BatchAugmentation | Sequence[BatchAugmentation] | None = None,
     ) -> None:
         super().__init__()
         name = type(self).__name__
@@ -146,6 +159,9 @@ class FederatedDataModule(pl.LightningDataModule):
         self.num_workers = check_count(name, "num_workers", num_workers, least=0)
         self.pin_memory = pin_memory
         self.client_val = {} if client_val is None else client_val
+        # Not under the arguments' names: `self.transform` of a subclass is usually a function of one example.
+        self.batch_transform = chain(name, "transform", transform)
+        self.batch_augment = chain(name, "augment", augment)
         self._check_sources(clients)
         if clients is not None:
             self.set_clients(clients)
@@ -237,8 +253,18 @@ class FederatedDataModule(pl.LightningDataModule):
         if self._overrides("client_dataloader"):
             size = self.client_size(client_id) if self._overrides("client_size") else None
             return CustomBatches(partial(self.client_dataloader, client_id), client_id, settings, size)
+        if not self._overrides("client_dataset") and (source := self._tensor_source(settings)) is not None:
+            return source.part(self._need_clients().indices(client_id), settings)
         dataset = self._map_style(client_id)
         return TensorBatches.of(dataset, settings) or LoaderBatches(dataset, settings)
+
+    def _tensor_source(self, settings: BatchSettings) -> TensorBatches | None:
+        """Return the batches of the data set that all clients share, if they are cut out of tensors."""
+        clients = self._need_clients()
+        if self._source is None or self._source[0] is not clients:
+            batches = None if clients.source is None else TensorBatches.of(clients.source, settings)
+            self._source = (clients, batches)
+        return self._source[1] if settings.collate_fn is None else None
 
     def client_dataloader(self, client_id: ClientId, generator: torch.Generator) -> Iterable[Any]:
         """Return a loader of one local epoch. Override it to load a client's batches in a way of your own.
@@ -283,14 +309,9 @@ class FederatedDataModule(pl.LightningDataModule):
         if isinstance(data, (list, tuple)) and data and all(isinstance(part, (Dataset, DataLoader)) for part in data):
             return [cast("AnyLoader", self._eval_loader(part)) for part in data]
         if isinstance(data, DataLoader):
-            return data
-        return DataLoader(
-            cast("AnyDataset", data),
-            batch_size=self.eval_batch_size or 256,
-            collate_fn=self.collate_fn,
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory and torch.cuda.is_available(),
-        )
+            return data if self.batch_transform is None else transformed_loader(data, self.batch_transform)
+        settings = replace(self._settings(), batch_size=self.eval_batch_size or 256)
+        return evaluation_loader(cast("AnyDataset", data), settings)
 
     # Checks
 
@@ -303,6 +324,8 @@ class FederatedDataModule(pl.LightningDataModule):
             collate_fn=self.collate_fn,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
+            transform=self.batch_transform,
+            augment=self.batch_augment,
         )
 
     def _map_style(self, client_id: ClientId) -> AnyDataset:

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.partition import ByKey, Partition, PartitionFunction, Parts, check_client_id
+from lightning_fed.data.shift import FeatureShift, ShiftedClients
 
 __all__ = ["FederatedDataset"]
 
@@ -56,6 +57,8 @@ class FederatedDataset:
     ) -> "FederatedDataset":
         """Return the clients that a partition cuts out of one data set; only indices are kept, no copies.
 
+        With a :class:`FeatureShift`, clients' inputs are copies, made when a client is asked for.
+
         Args:
             dataset: A map-style data set of n examples.
             partition: A partition, or any callable from labels [n] to each client's indices.
@@ -87,6 +90,19 @@ class FederatedDataset:
     def size(self, client_id: ClientId) -> int:
         """Return the number of examples of one client."""
         return size_of(self.dataset(client_id))
+
+    @property
+    def source(self) -> Dataset[Any] | None:
+        """The one data set of which every client's is a part, or None if there is none."""
+        return None
+
+    def indices(self, client_id: ClientId) -> Tensor:
+        """Return the examples [n_i] of :attr:`source` that a client has, int64.
+
+        Raises:
+            FederatedError: If the clients' data sets are no parts of one.
+        """
+        raise FederatedError("These clients have data sets of their own, not parts of one.")
 
     def dataset(self, client_id: ClientId) -> Dataset[Any]:
         """Return the data set of one client."""
@@ -127,6 +143,8 @@ class _PartitionedDataset(FederatedDataset):
         check_map_style(dataset, "train")
         check_partition(partition)
         num_examples = size_of(dataset)
+        shift = partition if isinstance(partition, FeatureShift) else None
+        partition = partition if shift is None else shift.partition
         if isinstance(partition, ByKey) and isinstance(partition.keys, str):
             partition = ByKey(_column(dataset, partition.keys, repr(partition)))
         self._source = dataset
@@ -141,6 +159,7 @@ class _PartitionedDataset(FederatedDataset):
         self._positions = None if isinstance(self.ids, range) else {key: i for i, key in enumerate(self.ids)}
         self._order, self._sizes = _join(parts, self.ids, num_examples, repr(partition))
         self._offsets = [0, *accumulate(self._sizes)]
+        self._shifted = None if shift is None else ShiftedClients(dataset, shift, len(self.ids))
 
     @property
     def known_sizes(self) -> list[int]:
@@ -149,10 +168,19 @@ class _PartitionedDataset(FederatedDataset):
     def size(self, client_id: ClientId) -> int:
         return self._sizes[self._locate(client_id)]
 
-    def dataset(self, client_id: ClientId) -> Dataset[Any]:
+    @property
+    def source(self) -> Dataset[Any] | None:
+        return self._source if self._shifted is None else None
+
+    def indices(self, client_id: ClientId) -> Tensor:
         position = self._locate(client_id)
-        indices: list[int] = self._order[self._offsets[position] : self._offsets[position + 1]].tolist()
-        return Subset(self._source, indices)
+        return self._order[self._offsets[position] : self._offsets[position + 1]]
+
+    def dataset(self, client_id: ClientId) -> Dataset[Any]:
+        indices = self.indices(client_id)
+        if self._shifted is not None:
+            return self._shifted.dataset(self._locate(client_id), indices)
+        return Subset(self._source, indices.tolist())
 
     def _locate(self, client_id: ClientId) -> int:
         if self._positions is None:

@@ -1,6 +1,21 @@
 """Ordinary LightningModules for the quickstart, the examples and the papers' experiments."""
 
-from lightning_fed.models.classifier import MLPClassifier
+from lightning_fed.models.classifier import Classifier, MLPClassifier
+from lightning_fed.models.convnet import CifarCNN, ConvNet, EmnistCNN, MnistCNN
+from lightning_fed.models.recurrent import CharLSTM, SentimentLSTM
 from lightning_fed.models.regression import LinearRegression, Quadratic
+from lightning_fed.models.resnet import ResNet
 
-__all__ = ["LinearRegression", "MLPClassifier", "Quadratic"]
+__all__ = [
+    "CharLSTM",
+    "CifarCNN",
+    "Classifier",
+    "ConvNet",
+    "EmnistCNN",
+    "LinearRegression",
+    "MLPClassifier",
+    "MnistCNN",
+    "Quadratic",
+    "ResNet",
+    "SentimentLSTM",
+]

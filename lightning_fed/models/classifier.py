@@ -1,19 +1,133 @@
-"""Small classifiers for the quickstart and the examples: ordinary LightningModules with nothing federated in them."""
+"""The base of all classifiers here, and the multilayer perceptron: ordinary LightningModules."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
-__all__ = ["MLPClassifier"]
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.models.checks import check_count, check_floating, check_number, check_share, check_widths
+
+__all__ = ["Classifier", "MLPClassifier"]
 
 
-class MLPClassifier(pl.LightningModule):
-    """A multilayer perceptron with cross-entropy loss and SGD.
+class Classifier(pl.LightningModule):
+    """A network that gives logits, with cross-entropy loss and SGD.
 
     It logs ``train_loss``, ``val_loss``, ``val_acc``, ``test_loss`` and ``test_acc``; ``predict_step`` returns classes.
+    A label of -100 is left out of loss and accuracy, as everywhere in PyTorch.
+
+    The arguments are the hyper-parameters of its checkpoints, those of a subclass's ``__init__`` included, and ``net``
+    left out. A subclass that builds its own network therefore comes back with ``load_from_checkpoint(path)``, and a
+    network passed in is passed again: ``Classifier.load_from_checkpoint(path, net=net)``.
+
+    Args:
+        net: Any network from inputs [B, ...] to logits [B, num_classes].
+        num_classes: The number of classes.
+        lr: The learning rate of the local steps.
+        momentum: SGD's momentum.
+        weight_decay: SGD's weight decay.
+
+    Raises:
+        FederatedError: If an argument is not allowed, or a batch does not fit.
+
+    Example:
+        >>> model = Classifier(nn.Linear(4, 3), num_classes=3)
+        >>> model(torch.zeros(2, 4)).shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(
+        self, net: nn.Module, num_classes: int, lr: float = 0.1, momentum: float = 0.0, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["net"])
+        owner = type(self).__name__
+        check_count(owner, "num_classes", num_classes, least=2)
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            check_number(owner, name, value)
+            self.hparams.setdefault(name, value)  # the command line saves what a subclass itself takes, no more
+        self.net = net
+        self.val_acc = _accuracy(num_classes)
+        self.test_acc = _accuracy(num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [B, num_classes]."""
+        logits: Tensor = self.net(x)
+        return logits
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        """Return the loss on a batch."""
+        loss = self._loss(*self._logits_and_labels(batch))
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        """Log loss and accuracy on a validation batch."""
+        self._evaluate(batch, "val", self.val_acc)
+
+    def test_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        """Log loss and accuracy on a test batch."""
+        self._evaluate(batch, "test", self.test_acc)
+
+    def predict_step(self, batch: Tensor | Sequence[Tensor], batch_idx: int) -> Tensor:
+        """Return the predicted classes [B] of bare inputs, or of the inputs in (inputs, labels)."""
+        classes: Tensor = self(batch if isinstance(batch, Tensor) else batch[0]).argmax(dim=1)
+        return classes
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD."""
+        hp = self.hparams
+        return torch.optim.SGD(self.parameters(), lr=hp["lr"], momentum=hp["momentum"], weight_decay=hp["weight_decay"])
+
+    def _logits_and_labels(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the logits [N, num_classes] and the labels [N] of a batch."""
+        x, y = self._pair(batch)
+        return self(x), y
+
+    def _pair(self, batch: Any) -> tuple[Tensor, Tensor]:
+        if not isinstance(batch, Sequence) or len(batch) != 2:
+            raise FederatedError(
+                f"{type(self).__name__} got a batch of type {type(batch).__name__} and expects a pair of tensors,"
+                " inputs and labels: let the data set, or its collate_fn, return (inputs, labels)."
+            )
+        return batch[0], batch[1]
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        name = type(self).__name__
+        if labels.shape != logits.shape[:1] or labels.is_floating_point():
+            raise FederatedError(
+                f"{name} got labels of shape {list(labels.shape)} and type {labels.dtype} for logits of shape"
+                f" {list(logits.shape)}: give one class number per example, as integers."
+            )
+        try:
+            return F.cross_entropy(logits, labels.long())
+        except IndexError as error:
+            raise FederatedError(
+                f"{name} got a label outside 0, ..., {logits.shape[1] - 1}: renumber the classes, or set num_classes."
+            ) from error
+
+    def _evaluate(self, batch: Sequence[Tensor], stage: str, accuracy: MulticlassAccuracy) -> None:
+        logits, labels = self._logits_and_labels(batch)
+        self.log(f"{stage}_loss", self._loss(logits, labels))
+        accuracy.update(logits, labels)
+        self.log(f"{stage}_acc", accuracy, prog_bar=True)
+
+
+def _accuracy(num_classes: int) -> MulticlassAccuracy:
+    """Return the share of right examples; the loss has refused labels that are no classes."""
+    return MulticlassAccuracy(num_classes, average="micro", ignore_index=-100, validate_args=False)
+
+
+class MLPClassifier(Classifier):
+    """A multilayer perceptron; with no hidden layer, multinomial logistic regression.
+
+    With ``in_features=784, num_classes=62, hidden=[300, 100]`` it is the EMNIST network of Mime (Karimireddy et al.,
+    NeurIPS 2021, arXiv:2008.03606). Logging, checkpoints and predictions are those of :class:`Classifier`.
 
     Args:
         in_features: Numbers per example; examples [B, ...] are flattened.
@@ -23,6 +137,9 @@ class MLPClassifier(pl.LightningModule):
         lr: The learning rate of the local steps.
         momentum: SGD's momentum.
         weight_decay: SGD's weight decay.
+
+    Raises:
+        FederatedError: If an argument is not allowed, or a batch does not fit.
 
     Example:
         >>> MLPClassifier(in_features=4, num_classes=3, hidden=[8])(torch.zeros(2, 4)).shape
@@ -39,46 +156,24 @@ class MLPClassifier(pl.LightningModule):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.save_hyperparameters()
+        owner = type(self).__name__
+        check_count(owner, "num_classes", num_classes, least=2)
+        check_share(owner, "dropout", dropout)
         layers: list[nn.Module] = [nn.Flatten()]
-        for width in hidden:
-            layers += [nn.Linear(in_features, width), nn.ReLU(), nn.Dropout(dropout)]
-            in_features = width
-        self.net = nn.Sequential(*layers, nn.Linear(in_features, num_classes))
+        width = check_count(owner, "in_features", in_features)
+        for next_width in check_widths(owner, "hidden", hidden):
+            layers += [nn.Linear(width, next_width), nn.ReLU(), nn.Dropout(dropout)]
+            width = next_width
+        net = nn.Sequential(*layers, nn.Linear(width, num_classes))
+        super().__init__(net, num_classes, lr, momentum, weight_decay)
+        self._in_features = in_features
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, num_classes]."""
-        logits: Tensor = self.net(x)
-        return logits
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss on a batch."""
-        x, y = batch
-        loss = F.cross_entropy(self(x), y)
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log loss and accuracy on a validation batch."""
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log loss and accuracy on a test batch."""
-        self._evaluate(batch, "test")
-
-    def predict_step(self, batch: Tensor | Sequence[Tensor], batch_idx: int) -> Tensor:
-        """Return the predicted classes [B] of bare inputs, or of the inputs in (inputs, labels)."""
-        classes: Tensor = self(batch if isinstance(batch, Tensor) else batch[0]).argmax(dim=1)
-        return classes
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD."""
-        hp = self.hparams
-        return torch.optim.SGD(self.parameters(), lr=hp["lr"], momentum=hp["momentum"], weight_decay=hp["weight_decay"])
-
-    def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str) -> None:
-        x, y = batch
-        logits = self(x)
-        self.log(f"{stage}_loss", F.cross_entropy(logits, y))
-        self.log(f"{stage}_acc", (logits.argmax(dim=1) == y).float().mean(), prog_bar=True)
+        """Return logits [B, num_classes] of examples [B, ...] with ``in_features`` numbers each."""
+        if x.ndim < 2 or x.shape[1:].numel() != self._in_features:
+            raise FederatedError(
+                f"{type(self).__name__} got inputs of shape {list(x.shape)} and expects [B, ...] with in_features="
+                f"{self._in_features} numbers per example: set in_features to what an example holds."
+            )
+        check_floating(self, x)
+        return super().forward(x)

@@ -1,11 +1,11 @@
 """Batches: both ways of making them agree exactly, and the generator alone decides the order."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
@@ -301,6 +301,73 @@ def test_a_loader_that_cannot_count_is_refused_by_name():
     assert [size for _, size in batches.full(generator())] == [2, 2, 1]
     with pytest.raises(FederatedError, match=r"client_dataloader\('ann'.*no len.*__len__"):
         batches.num_batches()
+
+
+# Augmentation and transforms
+
+
+def marked(batch, stream):
+    """Append a random number of each example to it."""
+    return [*batch, torch.randint(2**40, batch[1].shape, generator=stream)]
+
+
+def custom(dataset, chosen):
+    plain = LoaderBatches(dataset, chosen)
+    return CustomBatches(lambda stream: plain.loader(stream), 0, chosen, size=len(dataset))
+
+
+@settings(deadline=None)
+@given(n=st.integers(1, 12), batch_size=st.integers(1, 13), workers=st.just(0), seed=st.integers(0, 2**40))
+@example(n=5, batch_size=2, workers=1, seed=3)
+def test_augmentation_is_the_same_however_batches_are_made(n, batch_size, workers, seed):
+    dataset = tensors(n)
+    chosen = BatchSettings(batch_size, 3, augment=marked)
+    kinds = [TensorBatches.of(dataset, chosen), LoaderBatches(dataset, replace(chosen, num_workers=workers))]
+    streams = [generator(seed) for _ in range(3)]
+    epochs = []
+    for _ in range(2):
+        fast, slow = (list(kind.epoch(stream)) for kind, stream in zip(kinds, streams[:2], strict=True))
+        assert_same(fast, slow)
+        assert_same(fast, custom(dataset, chosen).epoch(streams[2]))
+        streams[2].set_state(streams[0].get_state())  # a loader of one's own may take more from its generator
+        epochs.append(torch.cat([batch[2] for batch, _ in fast]))
+    assert_same(kinds[0].full(generator(seed)), kinds[1].full(generator(seed)))
+    assert not set(epochs[0].tolist()) & set(epochs[1].tolist())  # another one in every epoch, for one example too
+
+
+def test_the_epochs_of_a_loader_that_draws_nothing_are_augmented_differently():
+    batches = CustomBatches(lambda _: DataLoader(tensors(3), batch_size=3), 0, BatchSettings(augment=marked))
+    stream = generator()
+    first, second = ([batch[2] for batch, _ in batches.epoch(stream)] for _ in range(2))
+    assert not torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("kind", [TensorBatches.of, LoaderBatches, custom])
+def test_an_augmentation_depends_on_the_generator_alone_and_goes_before_the_transform(kind):
+    def last_only(batch):
+        return batch[2]
+
+    batches = kind(tensors(6), BatchSettings(batch_size=4, augment=marked, transform=last_only))
+    for draw in (batches.epoch, batches.full):
+        torch.manual_seed(1)
+        first = torch.cat([numbers for numbers, _ in draw(generator(3))])
+        state = torch.get_rng_state()
+        torch.manual_seed(2)
+        assert first.equal(torch.cat([numbers for numbers, _ in draw(generator(3))]))
+        assert not first.equal(torch.cat([numbers for numbers, _ in draw(generator(4))]))
+        assert len(first.unique()) == 6
+        if kind is TensorBatches.of:
+            torch.manual_seed(1)
+            assert torch.equal(torch.get_rng_state(), state)  # and leaves the global generator alone
+
+
+@pytest.mark.parametrize("kind", [TensorBatches.of, LoaderBatches, custom])
+def test_a_pass_without_augmentation_is_transformed_and_draws_nothing_for_it(kind):
+    plain, augmented = (kind(tensors(5), BatchSettings(2, transform=tuple, augment=a)) for a in (None, marked))
+    left, right = generator(5), generator(5)
+    assert_same(plain.full(left), augmented.unaugmented(right))
+    assert torch.equal(left.get_state(), right.get_state())
+    assert all(type(batch) is tuple and len(batch) == 2 for batch, _ in augmented.unaugmented(right))
 
 
 # Counting

@@ -28,6 +28,18 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+def doubled(batch):
+    return [2 * batch[0], *batch[1:]]
+
+
+def negated(batch):
+    return [-batch[0], *batch[1:]]
+
+
+def noisy(batch, stream):
+    return [batch[0] + torch.rand(batch[0].shape, generator=stream), *batch[1:]]
+
+
 # Who the clients are
 
 
@@ -250,13 +262,100 @@ def test_evaluation_loaders():
     data = FederatedDataModule([tensors(1)], val=val, test=test)
     assert [len(labels) for _, labels in data.val_dataloader()] == [256, 44]
     assert torch.cat([features for features, _ in data.val_dataloader()]).equal(val.tensors[0])  # not shuffled
-    assert data.test_dataloader().dataset is data.predict_dataloader().dataset is test
+    assert data.test_dataloader().dataset.source is data.predict_dataloader().dataset.source is test
     data = FederatedDataModule([tensors(1)], val=[val, ready], test=ready, predict=val, eval_batch_size=100)
     assert data.val_dataloader()[0].batch_size == 100
     assert data.val_dataloader()[1] is data.test_dataloader() is ready
-    assert data.predict_dataloader().dataset is val
+    assert data.predict_dataloader().dataset.source is val
     data.eval_batch_size = 7
     assert data.predict_dataloader().batch_size == 7
+
+
+class Listed(Dataset):
+    """The examples of another data set, which hides that they are tensors."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return self.dataset[index]
+
+
+@pytest.mark.parametrize("dataset", [tensors(300), Subset(tensors(300), list(range(299, 20, -1))), tensors(0)])
+@pytest.mark.parametrize("transform", [None, [doubled, negated]])
+def test_tensors_are_evaluated_in_the_very_batches_of_a_plain_loader(dataset, transform):
+    fast = FederatedDataModule([tensors(1)], val=dataset, transform=transform).val_dataloader()
+    slow = FederatedDataModule([tensors(1)], val=Listed(dataset), transform=transform).val_dataloader()
+    assert type(fast) is type(slow) is DataLoader
+    assert len(fast) == len(slow)
+    for left, right in zip(fast, slow, strict=True):
+        assert type(left) is type(right) is list
+        assert all(a.dtype == b.dtype and a.equal(b) for a, b in zip(left, right, strict=True))
+    for index in range(0, len(dataset), 100):
+        assert all(a.equal(b) for a, b in zip(fast.dataset[index], dataset[index], strict=True))
+
+
+# What is done to whole batches
+
+
+def test_a_transform_sees_whole_batches_of_clients_and_of_evaluation():
+    parts = [tensors(6), Listed(tensors(6)), DataLoader(Listed(tensors(6)), batch_size=4)]
+    for part in parts[:2]:
+        data = FederatedDataModule([part], val=parts, test=part, transform=[doubled, negated], batch_size=4)
+        stored = torch.arange(6.0)[:, None]
+        clients = [data.client_batches(0).epoch(generator(), shuffle=False), data.client_batches(0).full(generator())]
+        loaders = [*data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()]
+        for batches in [*([batch for batch, _ in batches] for batches in clients), *loaders]:
+            assert torch.cat([features for features, _ in batches]).equal(-2 * stored)
+    assert [features.tolist() for features, _ in parts[2]] == [[[0.0], [1.0], [2.0], [3.0]], [[4.0], [5.0]]]
+
+
+def test_a_ready_loader_is_left_alone_without_a_transform_and_refused_where_it_cannot_be_transformed():
+    class Own(DataLoader):
+        def __iter__(self):
+            return iter(())
+
+    with pytest.raises(FederatedError, match=r"A Own iterates in its own way.*transform"):
+        FederatedDataModule([tensors(1)], val=Own(tensors(4)), transform=doubled).val_dataloader()
+
+
+def test_a_subclass_may_have_a_transform_of_single_examples():
+    class Own(FederatedDataModule):
+        def __init__(self):
+            super().__init__([tensors(2)], val=tensors(2))
+            self.transform = self.augment = None.__getattribute__
+
+    [(features, _)] = Own().val_dataloader()
+    assert features.equal(tensors(2).tensors[0])
+    assert labels_of(Own().client_batches(0).full(generator())) == [[0, 1]]
+
+
+def test_augmentation_is_for_gradients_alone():
+    data = FederatedDataModule([tensors(6)], val=tensors(6), augment=[noisy, noisy], batch_size=2)
+    stored = tensors(6).tensors[0]
+    for batches in (data.client_batches(0).epoch(generator(), shuffle=False), data.client_batches(0).full(generator())):
+        noise = torch.cat([features for (features, _), _ in batches]) - stored
+        assert noise.unique().numel() == 6
+        assert noise.max() > 1  # two of them
+    measured = torch.cat([features for (features, _), _ in data.client_batches(0).unaugmented(generator())])
+    assert measured.equal(stored)
+    assert torch.cat([features for features, _ in data.val_dataloader()]).equal(stored)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"transform": 3}, r"transform=3.*function of a whole batch"),
+        ({"transform": [doubled, None]}, r"transform=None"),
+        ({"augment": Listed}, r"augment=Listed\) is a class: instantiate it"),
+    ],
+)
+def test_what_is_no_function_of_a_batch_is_refused_by_name(options, message):
+    with pytest.raises(FederatedError, match=message):
+        FederatedDataModule([tensors(1)], **options)
 
 
 class Silent(pl.LightningModule):
@@ -303,6 +402,20 @@ def quiet_trainer():
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
+
+
+class Passing(Silent):
+    """Predicts its very batches."""
+
+    def predict_step(self, batch, batch_idx):
+        return batch[0]
+
+
+@pytest.mark.parametrize("kind", [lambda part: part, Listed, lambda part: DataLoader(Listed(part), batch_size=3)])
+def test_lightning_predicts_on_transformed_batches(kind):  # it makes their loader anew
+    data = FederatedDataModule([tensors(1)], predict=kind(tensors(7)), transform=[doubled, negated])
+    predicted = quiet_trainer().predict(Passing(), data)
+    assert torch.cat(predicted).equal(-2 * tensors(7).tensors[0])
 
 
 NO_LOADER = "You defined a `validation_step` but have no `val_dataloader`. Skipping val loop."
@@ -434,3 +547,52 @@ def test_a_configuration_file_can_choose_data_sets_and_partition(monkeypatch):
     assert from_configuration("lightning_fed.data.Digits", partition=part).num_clients == 6
     assert from_configuration(module, train=whole, partition=part, val=whole).known_sizes == [2] * 6
     assert from_configuration(module, clients=[whole, whole]).known_sizes == [12, 12]
+
+
+def idx(values):
+    sizes = b"".join(size.to_bytes(4, "big") for size in values.shape)
+    return bytes([0, 0, 8, values.ndim]) + sizes + values.to(torch.uint8).numpy().tobytes()
+
+
+def test_a_configuration_file_can_choose_torchvisions_data_sets_and_functions_of_batches(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["train"])
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(idx(torch.full((20, 28, 28), 51)))
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(idx(torch.arange(20) % 10))
+    to_tensor = {"class_path": "torchvision.transforms.ToTensor"}
+    normalize = {"class_path": "lightning_fed.data.Normalize", "init_args": {"mean": [0.1], "std": [0.5]}}
+    flip = {"class_path": "lightning_fed.data.RandomFlip"}
+    crop = {"class_path": "lightning_fed.data.RandomCrop", "init_args": {"padding": 0}}
+    data = from_configuration(
+        "lightning_fed.data.FederatedDataModule",
+        train={
+            "class_path": "torchvision.datasets.FashionMNIST",
+            "init_args": {"root": str(tmp_path), "transform": to_tensor},
+        },
+        partition={"class_path": "lightning_fed.data.Shards", "init_args": {"num_clients": 5}},
+        transform=normalize,
+        augment=[flip, crop],
+    )
+    assert data.known_sizes == [4] * 5
+    assert repr(data.batch_augment) == "[RandomFlip(), RandomCrop(padding=0)]"
+    [(batch, size)] = data.client_batches(0).epoch(generator())
+    assert size == 4
+    assert batch[0].sub(0.2).abs().max() < 1e-6
+    several = from_configuration(
+        "lightning_fed.data.FederatedDataModule",
+        clients=[
+            {
+                "class_path": "pytorch_lightning.demos.boring_classes.RandomDataset",
+                "init_args": {"size": 2, "length": 3},
+            }
+        ],
+        transform=["torch.neg", "torch.abs"],
+        augment=crop,
+    )
+    assert several.batch_transform(torch.tensor([-1.0, 2.0])).tolist() == [1.0, 2.0]
+    assert repr(several.batch_augment) == "RandomCrop(padding=0)"
+    mnist = from_configuration("lightning_fed.data.CIFAR10", augment=[flip], transform=[normalize])
+    assert repr(mnist.batch_augment) == "RandomFlip()"
+    assert from_configuration("lightning_fed.data.CIFAR10", augment=False).batch_augment is None

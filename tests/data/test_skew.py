@@ -1,5 +1,7 @@
 """Partitions of the literature: every example once, the promised sizes and classes, and refusals by name."""
 
+import copy
+import hashlib
 import math
 
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.data.partition import Dirichlet, Iid, Shards
 from lightning_fed.data.skew import (
     BalancedDirichlet,
     ClassesPerClient,
@@ -110,7 +113,11 @@ def test_classes_per_client_gives_every_index_once_and_exactly_so_many_classes(l
 )
 def test_power_law_gives_every_index_once_and_the_least_of_each_class(labels, num_clients, each, sigma, least, seed):
     parts = deal(PowerLaw(num_clients, each, sigma, least, seed), labels)
-    if parts is not None:
+    sizes = np.unique(labels, return_counts=True)[1]
+    if parts is None:
+        most_viewers = -(-num_clients * each // len(sizes))
+        assert each > len(sizes) or num_clients * each < len(sizes) or min(sizes) < least * most_viewers
+    else:
         assert_every_index_once(parts, len(labels))
         seen = counts(parts, torch.tensor(labels))
         assert (seen >= least).sum(1).tolist() == (seen > 0).sum(1).tolist() == [each] * num_clients
@@ -168,6 +175,42 @@ def test_only_the_seed_decides(partition):
 )
 def test_a_seed_means_the_same_clients_on_every_machine(partition, expected):
     assert [part.tolist() for part in partition(torch.arange(12) % 3)] == expected
+
+
+LARGE = {  # of many clients, classes that are missing or rare, and a seed of more than 32 bits
+    Iid(300, seed=2**40): "3400a0da5b26bc11",
+    Dirichlet(300, 0.1, min_size=0, seed=2**40): "c7279315df875160",
+    Shards(300, 3, seed=2**40): "4f9e42bc15110622",
+    BalancedDirichlet(300, 0.1, seed=2**40): "c41a0bbdfe985270",
+    BalancedDirichlet(300, 0.1, "total", seed=2**40): "e78810e45c654747",
+    Similarity(300, 0.3, seed=2**40): "0ce1a81f40a5bd15",
+    ClassesPerClient(300, 4, seed=2**40): "71d7b44bce3cc21c",
+    PowerLaw(300, 3, min_per_class=1, seed=2**40): "02d47518f6d2193b",
+    LogNormalSizes(300, 1.5, seed=2**40): "fb8a7f8376fafa84",
+    QuantitySkew(300, 0.3, seed=2**40): "107d9a4c2acc150a",
+}
+MANY_LABELS = (torch.arange(20_000) ** 2 % 97) // 3 * 5  # 31 classes, some three times as large as others
+
+
+def digest(parts):
+    """Return what names a split, down to the order of the indices."""
+    text = ";".join(",".join(map(str, part.tolist())) for part in parts)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize(("partition", "expected"), LARGE.items(), ids=lambda value: repr(value)[:40])
+def test_a_seed_means_the_same_many_clients_on_every_machine(partition, expected):
+    assert digest(partition(MANY_LABELS)) == expected
+
+
+@pytest.mark.parametrize("partition", LARGE, ids=repr)
+def test_every_bit_of_the_seed_counts_and_the_numbering_of_classes_does_not(partition):
+    first = digest(partition(MANY_LABELS))
+    for same in (MANY_LABELS.int(), (MANY_LABELS // 5).to(torch.uint8), 7 * MANY_LABELS - 1000, MANY_LABELS.numpy()):
+        assert digest(partition(same)) == first
+    other = copy.copy(partition)
+    other.seed = 0  # the lower 32 bits of 2^40
+    assert digest(other(MANY_LABELS)) != first
 
 
 @pytest.mark.parametrize(("concentration", "alpha"), [("per_class", 0.5), ("total", 2.0)])

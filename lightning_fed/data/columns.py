@@ -1,0 +1,146 @@
+"""The columns of a CSV or a Parquet file: some as they are, to tell rows apart, and others as numbers."""
+
+import math
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data.stored import read_rows
+
+__all__ = ["Columns", "as_number", "read_columns"]
+
+_MISSING = {"", "na", "n/a", "nan", "null", "none"}
+
+
+@dataclass
+class Columns:
+    """Columns of a table with n rows.
+
+    Attributes:
+        keys: Columns as they are: strings from CSV, strings or numbers from Parquet.
+        numbers: Columns of finite numbers [n], float32.
+        left_out: Columns that are not numbers, each with the reason.
+    """
+
+    keys: dict[str, list[Any]]
+    numbers: dict[str, npt.NDArray[np.float32]]
+    left_out: dict[str, str]
+
+
+def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: bool) -> Columns:
+    """Read the columns that are asked for.
+
+    Args:
+        path: A ``.csv`` file (UTF-8, commas, a heading) or a ``.parquet`` file.
+        keys: Columns to be read as they are.
+        numeric: Columns that must hold numbers.
+        rest: Whether all other columns are read too, as numbers if they are.
+
+    Raises:
+        FederatedError: If a column is missing, ``numeric`` are not all numbers, a value is missing or rows are ragged.
+    """
+    read = _read_parquet if path.suffix == ".parquet" else _read_csv
+    return read(path, keys, numeric, rest)
+
+
+def _read_csv(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: bool) -> Columns:
+    rows = read_rows(path)
+    _, heading = next(rows, (0, []))
+    optional = _rest(path, heading, keys, numeric, rest)
+    place = {name: heading.index(name) for name in (*keys, *numeric, *optional)}
+    texts: dict[str, list[Any]] = {name: [] for name in keys}
+    numbers = {name: array("d") for name in (*numeric, *optional)}
+    missing: dict[str, int] = {}
+    left_out: dict[str, str] = {}
+    for line, row in rows:
+        if len(row) != len(heading):
+            raise FederatedError(f"{path}, line {line}: {len(row)} fields under a heading of {len(heading)}.")
+        for name, values in texts.items():
+            if not row[place[name]].strip():
+                raise _missing(path, f"line {line}", name)
+            values.append(sys.intern(row[place[name]]))
+        for name in list(numbers):
+            text = row[place[name]].strip()
+            number = as_number(text)
+            if number is None:
+                left_out[name] = f"line {line} holds {text!r}"
+                del numbers[name]
+            else:
+                if math.isnan(number):
+                    missing.setdefault(name, line)
+                numbers[name].append(number)
+    for name in numeric:
+        if name in left_out:
+            raise FederatedError(f"{path}: column {name!r} must hold finite numbers; {left_out[name]}.")
+    for name, line in missing.items():
+        if name in numbers:
+            raise _missing(path, f"line {line}", name)
+    found = {name: np.frombuffer(values, dtype=np.float64).astype(np.float32) for name, values in numbers.items()}
+    return Columns(texts, found, left_out)
+
+
+def _read_parquet(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: bool) -> Columns:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise FederatedError(
+            f"{path}: reading Parquet takes pyarrow, which is missing: pip install 'lightning_fed[tables]'."
+        ) from error
+    try:
+        heading = list(parquet.read_schema(path).names)
+        optional = _rest(path, heading, keys, numeric, rest)
+        table = parquet.read_table(path, columns=[*keys, *numeric, *optional])
+    except (pyarrow.ArrowException, OSError) as error:
+        raise FederatedError(f"{path} is no Parquet file that can be read: {error}.") from error
+    numbers: dict[str, npt.NDArray[np.float32]] = {}
+    left_out: dict[str, str] = {}
+    for name in (*keys, *numeric, *optional):
+        column = table.column(name)
+        is_number = pyarrow.types.is_integer(column.type) or pyarrow.types.is_floating(column.type)
+        if name not in keys and not is_number:
+            left_out[name] = f"its type is {column.type}"
+            continue
+        empty = np.asarray(column.is_null(nan_is_null=True))
+        if empty.any():
+            raise _missing(path, f"row {int(empty.argmax()) + 1}", name)
+        if name not in keys:
+            numbers[name] = np.asarray(column).astype(np.float32)
+            if not np.isfinite(numbers[name]).all():
+                row = int((~np.isfinite(numbers[name])).argmax()) + 1
+                raise FederatedError(f"{path}, row {row}: column {name!r} must hold finite numbers.")
+    for name in numeric:
+        if name in left_out:
+            raise FederatedError(f"{path}: column {name!r} must hold finite numbers; {left_out[name]}.")
+    return Columns({name: table.column(name).to_pylist() for name in keys}, numbers, left_out)
+
+
+def _rest(path: Path, heading: list[str], keys: Sequence[str], numeric: Sequence[str], rest: bool) -> list[str]:
+    """Return the columns that nobody named, and refuse a heading that lacks one or has one twice."""
+    if absent := [name for name in (*keys, *numeric) if name not in heading]:
+        raise FederatedError(f"{path} has no column {absent[0]!r}; its columns are {heading}.")
+    if twice := sorted({name for name in heading if heading.count(name) > 1}):
+        raise FederatedError(f"{path} has more than one column {twice[0]!r}: rename them.")
+    return [name for name in heading if name not in keys and name not in numeric] if rest else []
+
+
+def as_number(text: str) -> float | None:
+    """Return a number, NaN for a missing one, or None for what is neither."""
+    if text.lower() in _MISSING:
+        return math.nan
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return None if "_" in text or math.isinf(number) else number  # Python reads 1_000
+
+
+def _missing(path: Path, place: str, name: str) -> FederatedError:
+    return FederatedError(f"{path}, {place}: column {name!r} has no value. Fill it in, or drop the row.")

@@ -1,0 +1,83 @@
+"""Loaders of what the server model is evaluated on: whole batches where the data are tensors."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data.batch_settings import BatchSettings, BatchTransform, Chain
+from lightning_fed.data.batches import TensorBatches
+
+__all__ = ["evaluation_loader", "transformed_loader"]
+
+
+def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoader[Any]:
+    """Return a loader of every example once, in stored order and in transformed batches, never augmented.
+
+    A ``TensorDataset``, or a ``Subset`` of one, is indexed a batch at a time, which gives the same batches many times
+    as fast; the loader's ``dataset.source`` is then what was given.
+
+    Args:
+        dataset: The examples.
+        settings: How they become batches.
+    """
+    direct = TensorBatches.of(dataset, settings) if hasattr(dataset, "__len__") else None
+    if direct is not None:
+        # By keyword: Lightning remembers how a loader was made, and makes it anew to predict.
+        rows = _Rows(dataset, direct)
+        return DataLoader(rows, batch_size=settings.batch_size, collate_fn=settings.transform or _unchanged)
+    collate_fn = settings.collate_fn
+    if settings.transform is not None:
+        collate_fn = Chain([collate_fn or default_collate, settings.transform])
+    return DataLoader(
+        dataset,
+        batch_size=settings.batch_size,
+        collate_fn=collate_fn,
+        num_workers=settings.num_workers,
+        pin_memory=settings.pin_memory and torch.cuda.is_available(),
+    )
+
+
+def transformed_loader(loader: DataLoader[Any], transform: BatchTransform) -> DataLoader[Any]:
+    """Return a loader of the same batches, transformed.
+
+    Args:
+        loader: A loader, which stays as it is.
+        transform: What to do with a batch.
+
+    Raises:
+        FederatedError: If the loader makes its batches in a way of its own.
+    """
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise FederatedError(
+            f"A {type(loader).__name__} iterates in its own way, so transform=... cannot be put into it: transform its"
+            " batches there, or give the data set in place of the loader."
+        )
+    transformed = copy.copy(loader)
+    transformed.collate_fn = Chain([loader.collate_fn, transform])
+    transformed._iterator = None  # persistent workers keep the function that they were started with
+    return transformed
+
+
+class _Rows(Dataset[Any]):
+    """The examples of tensors, fetched a batch at a time."""
+
+    def __init__(self, source: Dataset[Any], batches: TensorBatches) -> None:
+        self.source = source
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return self.batches.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[0] for tensor in self.batches.pick(torch.tensor([index])))
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return self.batches.pick(torch.tensor(indices))
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

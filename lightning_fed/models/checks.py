@@ -1,0 +1,103 @@
+"""What models refuse by name: arguments that are not allowed, and batches that do not fit."""
+
+from collections.abc import Sequence
+from math import isfinite
+from numbers import Integral, Real
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from lightning_fed.core.errors import FederatedError
+
+__all__ = ["as_images", "check_choice", "check_count", "check_floating", "check_number", "check_share", "check_widths"]
+
+
+def check_count(owner: str, name: str, value: Any, least: int = 1) -> int:
+    """Return an argument that must be an integer of at least ``least``.
+
+    Raises:
+        FederatedError: If it is not; the message names ``owner``, argument and value.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise FederatedError(f"{owner}({name}={value!r}): {name} must be an integer of at least {least}.")
+    return int(value)
+
+
+def check_widths(owner: str, name: str, values: Any) -> list[int]:
+    """Return an argument that must be a sequence of positive integers, as a list.
+
+    Raises:
+        FederatedError: If it is not; the message names ``owner``, argument and value.
+    """
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise FederatedError(f"{owner}({name}={values!r}): {name} must be a list of positive integers.")
+    return [check_count(owner, f"{name}[{i}]", value) for i, value in enumerate(values)]
+
+
+def check_number(owner: str, name: str, value: Any) -> float:
+    """Return an argument that must be a finite number of at least 0.
+
+    Raises:
+        FederatedError: If it is not; the message names ``owner``, argument and value.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value) or value < 0:
+        raise FederatedError(f"{owner}({name}={value!r}): {name} must be a finite number, 0 or more.")
+    return float(value)
+
+
+def check_share(owner: str, name: str, value: Any) -> float:
+    """Return an argument that must lie in [0, 1).
+
+    Raises:
+        FederatedError: If it does not; the message names ``owner``, argument and value.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < 1:
+        raise FederatedError(f"{owner}({name}={value!r}): {name} must lie in [0, 1).")
+    return float(value)
+
+
+def check_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Refuse an argument that is none of the choices.
+
+    Raises:
+        FederatedError: Naming ``owner``, argument, value and choices.
+    """
+    if value not in choices:
+        offered = " or ".join(repr(choice) for choice in choices)
+        raise FederatedError(f"{owner}({name}={value!r}): {name} must be {offered}.")
+
+
+def check_floating(module: pl.LightningModule, x: Tensor) -> None:
+    """Refuse inputs of a type that the module's parameters cannot be multiplied with.
+
+    Raises:
+        FederatedError: Naming the module, the type found and the remedy.
+    """
+    name = type(module).__name__
+    if not x.is_floating_point():
+        raise FederatedError(f"{name} got inputs of type {x.dtype}: give floating point numbers, such as x / 255.")
+    if torch.float64 in (x.dtype, module.dtype) and x.dtype != module.dtype:
+        raise FederatedError(
+            f"{name} got inputs of type {x.dtype} for parameters of type {module.dtype}: convert the data, or train"
+            " with precision='64-true', which converts both."
+        )
+
+
+def as_images(module: pl.LightningModule, x: Tensor, channels: int, size: int | None = None) -> Tensor:
+    """Return images as [B, channels, height, width]; those of one channel may come as [B, height, width].
+
+    Raises:
+        FederatedError: If they have another shape or type; the message names the module and what was found.
+    """
+    if channels == 1 and x.ndim == 3:
+        x = x.unsqueeze(1)
+    if x.ndim != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != (size, size)):
+        sides = "height, width" if size is None else f"{size}, {size}"
+        raise FederatedError(
+            f"{type(module).__name__} got images of shape {list(x.shape)} and expects [B, {channels}, {sides}]: reshape"
+            " the data, or make the model for them."
+        )
+    check_floating(module, x)
+    return x

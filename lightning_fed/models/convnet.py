@@ -1,0 +1,207 @@
+"""The small convolutional networks of the papers."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor, nn
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.models.checks import as_images, check_choice, check_count, check_share, check_widths
+from lightning_fed.models.classifier import Classifier
+
+__all__ = ["CifarCNN", "ConvNet", "EmnistCNN", "MnistCNN"]
+
+
+class ConvNet(Classifier):
+    """Convolutions with ReLU and 2x2 max pooling, then dense layers with ReLU.
+
+    The papers' networks are its subclasses: :class:`EmnistCNN`, :class:`MnistCNN` and :class:`CifarCNN`. Logging,
+    checkpoints and predictions are those of :class:`Classifier`.
+
+    Args:
+        image_size: Height and width of the images.
+        in_channels: Channels of the images [B, in_channels, image_size, image_size]; with one channel they may also
+            come as [B, image_size, image_size].
+        num_classes: The number of classes.
+        channels: Output channels of each convolution.
+        kernel_size: Height and width of each convolution's kernel.
+        padding: ``"valid"`` for none, or ``"same"`` for zeros that keep height and width.
+        pool: Whether max pooling follows ``"each"`` convolution or the ``"last"`` one only.
+        hidden: Widths of the hidden dense layers.
+        conv_dropout: The share of activations dropped after the convolutions.
+        dropout: The share of activations dropped after each hidden dense layer.
+        lr: The learning rate of the local steps.
+        momentum: SGD's momentum.
+        weight_decay: SGD's weight decay.
+
+    Raises:
+        FederatedError: If an argument is not allowed, the images are too small, or a batch does not fit.
+
+    Example:
+        >>> import torch
+        >>> model = ConvNet(image_size=8, channels=[8, 16], hidden=[32], padding="same")
+        >>> model(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        image_size: int = 28,
+        in_channels: int = 1,
+        num_classes: int = 10,
+        channels: Sequence[int] = (32, 64),
+        kernel_size: int = 3,
+        padding: Literal["valid", "same"] = "valid",
+        pool: Literal["each", "last"] = "each",
+        hidden: Sequence[int] = (128,),
+        conv_dropout: float = 0.0,
+        dropout: float = 0.0,
+        lr: float = 0.1,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        owner = type(self).__name__
+        check_count(owner, "num_classes", num_classes, least=2)
+        check_count(owner, "kernel_size", kernel_size)
+        check_choice(owner, "padding", padding, ("valid", "same"))
+        check_choice(owner, "pool", pool, ("each", "last"))
+        check_share(owner, "conv_dropout", conv_dropout)
+        check_share(owner, "dropout", dropout)
+        size, width = check_count(owner, "image_size", image_size), check_count(owner, "in_channels", in_channels)
+        outputs = check_widths(owner, "channels", channels)
+        layers: list[nn.Module] = []
+        for n, output in enumerate(outputs, start=1):
+            layers += [nn.Conv2d(width, output, kernel_size, padding=padding), nn.ReLU()]
+            width, size = output, size if padding == "same" else size - kernel_size + 1
+            if pool == "each" or n == len(outputs):
+                layers.append(nn.MaxPool2d(2))
+                size //= 2
+        if size < 1:
+            raise FederatedError(
+                f"{owner}(image_size={image_size}): images of {image_size} x {image_size} have no pixels left after"
+                f" {len(outputs)} convolutions and their pooling. Set padding='same', fewer channels or pool='last'."
+            )
+        layers += [nn.Dropout(conv_dropout), nn.Flatten()]
+        width *= size * size
+        for output in check_widths(owner, "hidden", hidden):
+            layers += [nn.Linear(width, output), nn.ReLU(), nn.Dropout(dropout)]
+            width = output
+        net = nn.Sequential(*layers, nn.Linear(width, num_classes))
+        super().__init__(net, num_classes, lr, momentum, weight_decay)
+        self._shape = (in_channels, image_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [B, num_classes] of images [B, in_channels, image_size, image_size]."""
+        return super().forward(as_images(self, x, *self._shape))
+
+
+class EmnistCNN(ConvNet):
+    """The EMNIST network of adaptive federated optimization (Reddi et al., ICLR 2021, arXiv:2003.00295).
+
+    Two 3x3 convolutions with 32 and 64 channels, 2x2 max pooling, dropout 0.25, 128 hidden units, dropout 0.5:
+    1,206,590 parameters for 62 classes. Images are [B, 1, 28, 28] or [B, 28, 28].
+
+    Args:
+        num_classes: The number of classes: 62 for letters and digits, 10 for digits only.
+        conv_dropout: The share of activations dropped after the convolutions.
+        dropout: The share of activations dropped after the hidden layer.
+        lr: The learning rate of the local steps.
+        momentum: SGD's momentum.
+        weight_decay: SGD's weight decay.
+
+    Raises:
+        FederatedError: If an argument is not allowed, or a batch does not fit.
+
+    Example:
+        >>> sum(p.numel() for p in EmnistCNN().parameters())
+        1206590
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 62,
+        conv_dropout: float = 0.25,
+        dropout: float = 0.5,
+        lr: float = 0.1,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(
+            num_classes=num_classes,
+            pool="last",
+            conv_dropout=conv_dropout,
+            dropout=dropout,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+        )
+
+
+class MnistCNN(ConvNet):
+    """The MNIST network of federated averaging (McMahan et al., AISTATS 2017, arXiv:1602.05629, section 3).
+
+    Two 5x5 convolutions with 32 and 64 channels, each padded and followed by 2x2 max pooling, and 512 hidden units:
+    1,663,370 parameters. Images are [B, 1, 28, 28] or [B, 28, 28].
+
+    Args:
+        num_classes: The number of classes.
+        lr: The learning rate of the local steps.
+        momentum: SGD's momentum.
+        weight_decay: SGD's weight decay.
+
+    Raises:
+        FederatedError: If an argument is not allowed, or a batch does not fit.
+
+    Example:
+        >>> sum(p.numel() for p in MnistCNN().parameters())
+        1663370
+    """
+
+    def __init__(
+        self, num_classes: int = 10, lr: float = 0.1, momentum: float = 0.0, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(
+            num_classes=num_classes,
+            kernel_size=5,
+            padding="same",
+            hidden=(512,),
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+        )
+
+
+class CifarCNN(ConvNet):
+    """The CIFAR network of FedDyn (Acar et al., ICLR 2021, arXiv:2111.04263) and FedCM (arXiv:2106.10874).
+
+    Two 5x5 convolutions with 64 channels, each followed by 2x2 max pooling, and two hidden layers of 384 and 192 units,
+    as in FedDyn's code (its text says 394 for the first): 797,962 parameters for 10 classes. Images are [B, 3, 32, 32].
+
+    Args:
+        num_classes: The number of classes: 10 or 100.
+        lr: The learning rate of the local steps.
+        momentum: SGD's momentum.
+        weight_decay: SGD's weight decay.
+
+    Raises:
+        FederatedError: If an argument is not allowed, or a batch does not fit.
+
+    Example:
+        >>> sum(p.numel() for p in CifarCNN().parameters())
+        797962
+    """
+
+    def __init__(
+        self, num_classes: int = 10, lr: float = 0.1, momentum: float = 0.0, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(
+            image_size=32,
+            in_channels=3,
+            num_classes=num_classes,
+            channels=(64, 64),
+            kernel_size=5,
+            hidden=(384, 192),
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+        )

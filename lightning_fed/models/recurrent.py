@@ -1,0 +1,187 @@
+"""Stacked LSTMs for text: the next character, and the sentiment of a sentence."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.lib.format import read_array
+from torch import Tensor, nn
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.models.checks import check_count
+from lightning_fed.models.classifier import Classifier
+
+__all__ = ["CharLSTM", "SentimentLSTM"]
+
+
+class CharLSTM(Classifier):
+    """A stacked LSTM that predicts the next character, as for the plays of Shakespeare.
+
+    By default FedProx's network (Li et al., MLSys 2020, arXiv:1812.06127, appendix C.1): an 8-dimensional embedding,
+    two layers of 100 units and one dense layer. Federated averaging (McMahan et al., AISTATS 2017, arXiv:1602.05629)
+    has 256 units. A layer of PyTorch has two bias vectors where Keras has one: 4 ``hidden_size`` more parameters.
+    Logging, checkpoints and predictions are those of :class:`Classifier`.
+
+    Inputs are codes [B, T] of any integer type. Labels [B] are the characters after the texts; labels [B, T] are those
+    after every position, and then count alike (-100 leaves a position out).
+
+    Args:
+        vocab_size: The number of different characters, which are the classes.
+        embedding_dim: Dimensions of the embedding.
+        hidden_size: Units of each LSTM layer.
+        num_layers: LSTM layers.
+        lr: The learning rate of the local steps.
+        momentum: SGD's momentum.
+        weight_decay: SGD's weight decay.
+
+    Raises:
+        FederatedError: If an argument is not allowed, or a batch does not fit.
+
+    Example:
+        >>> model = CharLSTM()
+        >>> model(torch.zeros(2, 80, dtype=torch.uint8)).shape
+        torch.Size([2, 80])
+        >>> sum(p.numel() for p in model.parameters())
+        133520
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 80,
+        embedding_dim: int = 8,
+        hidden_size: int = 100,
+        num_layers: int = 2,
+        lr: float = 0.8,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        check_count(type(self).__name__, "vocab_size", vocab_size, least=2)
+        net = _StackedLSTM(type(self).__name__, vocab_size, embedding_dim, hidden_size, num_layers, vocab_size)
+        super().__init__(net, vocab_size, lr, momentum, weight_decay)
+
+    def forward(self, x: Tensor, every_position: bool = False) -> Tensor:
+        """Return the logits of the next character.
+
+        Args:
+            x: Codes [B, T].
+            every_position: Whether to return logits [B, T, vocab_size] after every position instead of those after the
+                last one, [B, vocab_size].
+        """
+        logits: Tensor = self.net(x, every_position)
+        return logits
+
+    def _logits_and_labels(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x, y = self._pair(batch)
+        if y.shape == x.shape:
+            return self(x, every_position=True).flatten(0, 1), y.flatten()
+        return self(x), y
+
+
+class SentimentLSTM(Classifier):
+    """A stacked LSTM that classifies texts, as for the tweets of Sentiment140.
+
+    By default the network of FedProx (Li et al., MLSys 2020, arXiv:1812.06127, appendix C.1): two layers of 256 units
+    and one dense layer. There the embedding is 300-dimensional GloVe, frozen: ``vectors="glove.npy",
+    freeze_embedding=True``. Logging, checkpoints and predictions are those of :class:`Classifier`.
+
+    Inputs are word codes [B, T] of any integer type. The output after the last position decides: pad texts in front.
+
+    Args:
+        vocab_size: The number of different words, padding included.
+        embedding_dim: Dimensions of the embedding.
+        hidden_size: Units of each LSTM layer.
+        num_layers: LSTM layers.
+        num_classes: The number of classes.
+        vectors: Word vectors [vocab_size, embedding_dim] to start from: a ``.npy`` file, or a tensor; none for random
+            ones. They are part of checkpoints, which load without the file.
+        freeze_embedding: Whether the embedding keeps its values; it is then not exchanged.
+        lr: The learning rate of the local steps.
+        momentum: SGD's momentum.
+        weight_decay: SGD's weight decay.
+
+    Raises:
+        FederatedError: If an argument is not allowed, the vectors cannot be read, or a batch does not fit.
+
+    Example:
+        >>> model = SentimentLSTM(vocab_size=5, embedding_dim=3, vectors=torch.ones(5, 3), freeze_embedding=True)
+        >>> model(torch.tensor([[0, 0, 4, 2], [1, 3, 1, 2]])).shape
+        torch.Size([2, 2])
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embedding_dim: int = 300,
+        hidden_size: int = 256,
+        num_layers: int = 2,
+        num_classes: int = 2,
+        vectors: str | Path | Tensor | None = None,
+        freeze_embedding: bool = False,
+        lr: float = 0.3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        owner = type(self).__name__
+        check_count(owner, "num_classes", num_classes, least=2)
+        net = _StackedLSTM(owner, vocab_size, embedding_dim, hidden_size, num_layers, num_classes)
+        if vectors is not None:
+            net.embedding.weight.data.copy_(_read_vectors(owner, vectors, (vocab_size, embedding_dim)))
+        net.embedding.weight.requires_grad_(not freeze_embedding)
+        super().__init__(net, num_classes, lr, momentum, weight_decay)
+        self.save_hyperparameters(ignore=["net", "vectors"])
+
+
+class _StackedLSTM(nn.Module):
+    """Embedding, LSTM layers and one dense layer: codes [B, T] to logits [B, outputs] or [B, T, outputs]."""
+
+    def __init__(
+        self, owner: str, vocab_size: int, embedding_dim: int, hidden_size: int, num_layers: int, outputs: int
+    ) -> None:
+        super().__init__()
+        self.owner = owner
+        check_count(owner, "hidden_size", hidden_size)
+        check_count(owner, "num_layers", num_layers)
+        self.embedding = nn.Embedding(
+            check_count(owner, "vocab_size", vocab_size), check_count(owner, "embedding_dim", embedding_dim)
+        )
+        self.lstm = nn.LSTM(embedding_dim, hidden_size, num_layers, batch_first=True)
+        self.head = nn.Linear(hidden_size, outputs)
+
+    def forward(self, codes: Tensor, every_position: bool = False) -> Tensor:
+        if codes.ndim != 2 or codes.shape[1] == 0 or codes.is_floating_point():
+            raise FederatedError(
+                f"{self.owner} got inputs of shape {list(codes.shape)} and type {codes.dtype} and expects integer codes"
+                " [B, T]: one row per text, all rows of a batch equally long."
+            )
+        try:
+            embedded = self.embedding(codes.long())
+        except IndexError as error:
+            raise FederatedError(
+                f"{self.owner} got a code outside 0, ..., {self.embedding.num_embeddings - 1}: map unknown ones to a"
+                " code of their own, or set vocab_size."
+            ) from error
+        states, _ = self.lstm(embedded)
+        logits: Tensor = self.head(states if every_position else states[:, -1])
+        return logits
+
+
+def _read_vectors(owner: str, vectors: str | Path | Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return word vectors of a given shape, from a file if need be."""
+    if isinstance(vectors, Tensor):
+        found, source = vectors, "a tensor"
+    else:
+        source = str(vectors)
+        try:
+            with Path(vectors).open("rb") as file:
+                found = torch.as_tensor(read_array(file, allow_pickle=False))
+        except (OSError, ValueError, TypeError) as error:
+            raise FederatedError(
+                f"{owner}(vectors={source!r}) cannot be read as an array of numbers: write it with numpy.save, as a"
+                f" .npy file of shape {list(shape)}. {error}"
+            ) from error
+    if tuple(found.shape) != shape or not found.is_floating_point():
+        raise FederatedError(
+            f"{owner}(vectors=...): {source} holds shape {list(found.shape)} and type {found.dtype}; expected floating"
+            f" point numbers of shape [vocab_size, embedding_dim] = {list(shape)}."
+        )
+    return found

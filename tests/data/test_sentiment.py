@@ -1,0 +1,189 @@
+"""Sentiment140 in its two true formats, at a small scale."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fed import FederatedTrainer
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data import Sentiment140
+from lightning_fed.models import SentimentLSTM
+
+FILE = "training.1600000.processed.noemoticon.csv"
+TWEETS = {
+    "ann": [
+        ("0", "so bad"),
+        ("4", "so good"),
+        ("4", "good, really good"),
+        ("0", 'he said ""bad"", twice'),
+        ("4", "caf\xe9"),
+    ],
+    "bob": [("4", "good morning"), ("0", "bad night"), ("2", "who knows")],
+    "cat": [("0", "alone")],
+}
+
+
+def row(target, number, user, text):
+    return f'"{target}","{number}","Mon Apr 06 22:19:45 PDT 2009","NO_QUERY","{user}","{text}"\r\n'
+
+
+@pytest.fixture
+def root(tmp_path):
+    rows = [row(target, n, user, text) for user, own in TWEETS.items() for n, (target, text) in enumerate(own)]
+    rewrite(tmp_path, "".join(rows))
+    return str(tmp_path)
+
+
+def rewrite(root, text):
+    path = Path(root) / "sentiment140" / FILE
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(text.encode("latin-1"))
+
+
+def texts(data, dataset):
+    names = {number + 2: word for number, word in enumerate(data.vocabulary.words)} | {1: "?"}
+    return [(" ".join(names[code] for code in x.tolist() if code), int(y)) for x, y in dataset]
+
+
+def test_accounts_are_clients_and_their_tweets_are_split(root, caplog):
+    with caplog.at_level(logging.INFO):
+        data = Sentiment140(root, min_tweets=2, length=6, test_fraction=0.4)
+        data.setup("fit")
+    assert list(data.client_ids) == ["ann", "bob"]
+    assert "leaves out 1 neutral tweets" in caplog.text
+    assert "leaves out 1 of 3 accounts, with 1 of 8 tweets: they have fewer than min_tweets=2" in caplog.text
+    assert data.known_sizes == [3, 1]
+    assert (len(data.client_val["ann"]), len(data.client_val["bob"]), len(data.val)) == (2, 1, 3)
+    every = [example for part in (data.client_dataset("ann"), data.client_val["ann"]) for example in part]
+    assert sorted(int(y) for _, y in every) == [0, 0, 1, 1, 1]
+
+
+def test_tweets_are_words_of_the_training_part(root):
+    data = Sentiment140(root, min_tweets=2, length=4, test_fraction=0)
+    data.setup("fit")
+    assert data.val is None
+    assert data.vocabulary.words[:2] == ["good", "bad"]
+    assert texts(data, data.client_dataset("ann")) == [
+        ("so bad", 0), ("so good", 1), ("good , really good", 1), ("he said bad ,", 0), ("caf\xe9", 1),
+    ]  # fmt: skip
+    x, y = data.client_dataset("bob").tensors
+    assert (list(x.shape), x.dtype, y.dtype) == ([2, 4], torch.int64, torch.int64)
+    small = Sentiment140(root, min_tweets=2, length=4, test_fraction=0, max_words=1)
+    small.setup("fit")
+    assert texts(small, small.client_dataset("ann"))[1:3] == [("? good", 1), ("good ? ? good", 1)]
+    half = Sentiment140(root, min_tweets=2, test_fraction=0.4)
+    half.setup("fit")
+    seen = {
+        word for name in half.client_ids for text, _ in texts(half, half.client_dataset(name)) for word in text.split()
+    }
+    assert set(half.vocabulary.words) == seen
+
+
+def test_the_split_depends_on_the_seed(root):
+    def test_labels(seed):
+        data = Sentiment140(root, min_tweets=2, test_fraction=0.4, seed=seed)
+        data.setup("fit")
+        return data.val.tensors[1].tolist(), data.val.tensors[0].tolist()
+
+    assert test_labels(3) == test_labels(3)
+    assert len({str(test_labels(seed)) for seed in range(6)}) > 1
+
+
+def test_a_tokenizer_and_vectors_of_ones_own(root, tmp_path):
+    glove = tmp_path / "glove.txt"
+    glove.write_text("BAD 1 2 3\nGOOD 4 5 6\nUNSEEN 7 8 9\n")
+    data = Sentiment140(
+        root, min_tweets=2, test_fraction=0, embedding_file=str(glove), tokenizer=lambda text: text.upper().split()
+    )
+    data.setup("fit")
+    assert data.vocabulary.words == ["GOOD", "BAD"]
+    assert data.embedding.tolist() == [[0, 0, 0], [2.5, 3.5, 4.5], [4, 5, 6], [1, 2, 3]]
+    with pytest.raises(FederatedError, match="tokenizer must return a list of words; it returned 'so bad'"):
+        Sentiment140(root, min_tweets=2, tokenizer=str).setup("fit")
+    with pytest.raises(FederatedError, match=r"there is no .*nowhere.txt.*nlp.stanford.edu"):
+        Sentiment140(root, min_tweets=2, embedding_file=str(tmp_path / "nowhere.txt")).setup("fit")
+
+
+def leaf(users):
+    return json.dumps(
+        {
+            "users": list(users),
+            "num_samples": [len(own) for own in users.values()],
+            "user_data": {name: {"x": [x for x, _ in own], "y": [y for _, y in own]} for name, own in users.items()},
+        }
+    )
+
+
+def test_leafs_files(tmp_path):
+    tweet = ["1", "Mon", "NO_QUERY", "ann", "so good", "4"]
+    for part, users in (
+        ("train", {"ann": [(tweet, "4"), (tweet, 1)], "bob": [("so bad", "0")]}),
+        ("test", {"ann": [(tweet, 0)], "cat": [(tweet, 1)]}),
+    ):
+        folder = tmp_path / "sentiment140" / part
+        folder.mkdir(parents=True)
+        (folder / "all.json").write_text(leaf(users))
+    data = Sentiment140(str(tmp_path), "leaf", min_tweets=1)
+    data.setup("fit")
+    assert texts(data, data.client_dataset("ann")) == [("so good", 1), ("so good", 1)]
+    assert texts(data, data.client_dataset("bob")) == [("so bad", 0)]
+    assert data.val.tensors[1].tolist() == [0, 1]
+    assert list(data.client_val) == ["ann"]
+    data = Sentiment140(str(tmp_path), "leaf", min_tweets=3)
+    assert list(data.client_ids) == ["ann"]
+    for x, y in ((tweet, 2), (tweet[:3], 1), (7, 1), (tweet, True)):
+        (tmp_path / "sentiment140" / "train" / "all.json").write_text(leaf({"ann": [(tweet, 1), (x, y)]}))
+        with pytest.raises(FederatedError, match=r"user 'ann', sample 1: x must be the text .* found y="):
+            Sentiment140(str(tmp_path), "leaf", min_tweets=1).setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (row("4", 1, "ann", "good") + '"4","2","ann"\r\n', "line 2: .* found 3 columns that begin with '4'"),
+        ("target,id,date,query,user,text\n", "line 1: .* found 6 columns that begin with 'target'"),
+        ("", "is empty"),
+        (row("4", 1, "ann", "x" * 200_000), "line 1: this is no CSV"),
+    ],
+)
+def test_damaged_files_are_refused_with_the_line(root, text, message):
+    rewrite(root, text)
+    with pytest.raises(FederatedError, match=message):
+        Sentiment140(root, min_tweets=1).setup("fit")
+
+
+def test_missing_files_and_accounts_are_named(root, tmp_path):
+    with pytest.raises(
+        FederatedError, match=r"there is no .*noemoticon.csv .*help.sentiment140.com.*source='leaf'.*set root"
+    ):
+        Sentiment140(str(tmp_path / "none")).setup("fit")
+    with pytest.raises(FederatedError, match="none of 3 accounts has min_tweets=40 tweets"):
+        Sentiment140(root).setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": "json"}, "source must be 'csv' or 'leaf'"),
+        ({"min_tweets": 0}, "min_tweets=0"),
+        ({"length": 0}, "length=0"),
+        ({"max_words": 0}, "max_words=0"),
+        ({"tokenizer": "split"}, "must be a function from a text to its words"),
+        ({"test_fraction": -0.1}, "test_fraction must lie in"),
+        ({"source": "leaf", "test_fraction": 0.1}, "LEAF's files are split already"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_impossible_options_are_refused_at_once(options, message):
+    with pytest.raises(FederatedError, match=message):
+        Sentiment140(**options)
+
+
+def test_a_run_trains_on_them(root):
+    data = Sentiment140(root, min_tweets=2, test_fraction=0.4)
+    trainer = FederatedTrainer(max_rounds=2, local_epochs=1, seed=0, logger=False, enable_progress_bar=False)
+    trainer.fit(SentimentLSTM(vocab_size=20, embedding_dim=4, hidden_size=4), data)
+    assert 0 <= trainer.callback_metrics["val_acc"] <= 1

@@ -1,0 +1,223 @@
+"""Tables with a client column: who the clients are, what is read as a number, and what is refused with its place."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fed import FederatedTrainer
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data import ClientTable
+from lightning_fed.models import MLPClassifier
+
+TABLE = """\ufeffperson,age,height,note,label,part
+ann,1,1.5,"so, so",yes,train
+bob,2,2.5,ok,no,train
+ann,3,-3.5e1,,maybe,val
+007,4,4.5,ok,no,test
+bob,5,5.5,ok,yes,train
+"""
+
+
+def write(tmp_path, text, name="table.csv"):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def tensors(data, client):
+    return [tensor.tolist() for tensor in data.client_dataset(client).tensors]
+
+
+def test_rows_of_one_client_belong_together(tmp_path):
+    data = ClientTable(write(tmp_path, TABLE), "person", "label", features=["height", "age"], val_fraction=0)
+    assert list(data.client_ids) == ["ann", "bob", "007"]
+    assert tensors(data, "bob") == [[[2.5, 2], [5.5, 5]], [1, 2]]
+    assert tensors(data, "007") == [[[4.5, 4]], [1]]
+    assert data.classes == ["maybe", "no", "yes"]
+    assert [tensor.dtype for tensor in data.client_dataset("ann").tensors] == [torch.float32, torch.int64]
+    data.setup("fit")
+    assert data.val is None
+
+
+def test_a_split_column_says_what_is_for_validation(tmp_path):
+    data = ClientTable(write(tmp_path, TABLE), "person", "label", ["age"], split="part")
+    data.setup("fit")
+    assert list(data.client_ids) == ["ann", "bob"]
+    assert tensors(data, "ann") == [[[1.0]], [2]]
+    assert [tensor.tolist() for tensor in data.val.tensors] == [[[3.0]], [0]]
+    assert [tensor.tolist() for tensor in data.test.tensors] == [[[4.0]], [1]]  # 007 is tested only
+    assert list(data.client_val) == ["ann"]
+
+
+def test_the_other_columns_of_numbers_are_features_and_the_rest_is_announced(tmp_path, caplog):
+    data = ClientTable(write(tmp_path, TABLE), "person", "label", val_fraction=0)
+    with caplog.at_level(logging.INFO):
+        assert tensors(data, "ann")[0] == [[1, 1.5], [3, -35]]
+    assert "takes ['age', 'height'] of" in caplog.text
+    assert "not 'note' (line 2 holds 'so, so'), 'part' (line 2 holds 'train')" in caplog.text
+
+
+def test_values_are_float32_columns(tmp_path):
+    data = ClientTable(write(tmp_path, TABLE), "person", "height", ["age"], targets="values", val_fraction=0)
+    assert tensors(data, "bob") == [[[2], [5]], [[2.5], [5.5]]]
+    assert data.client_dataset("bob").tensors[1].dtype == torch.float32
+
+
+def test_classes_that_are_numbers_sort_as_numbers(tmp_path):
+    path = write(tmp_path, "who,x,y\na,1,10\na,2,9\na,3,10\n")
+    data = ClientTable(path, "who", "y", val_fraction=0)
+    assert tensors(data, "a")[1] == [1, 0, 1]
+    assert data.classes == [9, 10]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.sampled_from([0.0, 0.2, 0.5, 0.9]), st.integers(0, 3))
+def test_every_row_is_in_one_part_of_its_own_client(tmp_path_factory, owners, fraction, seed):
+    lines = "".join(f"c{owner},{number},{owner}\n" for number, owner in enumerate(owners))
+    path = write(tmp_path_factory.mktemp("table"), "who,x,y\n" + lines)
+    data = ClientTable(path, "who", "y", val_fraction=fraction, seed=seed)
+    data.setup("fit")
+    for owner in set(owners):
+        rows = {number for number, other in enumerate(owners) if other == owner}
+        train = {int(x) for x in data.client_dataset(f"c{owner}").tensors[0]}
+        val = {int(x) for x in data.client_val[f"c{owner}"].tensors[0]} if f"c{owner}" in data.client_val else set()
+        assert train | val == rows
+        assert not train & val
+        assert len(val) == min(round(fraction * len(rows)), len(rows) - 1)
+    assert (0 if data.val is None else len(data.val)) == sum(map(len, data.client_val.values()))
+
+
+def test_validation_rows_depend_on_the_seed(tmp_path):
+    path = write(tmp_path, "who,x,y\n" + "".join(f"c,{n},0\n" for n in range(50)))
+
+    def drawn(seed):
+        data = ClientTable(path, "who", "y", seed=seed)
+        data.setup("fit")
+        return data.val.tensors[0].flatten().tolist()
+
+    data = ClientTable(path, "who", "y")
+    data.setup("fit")
+    assert data.test is data.val  # there is no other
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert drawn(1) != list(range(10))
+
+
+DAMAGED = [
+    ("who,x,y\na,1,0\na,2\n", "line 3: 2 fields under a heading of 3"),
+    ("who,x,y\na,1,0\n\na,,0\n", "line 4: column 'x' has no value"),
+    ("who,x,y\na,NA,0\n", "line 2: column 'x' has no value"),
+    ("who,x,y\na,nan,0\n", "line 2: column 'x' has no value"),
+    ("who,x,y\n,1,0\n", "line 2: column 'who' has no value"),
+    ("who,x,y\na,1,\n", "line 2: column 'y' has no value"),
+    ("who,x,y\na,1,0\na,inf,0\n", "column 'x' must hold finite numbers; line 3 holds 'inf'"),
+    ("who,x,y\na,1_0,0\n", "column 'x' must hold finite numbers; line 2 holds '1_0'"),
+    ("who,z,y\na,1,0\n", r"has no column 'x'; its columns are \['who', 'z', 'y'\]"),
+    ("who,x,x,y\na,1,1,0\n", "more than one column 'x'"),
+    ("who,x,y\n", "has no rows"),
+    ("", "has no column 'who'"),
+    (b"who,x,y\n\xff,1,0\n", "is no utf-8-sig text"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), DAMAGED)
+def test_damaged_tables_are_refused_with_the_place(tmp_path, text, message):
+    with pytest.raises(FederatedError, match=message) as caught:
+        ClientTable(write(tmp_path, text), "who", "y", features=["x"]).setup("fit")
+    assert "table.csv" in str(caught.value)
+
+
+def test_a_hole_among_numbers_is_no_reason_to_leave_the_column_out(tmp_path):
+    path = write(tmp_path, "who,x,y\na,1,0\na,,0\n")
+    with pytest.raises(FederatedError, match="line 3: column 'x' has no value"):
+        ClientTable(path, "who", "y").setup("fit")
+
+
+def test_a_strange_word_in_the_split_column_is_refused(tmp_path):
+    path = write(tmp_path, TABLE.replace("test", "dev"))
+    with pytest.raises(FederatedError, match=r"column 'part' must hold \['train', 'val', 'test'\]; found 'dev'"):
+        ClientTable(path, "person", "label", ["age"], split="part").setup("fit")
+
+
+def test_a_split_without_training_rows_is_refused(tmp_path):
+    path = write(tmp_path, TABLE.replace("train", "val"))
+    with pytest.raises(FederatedError, match="column 'part' leaves no row for training"):
+        ClientTable(path, "person", "label", ["age"], split="part").setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "table.xlsx"}, "path must end in .csv or .parquet"),
+        ({"client": "y"}, r"\['y'\] is named more than once"),
+        ({"features": ["x", "x"]}, r"\['x'\] is named more than once"),
+        ({"features": []}, "features must be a list of columns, or None"),
+        ({"features": "x"}, "features must be a list of columns, or None"),
+        ({"targets": "labels"}, "targets must be 'classes' or 'values'"),
+        ({"split": "part", "val_fraction": 0.1}, "give one of them"),
+        ({"val_fraction": 1}, "val_fraction must lie in"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_impossible_options_are_refused_at_once(options, message):
+    with pytest.raises(FederatedError, match=message):
+        ClientTable(**({"path": "table.csv", "client": "who", "target": "y"} | options))
+
+
+def test_a_missing_table_is_named(tmp_path):
+    with pytest.raises(FederatedError, match=r"there is no .*none.csv.*Or correct path"):
+        ClientTable(str(tmp_path / "none.csv"), "who", "y").setup("fit")
+
+
+def test_a_run_trains_on_it(tmp_path):
+    lines = "".join(f"c{n % 3},{n},{-n},{n % 2}\n" for n in range(30))
+    data = ClientTable(write(tmp_path, "who,a,b,y\n" + lines), "who", "y", batch_size=4)
+    trainer = FederatedTrainer(max_rounds=2, local_epochs=1, seed=0, logger=False, enable_progress_bar=False)
+    trainer.fit(MLPClassifier(in_features=2, num_classes=2, hidden=[], lr=0.01), data)
+    assert 0 <= trainer.callback_metrics["val_acc"] <= 1
+
+
+def write_parquet(tmp_path, **columns):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "table.parquet"
+    parquet.write_table(pyarrow.table(columns), path)
+    return str(path)
+
+
+def test_parquet_keeps_numbers_as_names(tmp_path, caplog):
+    path = write_parquet(
+        tmp_path, who=[7, 3, 7], x=np.array([1.5, 2.5, 3.5]), n=[1, 2, 3], on=[True, False, True], y=["b", "a", "a"]
+    )
+    data = ClientTable(path, "who", "y", val_fraction=0)
+    with caplog.at_level(logging.INFO):
+        assert tensors(data, 7) == [[[1.5, 1], [3.5, 3]], [1, 0]]
+    assert list(data.client_ids) == [7, 3]
+    assert "not 'on' (its type is bool)" in caplog.text
+
+
+def test_damaged_parquet_is_refused_with_the_row(tmp_path):
+    path = write_parquet(
+        tmp_path, who=["a", "b", None], x=[1.0, None, 2.0], y=[0, 1, 0], s=["1", "2", "3"], i=[1, 2, np.inf]
+    )
+    for options, message in (
+        ({"features": ["x"], "client": "y", "target": "s"}, "row 2: column 'x' has no value"),
+        ({"features": ["y"], "client": "who", "target": "s"}, "row 3: column 'who' has no value"),
+        ({"features": ["s"], "client": "y", "target": "i"}, "column 's' must hold finite numbers; its type is string"),
+        ({"features": ["i"], "client": "y", "target": "s"}, "row 3: column 'i' must hold finite numbers"),
+        ({"features": ["q"], "client": "y", "target": "s"}, "has no column 'q'"),
+    ):
+        with pytest.raises(FederatedError, match=message):
+            ClientTable(path, **options).setup("fit")
+    with pytest.raises(FederatedError, match="is no Parquet file"):
+        ClientTable(write(tmp_path, "who,x\n", "bad.parquet"), "who", "y").setup("fit")
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(FederatedError, match=r"pip install 'lightning_fed\[tables\]'"):
+        ClientTable(write(tmp_path, "", "table.parquet"), "who", "y").setup("fit")

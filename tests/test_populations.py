@@ -1,0 +1,70 @@
+"""Clients built on demand: a run visits those that take part and no other, whatever the population."""
+
+import tracemalloc
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from lightning_fed import FederatedDataModule, algorithms
+from tests.helpers.training import CLASSES, FEATURES, Trajectory, parameters, seeded, trainer
+
+
+class OnDemand(FederatedDataModule):
+    """Keeps who was asked for."""
+
+    def __init__(self, num_clients):
+        super().__init__(batch_size=4)
+        self.num_clients = num_clients
+        self.visited = set()
+
+    def client_dataset(self, client_id):
+        self.visited.add(client_id)
+        stream = torch.Generator().manual_seed(client_id)
+        return TensorDataset(torch.randn(8, FEATURES, generator=stream), torch.arange(8) % CLASSES)
+
+    def client_size(self, client_id):
+        self.visited.add(client_id)
+        return 8
+
+
+def run(num_clients, algorithm, **kwargs):
+    """Return the data module, the trajectory, the trainer and the peak of what Python allocated, in bytes."""
+    path, data = Trajectory(), OnDemand(num_clients)
+    federated = trainer(algorithm=algorithm, clients_per_round=5, callbacks=path, **kwargs)
+    tracemalloc.start()
+    try:
+        federated.fit(seeded(), data)
+        return data, path, federated, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("method", ["FedAvg", "Scaffold", "Mime", "FedDyn"])
+def test_only_the_cohort_is_visited_and_kept(method):
+    options = {"alpha": 0.1} if method == "FedDyn" else {}
+    algorithm = getattr(algorithms, method)(**options)
+    data, path, federated, _ = run(10**6, algorithm, max_rounds=2)
+    cohorts = {client for cohort in path.cohorts for client in cohort}
+    assert len(cohorts) == 10
+    assert data.visited == cohorts
+    assert set(federated.fit_loop.state.clients.state_dict()) <= cohorts
+
+
+def test_memory_does_not_grow_with_the_population():
+    run(10**3, algorithms.Scaffold())  # what is allocated once and for all
+    small, large = (run(n, algorithms.Scaffold())[3] for n in (10**3, 10**6))
+    assert large - small < 500_000  # half a byte for a client
+
+
+def test_a_checkpoint_does_not_grow_with_the_population(tmp_path):
+    sizes = []
+    for num_clients in (10**3, 10**6):
+        federated = run(num_clients, algorithms.Scaffold(), max_rounds=1)[2]
+        federated.save_checkpoint(tmp_path / "last.ckpt")
+        sizes.append((tmp_path / "last.ckpt").stat().st_size)
+    assert sizes[1] < sizes[0] + 1000
+    resumed = trainer(algorithm=algorithms.Scaffold(), clients_per_round=5, max_rounds=2)
+    resumed.fit(model := seeded(), OnDemand(10**6), ckpt_path=tmp_path / "last.ckpt")
+    straight = run(10**6, algorithms.Scaffold(), max_rounds=2)[1]
+    assert torch.equal(parameters(model), straight.models[-1])
