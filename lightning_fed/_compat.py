@@ -12,6 +12,7 @@ try:
     from pytorch_lightning.loops.fetchers import _DataFetcher
     from pytorch_lightning.loops.optimization import _AutomaticOptimization
     from pytorch_lightning.loops.optimization.automatic import ClosureResult
+    from pytorch_lightning.overrides.distributed import _sync_module_states
     from pytorch_lightning.profilers import PassThroughProfiler
     from pytorch_lightning.trainer import call
     from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -43,6 +44,7 @@ __all__ = [
     "_LoggerConnector",
     "_ResultCollection",
     "_TrainingEpochLoop",
+    "_sync_module_states",
     "call",
     "is_overridden",
     "is_param_in_hook_signature",

@@ -12,6 +12,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.optim import is_plain_sgd, refuse_unsupported
+from lightning_fed.strategy import ClientsStrategy
 
 __all__ = ["check_algorithm_fits", "check_hyper_parameters", "check_module", "check_schedulers", "check_trainer"]
 
@@ -37,10 +38,10 @@ def check_trainer(trainer: pl.Trainer) -> None:
     Raises:
         FederatedError: Naming the setting, the value and what to use instead.
     """
-    if trainer.world_size > 1:
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientsStrategy):
         raise FederatedError(
-            f"Training on {trainer.world_size} devices (strategy {type(trainer.strategy).__name__}) is not supported:"
-            " clients are trained one after another on one device. Set devices=1."
+            f"The strategy {type(trainer.strategy).__name__} on {trainer.world_size} devices is not supported: it"
+            " spreads one model or one batch, while rounds spread clients. Set strategy='clients', or devices=1."
         )
     if trainer.check_val_every_n_epoch is None or trainer.val_check_interval != 1.0:
         raise FederatedError(

@@ -23,14 +23,19 @@ from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.rounds import RoundReport
-from lightning_fed.core.seeds import Purpose, derive_seed, seed_global
+from lightning_fed.core.seeds import Purpose, derive_seed, preserved_random_state, seed_global
 from lightning_fed.core.types import ClientId, State, Vector
+from lightning_fed.data.batches import ClientBatches
 from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.engines.base import Engine
 from lightning_fed.engines.client_loop import ClientEpochLoop
+from lightning_fed.engines.evaluation import ClientEvaluation, validation_batches
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.plan import Planner
+from lightning_fed.engines.ranks import Ranks
 from lightning_fed.engines.round import Round
 from lightning_fed.engines.sequential import SequentialEngine
+from lightning_fed.engines.vectorized import VectorizedEngine
 from lightning_fed.optim import FederatedOptimizer
 from lightning_fed.server.population import Population
 from lightning_fed.server.sampling import check_count
@@ -76,6 +81,8 @@ class FederatedLoop(_FitLoop):
         self._flat: FlatParameters | None = None
         self._plateau_round = 0
         self._work: Round | None = None
+        self._ranks = Ranks()
+        self._received_sigterm = False
         self.corrected_clip: tuple[float, Any] | None = None  # value and algorithm, to clip after the correction
 
     # ------------------------------------------------------------------ what outlives a round
@@ -113,10 +120,61 @@ class FederatedLoop(_FitLoop):
 
         It leaves no trace, and is a function of (seed, round, client) like every other gradient.
         """
-        assert self.population is not None
-        return self._engine.gradient_at(
-            point, self.trainer.datamodule.client_batches(client_id), self.round, self.population.index_of(client_id)
+        batches, index = self._client(client_id)
+        with preserved_random_state(point.device):
+            return self._engine.gradient_at(point, batches, self.round, index)
+
+    def hessian_vector(self, client_id: ClientId, point: Vector, vector: Vector) -> Vector:
+        """Return the full-batch Hessian of a client's training loss at a point [P], times a vector [P].
+
+        The Hessian is that of :meth:`full_gradient`, with the same dropout masks for every vector.
+
+        Raises:
+            FederatedError: If the model has an operation that cannot be differentiated twice.
+        """
+        batches, index = self._client(client_id)
+        with preserved_random_state(point.device):
+            return self._engine.hessian_vector_at(point, vector, batches, self.round, index)
+
+    def evaluate_client(self, client_id: ClientId, on: str = "val", steps: int = 0) -> dict[str, float]:
+        """Return what ``validation_step`` logs of the server model on one client's own examples, by name.
+
+        It leaves no trace, and is a function of (seed, round, client).
+
+        Args:
+            client_id: The client.
+            on: "val" for the client's own validation set, "train" for its training set.
+            steps: Local steps of fine-tuning on the client's training set, with the user's optimizer, before that.
+
+        Raises:
+            FederatedError: If the client has no validation set, or ``validation_step`` logs nothing.
+        """
+        train, index = self._client(client_id)
+        examples = train if on == "train" else validation_batches(self.trainer.datamodule, client_id)
+        state = self.state
+        return ClientEvaluation(self._engine).run(
+            state.shown(), state.buffers, examples, train, steps, self.round, index
         )
+
+    def gather(self, record: Any) -> list[Any]:
+        """Return the record of every process, in the order of ranks, for callbacks that measure; all must call it."""
+        return self._ranks.gather(record)
+
+    def client_state(self, client_id: ClientId) -> State | None:
+        """Return what a client keeps after the last completed round; None where another process holds it."""
+        assert self.population is not None
+        index = self.population.index_of(client_id)
+        return self.state.client_state(index) if self._ranks.is_home_of(index) else None
+
+    def _client(self, client_id: ClientId) -> tuple[ClientBatches, int]:
+        assert self.population is not None
+        return self.trainer.datamodule.client_batches(client_id), self.population.index_of(client_id)
+
+    @property
+    def local_steps(self) -> int:
+        """The optimizer steps that the client at work has taken so far in this round."""
+        work = self._optimizer.work
+        return 0 if work is None else work.num_steps
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Return the state after the last completed round."""
@@ -126,7 +184,21 @@ class FederatedLoop(_FitLoop):
             return {}
         # the last metrics too: a schedule or a checkpoint callback may look at one that is not made anew every round
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        return {**self._state.state_dict(), "metrics": metrics}
+        return {**self._state.state_dict(), "client_states": self._all_client_states(), "metrics": metrics}
+
+    def _all_client_states(self) -> dict[int, State]:
+        """Return the kept states of all clients, brought together on rank zero.
+
+        Raises:
+            FederatedError: In the middle of a round of several processes, which are then not at one place.
+        """
+        if self._ranks.size > 1 and self._work is not None:
+            raise FederatedError(
+                "A checkpoint in the middle of a round cannot be written by several processes, which are then at"
+                " different clients. Save at the end of a round, or train in one process."
+            )
+        parts = self._ranks.gather_at_zero(self.state.clients.state_dict())
+        return dict(sorted((i, state) for part in parts for i, state in part.items()))
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Take a checkpoint's state, to be used when the fit starts; counters follow from its round."""
@@ -144,7 +216,7 @@ class FederatedLoop(_FitLoop):
     @property
     def client_model(self) -> tuple[Vector, State] | None:
         """What the module holds beside the server model: the parameters and buffers in use, if training."""
-        return None if self._flat is None else (self._flat.y.clone(), self._buffers.read())
+        return None if self._flat is None else (self._engine.parameters_at_work.clone(), self._buffers.read())
 
     @client_model.setter
     def client_model(self, held: tuple[Vector, State] | None) -> None:
@@ -211,17 +283,34 @@ class FederatedLoop(_FitLoop):
                 trainer.precision_plugin.clip_gradients, self._optimizer, *self.corrected_clip
             )
         self._buffers = Buffers(buffer_owners(module), settings.buffers)
+        self._ranks = Ranks.of(trainer)
         self._state = self._make_state(module, base)
-        self._engine = SequentialEngine(
-            trainer, settings.algorithm, self._flat, self._optimizer, self.epoch_loop, self._buffers,
-            self._state.seed, trainer.datamodule.shuffle and not trainer.overfit_batches, settings.keeps_solver,
-        )  # fmt: skip
         self._planner = Planner(trainer, settings, self.population, self._state.seed)
+        self._engine = self._make_engine()
         self._plateau_round = self._state.round
         self._set_progress(self._state.round)
         self.restarting = False
         self.epoch_loop.val_loop._restarting = False
         self.show_server_model()
+
+    def _make_engine(self) -> Engine:
+        trainer, settings = self.trainer, self.settings
+        assert self._flat is not None
+        options: dict[str, Any] = {
+            "trainer": trainer,
+            "algorithm": settings.algorithm,
+            "flat": self._flat,
+            "optimizer": self._optimizer,
+            "buffers": self._buffers,
+            "seed": self.state.seed,
+            "shuffle": trainer.datamodule.shuffle and not trainer.overfit_batches,
+            "keeps_solver": settings.keeps_solver,
+        }
+        if settings.engine == "sequential":
+            return SequentialEngine(self.epoch_loop, **options)
+        engine = VectorizedEngine(settings.chunk_size, **options)
+        engine.try_out(self._planner.first())
+        return engine
 
     def _make_state(self, module: pl.LightningModule, base: torch.optim.Optimizer) -> Server:
         assert self._flat is not None
@@ -233,7 +322,7 @@ class FederatedLoop(_FitLoop):
         state.buffers = self._buffers.read()
         restored, self._restored = self._restored, None
         if restored is not None:
-            state.load_state_dict(restored, any_seed=not s.seed_is_given)
+            state.load_state_dict(restored, any_seed=not s.seed_is_given, is_mine=self._ranks.is_home_of)
             metrics = {name: torch.tensor(value) for name, value in restored["metrics"].items()}
             self.trainer._logger_connector._callback_metrics.update(metrics)
         elif kept is not None and kept.round > 0:
@@ -310,7 +399,7 @@ class FederatedLoop(_FitLoop):
         trainer._logger_connector.on_epoch_end()
         trainer._logger_connector.update_train_epoch_metrics()
         self.epoch_progress.increment_completed()
-        if trainer.received_sigterm:
+        if self._received_sigterm:
             raise SIGTERMException
 
     def step_plateau_schedulers(self) -> None:
@@ -338,27 +427,51 @@ class FederatedLoop(_FitLoop):
 
     def _run_round(self) -> RoundReport:
         started = time.perf_counter()
-        trainer, state, settings = self.trainer, self.state, self.settings
+        trainer, state, settings, ranks = self.trainer, self.state, self.settings, self._ranks
         assert self.population is not None
-        work = self._work = Round(self._engine, state, settings.weighting, self.population, self._plans, self._dropped)
+        gathers = bool(self._plans and settings.algorithm.full_grad_at)
+        gradient_plans = self._planner.gradient_cohort(self.round, self._plans) if gathers else ()
+        work = self._work = Round(
+            self._engine, state, settings.weighting, self.population, self._plans, gradient_plans, self._dropped, ranks
+        )
         if self._plans:
-            if settings.algorithm.full_grad_at:
-                work.take_gradients(self._planner.gradient_cohort(self.round, self._plans))
-            work.begin(
-                self._engine.population_loss(state.x, self._planner.everyone(), self.round)
-                if settings.algorithm.population_loss
-                else None
-            )
-        for plan in self._plans:
-            call_round_hook(trainer, "on_client_start", self.round, plan.participant.client_id)
-            report = work.train(plan)
-            call_round_hook(trainer, "on_client_end", report)
+            if gathers:
+                work.take_gradients()
+            work.begin(self._population_loss() if settings.algorithm.population_loss else None)
+        results = self.epoch_loop._results
+        outlines = ranks.exchange(lambda: self._train_clients(work))
+        work.merge(outlines)
+        if ranks.size > 1:
+            results.merge([outline["logged"] for outline in outlines])
+        self._received_sigterm = any(outline["sigterm"] for outline in outlines)
         trainer._logger_connector.epoch_end_reached()
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
         round_report = work.close(metrics, time.perf_counter() - started)
         self._work = None
         self.show_server_model()
         return round_report
+
+    def _train_clients(self, work: Round) -> dict[str, Any]:
+        """Train this process's clients, and return what other processes need to know of it."""
+        trainer, engine = self.trainer, self._engine
+        for plans in engine.chunks(work.mine):
+            for plan in plans:
+                call_round_hook(trainer, "on_client_start", self.round, plan.participant.client_id)
+            result = work.train(plans)
+            for row, report in enumerate(result.reports):
+                engine.point_to(result, row)
+                call_round_hook(trainer, "on_client_end", report)
+        logged = self.epoch_loop._results.outline() if self._ranks.size > 1 else {}
+        return {**work.outline(), "logged": logged, "sigterm": trainer.received_sigterm}
+
+    def _population_loss(self) -> torch.Tensor:
+        """Return the mean loss over all examples of all clients at x (0-dim)."""
+        x, ranks = self.state.x, self._ranks
+        parts = ranks.exchange(
+            lambda: self._engine.population_loss(x, self._planner.everyone(ranks.is_home_of), self.round)
+        )
+        total, examples = (sum(column) for column in zip(*parts, strict=True))
+        return torch.tensor(total / examples, device=x.device, dtype=x.dtype)
 
 
 def _trained_parameters(module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:

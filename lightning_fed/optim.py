@@ -14,7 +14,7 @@ from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.rounds import Step
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["FederatedOptimizer", "LocalWork", "is_plain_sgd", "refuse_unsupported"]
+__all__ = ["FederatedOptimizer", "LocalWork", "is_plain_sgd", "overrides", "refuse_unsupported", "solver_entries"]
 
 _UNSUPPORTED = {
     "LBFGS": "it evaluates the closure several times a step, so that no correction of one gradient can be injected",
@@ -61,7 +61,8 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
     return type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
 
 
-def _overrides(algorithm: Algorithm, hook: str) -> bool:
+def overrides(algorithm: Algorithm, hook: str) -> bool:
+    """Whether a method has a hook of its own."""
     return getattr(type(algorithm), hook) is not getattr(Algorithm, hook)
 
 
@@ -109,7 +110,7 @@ class FederatedOptimizer(Optimizer):
         self.flat = flat
         self.work: LocalWork | None = None
         self._groups = _groups_of(base, flat)
-        self._plain = is_plain_sgd(base)
+        self.is_plain = is_plain_sgd(base)
         self.clip: Callable[[], None] | None = None  # clips the corrected gradients, where that is wanted
         self.__class__ = type(type(base).__name__, (type(self),), {})
 
@@ -180,6 +181,11 @@ class FederatedOptimizer(Optimizer):
         """The coupled weight decay of every parameter: part of the client's loss, hence of every gradient of it."""
         return [_coupled_decay(self.base, self.base.param_groups[g]) for g in self._groups]
 
+    @property
+    def rates(self) -> list[float]:
+        """The learning rate of every parameter."""
+        return [float(self.base.param_groups[g]["lr"]) for g in self._groups]
+
     def begin(self, work: LocalWork, kept: State | None = None) -> None:
         """Start a client's local work.
 
@@ -191,11 +197,24 @@ class FederatedOptimizer(Optimizer):
         self.work = work
         self._lr_sums = [0.0] * len(self.base.param_groups)
         self._decay = self.decay
-        method = work.algorithm
-        self._advances = _overrides(method, "advance")
-        needs_path = _overrides(method, "finish") if method.uses_path_gradient is None else method.uses_path_gradient
-        self._tracks = needs_path and not self._plain
-        self._injects = _overrides(method, "correct") or self._advances or self._tracks or self.clip is not None
+        self._advances = overrides(work.algorithm, "advance")
+        self._tracks = self.tracks(work.algorithm)
+        self._injects = self.injects(work.algorithm)
+
+    @staticmethod
+    def needs_path(algorithm: Algorithm) -> bool:
+        """Whether a method reads the mean corrected direction along a client's path."""
+        declared = algorithm.uses_path_gradient
+        return overrides(algorithm, "finish") if declared is None else declared
+
+    def tracks(self, algorithm: Algorithm) -> bool:
+        """Whether that direction has to be added up step by step."""
+        return self.needs_path(algorithm) and not self.is_plain
+
+    def injects(self, algorithm: Algorithm) -> bool:
+        """Whether anything happens to a gradient before the wrapped optimizer steps."""
+        corrects = overrides(algorithm, "correct") or overrides(algorithm, "advance")
+        return corrects or self.tracks(algorithm) or self.clip is not None
 
     def end(self) -> LocalWork:
         """End a client's local work; the optimizer's own state is dropped."""
@@ -249,7 +268,7 @@ class FederatedOptimizer(Optimizer):
     @torch.no_grad()
     def _track(self, work: LocalWork) -> None:
         """Add the corrected directions to the path, per coordinate with its group's rate."""
-        rates = [float(self.base.param_groups[g]["lr"]) for g in self._groups]
+        rates = self.rates
         if work.path is None:
             work.path, work.still = torch.zeros_like(self.flat.y), torch.zeros_like(self.flat.y)
         assert work.still is not None
@@ -265,23 +284,12 @@ class FederatedOptimizer(Optimizer):
         if work.solver is not None:
             self._load_solver(work.solver)
         if self._injects:
-            with self._without_coupled_decay():
+            with without_coupled_decay(self.base):
                 self.base.step()
         else:
             self.base.step()
         if work.solver is not None:
             self.base.state.clear()
-
-    @contextmanager
-    def _without_coupled_decay(self) -> Iterator[None]:
-        kept = [(group, group["weight_decay"]) for group in self.base.param_groups if _coupled_decay(self.base, group)]
-        for group, _ in kept:
-            group["weight_decay"] = 0.0
-        try:
-            yield
-        finally:
-            for group, decay in kept:
-                group["weight_decay"] = decay
 
     def _load_solver(self, solver: list[dict[str, Tensor]]) -> None:
         self.base.state.clear()
@@ -318,7 +326,7 @@ class FederatedOptimizer(Optimizer):
             p.grad = part.clone()
         try:
             self._load_solver(solver_entries(state, len(flat.params)))
-            with self._without_coupled_decay():
+            with without_coupled_decay(self.base):
                 self.base.step()
             return self.solver_state()
         finally:
@@ -340,7 +348,7 @@ class FederatedOptimizer(Optimizer):
 
     def path_gradient(self, work: LocalWork, x: Vector) -> Vector:
         """The mean corrected direction along the path, weighted by the rates; the plain mean where all were zero."""
-        if not self._tracks and not self._plain:
+        if not self._tracks and not self.is_plain:
             raise FederatedError(
                 f"{type(work.algorithm).__name__} reads run.path_gradient, but declares uses_path_gradient=False: set"
                 " it to True."
@@ -371,6 +379,19 @@ def solver_entries(state: State, num_params: int) -> list[dict[str, Tensor]]:
             _, i, name = key.split(".", 2)
             entries[int(i)][name] = value
     return entries
+
+
+@contextmanager
+def without_coupled_decay(optimizer: Optimizer) -> Iterator[None]:
+    """Switch coupled weight decay off: the gradients hold it already."""
+    kept = [(group, group["weight_decay"]) for group in optimizer.param_groups if _coupled_decay(optimizer, group)]
+    for group, _ in kept:
+        group["weight_decay"] = 0.0
+    try:
+        yield
+    finally:
+        for group, decay in kept:
+            group["weight_decay"] = decay
 
 
 def _coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:

@@ -13,7 +13,7 @@ from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFac
 
 __all__ = ["ENGINES", "Settings"]
 
-ENGINES = ("sequential",)
+ENGINES = ("sequential", "vectorized")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class Settings:
     sampler: Sampler
     gradient_sampler: Sampler
     weighting: Weighting
+    engine: str
+    chunk_size: int | None
     seed: int
     seed_is_given: bool
     buffers: str
@@ -69,6 +71,7 @@ def make_settings(
     gradient_sampler: Sampler | None,
     weighting: Weighting | None,
     engine: str,
+    chunk_size: int | None,
     seed: int,
     seed_is_given: bool,
     buffers: str,
@@ -85,6 +88,13 @@ def make_settings(
         raise FederatedError(f"algorithm must be an Algorithm such as FedAvg(), found {algorithm!r}{made}.")
     if engine not in ENGINES:
         raise FederatedError(f"engine must be one of {ENGINES}, found {engine!r}.")
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
+        raise FederatedError(f"chunk_size must be an int >= 1, or None to choose by itself, found {chunk_size!r}.")
+    if chunk_size is not None and engine == "sequential":
+        raise FederatedError(
+            f"chunk_size={chunk_size} is of no use to engine='sequential', which runs one client at a time. Leave it"
+            " unset."
+        )
     for name, chosen, allowed in (
         ("buffers", buffers, BUFFER_MODES),
         ("local_optimizer_state", local_optimizer_state, ("reset", "keep")),
@@ -128,6 +138,8 @@ def make_settings(
         sampler=sampler,
         gradient_sampler=gradient_sampler or sampler,
         weighting=resolve_weighting(algorithm, weighting),
+        engine=engine,
+        chunk_size=chunk_size,
         seed=seed,
         seed_is_given=seed_is_given,
         buffers=buffers,

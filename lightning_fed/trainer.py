@@ -20,8 +20,9 @@ from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.sampling import Sampler
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
 from lightning_fed.settings import make_settings
+from lightning_fed.strategy import ClientsStrategy
 
-__all__ = ["FederatedTrainer"]
+__all__ = ["ClientsStrategy", "FederatedTrainer"]
 
 
 class FederatedTrainer(pl.Trainer):
@@ -49,7 +50,9 @@ class FederatedTrainer(pl.Trainer):
         gradient_sampler: The same for methods that average gradients over a cohort of its own (FedDANE).
         weighting: How messages are averaged: "examples", "uniform", "steps", or a function of
             (client_id, size, steps). By default the method's own.
-        engine: How the cohort is run; "sequential" trains one client after another through Lightning's own loop.
+        engine: How the cohort is run; "sequential" trains one client after another through Lightning's own loop,
+            "vectorized" several at once.
+        chunk_size: How many clients the vectorized engine runs at once; by default what suits model and machine.
         seed: The seed of the cohorts, batch orders and random layers; by default that of ``seed_everything``, else 0.
         buffers: What becomes of buffers such as BatchNorm's running statistics: "average", "server" or "local".
         local_optimizer_state: Whether clients start with a fresh local optimizer every round ("reset"), or keep its
@@ -86,7 +89,8 @@ class FederatedTrainer(pl.Trainer):
         sampler: Sampler | None = None,
         gradient_sampler: Sampler | None = None,
         weighting: Weighting | None = None,
-        engine: Literal["sequential"] = "sequential",
+        engine: Literal["sequential", "vectorized"] = "sequential",
+        chunk_size: int | None = None,
         seed: int | None = None,
         buffers: Literal["average", "server", "local"] = "average",
         local_optimizer_state: Literal["reset", "keep"] = "reset",
@@ -107,6 +111,7 @@ class FederatedTrainer(pl.Trainer):
             gradient_sampler=gradient_sampler,
             weighting=weighting,
             engine=engine,
+            chunk_size=chunk_size,
             seed=_seed(seed),
             seed_is_given=seed is not None,
             buffers=buffers,
@@ -121,6 +126,8 @@ class FederatedTrainer(pl.Trainer):
         if gradient_clip_on == "corrected" and self.gradient_clip_val:
             self.fit_loop.corrected_clip = (self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
             self.gradient_clip_val = None  # or Lightning would clip before the correction as well
+        if isinstance(self.strategy, ClientsStrategy):  # Lightning's sampler would show some examples twice
+            self._accelerator_connector.use_distributed_sampler = False
         install(self)
 
     @property

@@ -11,9 +11,10 @@ PACKAGE = Path(__file__).parent.parent / "lightning_fed"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = {
     "_torchvision": 0, "_version": 0, "_compat": 0, "core": 0,
-    "data": 1, "models": 1, "algorithms": 1, "callbacks": 1,
-    "optim": 2, "cli_data": 2,
+    "data": 1, "models": 1, "algorithms": 1, "metrics": 1,
+    "callbacks": 2, "optim": 2, "cli_data": 2,
     "server": 3,
+    "strategy": 1,
     "settings": 4,
     "engines": 5,
     "checks": 5, "connectors": 5,
@@ -25,6 +26,7 @@ FLOORS = {
 PURE = (
     "core",
     "algorithms",
+    "metrics",
     "optim",
     "server",
     "settings",

@@ -137,7 +137,7 @@ def test_settings(settings: dict[str, Any], message: str) -> None:
         ({"server_optimizer": lambda params: 3}, "must return a torch optimizer, found 3"),
         ({"server_optimizer": lambda params: torch.optim.LBFGS(params)}, "server_optimizer LBFGS is not supported"),
         ({"val_check_interval": 0.5}, "val_check_interval=0.5 .*check_val_every_n_epoch, counted in rounds"),
-        ({"devices": 2, "strategy": "ddp"}, "2 devices .*Set devices=1"),
+        ({"devices": 2, "strategy": "ddp"}, "2 devices .*Set strategy='clients', or devices=1"),
     ],
     ids=str,
 )

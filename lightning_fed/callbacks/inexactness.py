@@ -49,6 +49,7 @@ class Inexactness(FederatedCallback):
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
         """Log the cohort's values."""
+        self.gamma = {i: value for part in trainer.fit_loop.gather(self.gamma) for i, value in part.items()}
         values = [value for value in self.gamma.values() if math.isfinite(value)]
         if values:
             trainer.fit_loop.log_round({"client/gamma": sum(values) / len(values), "client/gamma_max": max(values)})

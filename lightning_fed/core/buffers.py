@@ -1,6 +1,6 @@
 """The module's buffers, which travel beside the parameter vector and are never corrected."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -72,9 +72,18 @@ class BufferMean:
                 self._picked[name] = value
         self._largest = max(self._largest, size)
 
+    def merge(self, others: Iterable["BufferMean"]) -> None:
+        """Add what other processes have."""
+        for other in others:
+            self._total += other._total
+            for name, term in other._sums.items():
+                self._sums[name] = self._sums[name] + term.to(self._sums[name].device) if name in self._sums else term
+            if other._largest > self._largest:
+                self._largest, self._picked = other._largest, other._picked
+
     def result(self, server: State) -> State:
         """Return the mean; the server's own buffers where no client took part."""
         if self._total == 0:
             return server
-        means = {name: (value / self._total).to(server[name].dtype) for name, value in self._sums.items()}
-        return {**server, **means, **self._picked}
+        means = {name: (value / self._total).to(server[name]) for name, value in self._sums.items()}
+        return {**server, **means, **{name: value.to(server[name].device) for name, value in self._picked.items()}}

@@ -26,6 +26,7 @@ class Purpose(IntEnum):
     DROPOUT = 9
     SPEED = 10
     AVAILABILITY = 11
+    MEASUREMENT = 12
 
 
 def derive_seed(seed: int, purpose: Purpose, round: int = 0, client: int = 0) -> int:

@@ -26,23 +26,11 @@ from lightning_fed.callbacks.base import uses_hook
 from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import Vector
 from lightning_fed.engines.gradients import GradientPass
+from lightning_fed.engines.hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS, TRANSFER_HOOKS, saves_at_round_ends
 from lightning_fed.engines.results import RoundResults
 from lightning_fed.server.aggregation import accumulation_dtype
 
 __all__ = ["ClientEpochLoop", "ClientFetcher"]
-
-_STEP_HOOKS = (
-    "on_before_zero_grad",
-    "optimizer_zero_grad",
-    "on_before_backward",
-    "backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-    "optimizer_step",
-)
-_CALLBACK_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
-_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class ClientFetcher(_DataFetcher):
@@ -100,8 +88,8 @@ class _ClientOptimization(_AutomaticOptimization):
             and isinstance(trainer.profiler, PassThroughProfiler)
             and trainer.accumulate_grad_batches == 1
             and not trainer.gradient_clip_val
-            and not any(is_overridden(hook, module, pl.LightningModule) for hook in _STEP_HOOKS)
-            and not any(uses_hook(callback, hook) for callback in callbacks for hook in _CALLBACK_HOOKS)
+            and not any(is_overridden(hook, module, pl.LightningModule) for hook in STEP_HOOKS)
+            and not any(uses_hook(callback, hook) for callback in callbacks for hook in CALLBACK_STEP_HOOKS)
         )
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:  # type: ignore[type-arg]
@@ -200,14 +188,14 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self._transfers = trainer.strategy.root_device.type != "cpu" or any(
             is_overridden(hook, module, pl.LightningModule)
             or (datamodule is not None and is_overridden(hook, datamodule, pl.LightningDataModule))
-            for hook in _TRANSFER_HOOKS
+            for hook in TRANSFER_HOOKS
         )
 
     def _callback_uses(self, hook: str) -> bool:
         return any(
             uses_hook(callback, hook)
             for callback in self.trainer.callbacks
-            if not (isinstance(callback, ModelCheckpoint) and _saves_at_round_ends(callback))
+            if not (isinstance(callback, ModelCheckpoint) and saves_at_round_ends(callback))
         )
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
@@ -281,7 +269,3 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """Load nothing."""
-
-
-def _saves_at_round_ends(callback: ModelCheckpoint) -> bool:
-    return callback._every_n_train_steps == 0 and callback._train_time_interval is None

@@ -157,6 +157,46 @@ class GradientPass:
                 view.add_(value, alpha=rate)
         return out
 
+    def hessian_vector(
+        self, point: Vector, vector: Vector, batches: Iterable[tuple[Any, int]], size: int, decay: Sequence[float]
+    ) -> Vector:
+        """Return the product [P] of a client's full-batch Hessian at a point with a vector; else as :meth:`full`.
+
+        Raises:
+            FederatedError: If the model has an operation that cannot be differentiated twice.
+        """
+        parts, out = self.flat.layout.views(vector), torch.zeros_like(point)
+        with self.silent():
+            self.flat.point_to(self.flat.layout.views(point))
+            for i, (batch, examples) in enumerate(batches):
+                products = self._second_backward(prepare_batch(self.trainer, batch), i, parts)
+                for view, product in zip(self.flat.layout.views(out), products, strict=True):
+                    if product is not None:
+                        view.add_(product, alpha=examples / size)
+        for view, part, rate in zip(self.flat.layout.views(out), parts, decay, strict=True):
+            if rate:
+                view.add_(part, alpha=rate)
+        return out
+
+    def _second_backward(self, batch: Any, batch_idx: int, parts: Sequence[Tensor]) -> list[Tensor | None]:
+        params = self.flat.params
+        with torch.enable_grad():
+            loss = self._forward(batch, batch_idx)
+            for p in params:
+                p.grad = None
+            try:
+                grads = () if loss is None else torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+                terms = [(g * v).sum() for g, v in zip(grads, parts, strict=False) if g is not None and g.requires_grad]
+                if terms:  # none if the loss is linear
+                    torch.stack(terms).sum().backward()  # not autograd.grad, which walks around what it cannot do
+            except RuntimeError as error:
+                raise FederatedError(
+                    f"The loss of {type(self.trainer.lightning_module).__name__} cannot be differentiated twice:"
+                    f" {error}. Fused attention and cuDNN's recurrent layers have a form that can: see"
+                    " torch.nn.attention.sdpa_kernel(SDPBackend.MATH) and torch.backends.cudnn.flags(enabled=False)."
+                ) from error
+        return [p.grad for p in params]
+
     @torch.no_grad()
     def loss(self, point: Vector, batches: Iterable[tuple[Any, int]]) -> Tensor:
         """Return the sum over examples of the loss at a point, in eval mode (0-dim, float64 where there is one)."""

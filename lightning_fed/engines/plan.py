@@ -1,6 +1,6 @@
 """Who works in a round, and how much."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytorch_lightning as pl
@@ -63,10 +63,16 @@ class Planner:
         seed = derive_seed(self.seed, Purpose.GRADIENT_COHORT)
         return self._plan(self._draw(self.settings.gradient_sampler, seed, round), round)
 
-    def everyone(self) -> Iterator[tuple[int, ClientBatches]]:
-        """Yield stored index and data of every client."""
+    def first(self) -> WorkPlan:
+        """Return the work of some client, whoever comes first, to try things out on."""
+        return self._plan({self.population[0]: 1}, 0)[0]
+
+    def everyone(self, wanted: Callable[[int], bool]) -> Iterator[tuple[int, ClientBatches]]:
+        """Yield stored index and data of every client whose index is wanted."""
         for client_id in self.population:
-            yield self.population.index_of(client_id), self.trainer.datamodule.client_batches(client_id)
+            index = self.population.index_of(client_id)
+            if wanted(index):
+                yield index, self.trainer.datamodule.client_batches(client_id)
 
     def _draw(self, sampler: Sampler, seed: int, round: int) -> dict[ClientId, int]:
         """Draw ids, with how often each came up."""

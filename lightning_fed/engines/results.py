@@ -1,7 +1,8 @@
 """What ``self.log`` collects over a round: example-weighted means, per client and over the cohort."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
@@ -9,11 +10,30 @@ import torch
 from torch import Tensor
 
 from lightning_fed._compat import _ResultCollection, rank_zero_warn
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.server.aggregation import accumulation_dtype
 
-__all__ = ["RoundResults"]
+__all__ = ["Logged", "RoundResults"]
 
 _MEANS = (torch.mean, "mean", "avg")
+
+
+_PER_ROUND = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")  # logged by every process alike
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """What one process logged under one name in a round.
+
+    Attributes:
+        flags: The arguments of ``self.log``, and the hook it was called in.
+        value: The sum of values times examples, or the sum, least or largest of values.
+        weight: The examples.
+    """
+
+    flags: dict[str, Any]
+    value: float
+    weight: int
 
 
 class _ClientMean:
@@ -67,6 +87,7 @@ class RoundResults(_ResultCollection):
                 fx, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size=batch_size, **kwargs
             )
             return
+        kwargs["sync_dist"] = False  # processes meet once a round, not in every step of their own clients
         if on_step and not on_epoch:
             on_step, on_epoch = False, True
         elif on_step and name not in self._warned:
@@ -126,6 +147,43 @@ class RoundResults(_ResultCollection):
         finally:
             del module.__dict__["log"]
 
+    def outline(self) -> dict[str, "Logged"]:
+        """Return what was logged in this round's local steps, for other processes.
+
+        Raises:
+            FederatedError: If it is a metric object, which numbers cannot stand for.
+        """
+        out = {}
+        for key, item in self.items():
+            if item.has_reset or item.meta.fx in _PER_ROUND:
+                continue
+            if not item.is_tensor:
+                raise FederatedError(
+                    f"self.log({item.meta.name!r}, ...) of a metric object in {item.meta.fx} is not offered with"
+                    " several processes. Log its value, or train in one process."
+                )
+            weight = int(item.cumulated_batch_size) if item.meta.is_mean_reduction else 1
+            out[key] = Logged(_flags_of(item.meta), float(item.value), weight)
+        return out
+
+    def merge(self, outlines: Sequence[Mapping[str, "Logged"]]) -> None:
+        """Put the round's values together from those of all processes.
+
+        Args:
+            outlines: Everybody's :meth:`outline`.
+        """
+        for key in sorted({key for outline in outlines for key in outline}):
+            parts = [outline[key] for outline in outlines if key in outline]
+            if key not in self:
+                super().log(value=torch.zeros(()), on_epoch=True, batch_size=1, **parts[0].flags)
+            item, values = self[key], [part.value for part in parts]
+            reduce = {"max": max, "min": min}.get(parts[0].flags["reduce_fx"], sum)
+            item.value = torch.as_tensor(reduce(values)).to(item.value)
+            if item.meta.is_mean_reduction:
+                weight = sum(part.weight for part in parts)
+                item.cumulated_batch_size = torch.as_tensor(weight).to(item.cumulated_batch_size)
+            item.has_reset, item._computed = False, None
+
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Update the round's value, unless the call only registers the value's metadata."""
         if not self._registering:
@@ -144,3 +202,8 @@ class RoundResults(_ResultCollection):
                 closed[self[key].meta.name] = float(value)
                 mean.total, mean.weight = torch.zeros_like(mean.total), 0
         return closed
+
+
+def _flags_of(meta: Any) -> dict[str, Any]:
+    names = ("fx", "name", "prog_bar", "logger", "on_step")
+    return {**{name: getattr(meta, name) for name in names}, "reduce_fx": meta.reduce_fx.__name__}

@@ -3,16 +3,21 @@
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BufferMean
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import ClientReport, Cohort, RoundReport
 from lightning_fed.core.types import ClientId, State, Weighting
 from lightning_fed.core.watched import Watched
+from lightning_fed.engines.account import Drift, Traffic
+from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs
 from lightning_fed.engines.plan import WorkPlan
-from lightning_fed.engines.sequential import ClientResult, RoundInputs, SequentialEngine
+from lightning_fed.engines.ranks import Ranks, deal
+from lightning_fed.optim import overrides
 from lightning_fed.server.aggregation import Aggregation, accumulation_dtype, weights_of
 from lightning_fed.server.population import Population
 from lightning_fed.server.server import Server
@@ -31,21 +36,31 @@ class Round:
         weighting: The run's weighting.
         population: The clients there are.
         plans: The cohort's work.
+        gradient_plans: The work of those whose full-batch gradients are averaged, if the method asks for them.
         dropped: Ids drawn but left out, for the report.
+        ranks: The processes that share the work.
     """
 
     def __init__(
         self,
-        engine: SequentialEngine,
+        engine: Engine,
         server: Server,
         weighting: Weighting,
         population: Population,
         plans: Sequence[WorkPlan],
+        gradient_plans: Sequence[WorkPlan] = (),
         dropped: Sequence[ClientId] = (),
+        ranks: Ranks | None = None,
     ) -> None:
         self.engine, self.server, self.weighting, self.population = engine, server, weighting, population
         self.algorithm: Algorithm = server.algorithm
-        self.plans, self.dropped = plans, tuple(dropped)
+        self.plans, self.gradient_plans, self.dropped = plans, gradient_plans, tuple(dropped)
+        self.ranks = ranks or Ranks()
+        self._keeps_state = (
+            overrides(self.algorithm, "init_client") or engine.keeps_solver or engine.buffers.mode == "local"
+        )
+        self._owners = deal([*plans, *gradient_plans], self.ranks.size, self._keeps_state)
+        self.mine = [plan for plan in plans if self._is_mine(plan)]
         members = [plan.participant for plan in plans]
         self._aggregation = Aggregation(
             self.algorithm.reduces, weighting, members, len(population), self.algorithm.local_work
@@ -53,11 +68,14 @@ class Round:
         self._rule = self.algorithm.reduces.get("delta", "examples")
         self._cohort = Cohort(len(plans), len(population), server.round)
         self._cohort.advance_solver = engine.optimizer.advance_solver
-        self._traffic = _Traffic(self.algorithm, server.x)
+        self._traffic = Traffic(self.algorithm, server.x)
         self._inputs = self._make_inputs(server.state, {}, {})
         self._reports: dict[ClientId, ClientReport] = {}
         self._buffers = BufferMean()
-        self._drift = _Drift(server.x)
+        self._drift = Drift()
+
+    def _is_mine(self, plan: WorkPlan) -> bool:
+        return self._owners[plan.participant.index] == self.ranks.rank
 
     def _make_inputs(self, state: State, full_grad: dict[int, State], cohort_grad: State) -> RoundInputs:
         """Collect what clients may read; what they do read is noted."""
@@ -71,20 +89,24 @@ class Round:
             mean_examples=self.population.mean_size if known else math.nan,
         )
 
-    def take_gradients(self, gradient_plans: Sequence[WorkPlan]) -> None:
+    def take_gradients(self) -> None:
         """Take full-batch gradients at the points that the method names, and average those of the gradient cohort."""
-        points = self.algorithm.full_grad_at
-        by_index = {plan.participant.index: plan for plan in [*self.plans, *gradient_plans]}
-        full = {index: self.engine.full_gradients(self._inputs, plan) for index, plan in by_index.items()}
-        members = [plan.participant for plan in gradient_plans]
-        weights = weights_of(self.weighting, members)
-        x = self.server.x
-        mean = {}
-        for name in points:
-            total = torch.zeros_like(x, dtype=accumulation_dtype(x.device))
-            for member, weight in zip(members, weights, strict=True):
-                total.add_(full[member.index][name], alpha=weight)
-            mean[name] = total.to(x.dtype)
+        members = [plan.participant for plan in self.gradient_plans]
+        weights = {m.index: w for m, w in zip(members, weights_of(self.weighting, members), strict=True)}
+        mine = {p.participant.index: p for p in [*self.plans, *self.gradient_plans] if self._is_mine(p)}
+        x, full = self.server.x, {}
+        total = {name: torch.zeros_like(x, dtype=accumulation_dtype(x.device)) for name in self.algorithm.full_grad_at}
+
+        def take() -> None:
+            for index, plan in mine.items():
+                full[index] = self.engine.full_gradients(self._inputs, plan)
+            for index, weight in weights.items():
+                for name in total if index in mine else ():
+                    total[name].add_(full[index][name], alpha=weight)
+
+        self.ranks.exchange(take)
+        self.ranks.sum(list(total.values()))
+        mean = {name: value.to(x.dtype) for name, value in total.items()}
         self._inputs = self._make_inputs(self.server.state, full, mean)
         self._cohort.grad = Watched(mean, self._traffic.gradients)
         self._traffic.gradient_clients = {member.index for member in members}
@@ -100,32 +122,76 @@ class Round:
         state = self.algorithm.begin_round(self.server.x, self.server.state, self._cohort)
         self._inputs = self._make_inputs(state, self._inputs.full_grad, self._inputs.cohort_grad.unwatched())
 
-    def train(self, plan: WorkPlan) -> ClientReport:
-        """Train one client, and take in what it sends."""
-        who, buffers = plan.participant, self.engine.buffers
-        kept = self.server.client_state(who.index)
-        own = {k.removeprefix(_BUFFER): v for k, v in kept.items() if k.startswith(_BUFFER)}
-        solver = {k: v for k, v in kept.items() if k.startswith(_SOLVER)}
-        state = {k: v for k, v in kept.items() if not k.startswith((_BUFFER, _SOLVER))}
-        buffers.write(own or self.server.buffers)
-        result = self.engine.run(self._inputs, plan, state, solver)
-        self._reports[who.client_id] = result.report
-        self._traffic.clients.add(who.index)
-        if result.report.steps or not self.algorithm.local_work:
-            self._take_in(result, state)
-        return result.report
-
-    def _take_in(self, result: ClientResult, state: State) -> None:
-        who, buffers = result.participant, self.engine.buffers
-        self._aggregation.add(who.index, result.report.steps, result.update.send, result.delta, result.y)
-        keep = {**(result.update.keep or state), **result.solver}
+    def train(self, plans: Sequence[WorkPlan]) -> ChunkResult:
+        """Train the clients of a chunk, and take in what they send."""
+        buffers = self.engine.buffers
+        kept = [self.server.client_state(plan.participant.index) for plan in plans]
         if buffers.mode == "local":
-            keep = {**keep, **{_BUFFER + name: value for name, value in result.buffers.items()}}
+            (own,) = kept  # the engines that run several clients at once refuse buffers that clients keep
+            buffers.write(
+                {k.removeprefix(_BUFFER): v for k, v in own.items() if k.startswith(_BUFFER)} or self.server.buffers
+            )
+        else:
+            buffers.write(self.server.buffers)
+        solvers = [{k: v for k, v in own.items() if k.startswith(_SOLVER)} for own in kept]
+        states = [{k: v for k, v in own.items() if not k.startswith((_BUFFER, _SOLVER))} for own in kept]
+        result = self.engine.run(self._inputs, plans, states, solvers)
+        for row, (plan, report) in enumerate(zip(plans, result.reports, strict=True)):
+            self._reports[report.client_id] = report
+            self._traffic.clients.add(plan.participant.index)
+            if report.steps or not self.algorithm.local_work:
+                self._take_in(result, row, states[row])
+        return result
+
+    def _take_in(self, result: ChunkResult, row: int, state: State) -> None:
+        who, buffers, report = result.participants[row], self.engine.buffers, result.reports[row]
+        send = {name: value[row] for name, value in result.send.items()}
+        self._aggregation.add(who.index, report.steps, send, result.y[row] if result.sends_delta else None)
+        keep = result.kept_by(row) or state
+        if keep and not self._keeps_state and self.ranks.size > 1:
+            raise FederatedError(
+                f"{type(self.algorithm).__name__}.finish keeps {sorted(keep)} without an init_client that says what a"
+                " new client has: several processes would not know where to look for it. Override init_client."
+            )
+        if result.solver:
+            keep = {**keep, **result.solver[row]}
+        if buffers.mode == "local":
+            keep = {**keep, **{_BUFFER + name: value for name, value in result.buffers[row].items()}}
         self.server.clients.stage(who.index, keep)
-        if buffers.mode != "server":
-            self._buffers.add(result.buffers, who.size * who.count)
-        self._traffic.take_in(result.update.send)
-        self._drift.add(result.delta, result.report.update_norm, self._aggregation.weight(who.index, self._rule))
+        if buffers.mode != "server" and result.buffers:
+            self._buffers.add(result.buffers[row], who.size * who.count)
+        self._traffic.take_in(send)
+        weight = self._aggregation.weight(who.index, self._rule)
+        summed = result.sends_delta and self._rule != "population"  # the aggregation has the sum of the changes
+        self._drift.add(report.update_norm, weight, None if summed else result.delta[row])
+
+    def outline(self) -> dict[str, Any]:
+        """Return what other processes need of this one's part, apart from the sums of messages."""
+        return {
+            "reports": self._reports,
+            "aggregation": self._aggregation.outline(),
+            "buffers": self._buffers,
+            "drift": self._drift.outline(),
+            "traffic": self._traffic,
+        }
+
+    def merge(self, outlines: Sequence[Mapping[str, Any]]) -> None:
+        """Put the parts of all processes together.
+
+        Args:
+            outlines: Everybody's :meth:`outline`.
+        """
+        rank, ranks, x = self.ranks.rank, self.ranks, self.server.x
+        if ranks.size == 1:
+            return
+        others = [outline for i, outline in enumerate(outlines) if i != rank]
+        reports = {i: report for outline in outlines for i, report in outline["reports"].items()}
+        cohort = [plan.participant.client_id for plan in self.plans]
+        self._reports = {client_id: reports[client_id] for client_id in cohort if client_id in reports}
+        self._aggregation.reduce([outline["aggregation"] for outline in outlines], ranks.sum, x)
+        ranks.sum(self._drift.merge([outline["drift"] for outline in outlines], x))
+        self._buffers.merge(outline["buffers"] for outline in others)
+        self._traffic.merge(outline["traffic"] for outline in others)
 
     def close(self, metrics: Mapping[str, float], seconds: float) -> RoundReport:
         """Average the messages, take the server's step, and report.
@@ -136,6 +202,7 @@ class Round:
         """
         done = [i for i, r in self._reports.items() if r.steps or not self.algorithm.local_work]
         self._cohort.size = len(done)
+        drift = self._drift.value(self._aggregation.change(self.server.x)) if done else math.nan
         mean, models = self._aggregation.mean(self.server.x) if done else ({}, None)
         number, inputs = self.server.round, self._inputs
         everyone = len(self.population) if self.algorithm.population_loss and self.plans else 0
@@ -163,69 +230,8 @@ class Round:
             clients=MappingProxyType(reports),
             loss=sum(reports[i].loss * reports[i].size for i in done) / examples if examples else math.nan,
             update_norm=norm,
-            drift=self._drift.value() if done else math.nan,
+            drift=drift,
             bytes_up=up,
             bytes_down=down,
             seconds=seconds,
         )
-
-
-class _Traffic:
-    """What travels in a round: of the server's state what clients read, of gradients and messages what is used."""
-
-    def __init__(self, algorithm: Algorithm, x: torch.Tensor) -> None:
-        self._vector = _bytes([x])
-        self._points = set(algorithm.full_grad_at) - {"x"}
-        self._messages = 0
-        self.server: set[str] = set()  # entries of the server state that clients read
-        self.cohort_grad: set[str] = set()  # mean gradients that clients read
-        self.gradients: set[str] = set()  # mean gradients that the server reads
-        self.clients: set[int] = set()
-        self.gradient_clients: set[int] = set()
-
-    def take_in(self, send: State) -> None:
-        """Add one client's messages; a tensor sent under two names travels once."""
-        self._messages += _bytes(list({id(value): value for value in send.values()}.values()))
-
-    def total(self, state: State, buffers: int, completed: int, everyone: int) -> tuple[int, int]:
-        """Return the bytes up and down.
-
-        Args:
-            state: The server state of the round.
-            buffers: The bytes of one transfer of the module's buffers.
-            completed: The clients that sent something back.
-            everyone: The clients that evaluate the population's loss; none if nobody asked for it.
-        """
-        involved = self.clients | self.gradient_clients
-        once = self._vector + _bytes([state[name] for name in self._points if name in state])
-        then = _bytes([state[name] for name in self.server - self._points]) + len(self.cohort_grad) * self._vector
-        down = len(involved) * once + len(self.clients) * (then + buffers)
-        down += max(0, everyone - len(involved)) * self._vector
-        gradients = len(self.gradient_clients) * len(self.gradients | self.cohort_grad) * self._vector
-        return self._messages + gradients + completed * buffers + everyone * 8, down
-
-
-class _Drift:
-    """The spread of client changes around their weighted mean, from their norms and one running sum."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self._sum = torch.zeros_like(x)
-        self._squares = 0.0
-        self._weight = 0.0
-
-    def add(self, delta: torch.Tensor, norm: float, weight: float) -> None:
-        """Add one client's change."""
-        self._sum.add_(delta, alpha=weight)
-        self._squares += weight * norm**2
-        self._weight += weight
-
-    def value(self) -> float:
-        """The square root of the weighted mean of the squared distances from the mean."""
-        if self._weight == 0:
-            return math.nan
-        mean_norm = float(torch.linalg.vector_norm(self._sum)) / self._weight
-        return math.sqrt(max(0.0, self._squares / self._weight - mean_norm**2))
-
-
-def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(value.numel() * value.element_size() for value in tensors)

@@ -3,147 +3,51 @@
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 
-from lightning_fed._compat import SIGTERMException
-from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import ClientError
-from lightning_fed.core.flat import FlatParameters
-from lightning_fed.core.rounds import ClientReport, Run, Step, Update
+from lightning_fed.core.rounds import ClientReport, Run, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
-from lightning_fed.core.types import State, Vector
+from lightning_fed.core.types import State
 from lightning_fed.core.watched import Watched
-from lightning_fed.data.batches import ClientBatches
+from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, check_finite
 from lightning_fed.engines.client_loop import ClientEpochLoop, ClientFetcher
-from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.plan import WorkPlan
-from lightning_fed.optim import FederatedOptimizer, LocalWork, solver_entries
-from lightning_fed.server.aggregation import Participant
+from lightning_fed.optim import LocalWork, solver_entries
 
-__all__ = ["ClientResult", "RoundInputs", "SequentialEngine"]
-
-
-@dataclass(frozen=True, slots=True)
-class RoundInputs:
-    """What the server hands to every client of a round.
-
-    Attributes:
-        round: The round, from 0.
-        x: The server parameters [P].
-        server: The server state.
-        full_grad: Full-batch gradients by client index, then by point.
-        cohort_grad: Their averages by point.
-        mean_examples: n / N where the method may ask for it, else nan.
-    """
-
-    round: int
-    x: Vector
-    server: Watched
-    full_grad: dict[int, State]
-    cohort_grad: Watched
-    mean_examples: float
+__all__ = ["SequentialEngine"]
 
 
-@dataclass(frozen=True, slots=True)
-class ClientResult:
-    """What came back from one client; ``y`` is valid until the next client starts."""
-
-    participant: Participant
-    y: Vector
-    delta: Vector
-    update: Update
-    solver: State
-    buffers: State
-    report: ClientReport
-
-
-class SequentialEngine:
-    """Run clients one by one on the trainer's own module.
+class SequentialEngine(Engine):
+    """Run clients one by one.
 
     Args:
-        trainer: The trainer, with module and optimizer set up.
-        algorithm: The method.
-        flat: The trainable parameters.
-        optimizer: The wrapped local optimizer.
         epoch_loop: The reused training epoch loop.
-        buffers: The module's buffers.
-        seed: The run's seed.
-        shuffle: Whether local epochs visit batches in random order.
-        keeps_solver: Whether clients keep the local optimizer's state from round to round.
+        kwargs: What every engine takes.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        algorithm: Algorithm,
-        flat: FlatParameters,
-        optimizer: FederatedOptimizer,
-        epoch_loop: ClientEpochLoop,
-        buffers: Buffers,
-        seed: int,
-        shuffle: bool,
-        keeps_solver: bool,
-    ) -> None:
-        self.trainer = trainer
-        self.algorithm = algorithm
-        self.flat = flat
-        self.optimizer = optimizer
+    def __init__(self, epoch_loop: ClientEpochLoop, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.epoch_loop = epoch_loop
-        self.buffers = buffers
-        self.seed = seed
-        self.shuffle = shuffle
-        self.keeps_solver = keeps_solver
         self.fetcher = ClientFetcher()
-        self.gradients = GradientPass(trainer, flat)
-        self.anchor_grad = torch.zeros_like(flat.y) if algorithm.anchor_at else None
+        self.anchor_grad = torch.zeros_like(self.flat.y) if self.algorithm.anchor_at else None
         epoch_loop.prepare()
 
-    def full_gradients(self, inputs: RoundInputs, plan: WorkPlan) -> State:
-        """Return a client's full-batch gradients at the points that the method names, before any local work."""
-        index = plan.participant.index
-        grads = {}
-        with self._errors_of(plan, inputs.round, "its full-batch gradient"):
-            for name in self.algorithm.full_grad_at:
-                point = inputs.x if name == "x" else inputs.server[name]
-                grads[name] = self.gradient_at(point, plan.batches, inputs.round, index)
-        return grads
+    def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
+        """Yield one client at a time."""
+        return ([plan] for plan in plans)
 
-    def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
-        """Return a client's full-batch gradient [P] at a point [P]; random layers draw from a stream of its own."""
-        seed_global(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index), self.flat.y.device)
-        stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
-        return self.gradients.full(point, batches.full(stream), batches.size, self.optimizer.decay)
-
-    def population_loss(self, x: Vector, clients: Iterator[tuple[int, ClientBatches]], round: int) -> torch.Tensor:
-        """Return the mean loss over all examples of all clients at ``x``, in eval mode (0-dim)."""
-        total, examples = torch.zeros((), dtype=torch.float64), 0
-        for index, batches in clients:
-            stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
-            total += self.gradients.loss(x, batches.full(stream)).cpu()
-            examples += batches.size
-        return (total / examples).to(device=x.device, dtype=x.dtype)
-
-    def run(self, inputs: RoundInputs, plan: WorkPlan, client: State, solver: State | None = None) -> ClientResult:
-        """Train one client and return what it sends.
-
-        Args:
-            inputs: What the server hands out.
-            plan: The client's work.
-            client: Its kept state.
-            solver: The local optimizer's state that the client kept, if it keeps one.
-
-        Raises:
-            ClientError: If anything goes wrong in the client's work; the cause is ``__cause__``.
-        """
+    def run(
+        self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
+    ) -> ChunkResult:
+        """Train one client and return what it sends."""
+        ((plan,), (client,), (solver,)) = plans, clients, solvers
         started = time.perf_counter()
         who = plan.participant
-        with self._errors_of(plan, inputs.round, "its local work"):
+        with self.errors_of(plan, inputs.round, "its local work"):
             self.flat.y.copy_(inputs.x)
             steps = self._steps(inputs, plan, client)
             local = steps[1]
@@ -152,21 +56,25 @@ class SequentialEngine:
             with self.epoch_loop._results.of_client(self.trainer.lightning_module):
                 self._train(inputs, plan)
             loss, metrics = self.epoch_loop.close_client()
-            statistics = self.optimizer.solver_state() if self.keeps_solver else {}
+            statistics = [self.optimizer.solver_state()] if self.keeps_solver else []
             run = self._run_record(inputs, plan, client, local)
             self._check_steps(run, plan)
             update = self.algorithm.finish(self.flat.y, run)
             norm = float(torch.linalg.vector_norm(run.delta))
-        if not norm < float("inf"):
-            raise ClientError(
-                f"Client {who.client_id!r} came back from round {inputs.round} with parameters that are not finite,"
-                f" after {run.num_steps} local steps (mean loss {loss:g}). Lower the learning rate, clip gradients, or"
-                " look at its data."
-            )
-        report = ClientReport(
-            who.client_id, who.size, int(run.num_steps), loss, metrics, norm, time.perf_counter() - started
+        num_steps = int(run.num_steps)
+        check_finite(who.client_id, norm, loss, num_steps, inputs.round)
+        report = ClientReport(who.client_id, who.size, num_steps, loss, metrics, norm, time.perf_counter() - started)
+        return ChunkResult(
+            participants=[who],
+            y=self.flat.y[None],
+            delta=run.delta[None],
+            send={name: value[None] for name, value in update.send.items()},
+            keep={name: value[None] for name, value in update.keep.items()},
+            sends_delta=update.send.get("delta") is run.delta,
+            reports=[report],
+            solver=statistics,
+            buffers=[self.buffers.read()],
         )
-        return ClientResult(who, self.flat.y, run.delta, self._own(update), statistics, self.buffers.read(), report)
 
     def _train(self, inputs: RoundInputs, plan: WorkPlan) -> None:
         who = plan.participant
@@ -255,32 +163,3 @@ class SequentialEngine:
                 "training_step returned None for every batch, so no local step was taken. Return a loss for at least"
                 " one batch, or leave the client out of client_ids."
             )
-
-    def _own(self, update: Update) -> Update:
-        """Copy kept tensors that share storage with the module's parameters, which the next client overwrites."""
-        storage = self.flat.y.untyped_storage().data_ptr()
-        keep = {k: v.clone() if v.untyped_storage().data_ptr() == storage else v for k, v in update.keep.items()}
-        return Update(update.send, keep)
-
-    def _errors_of(self, plan: WorkPlan, round: int, what: str) -> "_NamesClient":
-        return _NamesClient(self.optimizer, plan.participant, round, what)
-
-
-class _NamesClient:
-    """Put the client, the round and the local step in front of whatever goes wrong inside."""
-
-    def __init__(self, optimizer: FederatedOptimizer, who: Participant, round: int, what: str) -> None:
-        self.optimizer, self.who, self.round, self.what = optimizer, who, round, what
-
-    def __enter__(self) -> None:
-        """Start watching."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception) or isinstance(error, SIGTERMException):
-            return
-        work, self.optimizer.work = self.optimizer.work, None
-        at = f", local step {work.num_steps + 1}" if work is not None else ""
-        text = str(error) if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
-        raise ClientError(
-            f"Client {self.who.client_id!r} failed in {self.what} in round {self.round}{at}: {text}"
-        ) from error

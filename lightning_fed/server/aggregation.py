@@ -1,8 +1,9 @@
 """Weighted means of client messages, summed in float64."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,6 +110,7 @@ class Aggregation:
             if self._members and self._totals[rule] <= 0:
                 raise _all_zero([p.client_id for p in self._members.values()])
         self._given = dict.fromkeys(self._rules, 0.0)
+        self._added: list[int] = []
         self._models_weight = 0.0
         self._sums: State = {}
         self._models: Tensor | None = None
@@ -122,15 +124,14 @@ class Aggregation:
             return 0.0
         return _raw(self._rules[rule], self._members[index], self._steps[index]) / self._totals[rule]
 
-    def add(self, index: int, steps: int, send: State, delta: Vector, y: Vector) -> None:
+    def add(self, index: int, steps: int, send: State, model: Vector | None = None) -> None:
         """Add one client's messages.
 
         Args:
             index: The client's stored index.
             steps: The local steps it took; a weighting that looks at steps goes by these.
             send: Its messages.
-            delta: The engine's own ``y - x``; where ``send["delta"]`` is this very tensor, ``y`` is summed instead.
-            y: The client's parameters [P].
+            model: The client's parameters y [P] where the message "delta" is ``y - x`` itself; they are summed instead.
 
         Raises:
             FederatedError: If the messages are not those that the method declared.
@@ -141,16 +142,56 @@ class Aggregation:
                 " each message is averaged, and send each of them."
             )
         self._steps[index] = steps
+        self._added.append(index)
         for rule in self._given:
             self._given[rule] += self.weight(index, rule)
         for name, value in send.items():
             w = self.weight(index, self.reduces[name])
-            if name == "delta" and value is delta and self.reduces[name] != "population":
-                self._models = _add(self._models, y, w)
+            if name == "delta" and model is not None and self.reduces[name] != "population":
+                self._models = _add(self._models, model, w)
                 self._models_weight += w
             else:
                 self._has_other_delta |= name == "delta"
                 self._sums[name] = _add(self._sums.get(name), value, w)
+
+    def outline(self) -> dict[str, Any]:
+        """Return what other processes need to know before the sums are reduced: numbers and shapes."""
+        return {
+            "steps": {index: self._steps[index] for index in self._added},
+            "given": dict(self._given),
+            "models_weight": self._models_weight,
+            "has_other_delta": self._has_other_delta,
+            "shapes": {name: tuple(total.shape) for name, total in self._sums.items()},
+            "has_models": self._models is not None,
+        }
+
+    def reduce(
+        self, outlines: Sequence[Mapping[str, Any]], sum_: Callable[[Sequence[Tensor]], None], x: Vector
+    ) -> None:
+        """Add up what all processes have.
+
+        Args:
+            outlines: Everybody's :meth:`outline`.
+            sum_: Replaces tensors by their sums over all processes.
+            x: The server parameters [P].
+        """
+        for outline in outlines:
+            self._steps.update(outline["steps"])
+        self._given = {rule: sum(outline["given"][rule] for outline in outlines) for rule in self._given}
+        self._models_weight = sum(outline["models_weight"] for outline in outlines)
+        self._has_other_delta = any(outline["has_other_delta"] for outline in outlines)
+        options: dict[str, Any] = {"dtype": accumulation_dtype(x.device), "device": x.device}
+        for name in sorted({name for outline in outlines for name in outline["shapes"]}):
+            shape = next(outline["shapes"][name] for outline in outlines if name in outline["shapes"])
+            self._sums.setdefault(name, torch.zeros(shape, **options))
+        if any(outline["has_models"] for outline in outlines) and self._models is None:
+            self._models = torch.zeros(x.shape, **options)
+        models = [] if self._models is None else [self._models]
+        sum_([self._sums[name] for name in sorted(self._sums)] + models)
+
+    def change(self, x: Vector) -> Vector | None:
+        """Return the weighted sum of ``y - x`` [P] over the clients whose models are summed, None if there are none."""
+        return None if self._models is None else self._models - self._models_weight * x
 
     def mean(self, x: Vector) -> tuple[State, Vector | None]:
         """Return the averages, and the mean of the client models itself where "delta" is their change.

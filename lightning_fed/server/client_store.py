@@ -1,5 +1,6 @@
 """What clients keep between their rounds, by stored index."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,7 +47,11 @@ class ClientStore:
         """Return the committed states."""
         return dict(self._states)
 
-    def load_state_dict(self, states: dict[int, Any], device: torch.device) -> None:
-        """Replace all states."""
+    def load_state_dict(
+        self, states: dict[int, Any], device: torch.device, is_mine: Callable[[int], bool] = lambda index: True
+    ) -> None:
+        """Replace all states by those of the clients that are this process's own."""
         self._staged = {}
-        self._states = {int(i): {k: v.to(device) for k, v in state.items()} for i, state in states.items()}
+        self._states = {
+            int(i): {k: v.to(device) for k, v in state.items()} for i, state in states.items() if is_mine(int(i))
+        }

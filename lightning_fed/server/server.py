@@ -1,6 +1,6 @@
 """Everything that outlives a round: x, the server state, the clients' kept states, the server optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -132,12 +132,15 @@ class Server:
             "bytes": [self.bytes_up, self.bytes_down],
         }
 
-    def load_state_dict(self, saved: dict[str, Any], any_seed: bool = False) -> None:
+    def load_state_dict(
+        self, saved: dict[str, Any], any_seed: bool = False, is_mine: Callable[[int], bool] = lambda index: True
+    ) -> None:
         """Load what :meth:`state_dict` returned.
 
         Args:
             saved: The saved state.
             any_seed: Whether to go on with the saved seed when it is another one.
+            is_mine: Which clients' states this process keeps, by stored index.
 
         Raises:
             FederatedError: If the checkpoint is of another method, other options, clients or model.
@@ -159,7 +162,7 @@ class Server:
         self.round, self.seed = int(saved["round"]), int(saved["seed"])
         self.step.load_state_dict(saved["step"])
         self.state = {name: value.to(device) for name, value in saved["state"].items()}
-        self.clients.load_state_dict(saved["client_states"], device)
+        self.clients.load_state_dict(saved["client_states"], device, is_mine)
         self.buffers = {name: value.to(device) for name, value in saved["buffers"].items()}
         self._seen = set(saved["seen"].tolist())
         self.seen = len(self._seen)

@@ -70,10 +70,12 @@ class Variant:
     Attributes:
         uneven_chunks: Full passes come in unequal batches.
         decay_in_optimizer: The l2 term is the optimizer's ``weight_decay`` instead of a part of the loss.
+        engine: How the cohort is run.
     """
 
     uneven_chunks: bool = False
     decay_in_optimizer: bool = False
+    engine: str = "sequential"
 
 
 def run(case: Case, setup: Setup, variant: Variant = Variant()) -> Result:
@@ -104,6 +106,7 @@ def _fit(
         sampler=_sampler(case.cohort),
         callbacks=[recorder],
         seed=0,
+        engine=variant.engine,
         accelerator="cpu",
         precision="64-true",
         logger=False,

@@ -55,6 +55,10 @@ def test_l2_as_weight_decay(case: Case, record_property: Callable[[str, object],
     compare(case, Variant(decay_in_optimizer=True), record_property)
 
 
+def test_vectorized(case: Case, record_property: Callable[[str, object], None]) -> None:
+    compare(case, Variant(engine="vectorized"), record_property)
+
+
 def test_resume_is_bit_identical(case: Case, tmp_path: Path) -> None:
     setup = translate(case)
     whole = run(case, setup)

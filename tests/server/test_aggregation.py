@@ -107,8 +107,7 @@ def aggregate(
     aggregation = Aggregation(reduces, weighting, members, population, local_work)
     steps = {p.index: p.steps for p in members} | dict(taken or {})
     for index, send in sends.items():
-        delta = send.get("delta", torch.zeros(1, dtype=torch.float64))
-        aggregation.add(index, steps[index], dict(send), delta, delta.clone())
+        aggregation.add(index, steps[index], dict(send), send.get("delta"))
     return aggregation.mean(torch.zeros(1, dtype=torch.float64))
 
 
@@ -148,7 +147,7 @@ def test_the_mean_of_one_client_is_its_very_model(dtype: torch.dtype) -> None:
     delta = y - x
     assert not torch.equal(x + delta, y)  # the sum would round
     aggregation = Aggregation({"delta": "weighting"}, "examples", cohort((3, 17, 1, 2)), 10)
-    aggregation.add(3, 2, {"delta": delta}, delta, y)
+    aggregation.add(3, 2, {"delta": delta}, y)
     means, models = aggregation.mean(x)
     assert models.dtype == means["delta"].dtype == dtype
     assert torch.equal(models, y)
@@ -161,7 +160,7 @@ def test_the_mean_of_equal_clients_is_their_very_model() -> None:
     aggregation = Aggregation({"delta": "weighting"}, "examples", members, 10)
     for i in range(4):
         delta = y - x
-        aggregation.add(i, 1, {"delta": delta}, delta, y)
+        aggregation.add(i, 1, {"delta": delta}, y)
     assert torch.equal(aggregation.mean(x)[1], y)
 
 
@@ -171,7 +170,7 @@ def test_a_delta_that_is_not_the_engines_own_gives_no_mean_model(other: int) -> 
     aggregation = Aggregation({"delta": "weighting"}, "examples", members, 10)
     for i, y in enumerate((vector(2.0), vector(5.0), vector(9.0))):
         delta = y - x
-        aggregation.add(i, 1, {"delta": delta.clone() if i == other else delta}, delta, y)
+        aggregation.add(i, 1, {"delta": delta}, None if i == other else y)
     means, models = aggregation.mean(x)
     torch.testing.assert_close(means["delta"], vector((1 + 4 + 2 * 8) / 4), rtol=1e-10, atol=0.0)
     assert models is None
@@ -181,7 +180,7 @@ def test_a_population_mean_of_deltas_is_no_mean_of_models() -> None:
     x, y = vector(1.0), vector(4.0)
     delta = y - x
     aggregation = Aggregation({"delta": "population"}, "examples", cohort((0, 1, 1, 1)), 6)
-    aggregation.add(0, 1, {"delta": delta}, delta, y)
+    aggregation.add(0, 1, {"delta": delta}, y)
     means, models = aggregation.mean(x)
     torch.testing.assert_close(means["delta"], vector(0.5), rtol=1e-10, atol=0.0)
     assert models is None
@@ -192,7 +191,7 @@ def test_sums_are_in_float64_and_messages_are_not_changed() -> None:
     values = [torch.tensor([v]) for v in (1e8, 1.0, -1e8)]  # in float32 the one would be lost
     aggregation = Aggregation({"m": "uniform"}, "examples", members, 3)
     for i, value in enumerate(values):
-        aggregation.add(i, 1, {"m": value}, value, value)
+        aggregation.add(i, 1, {"m": value})
     means, _ = aggregation.mean(torch.zeros(1))
     assert means["m"].dtype == torch.float32
     assert float(means["m"]) == pytest.approx(1 / 3, rel=1e-6)
@@ -218,7 +217,7 @@ def test_means_carry_no_graph() -> None:
 def test_other_messages_than_declared_are_refused(send: dict[str, float], message: str) -> None:
     aggregation = Aggregation({"delta": "uniform", "c": "population"}, "examples", THREE, 10)
     with pytest.raises(FederatedError, match=message):
-        aggregation.add(0, 4, {k: vector(v) for k, v in send.items()}, vector(0.0), vector(0.0))
+        aggregation.add(0, 4, {k: vector(v) for k, v in send.items()})
 
 
 # ------------------------------------------------------------------ those who take no step
@@ -279,7 +278,7 @@ def test_nothing_but_zeros_by_the_steps_taken_is_refused() -> None:
     sends = {0: {"delta": vector(1.0)}, 5: {"delta": vector(2.0)}}
     aggregation = Aggregation({"delta": "weighting"}, lambda i, size, steps: steps >= 2, THREE[:2], 10)
     for index, send in sends.items():
-        aggregation.add(index, 1, send, send["delta"], vector(3.0) + send["delta"])
+        aggregation.add(index, 1, send, vector(3.0) + send["delta"])
     with pytest.raises(FederatedError, match="not all zero"):
         aggregation.mean(vector(3.0))
 

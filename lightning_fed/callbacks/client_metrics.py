@@ -1,0 +1,151 @@
+"""How the server model fares on single clients, as it is and after a few local steps."""
+
+from typing import Literal
+
+import pytorch_lightning as pl
+
+from lightning_fed._compat import is_overridden, rank_zero_warn
+from lightning_fed.callbacks.measure import ClientMeasure, check_number, write_table
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.rounds import RoundReport
+from lightning_fed.core.types import ClientId
+from lightning_fed.metrics import spread
+
+__all__ = ["ClientAccuracy", "PersonalizedAccuracy"]
+
+
+class ClientAccuracy(ClientMeasure):
+    r"""Measure the server model on each client's own examples with the module's ``validation_step``.
+
+    It logs, over the clients, ``clients/<monitor>/mean``, ``std``, ``worst_10`` (the mean over the worst tenth of the
+    clients), ``p10`` and ``p90`` (percentiles), every client counting alike: see :func:`lightning_fed.metrics.spread`.
+    All that ``validation_step`` logs goes to ``clients/round_<completed rounds>.csv`` in the log directory, a row per
+    client. With ``on="train"`` the tag and the folder are ``clients_train``.
+
+    ``validation_step`` runs in eval mode, without gradients, on batches of ``eval_batch_size`` examples; values are
+    reduced as in Lightning's own validation, torchmetrics' objects afresh for every client.
+
+    Args:
+        monitor: The metric to summarise, by the name under which ``validation_step`` logs it.
+        mode: "max" if more is better, "min" if less is: decides which clients are the worst.
+        every_n_rounds: Measure after every so many rounds.
+        clients: How many clients to measure, a fixed sample of those that have examples; all by default.
+        on: "val" for the clients' own validation sets (``client_val`` or ``client_val_dataset`` of the data module),
+            "train" for their training sets.
+
+    Attributes:
+        table: All that was logged in the last measurement, by client id and name.
+
+    Raises:
+        FederatedError: If an argument is not allowed, the module has no ``validation_step`` or does not log ``monitor``
+            in it, or no client has a validation set.
+    """
+
+    tag = "clients"
+
+    def __init__(
+        self,
+        monitor: str = "val_acc",
+        mode: Literal["max", "min"] = "max",
+        every_n_rounds: int = 1,
+        clients: int | None = None,
+        on: Literal["val", "train"] = "val",
+    ) -> None:
+        super().__init__(every_n_rounds, clients)
+        for name, value, allowed in (("mode", mode, ("max", "min")), ("on", on, ("val", "train"))):
+            if value not in allowed:
+                raise FederatedError(f"{type(self).__name__}({name}={value!r}): {name} must be one of {allowed}.")
+        self.monitor = monitor
+        self.mode: Literal["max", "min"] = mode
+        self.on: Literal["val", "train"] = on
+        self.table: dict[ClientId, dict[str, float]] = {}
+
+    @property
+    def steps(self) -> int:
+        """The local steps before a client is measured."""
+        return 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Settle which clients are measured; refuse to measure without data or ``validation_step``."""
+        name = type(self).__name__
+        if not is_overridden("validation_step", pl_module, pl.LightningModule):
+            raise FederatedError(
+                f"{name} measures with validation_step, which {type(pl_module).__name__} does not have. Write one that"
+                f" logs {self.monitor!r}."
+            )
+        super().on_train_start(trainer, pl_module)
+        wanted = len(trainer.fit_loop.population) if self.clients is None else self.clients
+        if not self.measured:
+            raise FederatedError(
+                f"{name}(on='val') needs clients with validation sets of their own, and there is none. Pass client_val"
+                f" to the data module, or override client_val_dataset; or measure on their training sets: on='train'."
+            )
+        if len(self.measured) < wanted:
+            rank_zero_warn(
+                f"{name}: {len(self.measured)} of {wanted} clients have a validation set; they are measured."
+            )
+
+    def can_measure(self, trainer: pl.Trainer, client_id: ClientId) -> bool:
+        """Whether the client has examples to be measured on."""
+        dataset = None if self.on == "train" else trainer.datamodule.client_val_dataset(client_id)
+        return self.on == "train" or (dataset is not None and len(dataset) > 0)
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
+        """Measure every client, log the summary and write the table."""
+        loop = trainer.fit_loop
+        if not self.is_due(loop.round):
+            return
+        self.table = {i: loop.evaluate_client(i, self.on, self.steps) for i in self.measured}
+        for i, logged in self.table.items():
+            if self.monitor not in logged:
+                raise FederatedError(
+                    f"{type(self).__name__}(monitor={self.monitor!r}): validation_step logs {sorted(logged)} for client"
+                    f" {i!r}. Set monitor to one of these."
+                )
+        tag = self.tag if self.on == "val" else f"{self.tag}_train"
+        found = spread([logged[self.monitor] for logged in self.table.values()], self.mode)
+        loop.log_round(found.named(f"{tag}/{self.monitor}"))
+        names = sorted({name for logged in self.table.values() for name in logged})
+        rows = [[i, *(logged.get(name, "") for name in names)] for i, logged in self.table.items()]
+        write_table(trainer, tag, ["client", *names], rows)
+
+
+class PersonalizedAccuracy(ClientAccuracy):
+    r"""Measure each client after a few local steps of its own from the server model.
+
+    The same as :class:`ClientAccuracy`, under the tag ``personalized``, after fine-tuning on the client's training set:
+    plain steps of the user's optimizer, started afresh, on shuffled batches of ``batch_size`` examples, with the run's
+    gradient clipping and without the method's correction. A step is one batch: there is no accumulation, and the hooks
+    of module and callbacks around a step are not called. Jiang et al., *Improving Federated Learning Personalization
+    via Model Agnostic Meta Learning*, 2019 (https://arxiv.org/abs/1909.12488), compare methods by this number.
+
+    Args:
+        monitor: The metric to summarise, by the name under which ``validation_step`` logs it.
+        mode: "max" if more is better, "min" if less is.
+        every_n_rounds: Measure after every so many rounds.
+        clients: How many clients to measure, a fixed sample of those that have examples; all by default.
+        on: "val" for the clients' own validation sets, "train" for their training sets.
+        local_steps: The steps of fine-tuning.
+
+    Raises:
+        FederatedError: As :class:`ClientAccuracy`, or if the number of steps is not positive.
+    """
+
+    tag = "personalized"
+
+    def __init__(
+        self,
+        monitor: str = "val_acc",
+        mode: Literal["max", "min"] = "max",
+        every_n_rounds: int = 1,
+        clients: int | None = None,
+        on: Literal["val", "train"] = "val",
+        local_steps: int = 5,
+    ) -> None:
+        super().__init__(monitor, mode, every_n_rounds, clients, on)
+        self.local_steps = check_number(self, "local_steps", local_steps)
+
+    @property
+    def steps(self) -> int:
+        """The local steps before a client is measured."""
+        return self.local_steps

@@ -1,0 +1,128 @@
+"""Where clients go within a round: their drift step by step, and whether they pull the same way."""
+
+import math
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from lightning_fed.callbacks.measure import Measure, write_table
+from lightning_fed.core.rounds import ClientReport, RoundReport
+from lightning_fed.core.types import ClientId
+from lightning_fed.metrics import PairwiseCosine
+
+__all__ = ["LocalDrift", "UpdateCosine"]
+
+
+class LocalDrift(Measure):
+    r"""Measure how far the cohort's models have drifted from the server's after each local step.
+
+    It logs ``drift/mean``, the mean over clients and their steps k of :math:`\|y_{i,k} - x\|^2`, which SCAFFOLD's
+    analysis calls the client drift (Karimireddy et al., 2020, https://arxiv.org/abs/1910.06378, appendix), and
+    ``drift/last``, the mean after the clients' last steps. The whole curve would be a tag per step: it goes to
+    ``drift/round_<completed rounds>.csv`` in the log directory instead, and to :attr:`curve`.
+
+    It needs no gradient, only a distance per local step, and the engine "sequential", which knows single steps.
+
+    Args:
+        every_n_rounds: Measure in every n-th round.
+
+    Attributes:
+        paths: The distances :math:`\|y_{i,k} - x\|^2` by client id, for k = 1, 2, ..., of the last measurement.
+
+    Raises:
+        FederatedError: If the number is not positive.
+    """
+
+    def __init__(self, every_n_rounds: int = 1) -> None:
+        super().__init__(every_n_rounds)
+        self.paths: dict[ClientId, list[float]] = {}
+        self._path: list[torch.Tensor] = []
+
+    @property
+    def curve(self) -> list[float]:
+        """The mean distance after each step k, over the clients that took so many."""
+        return [sum(step) / len(step) for step in self._by_step()]
+
+    def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
+        """Start anew if this round is measured."""
+        if self.is_due(round + 1):
+            self.paths = {}
+
+    def on_client_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int, client_id: ClientId
+    ) -> None:
+        """Start a client's path."""
+        self._path = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the distance if this batch made an optimizer step."""
+        loop = trainer.fit_loop
+        if not self.is_due(loop.round + 1) or loop.local_steps == len(self._path):
+            return
+        moved = loop.client_model[0] - loop.state.x
+        self._path.append(moved.dot(moved))
+
+    def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
+        """Keep the client's path."""
+        if self._path:
+            self.paths[client_report.client_id] = torch.stack(self._path).tolist()
+        self._path = []
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
+        """Log the means and write the curve."""
+        if not self.is_due(trainer.fit_loop.round):
+            return
+        self.paths = {i: path for part in trainer.fit_loop.gather(self.paths) for i, path in part.items()}
+        paths = list(self.paths.values())
+        if not paths:
+            return
+        mean = sum(sum(path) / len(path) for path in paths) / len(paths)
+        trainer.fit_loop.log_round({"drift/mean": mean, "drift/last": sum(path[-1] for path in paths) / len(paths)})
+        rows = [(k, len(step), sum(step) / len(step), max(step)) for k, step in enumerate(self._by_step(), start=1)]
+        write_table(trainer, "drift", ("step", "clients", "mean", "max"), rows)
+
+    def _by_step(self) -> list[list[float]]:
+        longest = max(map(len, self.paths.values()), default=0)
+        return [[path[k] for path in self.paths.values() if k < len(path)] for k in range(longest)]
+
+
+class UpdateCosine(Measure):
+    r"""Measure whether the cohort's updates point the same way.
+
+    It logs ``update/cosine``, the mean cosine between :math:`y_i - x` and :math:`y_j - x` over all pairs of the cohort:
+    1 if all clients pull the same way, 0 if their directions are unrelated, less if they undo each other's work.
+    Clients that did not move are left out; with fewer than two others nothing is logged. It costs one sum per client.
+
+    Args:
+        every_n_rounds: Measure in every n-th round.
+
+    Raises:
+        FederatedError: If the number is not positive.
+    """
+
+    def __init__(self, every_n_rounds: int = 1) -> None:
+        super().__init__(every_n_rounds)
+        self._cosine = PairwiseCosine()
+
+    def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
+        """Start anew."""
+        self._cosine = PairwiseCosine()
+
+    def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
+        """Add one client's update."""
+        loop = trainer.fit_loop
+        if self.is_due(loop.round + 1):
+            self._cosine.add(loop.client_model[0] - loop.state.x)
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
+        """Log the mean cosine."""
+        if not self.is_due(trainer.fit_loop.round):
+            return
+        cosine = PairwiseCosine()
+        for part in trainer.fit_loop.gather(self._cosine):
+            cosine.merge(part)
+        if not math.isnan(cosine.value()):
+            trainer.fit_loop.log_round({"update/cosine": cosine.value()})

@@ -1,0 +1,106 @@
+"""What measures of a run share: every how many rounds, on which clients, and where their tables go."""
+
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.seeds import Purpose, derive_seed, generator
+from lightning_fed.core.types import ClientId
+
+__all__ = ["ClientMeasure", "Measure", "check_number", "write_table"]
+
+
+def check_number(owner: object, name: str, value: Any, least: int = 1) -> int:
+    """Return a whole number of at least ``least``.
+
+    Raises:
+        FederatedError: Naming the callback, the argument and what was found.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise FederatedError(f"{type(owner).__name__}({name}={value!r}): {name} must be an int of at least {least}.")
+    return value
+
+
+def write_table(trainer: pl.Trainer, name: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write a table of this round to ``<log directory>/<name>/round_<completed rounds>.csv``; nothing without a logger.
+
+    Args:
+        trainer: The trainer.
+        name: The folder.
+        header: The names of the columns.
+        rows: The rows.
+    """
+    folder = trainer.log_dir if trainer.loggers and not trainer.fast_dev_run else None
+    if folder is None or not trainer.is_global_zero:
+        return
+    path = Path(folder) / name / f"round_{trainer.fit_loop.round:06d}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)
+
+
+class Measure(FederatedCallback):
+    """A callback that measures every n rounds and changes nothing: the run goes on as if it were not there.
+
+    Args:
+        every_n_rounds: Measure after every so many rounds.
+
+    Raises:
+        FederatedError: If the number is not positive.
+    """
+
+    def __init__(self, every_n_rounds: int = 1) -> None:
+        self.every_n_rounds = check_number(self, "every_n_rounds", every_n_rounds)
+
+    def is_due(self, completed: int) -> bool:
+        """Whether to measure after so many completed rounds."""
+        return completed % self.every_n_rounds == 0
+
+
+class ClientMeasure(Measure):
+    """A measure taken at the new server model on all clients, or on a fixed sample of them.
+
+    Args:
+        every_n_rounds: Measure after every so many rounds.
+        clients: How many clients to measure: a sample that the run's seed decides, the same in every round and for
+            every measure. All of them by default.
+
+    Raises:
+        FederatedError: If a number is not positive, or more clients are wanted than there are.
+    """
+
+    def __init__(self, every_n_rounds: int = 1, clients: int | None = None) -> None:
+        super().__init__(every_n_rounds)
+        self.clients = None if clients is None else check_number(self, "clients", clients)
+        self.measured: list[ClientId] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Settle which clients are measured."""
+        population = trainer.fit_loop.population
+        wanted = len(population) if self.clients is None else self.clients
+        if wanted > len(population):
+            raise FederatedError(
+                f"{type(self).__name__}(clients={wanted}) asks for more clients than the {len(population)} non-empty"
+                " ones there are. Pass at most that many, or leave clients unset for all."
+            )
+        seed = derive_seed(trainer.fit_loop.state.seed, Purpose.MEASUREMENT)
+        order = torch.randperm(len(population), generator=generator(seed, Purpose.COHORT))
+        chosen: list[int] = []
+        for position in order.tolist() if self.clients is not None else range(len(population)):
+            if len(chosen) == wanted:
+                break
+            if self.can_measure(trainer, population[position]):
+                chosen.append(position)
+        self.measured = [population[position] for position in sorted(chosen)]
+
+    def can_measure(self, trainer: pl.Trainer, client_id: ClientId) -> bool:
+        """Whether a client has what the measure needs."""
+        return True

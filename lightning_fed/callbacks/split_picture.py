@@ -1,0 +1,57 @@
+"""The picture of how the data are dealt out, in TensorBoard."""
+
+import pytorch_lightning as pl
+from pytorch_lightning.loggers import TensorBoardLogger
+
+from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.seeds import preserved_random_state
+from lightning_fed.data.partition import check_count
+from lightning_fed.data.picture import skew_table, split_figure
+
+__all__ = ["SplitPicture"]
+
+
+class SplitPicture(FederatedCallback):
+    """Write who has what to TensorBoard when a fit starts: the figure of ``split_figure``, the table of ``skew_table``.
+
+    They stand under ``split``, with the number of completed rounds as the step. A resumed fit writes them again, since
+    its logs usually go to a folder of their own. The run itself stays the same, bit for bit. Every client is visited
+    for its labels, which takes long where millions of them are built on demand.
+
+    Args:
+        max_clients: The bubbles of at most so many clients are drawn, evenly spaced among all.
+
+    Raises:
+        FederatedError: When a fit starts, if there is no ``TensorBoardLogger``, matplotlib is missing, or the clients'
+            labels cannot be found.
+    """
+
+    def __init__(self, max_clients: int = 50) -> None:
+        self.max_clients = check_count("SplitPicture", "max_clients", max_clients, least=1)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse loggers that cannot show a figure; ``fast_dev_run``, which takes all loggers away, is let pass."""
+        if stage == "fit" and not trainer.fast_dev_run and not _boards(trainer):
+            found = ", ".join(type(logger).__name__ for logger in trainer.loggers) or "none"
+            raise FederatedError(
+                f"SplitPicture draws for TensorBoard, and the trainer's loggers are: {found}. Give"
+                " FederatedTrainer(logger=TensorBoardLogger(...)), or draw with `lightning-fed data`."
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Draw, on the first rank."""
+        boards = _boards(trainer)
+        if not trainer.is_global_zero or not boards:
+            return
+        data, step = trainer.datamodule, trainer.fit_loop.round
+        with preserved_random_state(pl_module.device):  # clients built on demand may draw random numbers
+            table = "\n".join(f"    {line}" for line in str(skew_table(data)).splitlines())
+            figure = split_figure(data, self.max_clients)
+            for board in boards:
+                board.experiment.add_figure("split", figure, step, close=False)  # it is not pyplot's to close
+                board.experiment.add_text("split", table, step)
+
+
+def _boards(trainer: pl.Trainer) -> list[TensorBoardLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]

@@ -1,0 +1,104 @@
+"""What it takes to reach a target."""
+
+import math
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+from pytorch_lightning.loggers import TensorBoardLogger
+
+from lightning_fed._compat import rank_zero_info, rank_zero_warn
+from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.core.errors import FederatedError
+
+__all__ = ["TargetMetric"]
+
+
+class TargetMetric(FederatedCallback):
+    """Note the rounds and the bytes that it takes until a metric first reaches a target.
+
+    When it does, it logs ``target/rounds``, ``target/bytes_up`` and ``target/bytes_down``, the totals of the run so
+    far, once. A TensorBoard logger gets the rounds as ``hp_metric`` too, which is what its page of hyper-parameters
+    compares runs by; -1 there stands for a target not reached. When the fit ends it says so in a line. The run goes on;
+    to stop it there, use Lightning's ``EarlyStopping(stopping_threshold=...)``.
+
+    Args:
+        monitor: The metric, by the name under which it is logged: by ``validation_step``, or by a callback, such as
+            ``clients/val_acc/worst_10``.
+        target: The value to reach.
+        mode: "max" to reach it from below, "min" from above.
+
+    Attributes:
+        reached: Rounds, bytes up and bytes down, by name; None until the target is reached.
+
+    Raises:
+        FederatedError: If an argument is not allowed.
+
+    Example:
+        >>> TargetMetric("val_acc", 0.9).reached is None
+        True
+    """
+
+    def __init__(self, monitor: str, target: float, mode: Literal["max", "min"] = "max") -> None:
+        if mode not in ("max", "min"):
+            raise FederatedError(f"TargetMetric(mode={mode!r}): mode must be 'max' or 'min'.")
+        if isinstance(target, bool) or not isinstance(target, int | float) or not math.isfinite(target):
+            raise FederatedError(f"TargetMetric(target={target!r}): target must be a finite number.")
+        self.monitor = monitor
+        self.target = target
+        self.mode = mode
+        self.reached: dict[str, int] | None = None
+        self._seen = False
+
+    @property
+    def state_key(self) -> str:
+        """What tells this callback's state from that of another target."""
+        return f"{type(self).__qualname__}{{'monitor': {self.monitor!r}, 'target': {self.target!r}}}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was reached."""
+        return {"reached": self.reached}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what a checkpoint's run had reached."""
+        self.reached = state_dict["reached"]
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look at the metric after validation, before a checkpoint could be written."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._look(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look at the metric at the end of a round, wherever it comes from."""
+        self._look(trainer)
+
+    def _look(self, trainer: pl.Trainer) -> None:
+        value = trainer.callback_metrics.get(self.monitor)
+        self._seen |= value is not None
+        if self.reached is not None or value is None:
+            return
+        if float(value) >= self.target if self.mode == "max" else float(value) <= self.target:
+            loop = trainer.fit_loop
+            self.reached = {
+                "rounds": loop.round,
+                "bytes_up": loop.state.bytes_up,
+                "bytes_down": loop.state.bytes_down,
+            }
+            metrics = {f"target/{name}": float(amount) for name, amount in self.reached.items()}
+            loop.log_round(metrics)
+            for logger in trainer.loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    logger.log_metrics({"hp_metric": float(loop.round)}, step=loop.round)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say what it took, or that it was not reached."""
+        wanted = f"{self.monitor} {'>=' if self.mode == 'max' else '<='} {self.target:g}"
+        if self.reached is not None:
+            rank_zero_info(
+                f"{wanted} took {self.reached['rounds']} rounds, {self.reached['bytes_up']:,} bytes up and"
+                f" {self.reached['bytes_down']:,} bytes down."
+            )
+        elif self._seen:
+            rank_zero_info(f"{wanted} was not reached in {trainer.fit_loop.round} rounds.")
+        elif trainer.fit_loop.round:
+            known = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            rank_zero_warn(f"TargetMetric: {self.monitor!r} was never logged; there is {known}.")

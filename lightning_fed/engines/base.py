@@ -1,0 +1,211 @@
+"""What every engine shares: what the server hands out, what comes back, and gradients that leave no trace."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytorch_lightning as pl
+import torch
+
+from lightning_fed._compat import SIGTERMException
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.buffers import Buffers
+from lightning_fed.core.errors import ClientError
+from lightning_fed.core.flat import FlatParameters
+from lightning_fed.core.rounds import ClientReport
+from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
+from lightning_fed.core.types import ClientId, State, Vector
+from lightning_fed.core.watched import Watched
+from lightning_fed.data.batches import ClientBatches
+from lightning_fed.engines.gradients import GradientPass
+from lightning_fed.engines.plan import WorkPlan
+from lightning_fed.optim import FederatedOptimizer
+from lightning_fed.server.aggregation import Participant
+
+__all__ = ["ChunkResult", "Engine", "RoundInputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundInputs:
+    """What the server hands to every client of a round.
+
+    Attributes:
+        round: The round, from 0.
+        x: The server parameters [P].
+        server: The server state.
+        full_grad: Full-batch gradients by client index, then by point.
+        cohort_grad: Their averages by point.
+        mean_examples: n / N where the method may ask for it, else nan.
+    """
+
+    round: int
+    x: Vector
+    server: Watched
+    full_grad: dict[int, State]
+    cohort_grad: Watched
+    mean_examples: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """What came back from S clients; the tensors are valid until the next chunk starts.
+
+    Attributes:
+        participants: Who, in the order of the rows.
+        y: The parameters that each ended with [S, P].
+        delta: Their changes [S, P].
+        send: Their messages [S, ...].
+        keep: Their new kept states [S, ...].
+        sends_delta: Whether the message "delta" is ``y - x`` itself.
+        reports: What each did.
+        solver: The local optimizer's states that they keep, if they do.
+        buffers: The module's buffers after each client's work; none where no client changes any.
+    """
+
+    participants: Sequence[Participant]
+    y: torch.Tensor
+    delta: torch.Tensor
+    send: State
+    keep: State
+    sends_delta: bool
+    reports: Sequence[ClientReport]
+    solver: Sequence[State] = field(default_factory=list)
+    buffers: Sequence[State] = field(default_factory=list)
+
+    def kept_by(self, row: int) -> State:
+        """Return copies of what one client keeps, so that a row does not hold on to the whole chunk."""
+        return {name: value[row].clone() for name, value in self.keep.items()}
+
+
+class Engine(ABC):
+    """Run the clients of a round on the trainer's own module.
+
+    Args:
+        trainer: The trainer, with module and optimizer set up.
+        algorithm: The method.
+        flat: The trainable parameters.
+        optimizer: The wrapped local optimizer.
+        buffers: The module's buffers.
+        seed: The run's seed.
+        shuffle: Whether local epochs visit batches in random order.
+        keeps_solver: Whether clients keep the local optimizer's state from round to round.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        algorithm: Algorithm,
+        flat: FlatParameters,
+        optimizer: FederatedOptimizer,
+        buffers: Buffers,
+        seed: int,
+        shuffle: bool,
+        keeps_solver: bool,
+    ) -> None:
+        self.trainer = trainer
+        self.algorithm = algorithm
+        self.flat = flat
+        self.optimizer = optimizer
+        self.buffers = buffers
+        self.seed = seed
+        self.shuffle = shuffle
+        self.keeps_solver = keeps_solver
+        self.gradients = GradientPass(trainer, flat)
+
+    @abstractmethod
+    def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
+        """Yield the clients that are run together, in the cohort's order."""
+
+    @abstractmethod
+    def run(
+        self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
+    ) -> ChunkResult:
+        """Train the clients of a chunk and return what they send.
+
+        Args:
+            inputs: What the server hands out.
+            plans: The clients' work.
+            clients: Their kept states.
+            solvers: The local optimizer's states that they kept, empty if they keep none.
+
+        Raises:
+            ClientError: If anything goes wrong in a client's work; the cause is ``__cause__``.
+        """
+
+    @property
+    def parameters_at_work(self) -> Vector:
+        """The parameters [P] of the client whose hooks are called."""
+        return self.flat.y
+
+    def point_to(self, result: ChunkResult, row: int) -> None:  # noqa: B027
+        """Let :attr:`parameters_at_work` be those of one client of a chunk, while its hooks are called."""
+
+    def full_gradients(self, inputs: RoundInputs, plan: WorkPlan) -> State:
+        """Return a client's full-batch gradients at the points that the method names, before any local work."""
+        index = plan.participant.index
+        grads = {}
+        with self.errors_of(plan, inputs.round, "its full-batch gradient"):
+            for name in self.algorithm.full_grad_at:
+                point = inputs.x if name == "x" else inputs.server[name]
+                grads[name] = self.gradient_at(point, plan.batches, inputs.round, index)
+        return grads
+
+    def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
+        """Return a client's full-batch gradient [P] at a point [P]; random layers draw from a stream of its own."""
+        seed_global(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index), self.flat.y.device)
+        stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
+        return self.gradients.full(point, batches.full(stream), batches.size, self.optimizer.decay)
+
+    def hessian_vector_at(
+        self, point: Vector, vector: Vector, batches: ClientBatches, round: int, index: int
+    ) -> Vector:
+        """Return a client's full-batch Hessian at a point [P] times a vector [P]; randomness as :meth:`gradient_at`."""
+        seed_global(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index), self.flat.y.device)
+        stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
+        return self.gradients.hessian_vector(point, vector, batches.full(stream), batches.size, self.optimizer.decay)
+
+    def population_loss(self, x: Vector, clients: Iterator[tuple[int, ClientBatches]], round: int) -> tuple[float, int]:
+        """Return the sum of the loss over all examples of clients at ``x``, in eval mode, and their number."""
+        total, examples = torch.zeros((), dtype=torch.float64), 0
+        for index, batches in clients:
+            stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
+            total += self.gradients.loss(x, batches.unaugmented(stream)).cpu()
+            examples += batches.size
+        return float(total), examples
+
+    def errors_of(self, plan: WorkPlan, round: int, what: str) -> "_NamesClient":
+        """Put the client, the round and the local step in front of whatever goes wrong inside."""
+        return _NamesClient(self.optimizer, plan.participant, round, what)
+
+
+def check_finite(client_id: ClientId, norm: float, loss: float, steps: int, round: int) -> None:
+    """Refuse parameters that are not finite.
+
+    Raises:
+        ClientError: Naming the client, the round and what to look at.
+    """
+    if not norm < float("inf"):
+        raise ClientError(
+            f"Client {client_id!r} came back from round {round} with parameters that are not finite, after"
+            f" {steps} local steps (mean loss {loss:g}). Lower the learning rate, clip gradients, or look at its data."
+        )
+
+
+class _NamesClient:
+    """Put the client, the round and the local step in front of whatever goes wrong inside."""
+
+    def __init__(self, optimizer: FederatedOptimizer, who: Participant, round: int, what: str) -> None:
+        self.optimizer, self.who, self.round, self.what = optimizer, who, round, what
+
+    def __enter__(self) -> None:
+        """Start watching."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, SIGTERMException):
+            return
+        work, self.optimizer.work = self.optimizer.work, None
+        at = f", local step {work.num_steps + 1}" if work is not None else ""
+        text = str(error) if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
+        raise ClientError(
+            f"Client {self.who.client_id!r} failed in {self.what} in round {self.round}{at}: {text}"
+        ) from error

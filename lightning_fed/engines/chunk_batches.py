@@ -1,0 +1,161 @@
+"""The batches of several clients, step by step, stacked where they have the same shape."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from lightning_fed._compat import is_overridden
+from lightning_fed.data.batches import TensorBatches
+from lightning_fed.engines.functional import batch_shape, stack_batches
+from lightning_fed.engines.gradients import prepare_batch
+from lightning_fed.engines.hooks import TRANSFER_HOOKS
+from lightning_fed.engines.plan import WorkPlan
+
+__all__ = ["BatchGroup", "ChunkBatches", "chunk_batches"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGroup:
+    """Clients whose batches have one shape.
+
+    Attributes:
+        clients: Their rows in the chunk.
+        rows: The same as an index [n]; a slice where they are the first n.
+        batch: Their batches, every tensor stacked to [n, B, ...].
+        examples: The examples in each batch.
+        batch_idx: The index of the batch in the local epoch.
+    """
+
+    clients: Sequence[int]
+    rows: slice | Tensor
+    batch: Any
+    examples: int
+    batch_idx: int
+
+
+class ChunkBatches(Protocol):
+    """The local epochs of several clients, cut into steps that they take together."""
+
+    def step(self, active: int) -> list[BatchGroup]:
+        """Return the next batches of the first ``active`` clients."""
+        ...
+
+
+def chunk_batches(
+    trainer: pl.Trainer, plans: Sequence[WorkPlan], streams: Sequence[torch.Generator], shuffle: bool, by_index: bool
+) -> ChunkBatches:
+    """Return the batches of a chunk; straight out of the tensors where all clients are cut out of the same ones.
+
+    Args:
+        trainer: The trainer, whose transfer hooks every batch goes through.
+        plans: The clients' work, those with the most steps first.
+        streams: The generators of their batch orders.
+        shuffle: Whether local epochs visit batches in random order.
+        by_index: Whether clients at different places of their local epochs must be kept apart.
+    """
+    hooked = any(
+        is_overridden(hook, owner, base)
+        for hook in TRANSFER_HOOKS
+        for owner, base in (
+            (trainer.lightning_module, pl.LightningModule),
+            (trainer.datamodule, pl.LightningDataModule),
+        )
+    )
+    first = plans[0].batches
+    shares = not hooked and all(
+        isinstance(plan.batches, TensorBatches) and plan.batches.is_plain and plan.batches.tensors is first.tensors
+        for plan in plans
+        if isinstance(first, TensorBatches)
+    )
+    if shares and isinstance(first, TensorBatches):
+        return _SharedTensors(trainer, first.tensors, plans, streams, shuffle, by_index)
+    return _AnyBatches(trainer, plans, streams, shuffle, by_index)
+
+
+class _AnyBatches:
+    """Batches of any kind: each is made by itself, then those of one shape are stacked."""
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        plans: Sequence[WorkPlan],
+        streams: Sequence[torch.Generator],
+        shuffle: bool,
+        by_index: bool,
+    ) -> None:
+        self.trainer, self.by_index = trainer, by_index
+        self._batches = [_batches(plan, stream, shuffle) for plan, stream in zip(plans, streams, strict=True)]
+
+    def step(self, active: int) -> list[BatchGroup]:
+        groups: dict[Any, list[tuple[int, Any, int, int]]] = {}
+        for row, client in enumerate(self._batches[:active]):
+            batch_idx, batch, examples = next(client)
+            batch = prepare_batch(self.trainer, batch)
+            key = (batch_shape(batch), examples, batch_idx if self.by_index else 0)
+            groups.setdefault(key, []).append((row, batch, examples, batch_idx))
+        out = []
+        for members in groups.values():
+            rows, batches, examples_of, indices = zip(*members, strict=True)
+            out.append(BatchGroup(rows, _chosen(rows, active), stack_batches(batches), examples_of[0], indices[0]))
+        return out
+
+
+class _SharedTensors:
+    """Batches that are rows of the same tensors: one lookup for all clients."""
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        tensors: Sequence[Tensor],
+        plans: Sequence[WorkPlan],
+        streams: Sequence[torch.Generator],
+        shuffle: bool,
+        by_index: bool,
+    ) -> None:
+        self.trainer, self.tensors, self.by_index = trainer, tensors, by_index
+        self._step = 0
+        self._rows = [_epoch_rows(plan, stream, shuffle) for plan, stream in zip(plans, streams, strict=True)]
+
+    def step(self, active: int) -> list[BatchGroup]:
+        k, self._step = self._step, self._step + 1
+        groups: dict[tuple[int, int], list[int]] = {}
+        for client, batches in enumerate(self._rows[:active]):
+            batch_idx, rows = batches[k]
+            groups.setdefault((len(rows), batch_idx if self.by_index else 0), []).append(client)
+        return [self._group(clients, size, k, active) for (size, _), clients in groups.items()]
+
+    def _group(self, clients: Sequence[int], size: int, k: int, active: int) -> BatchGroup:
+        rows = torch.cat([self._rows[client][k][1] for client in clients])
+        picked = [t.index_select(0, rows.to(t.device)) for t in self.tensors]
+        batch = self.trainer.precision_plugin.convert_input([t.view(len(clients), size, *t.shape[1:]) for t in picked])
+        device = self.trainer.strategy.root_device
+        if device.type != "cpu":
+            batch = self.trainer.strategy.batch_to_device(batch, device)
+        return BatchGroup(clients, _chosen(clients, active), batch, size, self._rows[clients[0]][k][0])
+
+
+def _batches(plan: WorkPlan, stream: torch.Generator, shuffle: bool) -> Iterator[tuple[int, Any, int]]:
+    """Yield (index in its local epoch, batch, examples in it) for all of a client's local epochs."""
+    for length in plan.epochs:
+        for i, (batch, examples) in enumerate(islice(plan.batches.epoch(stream, shuffle), length)):
+            yield i, batch, examples
+
+
+def _epoch_rows(plan: WorkPlan, stream: torch.Generator, shuffle: bool) -> list[tuple[int, Tensor]]:
+    """Return (index in its local epoch, rows [B]) of every batch of a client."""
+    batches = plan.batches
+    assert isinstance(batches, TensorBatches)
+    out: list[tuple[int, Tensor]] = []
+    for length in plan.epochs:
+        parts = batches.epoch_rows(stream, shuffle).split(batches.settings.batch_size)
+        out += enumerate(parts[:length])
+    return out
+
+
+def _chosen(rows: Sequence[int], active: int) -> slice | Tensor:
+    return slice(0, active) if len(rows) == active else torch.tensor(rows)

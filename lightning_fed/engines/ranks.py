@@ -1,0 +1,109 @@
+"""The processes that share the clients of a round among them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_fed.core.errors import ClientError
+from lightning_fed.engines.plan import WorkPlan
+
+__all__ = ["Ranks", "deal"]
+
+Record = TypeVar("Record")
+
+
+class Ranks:
+    """What the processes of a run exchange: one record and one sum a round. A single process exchanges nothing.
+
+    Args:
+        rank: This process, from 0.
+        size: The number of processes.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    @staticmethod
+    def of(trainer: pl.Trainer) -> "Ranks":
+        """Return the processes of a trainer."""
+        return Ranks(trainer.global_rank, trainer.world_size)
+
+    def gather(self, record: Any) -> list[Any]:
+        """Return everybody's record, in the order of ranks, on every rank."""
+        if self.size == 1:
+            return [record]
+        records: list[Any] = [None] * self.size
+        dist.all_gather_object(records, record)
+        return records
+
+    def exchange(self, work: Callable[[], Record]) -> list[Record]:
+        """Do this process's part, and return what everybody's part came to.
+
+        What goes wrong in one process is raised in all: nobody waits for one that is gone.
+
+        Args:
+            work: Returns this process's record.
+
+        Raises:
+            ClientError: If another process failed.
+        """
+        if self.size == 1:
+            return [work()]
+        record, failure = None, None
+        try:
+            record = work()
+        except Exception as error:
+            failure = error
+        parts = self.gather((record, None if failure is None else str(failure)))
+        if failure is not None:
+            raise failure
+        for rank, (_, text) in enumerate(parts):
+            if text is not None:
+                raise ClientError(f"Process {rank} failed: {text}")
+        return [part for part, _ in parts]
+
+    def gather_at_zero(self, record: Any) -> list[Any]:
+        """Return everybody's record on rank zero, and nothing elsewhere."""
+        if self.size == 1:
+            return [record]
+        records: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(record, records)
+        return records or []
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors of one dtype by their sums over all ranks, in one reduction."""
+        if self.size == 1 or not tensors:
+            return
+        whole = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(whole)
+        for tensor, total in zip(tensors, whole.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(total.view_as(tensor))
+
+    def is_home_of(self, index: int) -> bool:
+        """Whether this process keeps the state of the client with this stored index."""
+        return index % self.size == self.rank
+
+
+def deal(plans: Iterable[WorkPlan], size: int, keeps_state: bool) -> Mapping[int, int]:
+    """Return who trains whom: ranks by stored index.
+
+    Args:
+        plans: The clients' work.
+        size: The number of ranks.
+        keeps_state: Whether clients keep state from round to round. They are then trained where it is kept; else the
+            largest are dealt first, each to whoever has the fewest local steps so far.
+    """
+    members = {plan.participant.index: plan.participant for plan in plans}
+    if keeps_state or size == 1:
+        return {index: index % size for index in members}
+    loads = [0] * size
+    owners = {}
+    for member in sorted(members.values(), key=lambda m: (-m.steps, -m.size, m.index)):
+        rank = loads.index(min(loads))
+        loads[rank] += max(1, member.steps)
+        owners[member.index] = rank
+    return owners

@@ -1,0 +1,370 @@
+"""The local work of several clients at once, on stacked parameters [S, P]."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils import _pytree as pytree
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.rounds import Run, Step, Update
+from lightning_fed.core.types import State, Vector
+from lightning_fed.core.watched import Watched
+from lightning_fed.engines.base import RoundInputs
+from lightning_fed.optim import FederatedOptimizer, overrides, solver_entries, without_coupled_decay
+
+__all__ = ["ELEMENTWISE", "Clipping", "StackedWork"]
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
+"""The optimizers whose step of stacked parameters is the step of each client's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """How gradients are clipped, client by client.
+
+    Attributes:
+        value: The largest norm, or the largest absolute value.
+        algorithm: "norm" or "value".
+        corrected: Whether the corrected gradient is clipped, instead of the client's own.
+    """
+
+    value: float
+    algorithm: str
+    corrected: bool
+
+    def __call__(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return the clipped gradients [n, n_p] per parameter."""
+        if self.algorithm == "value":
+            return [g.clamp(-self.value, self.value) for g in grads]
+        norms = torch.stack([torch.linalg.vector_norm(g, dim=1) for g in grads])
+        scale = (self.value / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+        return [g * scale[:, None] for g in grads]
+
+
+class StackedWork:
+    """Parameters, states and optimizer of S clients that step together; those with fewer steps leave from the end.
+
+    Args:
+        algorithm: The method.
+        optimizer: The wrapped local optimizer, which gives rates, decay and options.
+        inputs: What the server hands out.
+        clients: The clients' kept states, stacked: vectors [S, P], numbers [S].
+        full_grad: Their full-batch gradients by point [S, P].
+        sizes: Their numbers of examples.
+        steps: Their numbers of steps, in descending order.
+        clip: How gradients are clipped, if they are.
+        unused: Positions of parameters that the loss does not depend on.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        optimizer: FederatedOptimizer,
+        inputs: RoundInputs,
+        clients: State,
+        full_grad: State,
+        sizes: Sequence[int],
+        steps: Sequence[int],
+        clip: Clipping | None,
+        unused: frozenset[int],
+    ) -> None:
+        self.algorithm, self.optimizer, self.inputs = algorithm, optimizer, inputs
+        self.clients, self.full_grad, self.num_steps, self.clip = clients, full_grad, steps, clip
+        self.layout = optimizer.flat.layout
+        x = inputs.x
+        self.y = x.repeat(len(sizes), 1)
+        self._examples = torch.tensor(sizes, dtype=x.dtype, device=x.device)
+        self._spans = list(zip(accumulate(self.layout.sizes, initial=0), self.layout.sizes, strict=False))
+        self._corrects = overrides(algorithm, "correct")
+        self._advances = overrides(algorithm, "advance")
+        self._injects = optimizer.injects(algorithm)
+        self._skipped = frozenset() if self._injects else unused
+        self._decay, self._rates = optimizer.decay, optimizer.rates
+        self.local = self._init_local()
+        self._path = torch.zeros_like(self.y) if optimizer.tracks(algorithm) else None
+        stands_still = optimizer.needs_path(algorithm) and 0 in self._rates
+        self._still = torch.zeros_like(self.y) if stands_still else None
+        self._solver: list[dict[str, Tensor]] | None = None
+        if algorithm.uses_solver_state:
+            self._solver = solver_entries(algorithm.solver_state(inputs.server, self.local), len(self.layout.sizes))
+        decays = any(self._decay) and not self._injects
+        self._is_uniform = len(set(self._rates)) == 1 and not decays and not self._skipped
+        self._base = None if optimizer.is_plain else _Stacked(optimizer)
+        self._steps: list[Step] = []
+        self.active = 0
+        self.narrow(len(sizes))
+
+    def _init_local(self) -> State:
+        if not overrides(self.algorithm, "init_local"):
+            return {}
+        local = _each(
+            lambda client, _: dict(self.algorithm.init_local(self.inputs.x, self.inputs.server, client).items()),
+            (self.clients, self._examples),
+        )
+        return {name: value.clone() for name, value in local.items()}
+
+    # ------------------------------------------------------------------ who is still at work
+
+    def narrow(self, active: int) -> None:
+        """Go on with the first ``active`` clients only."""
+        if active == self.active:
+            return
+        self._store_local()
+        self.active = active
+        self.columns = [self.y[:active, a : a + n] for a, n in self._spans]
+        self.views = [c.view(active, *shape) for c, shape in zip(self.columns, self.layout.shapes, strict=True)]
+        if self._base is not None:
+            self._base.narrow(self.columns)
+        if self._corrects or self._advances:
+            self._steps = self._make_steps()
+
+    def _make_steps(self) -> list[Step]:
+        """Cut everything that ``correct`` may read into columns, one :class:`Step` per parameter."""
+        inputs, layout = self.inputs, self.layout
+        server = layout.state_columns(inputs.server.unwatched())
+        cohort_grad = layout.state_columns(inputs.cohort_grad.unwatched())
+        # what is read of the first parameter's columns is read of all
+        server[0] = Watched(server[0], inputs.server.read)
+        cohort_grad[0] = Watched(cohort_grad[0], inputs.cohort_grad.read)
+        examples = self._examples[: self.active, None]
+        columns: tuple[Sequence[Any], ...] = (
+            inputs.x.split(layout.sizes),
+            server,
+            self._columns(self.clients),
+            self._columns(self.local),
+            [None] * len(server),
+            self._columns(self.full_grad),
+            cohort_grad,
+            [examples] * len(server),
+            [inputs.mean_examples] * len(server),
+        )
+        return [Step(*row) for row in zip(*columns, strict=True)]
+
+    def _columns(self, state: State) -> list[State]:
+        """Cut stacked vectors [S, P] into columns [n, n_p]; a number per client [S] becomes [n, 1]."""
+        n, shape = self.active, (len(self.y), self.layout.numel)
+        return [
+            {k: v[:n, a : a + m] if v.shape == shape else v[:n].reshape(n, -1) for k, v in state.items()}
+            for a, m in self._spans
+        ]
+
+    def _store_local(self) -> None:
+        """Put the local states of the clients at work where they outlast their work."""
+        if not (self._advances and self._steps):
+            return
+        for name, whole in self.local.items():
+            parts = [step.local[name] for step in self._steps]
+            is_vector = whole.shape == self.y.shape
+            new = torch.cat([p.expand(self.active, -1) for p in parts], dim=1) if is_vector else parts[0]
+            whole[: self.active] = new.reshape(self.active, *whole.shape[1:])
+
+    # ------------------------------------------------------------------ one local step of everybody at work
+
+    @torch.no_grad()
+    def take_step(self, grads: Sequence[Tensor], anchors: Sequence[Tensor] | None = None) -> None:
+        """Correct the gradients and step.
+
+        Args:
+            grads: Each parameter's gradients [n, n_p] of the n clients at work.
+            anchors: Their gradients at the anchor, likewise, with weight decay.
+        """
+        if self.clip is not None and not self.clip.corrected:
+            grads = self.clip(grads)
+        if self._injects:
+            grads = [self._corrected(i, g, None if anchors is None else anchors[i]) for i, g in enumerate(grads)]
+            if self.clip is not None and self.clip.corrected:
+                grads = self.clip(grads)
+        self._track(grads)
+        if self._base is not None:
+            self._base.step(grads, self._solver, self._injects, self._skipped)
+            return
+        if self._is_uniform:
+            torch._foreach_add_(self.columns, list(grads), alpha=-self._rates[0])
+            return
+        for i, (y, g, rate, decay) in enumerate(zip(self.columns, grads, self._rates, self._decay, strict=True)):
+            if i in self._skipped:
+                continue
+            if decay and not self._injects:
+                g = g.add(y, alpha=decay)
+            y.add_(g, alpha=-rate)
+
+    def _corrected(self, i: int, g: Tensor, anchor: Tensor | None) -> Tensor:
+        y = self.columns[i]
+        g = g.add(y, alpha=self._decay[i]) if self._decay[i] else g
+        if not (self._corrects or self._advances):
+            return g
+        step = self._steps[i]
+        step.anchor_grad = anchor
+        out = self.algorithm.correct(g, y, step)
+        if self._advances:
+            step.local = self.algorithm.advance(g, step)
+        return out
+
+    def _track(self, grads: Sequence[Tensor]) -> None:
+        """Add the corrected directions to the path, per coordinate with its group's rate."""
+        for (a, m), g, rate in zip(self._spans, grads, self._rates, strict=True):
+            if rate == 0 and self._still is not None:
+                self._still[: self.active, a : a + m] += g
+            elif self._path is not None:
+                self._path[: self.active, a : a + m].add_(g, alpha=rate)
+
+    # ------------------------------------------------------------------ the end of the round
+
+    def finish(self, delta: Tensor) -> tuple[State, State, bool]:
+        """Return the messages and kept states [S, ...], and whether "delta" is the very ``y - x`` [S, P] given."""
+        self._store_local()
+        if not overrides(self.algorithm, "finish"):
+            return {"delta": delta}, {}, True
+        sends_delta = False
+
+        def finish_one(y: Vector, change: Vector, own: dict[str, Any]) -> tuple[State, State]:
+            nonlocal sends_delta
+            run = Run(
+                x=self.inputs.x,
+                delta=change,
+                server=self.inputs.server,
+                cohort_grad=self.inputs.cohort_grad,
+                mean_examples=self.inputs.mean_examples,
+                path=lambda: self._undeclared() if "path" not in own else own["path"],
+                **{name: value for name, value in own.items() if name != "path"},
+            )
+            update: Update = self.algorithm.finish(y, run)
+            sends_delta = update.send.get("delta") is change
+            return update.send, update.keep
+
+        try:
+            send, keep = _each(finish_one, (self.y, delta, self._of_each_client()))
+        except FederatedError:
+            raise
+        except Exception as error:
+            raise FederatedError(
+                f"engine='vectorized' cannot run {type(self.algorithm).__name__}.finish for several clients at once"
+                f" ({error}). Use tensor operations only, or engine='sequential'."
+            ) from error
+        return send, keep, sends_delta
+
+    def _of_each_client(self) -> dict[str, Any]:
+        """Return what ``finish`` may read that is a client's own, stacked."""
+        x = self.inputs.x
+        steps = torch.tensor(self.num_steps, dtype=x.dtype, device=x.device)
+        lr_sum = self._lr_sum(steps)
+        own = {
+            "client": self.clients,
+            "local": self.local,
+            "full_grad": self.full_grad,
+            "num_examples": self._examples,
+            "num_steps": steps,
+            "lr_sum": lr_sum,
+        }
+        return own | {"path": self._path_gradient(steps, lr_sum)} if self.optimizer.needs_path(self.algorithm) else own
+
+    def _lr_sum(self, steps: Tensor) -> Tensor:
+        """The sum of the rates of each client's steps: [S], or [S, P] where groups differ."""
+        if len(set(self._rates)) == 1:
+            return steps * self._rates[0]
+        rates = [steps.new_full((m,), rate) for m, rate in zip(self.layout.sizes, self._rates, strict=True)]
+        return steps[:, None] * torch.cat(rates)
+
+    def _path_gradient(self, steps: Tensor, lr_sum: Tensor) -> Tensor:
+        moved = self.inputs.x - self.y if self._path is None else self._path
+        rates = lr_sum if lr_sum.ndim == 2 else lr_sum[:, None]
+        still = torch.zeros_like(self.y) if self._still is None else self._still / steps[:, None].clamp(min=1)
+        return torch.where(rates == 0, still, moved / torch.where(rates == 0, 1.0, rates))
+
+    def _undeclared(self) -> Vector:
+        raise FederatedError(
+            f"{type(self.algorithm).__name__} reads run.path_gradient, but declares uses_path_gradient=False: set it to"
+            " True."
+        )
+
+
+class _Stacked:
+    """The user's local optimizer, stepping the columns [n, n_p] of the clients at work from a fresh state.
+
+    Args:
+        optimizer: The wrapped optimizer; it is left as it is.
+    """
+
+    def __init__(self, optimizer: FederatedOptimizer) -> None:
+        base = optimizer.base
+        self._base = copy.copy(base)
+        self._base.state = defaultdict(dict)
+        self._positions = {id(p): i for i, p in enumerate(optimizer.flat.params)}
+        self._shapes = optimizer.flat.layout.shapes
+        self._groups = base.param_groups
+        self._columns: list[Tensor] = []
+
+    def narrow(self, columns: Sequence[Tensor]) -> None:
+        """Take the columns of the clients still at work, and their rows of the state."""
+        base, old = self._base, self._columns
+        states = [base.state.get(c, {}) for c in old]
+        self._columns = list(columns)
+        base.param_groups = [
+            {**group, "params": [columns[self._positions[id(p)]] for p in group["params"] if id(p) in self._positions]}
+            for group in self._groups
+        ]
+        base.state = defaultdict(dict)
+        for column, before, state in zip(columns, old, states, strict=False):
+            base.state[column] = {
+                k: v[: len(column)] if isinstance(v, Tensor) and v.shape == before.shape else v
+                for k, v in state.items()
+            }
+        if not old and isinstance(base, torch.optim.Adagrad):  # it makes its state when it is made
+            for group in base.param_groups:
+                start = group["initial_accumulator_value"]
+                for p in group["params"]:
+                    base.state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, start)}
+
+    def step(
+        self, grads: Sequence[Tensor], solver: list[dict[str, Tensor]] | None, injected: bool, skipped: frozenset[int]
+    ) -> None:
+        """Step with these gradients [n, n_p]; statistics of a method's own are loaded before and dropped after."""
+        base = self._base
+        for i, (column, g) in enumerate(zip(self._columns, grads, strict=True)):
+            column.grad = None if i in skipped else g.contiguous()
+        if solver is not None:
+            base.state = defaultdict(dict)
+            for column, shape, entries in zip(self._columns, self._shapes, solver, strict=True):
+                if entries:
+                    base.state[column] = {k: _spread(k, v, shape, column) for k, v in entries.items()}
+        if injected:
+            with without_coupled_decay(base):
+                base.step()
+        else:
+            base.step()
+        for column in self._columns:
+            column.grad = None
+
+
+def _spread(name: str, value: Tensor, shape: torch.Size, column: Tensor) -> Tensor:
+    """Return one parameter's statistic for every client; a count of steps is one number for all."""
+    if name == "step" or value.shape != shape:
+        return value.clone()
+    return value.reshape(-1).expand_as(column).clone()
+
+
+def _each(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call a function of one client's tensors for every client."""
+    leaves, spec = pytree.tree_flatten(arguments)
+    if len(leaves[0]) > 1:
+        return vmap(function)(*arguments)
+    one = pytree.tree_unflatten([leaf[0] for leaf in leaves], spec)  # does without the cost of vmap
+    return pytree.tree_map(lambda value: value[None], function(*one))

@@ -1,0 +1,77 @@
+"""Dissimilarity of the clients' gradients at one point."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import Vector
+
+__all__ = ["GradientDissimilarities", "gradient_dissimilarity"]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientDissimilarities:
+    r"""How the gradients :math:`g_i` differ from their weighted mean :math:`g`.
+
+    Attributes:
+        G2: :math:`\mathbb{E}_i \|g_i - g\|^2`: the :math:`G^2` of Mime's assumption (A1) at this point, and what
+            FedProx calls the variance of local gradients.
+        mean_square: :math:`\mathbb{E}_i \|g_i\|^2`, which SCAFFOLD's assumption (A1) bounds by
+            :math:`G^2 + B^2 \|g\|^2`.
+        norm: :math:`\|g\|`.
+    """
+
+    G2: float
+    mean_square: float
+    norm: float
+
+    @property
+    def B(self) -> float:  # noqa: N802
+        r"""FedProx's B, :math:`\sqrt{\mathbb{E}_i \|g_i\|^2 / \|g\|^2}`; 1 where all agree, infinite where g is 0.
+
+        Where every gradient is 0 it is 1, which is the exception to Definition 3.
+        """
+        if self.mean_square == 0:
+            return 1.0
+        return math.sqrt(self.mean_square) / self.norm if self.norm else math.inf
+
+
+def gradient_dissimilarity(gradients: Iterable[tuple[Vector, float]]) -> GradientDissimilarities:
+    r"""Measure how the clients' gradients at one point differ, in one pass and the memory of two vectors.
+
+    - Karimireddy et al., *Mime* (https://arxiv.org/abs/2008.03606), assumption (A1):
+      :math:`\mathbb{E}_i \|\nabla f_i(x) - \nabla f(x)\|^2 \le G^2`.
+    - Karimireddy et al., *SCAFFOLD* (https://arxiv.org/abs/1910.06378), assumption (A1):
+      :math:`\frac1N \sum_i \|\nabla f_i(x)\|^2 \le G^2 + B^2 \|\nabla f(x)\|^2`.
+    - Li et al., *FedProx* (https://arxiv.org/abs/1812.06127), Definition 3:
+      :math:`B(x) = \sqrt{\mathbb{E}_i \|\nabla F_i(x)\|^2 / \|\nabla f(x)\|^2}`.
+
+    The mean is updated client by client (West, 1979), which does not cancel where gradients nearly agree.
+
+    Args:
+        gradients: Pairs of a client's gradient [P] and its weight; the weights need not sum to one.
+
+    Raises:
+        FederatedError: If there is no gradient of positive weight.
+
+    Example:
+        >>> measured = gradient_dissimilarity([(torch.tensor([3.0, 0.0]), 1), (torch.tensor([1.0, 2.0]), 1)])
+        >>> measured.G2, measured.mean_square, round(measured.B ** 2, 6)
+        (2.0, 7.0, 1.4)
+    """
+    mean, total, spread, squares = torch.zeros(()), 0.0, 0.0, 0.0
+    for gradient, weight in gradients:
+        if weight <= 0:
+            continue
+        wide = gradient.to(torch.float64 if gradient.device.type != "mps" else torch.float32)
+        change = wide - mean
+        total += weight
+        spread += weight * (1 - weight / total) * float(change.dot(change))
+        squares += weight * float(wide.dot(wide))
+        mean = mean + change * (weight / total)
+    if total == 0:
+        raise FederatedError("gradient_dissimilarity got no gradient of positive weight: there is nothing to compare.")
+    return GradientDissimilarities(spread / total, squares / total, float(torch.linalg.vector_norm(mean)))

@@ -1,0 +1,128 @@
+"""Dissimilarity of the clients' Hessians at one point, from Hessian-vector products alone."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import Vector
+
+__all__ = ["Eigenvalue", "Product", "extreme_eigenvalue", "hessian_dissimilarity"]
+
+Product: TypeAlias = Callable[[Vector], Vector]
+"""A symmetric operator: from v [P] to H v [P]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Eigenvalue:
+    r"""An estimate of the eigenvalue of largest absolute value.
+
+    Attributes:
+        value: The Ritz value, with its sign. In absolute value it does not exceed the true one, rounding aside.
+        residual: :math:`\|H u - \text{value} \cdot u\|` of the unit Ritz vector u: some eigenvalue is this close.
+        iterations: The products taken.
+    """
+
+    value: float
+    residual: float
+    iterations: int
+
+
+def extreme_eigenvalue(
+    product: Product, start: Vector, tolerance: float = 1e-3, max_iterations: int = 50
+) -> Eigenvalue:
+    r"""Estimate the eigenvalue of largest absolute value of a symmetric operator by Lanczos' iteration.
+
+    Every new basis vector is orthogonalised twice against all earlier ones (Golub & Van Loan, *Matrix Computations*,
+    section 10.3), so that no spurious copies of an eigenvalue appear; this keeps at most ``max_iterations`` vectors.
+
+    Args:
+        product: The operator.
+        start: The first basis vector [P], not 0; a random one misses no eigenvector.
+        tolerance: Stop when the residual is at most this share of the value.
+        max_iterations: Stop after so many products.
+
+    Raises:
+        FederatedError: If a product is not finite.
+
+    Example:
+        >>> diagonal = torch.tensor([1.0, -5.0, 3.0])
+        >>> round(extreme_eigenvalue(lambda v: diagonal * v, start=torch.ones(3)).value, 4)
+        -5.0
+    """
+    basis = [start / torch.linalg.vector_norm(start)]
+    alphas: list[float] = []
+    betas: list[float] = []
+    while True:
+        w = product(basis[-1])
+        scale = float(torch.linalg.vector_norm(w))
+        if not scale < float("inf"):
+            raise FederatedError("A Hessian-vector product is not finite: the model has diverged, or is not smooth.")
+        alphas.append(float(w.dot(basis[-1])))
+        for _ in range(2):
+            for q in basis:
+                w = w - w.dot(q) * q
+        beta = float(torch.linalg.vector_norm(w))
+        value, residual = _largest_ritz_value(alphas, betas, beta)
+        spent = len(alphas) >= min(max_iterations, len(start))
+        if spent or residual <= tolerance * abs(value) or beta <= scale * torch.finfo(w.dtype).eps:
+            return Eigenvalue(value, residual, len(alphas))
+        betas.append(beta)
+        basis.append(w / beta)
+
+
+def _largest_ritz_value(alphas: Sequence[float], betas: Sequence[float], beta: float) -> tuple[float, float]:
+    """Return the eigenvalue of largest absolute value of the tridiagonal matrix, and its residual."""
+    off = torch.tensor(betas, dtype=torch.float64)
+    matrix = torch.diag(torch.tensor(alphas, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
+    values, vectors = torch.linalg.eigh(matrix)
+    k = int(values.abs().argmax())
+    return float(values[k]), abs(beta * float(vectors[-1, k]))
+
+
+def hessian_dissimilarity(
+    products: Sequence[Product],
+    start: Vector,
+    weights: Sequence[float] | None = None,
+    tolerance: float = 1e-3,
+    max_iterations: int = 50,
+) -> list[Eigenvalue]:
+    r"""Measure how far each client's Hessian is from their weighted mean, in the spectral norm.
+
+    The largest of the values, in absolute value, is the :math:`\delta` of assumption (A2) of SCAFFOLD (Karimireddy et
+    al., 2020, https://arxiv.org/abs/1910.06378) at this point:
+    :math:`\|\nabla^2 f_i(x) - \nabla^2 f(x)\| \le \delta`. Mime (https://arxiv.org/abs/2008.03606) asks for the same of
+    the loss of every single example.
+
+    It takes the products of all N clients in each of the iterations for each client: :math:`N^2` times the iterations.
+
+    Args:
+        products: Each client's Hessian as an operator.
+        start: The first vector of every iteration [P].
+        weights: The clients' shares of the mean, up to a factor; uniform by default.
+        tolerance: As for :func:`extreme_eigenvalue`.
+        max_iterations: As for :func:`extreme_eigenvalue`.
+
+    Returns:
+        For each client the eigenvalue of largest absolute value of its difference from the mean.
+
+    Example:
+        >>> [e.value for e in hessian_dissimilarity([lambda v: 3 * v, lambda v: 1 * v], start=torch.ones(1))]
+        [1.0, -1.0]
+    """
+    shares = torch.tensor([1.0] * len(products) if weights is None else weights, dtype=torch.float64)
+    shares = shares / shares.sum()
+
+    def difference(i: int, v: Vector) -> Tensor:
+        out = torch.zeros_like(v)
+        for j, (product, share) in enumerate(zip(products, shares.tolist(), strict=True)):
+            out.add_(product(v), alpha=float(i == j) - share)
+        return out
+
+    return [
+        extreme_eigenvalue(lambda v, i=i: difference(i, v), start, tolerance, max_iterations)  # type: ignore[misc]
+        for i in range(len(products))
+    ]

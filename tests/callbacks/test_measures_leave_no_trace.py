@@ -1,0 +1,177 @@
+"""A run with measures is the run without them, bit for bit, and so is what is resumed."""
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_fed import FederatedCallback
+from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
+from lightning_fed.callbacks import (
+    ClientAccuracy,
+    ControlVariateError,
+    GradientDissimilarity,
+    HessianDissimilarity,
+    LocalDrift,
+    PersonalizedAccuracy,
+    TargetMetric,
+    UpdateCosine,
+)
+from tests.helpers.training import Net, Trajectory, classification, data, parameters, same, seeded, trainer
+
+MEASURES: dict[str, Callable[[], Callback]] = {
+    "gradients": GradientDissimilarity,
+    "hessians": lambda: HessianDissimilarity(clients=2, max_iterations=2),
+    "drift": LocalDrift,
+    "cosine": UpdateCosine,
+    "controls": ControlVariateError,
+    "target": lambda: TargetMetric("val_loss", 0.5, mode="min"),
+    "clients": ClientAccuracy,
+    "clients_train": lambda: ClientAccuracy("val_loss", mode="min", on="train", every_n_rounds=2),
+    "personalized": lambda: PersonalizedAccuracy(local_steps=3),
+}
+VAL = {i: classification(6, seed=200 + i) for i in range(6)}
+
+
+class Moody(Net):
+    """Has dropout, running statistics, and a validation that draws random numbers."""
+
+    def __init__(self, momentum: float = 0.0) -> None:
+        super().__init__(momentum=momentum)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("val_noise", torch.rand(()))
+
+    def on_validation_epoch_end(self) -> None:
+        assert "val_noise" in self.trainer.callback_metrics
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.hparams.momentum)
+
+
+class Notes(FederatedCallback):
+    """Notes what the module, the trainer and the global generators hold when a measure has been at work."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def note(self, trainer: Any, module: Any) -> None:
+        own = {k: float(v) for k, v in trainer.callback_metrics.items() if k in ("train_loss", "val_loss", "val_noise")}
+        modes = [part.training for part in module.modules()]
+        draws = torch.rand(2).tolist(), random.random(), float(np.random.rand())
+        grads = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+        state = {k: v.clone() for k, v in module.state_dict().items()}
+        self.seen.append([own, modes, list(draws), str(trainer.state.stage), grads, state])
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        self.note(trainer, pl_module)
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        self.note(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.note(trainer, pl_module)
+
+
+def run(measures: list[Callback], method: Any, **kwargs: Any) -> tuple[Tensor, Notes, Trajectory, Any]:
+    notes, path, model = Notes(), Trajectory(), seeded(Moody, momentum=kwargs.pop("momentum", 0.0))
+    ckpt_path, extra = kwargs.pop("ckpt_path", None), kwargs.pop("callbacks", [])
+    fitted = trainer(callbacks=[*measures, *extra, notes, path], algorithm=method, **kwargs)
+    fitted.fit(model, data(client_val=VAL, drop_last=True), ckpt_path=ckpt_path)
+    return parameters(model), notes, path, fitted.fit_loop.state.state_dict()
+
+
+RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fedavg": (FedAvg(), {}),
+    "scaffold": (Scaffold(), {}),
+    "keeping": (FedAvg(), {"momentum": 0.9, "local_optimizer_state": "keep", "buffers": "local"}),
+    "mime": (Mime(base=SGDm()), {}),
+}
+
+
+@cache
+def without_measures(kind: str) -> tuple[Tensor, Notes, Trajectory, Any]:
+    method, options = RUNS[kind]
+    return run([], method, max_rounds=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in RUNS for name in MEASURES if kind == "scaffold" or name != "controls"]
+)
+def test_the_run_is_the_same_bit_for_bit(kind: str, name: str) -> None:
+    method, options = RUNS[kind]
+    without, with_it = without_measures(kind), run([MEASURES[name]()], method, max_rounds=2, **options)
+    assert torch.equal(without[0], with_it[0])
+    assert same(without[1].seen, with_it[1].seen)
+    assert all(same(a, b) for a, b in zip(without[2].ends, with_it[2].ends, strict=True))
+    assert same(without[3], with_it[3])
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Scaffold()], ids=repr)
+def test_a_resumed_run_is_the_same_bit_for_bit(method: Any, tmp_path: Path) -> None:
+    def measures() -> list[Callback]:
+        return [make() for name, make in MEASURES.items() if name != "controls" or isinstance(method, Scaffold)]
+
+    without = run([], method, max_rounds=4)
+    saving = {"callbacks": [ModelCheckpoint(tmp_path, save_last=True)], "enable_checkpointing": True}
+    run(measures(), method, max_rounds=2, **saving)
+    resumed = run(measures(), method, max_rounds=4, ckpt_path=tmp_path / "last.ckpt")
+    assert torch.equal(without[0], resumed[0])
+    assert all(torch.equal(a, b) for a, b in zip(without[2].models[2:], resumed[2].models, strict=True))
+    whole = run(measures(), method, max_rounds=4)
+    assert torch.equal(whole[0], resumed[0])
+
+
+def test_the_vectorized_engine_goes_on_as_if_nobody_measured() -> None:
+    def fitted(measures: list[Callback]) -> Tensor:
+        model = seeded(Net)
+        run = trainer(callbacks=measures, algorithm=Scaffold(), engine="vectorized", max_rounds=2)
+        run.fit(model, data(client_val=VAL))
+        return parameters(model)
+
+    measures = [make() for name, make in MEASURES.items() if name != "drift"]
+    assert torch.equal(fitted([]), fitted(measures))
+
+
+class Impatient(FederatedCallback):
+    """Evaluates a client before a round, and again and again within it."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, float]] = []
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        self.found = [trainer.fit_loop.evaluate_client(0, "train", steps=3)]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found.append(trainer.fit_loop.evaluate_client(0, "train", steps=3))
+
+
+def test_a_client_may_be_evaluated_in_the_middle_of_anothers_work() -> None:
+    impatient = Impatient()
+    options = {"momentum": 0.9, "local_optimizer_state": "keep", "buffers": "local", "max_rounds": 2}
+    without, with_it = without_measures("keeping"), run([impatient], FedAvg(), **options)
+    assert torch.equal(without[0], with_it[0])
+    assert same(without[3], with_it[3])
+    assert len(impatient.found) > 5
+    assert all(found == impatient.found[0] for found in impatient.found)
+
+
+def test_measuring_again_gives_the_same_numbers() -> None:
+    def measured() -> dict[str, float]:
+        fitted = trainer(callbacks=[make() for make in MEASURES.values()], algorithm=Scaffold(), max_rounds=2)
+        fitted.fit(seeded(Moody), data(client_val=VAL, drop_last=True))
+        return {k: float(v) for k, v in fitted.callback_metrics.items() if k.split("/")[0] != "round"}
+
+    assert measured() == measured()

@@ -1,0 +1,124 @@
+"""The split goes to TensorBoard when a fit starts, and changes nothing of the run."""
+
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import TensorDataset
+
+from lightning_fed import FederatedDataModule
+from lightning_fed.callbacks import SplitPicture
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data import skew_table
+from tests.helpers.training import CLASSES, FEATURES, data, fit, parameters, seeded, trainer
+
+
+class Careless(FederatedDataModule):
+    """Clients made on demand from the global generators."""
+
+    num_clients = 4
+
+    def client_dataset(self, client_id):
+        np.random.rand()
+        random.random()
+        return TensorDataset(torch.rand(9, FEATURES), torch.arange(9) % CLASSES)
+
+
+def written(logger):
+    events = EventAccumulator(logger.log_dir, size_guidance={"images": 0, "tensors": 0})
+    events.Reload()
+    return events
+
+
+def text(events):
+    (shown,) = events.Tensors("split/text_summary")
+    return shown.tensor_proto.string_val[0].decode()
+
+
+def test_the_figure_and_the_table_go_to_every_tensorboard(tmp_path):
+    loggers = [TensorBoardLogger(tmp_path / "a"), CSVLogger(tmp_path / "c"), TensorBoardLogger(tmp_path / "b")]
+    fit(logger=loggers, max_rounds=1, callbacks=SplitPicture())
+    for logger in (loggers[0], loggers[2]):
+        events = written(logger)
+        (image,) = events.Images("split")
+        assert image.encoded_image_string[:4] == b"\x89PNG"
+        assert (image.width, image.height) == (900, 320)
+        assert image.step == 0
+        assert text(events) == "\n".join(f"    {line}" for line in str(skew_table(data())).splitlines())
+
+
+def test_the_number_of_clients_drawn_is_passed_on(tmp_path, monkeypatch):
+    asked = []
+    drawn = sys.modules["lightning_fed.callbacks.split_picture"].split_figure
+    monkeypatch.setattr(
+        "lightning_fed.callbacks.split_picture.split_figure",
+        lambda split, max_clients: (asked.append(max_clients), drawn(split, max_clients))[1],
+    )
+    fit(logger=TensorBoardLogger(tmp_path), max_rounds=1, callbacks=SplitPicture(max_clients=2))
+    assert asked == [2]
+
+
+def test_a_resumed_fit_writes_them_at_its_round(tmp_path):
+    first = trainer(logger=TensorBoardLogger(tmp_path), max_rounds=2, callbacks=SplitPicture())
+    first.fit(seeded(), data())
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    logger = TensorBoardLogger(tmp_path)
+    fit(logger=logger, max_rounds=3, callbacks=SplitPicture(), ckpt_path=tmp_path / "two.ckpt")
+    assert [image.step for image in written(logger).Images("split")] == [2]
+
+
+@pytest.mark.parametrize("make", [data, lambda: Careless(batch_size=3)], ids=["given", "on demand"])
+def test_the_run_stays_the_same(tmp_path, make):
+    ends = []
+    for callbacks in ([], [SplitPicture()]):
+        torch.manual_seed(1)
+        np.random.seed(1)
+        random.seed(1)
+        run = trainer(logger=TensorBoardLogger(tmp_path), max_rounds=2, callbacks=callbacks)
+        run.fit(model := seeded(), make())
+        ends.append((parameters(model).tolist(), torch.rand(2).tolist(), np.random.rand(), random.random()))
+    assert ends[0] == ends[1]
+
+
+def test_without_a_tensorboard_it_is_refused_before_the_fit():
+    with pytest.raises(FederatedError, match="SplitPicture draws for TensorBoard.*loggers are: none"):
+        fit(callbacks=SplitPicture())
+    with pytest.raises(FederatedError, match="loggers are: CSVLogger. Give FederatedTrainer"):
+        fit(logger=CSVLogger("logs"), callbacks=SplitPicture())
+
+
+def test_a_trial_run_without_loggers_is_let_pass(tmp_path):
+    fit(logger=TensorBoardLogger(tmp_path), fast_dev_run=True, callbacks=SplitPicture())
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_matplotlib_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(FederatedError, match="pip install matplotlib"):
+        fit(logger=TensorBoardLogger(tmp_path), callbacks=SplitPicture())
+
+
+def test_data_without_labels_are_named(tmp_path):
+    clients = [TensorDataset(torch.rand(4, FEATURES), torch.rand(4, CLASSES)) for _ in range(3)]
+    with pytest.raises(FederatedError, match="cannot be read as labels"):
+        fit(
+            datamodule=FederatedDataModule(clients=clients),
+            logger=TensorBoardLogger(tmp_path),
+            callbacks=SplitPicture(),
+        )
+
+
+def test_only_the_first_rank_draws(tmp_path, monkeypatch):
+    callback, run = SplitPicture(), trainer(logger=TensorBoardLogger(tmp_path / "logs"))
+    monkeypatch.setattr(type(run), "is_global_zero", False)
+    callback.on_train_start(run, seeded())
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_wrong_number_of_clients_is_named():
+    with pytest.raises(FederatedError, match=r"SplitPicture\(max_clients=0\)"):
+        SplitPicture(max_clients=0)

@@ -1,0 +1,122 @@
+"""Clients run at once end where clients run one after another do."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_fed import FederatedTrainer
+from lightning_fed.algorithms import FedAvg, FedNova, Scaffold
+from tests.helpers.training import Net, data, trainer
+from tests.test_contract import METHODS
+
+SIZES = (13, 8, 21, 5, 16, 9)
+
+
+class Ordinary(Net):
+    """A network without random layers, whose optimizer is given."""
+
+    def __init__(self, optimizer: Any = None) -> None:
+        super().__init__(dropout=0.0)
+        self.make = optimizer or partial(torch.optim.SGD, lr=0.1, weight_decay=0.01)
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def run(engine: str, make: Callable[[], pl.LightningModule] = Ordinary, **options: Any) -> FederatedTrainer:
+    torch.manual_seed(3)
+    options = {"clients_per_round": 4, "max_rounds": 3, "precision": "64-true", **options}
+    t = trainer(engine=engine, **options)
+    t.fit(make(), data(SIZES))
+    return t
+
+
+def state_of(t: FederatedTrainer) -> dict[str, Any]:
+    state = t.fit_loop.state
+    return {
+        "x": state.x,
+        **{f"server.{k}": v for k, v in state.state.items()},
+        **{f"client.{i}.{k}": v for i, own in state.clients.state_dict().items() for k, v in own.items()},
+    }
+
+
+def assert_agree(one: FederatedTrainer, other: FederatedTrainer, rtol: float = 1e-12) -> None:
+    a, b = state_of(one), state_of(other)
+    assert a.keys() == b.keys()
+    for name in a:
+        scale = max(1e-3, float(a[name].abs().max()))
+        torch.testing.assert_close(a[name], b[name], rtol=rtol, atol=rtol * scale, msg=lambda m, n=name: f"{n}: {m}")
+    assert one.callback_metrics.keys() == other.callback_metrics.keys()
+    for name, value in one.callback_metrics.items():
+        if name != "round/seconds":
+            assert float(other.callback_metrics[name]) == pytest.approx(float(value), rel=1e-6, abs=1e-9), name
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_agrees_with_the_sequential_engine(name: str) -> None:
+    method = METHODS[name]
+    local = {"local_epochs": 2} if method.algorithm.local_work else {"local_epochs": None}
+    runs = [
+        run(engine, partial(Ordinary, method.optimizer), algorithm=method.algorithm, **local)
+        for engine in ("sequential", "vectorized")
+    ]
+    assert_agree(*runs)
+
+
+OPTIMIZERS = {
+    "SGD momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD dampened": partial(torch.optim.SGD, lr=0.05, momentum=0.5, dampening=0.5),
+    "Adam": partial(torch.optim.Adam, lr=0.01, weight_decay=0.01),
+    "Adam amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1),
+    "Adadelta": partial(torch.optim.Adadelta, lr=0.5),
+    "Adamax": partial(torch.optim.Adamax, lr=0.01),
+    "NAdam": partial(torch.optim.NAdam, lr=0.01),
+    "RAdam": partial(torch.optim.RAdam, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(), FedNova()], ids=repr)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_local_optimizer_agrees(optimizer: str, algorithm: Any) -> None:
+    runs = [
+        run(engine, partial(Ordinary, OPTIMIZERS[optimizer]), algorithm=algorithm, local_epochs=2)
+        for engine in ("sequential", "vectorized")
+    ]
+    assert_agree(*runs)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 4])
+def test_the_chunk_changes_nothing_but_rounding(chunk_size: int) -> None:
+    runs = [run("vectorized", algorithm=Scaffold(), chunk_size=n) for n in (chunk_size, 64)]
+    assert_agree(*runs)
+
+
+@pytest.mark.parametrize(
+    "clip", [{"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}]
+)
+@pytest.mark.parametrize("on", ["gradient", "corrected"])
+def test_clipping_agrees(clip: dict[str, Any], on: str) -> None:
+    runs = [run(engine, algorithm=Scaffold(), gradient_clip_on=on, **clip) for engine in ("sequential", "vectorized")]
+    assert_agree(*runs)
+
+
+def test_float32_agrees_up_to_rounding() -> None:
+    runs = [run(engine, algorithm=Scaffold(), precision="32-true") for engine in ("sequential", "vectorized")]
+    assert_agree(*runs, rtol=1e-5)
+
+
+def test_groups_with_rates_of_their_own_agree() -> None:
+    def groups(params: Any) -> torch.optim.Optimizer:
+        params = list(params)
+        return torch.optim.SGD([{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.0}], weight_decay=0.1)
+
+    assert_agree(
+        *(run(engine, partial(Ordinary, groups), algorithm=Scaffold()) for engine in ("sequential", "vectorized"))
+    )

@@ -1,0 +1,63 @@
+"""Gradient dissimilarity against its definition."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fed import FederatedError
+from lightning_fed.metrics import gradient_dissimilarity
+
+
+def draw(count: int, seed: int, dim: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    stream = torch.Generator().manual_seed(seed)
+    return torch.randn(count, dim, generator=stream, dtype=torch.float64), 0.1 + torch.rand(count, generator=stream)
+
+
+@given(st.integers(1, 9), st.integers(0, 10**6))
+@settings(max_examples=50, deadline=None)
+def test_the_measures_are_those_of_the_definitions(count: int, seed: int) -> None:
+    g, weights = draw(count, seed)
+    shares = (weights / weights.sum()).double()
+    mean = shares @ g
+    found = gradient_dissimilarity(zip(g, weights.tolist(), strict=True))
+    assert pytest.approx(float(shares @ (g - mean).square().sum(1)), rel=1e-6, abs=1e-15) == found.G2
+    assert found.mean_square == pytest.approx(float(shares @ g.square().sum(1)), rel=1e-6)
+    assert found.norm == pytest.approx(float(mean.norm()), rel=1e-6)
+    assert pytest.approx(math.sqrt(found.mean_square / found.norm**2)) == found.B
+    assert found.B >= 1 - 1e-9
+
+
+def test_the_scale_of_the_weights_does_not_matter() -> None:
+    g, weights = draw(5, seed=3)
+    one, other = (gradient_dissimilarity(zip(g, (c * weights).tolist(), strict=True)) for c in (1, 1000))
+    assert pytest.approx((other.G2, other.B)) == (one.G2, one.B)
+
+
+def test_gradients_that_nearly_agree_do_not_cancel() -> None:
+    # mean_square - norm^2, the textbook's way, would leave not one digit
+    small = torch.tensor([3.0, -3.0], dtype=torch.float64)
+    found = gradient_dissimilarity((torch.full((2,), 1e9, dtype=torch.float64) + s, 1.0) for s in small)
+    assert pytest.approx(18.0, rel=1e-9) == found.G2
+
+
+def test_single_precision_gradients_are_added_up_in_double_precision() -> None:
+    g = torch.full((1, 10), 0.1)
+    found = gradient_dissimilarity((g[0], 1.0) for _ in range(10_000))
+    assert found.norm == pytest.approx(float(g[0].double().norm()), rel=1e-12)
+
+
+def test_B_is_one_where_all_agree_and_infinite_at_a_stationary_point_where_they_do_not() -> None:  # noqa: N802
+    g = torch.tensor([1.0, 2.0])
+    assert pytest.approx(1.0) == gradient_dissimilarity([(g, 1.0), (g, 2.0)]).B
+    assert gradient_dissimilarity([(0 * g, 1.0), (0 * g, 1.0)]).B == 1.0
+    assert math.isinf(gradient_dissimilarity([(g, 1.0), (-g, 1.0)]).B)
+
+
+def test_clients_of_weight_zero_do_not_count() -> None:
+    g = torch.tensor([1.0, 2.0])
+    assert gradient_dissimilarity([(5 * g, 0.0), (g, 1.0)]).G2 == 0
+    with pytest.raises(FederatedError, match="no gradient of positive weight"):
+        gradient_dissimilarity([(g, 0.0)])
