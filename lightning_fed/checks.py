@@ -12,7 +12,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.optim import is_plain_sgd, refuse_unsupported
-from lightning_fed.strategy import ClientsStrategy
+from lightning_fed.strategies import ClientsStrategy
 
 __all__ = ["check_algorithm_fits", "check_hyper_parameters", "check_module", "check_schedulers", "check_trainer"]
 

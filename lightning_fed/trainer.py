@@ -20,7 +20,7 @@ from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.sampling import Sampler
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
 from lightning_fed.settings import make_settings
-from lightning_fed.strategy import ClientsStrategy
+from lightning_fed.strategies import ClientsStrategy
 
 __all__ = ["ClientsStrategy", "FederatedTrainer"]
 

@@ -14,7 +14,7 @@ FLOORS = {
     "data": 1, "models": 1, "algorithms": 1, "metrics": 1,
     "callbacks": 2, "optim": 2, "cli_data": 2,
     "server": 3,
-    "strategy": 1,
+    "strategies": 1,
     "settings": 4,
     "engines": 5,
     "checks": 5, "connectors": 5,
