@@ -17,8 +17,8 @@ FLOORS = {
     "strategies": 1,
     "settings": 4,
     "engines": 5,
-    "checks": 5, "connectors": 5,
-    "loop": 6,
+    "checks": 5,
+    "loop": 6, "connectors": 6,
     "trainer": 7,
     "cli": 8,
     "__init__": 9, "__main__": 9,
@@ -34,6 +34,8 @@ PURE = (
     "data/dataset",
     "data/batches",
     "data/draws",
+    "data/examples",
+    "data/custom_batches",
 )
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"}
 

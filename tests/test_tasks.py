@@ -13,12 +13,14 @@ import pytorch_lightning as pl
 import yaml
 
 from lightning_fed.cli import FederatedCLI
+from lightning_fed.data import FederatedDataModule, skew_table, split_figure
 
 TASKS = sorted((Path(__file__).parent.parent / "configs" / "tasks").glob("*.yaml"))
 ALSO = {
     "cifar10": ["--data.init_args.source", "jpeg"],  # the originals may not be redistributed
     "femnist": ["--data.init_args.folder", "femnist_leaf_sample"],
 }
+REGRESSION = {"concrete", "least_squares", "quadratics"}
 NOT_PUBLISHED = {"sentiment140"}  # tested where somebody has a folder of that name
 
 
@@ -41,6 +43,12 @@ def _command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
 
 
+def title(data: FederatedDataModule) -> str:
+    """Return what the picture of the clients says it shows."""
+    shown: str = split_figure(data, max_clients=3).axes[0].get_title()
+    return shown
+
+
 def root_in(path: Path) -> str | None:
     """Return the folder of data sets that a task names, or None if it needs none."""
     root: str | None = yaml.safe_load(path.read_text())["data"]["init_args"].get("root")
@@ -59,7 +67,7 @@ def test_a_task_is_complete_and_reads_nothing_until_it_runs(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", TASKS, ids=lambda p: p.stem)
-def test_a_task_trains_where_its_files_are(path: Path) -> None:
+def test_a_task_trains_and_shows_its_clients_where_its_files_are(path: Path) -> None:
     folder = os.environ.get("LIGHTNING_FED_DATA")
     words = [
         *("--trainer.max_rounds", "2", "--trainer.clients_per_round", "2"),
@@ -75,3 +83,5 @@ def test_a_task_trains_where_its_files_are(path: Path) -> None:
     cli.trainer.fit(cli.model, cli.datamodule)
     assert cli.trainer.current_epoch == 2
     assert "train_loss" in cli.trainer.callback_metrics
+    assert skew_table(cli.datamodule).clients == cli.datamodule.num_clients
+    assert "target" in title(cli.datamodule) if path.stem in REGRESSION else "class" in title(cli.datamodule)

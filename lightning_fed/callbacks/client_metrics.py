@@ -5,7 +5,8 @@ from typing import Literal
 import pytorch_lightning as pl
 
 from lightning_fed._compat import is_overridden, rank_zero_warn
-from lightning_fed.callbacks.measure import ClientMeasure, check_number, write_table
+from lightning_fed.callbacks.measure import ClientMeasure, write_table
+from lightning_fed.core.arguments import check_count, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
@@ -52,9 +53,8 @@ class ClientAccuracy(ClientMeasure):
         on: Literal["val", "train"] = "val",
     ) -> None:
         super().__init__(every_n_rounds, clients)
-        for name, value, allowed in (("mode", mode, ("max", "min")), ("on", on, ("val", "train"))):
-            if value not in allowed:
-                raise FederatedError(f"{type(self).__name__}({name}={value!r}): {name} must be one of {allowed}.")
+        check_one_of(type(self).__name__, "mode", mode, ("max", "min"))
+        check_one_of(type(self).__name__, "on", on, ("val", "train"))
         self.monitor = monitor
         self.mode: Literal["max", "min"] = mode
         self.on: Literal["val", "train"] = on
@@ -143,7 +143,7 @@ class PersonalizedAccuracy(ClientAccuracy):
         local_steps: int = 5,
     ) -> None:
         super().__init__(monitor, mode, every_n_rounds, clients, on)
-        self.local_steps = check_number(self, "local_steps", local_steps)
+        self.local_steps = check_count(type(self).__name__, "local_steps", local_steps, least=1)
 
     @property
     def steps(self) -> int:

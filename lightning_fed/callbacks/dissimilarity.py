@@ -8,7 +8,8 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_fed._compat import rank_zero_warn
-from lightning_fed.callbacks.measure import ClientMeasure, check_number
+from lightning_fed.callbacks.measure import ClientMeasure
+from lightning_fed.core.arguments import check_count, check_fraction, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
@@ -26,10 +27,7 @@ class _Dissimilarity(ClientMeasure):
 
     def __init__(self, every_n_rounds: int, clients: int | None, weighting: Weighting) -> None:
         super().__init__(every_n_rounds, clients)
-        if weighting not in ("uniform", "examples"):
-            raise FederatedError(
-                f"{type(self).__name__}(weighting={weighting!r}): weighting must be 'uniform' or 'examples'."
-            )
+        check_one_of(type(self).__name__, "weighting", weighting, ("uniform", "examples"))
         self.weighting = weighting
 
     def weight(self, trainer: pl.Trainer, client_id: ClientId) -> float:
@@ -115,10 +113,8 @@ class HessianDissimilarity(_Dissimilarity):
         max_iterations: int = 30,
     ) -> None:
         super().__init__(every_n_rounds, clients, weighting)
-        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
-            raise FederatedError(f"HessianDissimilarity(tolerance={tolerance!r}): tolerance must lie in [0, 1).")
-        self.tolerance = tolerance
-        self.max_iterations = check_number(self, "max_iterations", max_iterations)
+        self.tolerance = check_fraction("HessianDissimilarity", "tolerance", tolerance)
+        self.max_iterations = check_count(type(self).__name__, "max_iterations", max_iterations, least=1)
         self.delta: dict[ClientId, float] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -9,22 +9,12 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
 from lightning_fed.core.types import ClientId
 
-__all__ = ["ClientMeasure", "Measure", "check_number", "write_table"]
-
-
-def check_number(owner: object, name: str, value: Any, least: int = 1) -> int:
-    """Return a whole number of at least ``least``.
-
-    Raises:
-        FederatedError: Naming the callback, the argument and what was found.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise FederatedError(f"{type(owner).__name__}({name}={value!r}): {name} must be an int of at least {least}.")
-    return value
+__all__ = ["ClientMeasure", "Measure", "write_table"]
 
 
 def write_table(trainer: pl.Trainer, name: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -58,7 +48,7 @@ class Measure(FederatedCallback):
     """
 
     def __init__(self, every_n_rounds: int = 1) -> None:
-        self.every_n_rounds = check_number(self, "every_n_rounds", every_n_rounds)
+        self.every_n_rounds = check_count(type(self).__name__, "every_n_rounds", every_n_rounds, least=1)
 
     def is_due(self, completed: int) -> bool:
         """Whether to measure after so many completed rounds."""
@@ -79,7 +69,7 @@ class ClientMeasure(Measure):
 
     def __init__(self, every_n_rounds: int = 1, clients: int | None = None) -> None:
         super().__init__(every_n_rounds)
-        self.clients = None if clients is None else check_number(self, "clients", clients)
+        self.clients = None if clients is None else check_count(type(self).__name__, "clients", clients, least=1)
         self.measured: list[ClientId] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -4,9 +4,9 @@ import pytorch_lightning as pl
 from pytorch_lightning.loggers import TensorBoardLogger
 
 from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import preserved_random_state
-from lightning_fed.data.partition import check_count
 from lightning_fed.data.picture import skew_table, split_figure
 
 __all__ = ["SplitPicture"]

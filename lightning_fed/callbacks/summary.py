@@ -47,6 +47,7 @@ class RunSummary(FederatedCallback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the summary on the first rank."""
         loop = trainer.fit_loop
+        log_dir = trainer.log_dir  # which all processes must ask for
         if not trainer.is_global_zero or loop.round == 0 or loop._state is None:
             return
         state = loop.state
@@ -56,7 +57,7 @@ class RunSummary(FederatedCallback):
             ("rounds", str(state.round)),
             ("clients seen", f"{state.seen} of {len(state.ids)}"),
             ("bytes up / down", f"{_size(state.bytes_up)} / {_size(state.bytes_down)}"),
-            *self._places(trainer),
+            *self._places(trainer, log_dir),
         ]
         width = max(len(name) for name, _ in rows)
         trainer.print("\n".join(["", "Federated run finished", *(f"  {name:<{width}}  {text}" for name, text in rows)]))
@@ -68,17 +69,17 @@ class RunSummary(FederatedCallback):
             return f"{self._last[name]:.4f} (best {low if checkpoint.mode == 'min' else high:.4f})"
         return f"{self._last[name]:.4f} (lowest {low:.4f}, highest {high:.4f})"  # which is best is not ours to guess
 
-    def _places(self, trainer: pl.Trainer) -> list[tuple[str, str]]:
+    def _places(self, trainer: pl.Trainer, log_dir: str | None) -> list[tuple[str, str]]:
         rows = []
-        if trainer.log_dir is not None and trainer.loggers:
-            rows.append(("logs", _relative(trainer.log_dir)))
+        if log_dir is not None and trainer.loggers:
+            rows.append(("logs", _relative(log_dir)))
         checkpoint = trainer.checkpoint_callback
         if isinstance(checkpoint, ModelCheckpoint):
             if checkpoint.best_model_path:
                 rows.append(("best checkpoint", _relative(checkpoint.best_model_path)))
             if last := checkpoint.last_model_path or checkpoint._last_checkpoint_saved:
                 rows.append(("last checkpoint", _relative(last)))
-                logs = _relative(trainer.log_dir) if trainer.log_dir else "."
+                logs = _relative(log_dir) if log_dir else "."
                 rounds = 2 * trainer.fit_loop.round
                 rows.append(("resume", self.resume_with.format(path=_relative(last), rounds=rounds, logs=logs)))
         boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]

@@ -1,6 +1,5 @@
 """What it takes to reach a target."""
 
-import math
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -8,7 +7,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 
 from lightning_fed._compat import rank_zero_info, rank_zero_warn
 from lightning_fed.callbacks.base import FederatedCallback
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.arguments import check_number, check_one_of
 
 __all__ = ["TargetMetric"]
 
@@ -39,13 +38,9 @@ class TargetMetric(FederatedCallback):
     """
 
     def __init__(self, monitor: str, target: float, mode: Literal["max", "min"] = "max") -> None:
-        if mode not in ("max", "min"):
-            raise FederatedError(f"TargetMetric(mode={mode!r}): mode must be 'max' or 'min'.")
-        if isinstance(target, bool) or not isinstance(target, int | float) or not math.isfinite(target):
-            raise FederatedError(f"TargetMetric(target={target!r}): target must be a finite number.")
         self.monitor = monitor
-        self.target = target
-        self.mode = mode
+        self.target = check_number("TargetMetric", "target", target)
+        self.mode = check_one_of("TargetMetric", "mode", mode, ("max", "min"))
         self.reached: dict[str, int] | None = None
         self._seen = False
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fed.core.arguments import check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batch_settings import BatchAugmentation, BatchTransform
 from lightning_fed.data.image_transforms import Normalize, RandomCrop, RandomFlip
@@ -15,7 +16,6 @@ from lightning_fed.data.images import ImageDataModule
 from lightning_fed.data.jpeg import read_jpegs
 from lightning_fed.data.partition import Partition, PartitionFunction
 from lightning_fed.data.skew import BalancedDirichlet
-from lightning_fed.data.stored import check_one_of
 
 __all__ = ["CIFAR10", "CIFAR100"]
 

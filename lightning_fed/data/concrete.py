@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from lightning_fed.core.arguments import check_count, check_fraction
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.columns import read_columns
-from lightning_fed.data.draws import equal_shares
-from lightning_fed.data.partition import Partition, PartitionFunction, check_count
-from lightning_fed.data.stored import StoredDataModule, check_fraction, find, random_state, read_rows
+from lightning_fed.data.draws import equal_shares, random_state
+from lightning_fed.data.partition import Partition, PartitionFunction
+from lightning_fed.data.stored import StoredDataModule, find, read_rows
 
 __all__ = ["Concrete"]
 

@@ -7,16 +7,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
+from lightning_fed.data.examples import as_labels, check_map_style, column_of, labels_of, size_of, targets_of
 from lightning_fed.data.partition import ByKey, Partition, PartitionFunction, Parts, check_client_id
 from lightning_fed.data.shift import FeatureShift, ShiftedClients
 
 __all__ = ["FederatedDataset"]
-
-_LABEL_NAMES = ("targets", "labels", "target", "label")
 
 
 class FederatedDataset:
@@ -33,6 +32,7 @@ class FederatedDataset:
         FederatedError: If a client's data set is no map-style data set with ``__len__`` and ``__getitem__``.
 
     Example:
+        >>> from torch.utils.data import TensorDataset
         >>> data = FederatedDataset({"ann": TensorDataset(torch.zeros(3)), "bob": TensorDataset(torch.zeros(5))})
         >>> list(data.ids), data.size("bob")
         (['ann', 'bob'], 5)
@@ -71,6 +71,7 @@ class FederatedDataset:
             FederatedError: If the labels cannot be found, or the indices do not fit the data set.
 
         Example:
+            >>> from torch.utils.data import TensorDataset
             >>> from lightning_fed.data import Iid
             >>> data = FederatedDataset.from_partition(TensorDataset(torch.arange(10)), Iid(num_clients=3))
             >>> [data.size(client_id) for client_id in data.ids]
@@ -116,6 +117,16 @@ class FederatedDataset:
         check_map_style(dataset, f"Client {client_id!r}")
         return dataset
 
+    def targets(self) -> list[Tensor]:
+        """Return what is to be predicted of each client's examples [n_i], in the order of ``ids``.
+
+        Classes are int64; where the last tensor of ``TensorDataset`` holds one real number per example, these are.
+
+        Raises:
+            FederatedError: If a client's data set does not say.
+        """
+        return targets_of([self.dataset(client_id) for client_id in self.ids])
+
     def summary(self) -> str:
         """Return a small table: clients, examples, examples per client and, if known, how skewed the labels are."""
         rows = {"clients": f"{len(self):,}"}
@@ -146,11 +157,11 @@ class _PartitionedDataset(FederatedDataset):
         shift = partition if isinstance(partition, FeatureShift) else None
         partition = partition if shift is None else shift.partition
         if isinstance(partition, ByKey) and isinstance(partition.keys, str):
-            partition = ByKey(_column(dataset, partition.keys, repr(partition)))
+            partition = ByKey(column_of(dataset, partition.keys, repr(partition)))
         self._source = dataset
         self._labels: Tensor | None = None
         if labels is not None:
-            self._labels = _as_labels(labels, num_examples, "labels")
+            self._labels = as_labels(labels, num_examples, "labels")
         elif getattr(partition, "needs_labels", True):
             self._labels = labels_of(dataset)
         blank = torch.zeros(1, dtype=torch.int64).expand(num_examples)  # n labels in the memory of one
@@ -175,6 +186,10 @@ class _PartitionedDataset(FederatedDataset):
     def indices(self, client_id: ClientId) -> Tensor:
         position = self._locate(client_id)
         return self._order[self._offsets[position] : self._offsets[position + 1]]
+
+    def targets(self) -> list[Tensor]:
+        targets = targets_of([self._source])[0] if self._labels is None else self._labels
+        return list(targets[self._order].split_with_sizes(self._sizes))
 
     def dataset(self, client_id: ClientId) -> Dataset[Any]:
         indices = self.indices(client_id)
@@ -201,44 +216,6 @@ class _PartitionedDataset(FederatedDataset):
         counts = counts.view(len(sizes), len(classes))
         expected = sizes[:, None] * (counts.sum(0) / counts.sum())
         return float((counts - expected).abs().sum() / 2 / counts.sum())
-
-
-def labels_of(dataset: Dataset[Any]) -> Tensor:
-    """Return the class of each example [n], int64; see :meth:`FederatedDataset.from_partition` for where it looks.
-
-    Raises:
-        FederatedError: If the data set does not say.
-    """
-    for name in ("targets", "labels"):
-        values = getattr(dataset, name, None)
-        if values is not None and not callable(values) and _has_length(values, size_of(dataset)):
-            return _as_labels(values, size_of(dataset), f"{type(dataset).__name__}.{name}")
-    if isinstance(dataset, Subset):
-        return labels_of(dataset.dataset)[torch.as_tensor(dataset.indices, dtype=torch.int64)]
-    if isinstance(dataset, TensorDataset):
-        for tensor in reversed(dataset.tensors):
-            if tensor.ndim == 1 and not tensor.is_floating_point() and not tensor.is_complex():
-                return tensor.detach().cpu().long()
-    label = [_label_in(cast("Any", dataset)[index], type(dataset).__name__) for index in range(size_of(dataset))]
-    return _as_labels(label, size_of(dataset), f"the last element of each example of {type(dataset).__name__}")
-
-
-def size_of(dataset: Any) -> int:
-    """Return the number of examples of a map-style data set."""
-    return len(dataset)
-
-
-def check_map_style(dataset: Any, owner: str) -> None:
-    """Refuse what cannot be counted and indexed.
-
-    Raises:
-        FederatedError: Naming ``owner`` and what was found.
-    """
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise FederatedError(
-            f"{owner} has a {type(dataset).__name__}, whose examples cannot be counted and shuffled: give a map-style"
-            " Dataset with __len__ and __getitem__."
-        )
 
 
 def check_partition(partition: Any) -> None:
@@ -294,54 +271,6 @@ def _join(parts: Parts, ids: Sequence[ClientId], num_examples: int, owner: str) 
             f" must lie in 0, ..., {num_examples - 1}."
         )
     return order, [len(part) for part in indices]
-
-
-def _column(dataset: Any, name: str, owner: str) -> list[Any]:
-    """Return the data set's attribute with one value per example, seen through subsets."""
-    values = getattr(dataset, name, None)
-    if values is None and isinstance(dataset, Subset):
-        inner = _column(dataset.dataset, name, owner)
-        return [inner[index] for index in dataset.indices]
-    if values is None or not _has_length(values, size_of(dataset)):
-        raise FederatedError(
-            f"{owner}: {type(dataset).__name__} has no attribute {name!r} with one key for each of its"
-            f" {size_of(dataset):,} examples. Pass the keys themselves: ByKey(keys)."
-        )
-    return list(values.tolist() if hasattr(values, "tolist") else values)
-
-
-def _has_length(values: Any, length: int) -> bool:
-    return hasattr(values, "__len__") and len(values) == length
-
-
-def _label_in(example: Any, owner: str) -> Any:
-    if isinstance(example, Mapping):
-        for name in _LABEL_NAMES:
-            if name in example:
-                return example[name]
-    elif isinstance(example, (tuple, list)) and len(example) > 1:
-        return example[-1]
-    raise FederatedError(
-        f"{owner} does not say its labels: an example is a {type(example).__name__} without one. Give the data set an"
-        " attribute `targets` [n], use FederatedDataset.from_partition(dataset, partition, labels=...), or use Iid."
-    )
-
-
-def _as_labels(values: Any, length: int, source: str) -> Tensor:
-    """Return labels as int64 [n]; names of classes become numbers in sorted order."""
-    if isinstance(values, (list, tuple)) and len(values) and isinstance(values[0], str):
-        numbers = {name: number for number, name in enumerate(sorted(set(values)))}
-        values = [numbers[name] for name in values]
-    try:
-        labels = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise FederatedError(f"{source} cannot be read as labels [n]: {error}. Pass integer class numbers.") from error
-    if labels.shape != (length,) or labels.is_floating_point() or labels.is_complex():
-        raise FederatedError(
-            f"{source} must hold one integer class per example [{length}]; found {labels.dtype} of shape"
-            f" {list(labels.shape)}. Pass class numbers, as labels=... of FederatedDataset.from_partition."
-        )
-    return labels.detach().cpu().long()
 
 
 def _table(rows: dict[str, str]) -> str:

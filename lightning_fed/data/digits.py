@@ -1,14 +1,13 @@
 """A small real data set that needs no download: handwritten digits, dealt out to clients."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.data.examples import BareInputs
 from lightning_fed.data.partition import Dirichlet, Partition, PartitionFunction
 
 __all__ = ["Digits"]
@@ -63,22 +62,9 @@ class Digits(FederatedDataModule):
             partition=Dirichlet(num_clients, alpha, seed=seed) if partition is None else partition,
             val=val,
             test=test,
-            predict=_Images(test.tensors[0]),
+            predict=BareInputs(test.tensors[0]),
             batch_size=batch_size,
         )
-
-
-class _Images(Dataset[Any]):
-    """Bare tensors: the batches that ``forward`` takes."""
-
-    def __init__(self, images: Tensor) -> None:
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.images[index]
 
 
 def _load() -> tuple[Tensor, Tensor]:

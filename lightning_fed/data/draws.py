@@ -1,14 +1,47 @@
-"""Random draws behind the partitions, vectorised over clients, classes and examples."""
+"""Random draws behind clients and partitions, vectorised over clients, classes and examples."""
 
+import hashlib
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Floats", "Ints", "cut_by", "deal_classes", "draw_classes", "equal_shares", "log_gamma"]
+__all__ = [
+    "Floats",
+    "Ints",
+    "cut_by",
+    "deal_classes",
+    "draw_classes",
+    "equal_shares",
+    "log_gamma",
+    "random_state",
+    "seed_words",
+]
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+def seed_words(seed: int, *key: int | str) -> list[int]:
+    """Return what ``RandomState`` is seeded with: 64 bits of a seed, then integers, and 128 bits of a name's hash."""
+    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
+    for part in key:
+        words += [part] if isinstance(part, int) else _hash(part)
+    return words
+
+
+def random_state(seed: int, *key: int | str) -> np.random.RandomState:
+    """Return a stream of random numbers that a seed and a key decide.
+
+    The streams of ``RandomState`` are frozen: they are the same on every machine and with every version of NumPy.
+    """
+    return np.random.RandomState(seed_words(seed, *key))
+
+
+def _hash(name: str) -> list[int]:
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    words: list[int] = np.frombuffer(digest, dtype="<u4").tolist()
+    return words
 
 
 def equal_shares(size: int, parts: int) -> Ints:

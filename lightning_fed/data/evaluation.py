@@ -5,13 +5,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batch_settings import BatchSettings, BatchTransform, Chain
 from lightning_fed.data.batches import TensorBatches
 
-__all__ = ["evaluation_loader", "transformed_loader"]
+__all__ = ["EvaluationLoader", "evaluation_loader", "transformed_loader"]
+
+
+class EvaluationLoader(DataLoader[Any]):
+    """A loader of every example once, in stored order, of which a process may take some batches only."""
+
+    def part(self, first: int, step: int, stop: int) -> DataLoader[Any]:
+        """Return a loader of the batches ``first``, ``first + step``, ... before ``stop``, the same as they are here.
+
+        Example:
+            >>> loader = EvaluationLoader(range(10), batch_size=3)
+            >>> [batch.tolist() for batch in loader.part(1, 2, stop=4)]
+            [[3, 4, 5], [9]]
+        """
+        size, count = self.batch_size or 1, len(self.dataset)  # type: ignore[arg-type]
+        return DataLoader(
+            self.dataset,
+            batch_sampler=[list(range(k * size, min((k + 1) * size, count))) for k in range(first, stop, step)],
+            collate_fn=self.collate_fn,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            worker_init_fn=self.worker_init_fn,
+        )
 
 
 def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoader[Any]:
@@ -28,11 +50,12 @@ def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoa
     if direct is not None:
         # By keyword: Lightning remembers how a loader was made, and makes it anew to predict.
         rows = _Rows(dataset, direct)
-        return DataLoader(rows, batch_size=settings.batch_size, collate_fn=settings.transform or _unchanged)
+        return EvaluationLoader(rows, batch_size=settings.batch_size, collate_fn=settings.transform or _unchanged)
     collate_fn = settings.collate_fn
     if settings.transform is not None:
         collate_fn = Chain([collate_fn or default_collate, settings.transform])
-    return DataLoader(
+    kind = DataLoader if isinstance(dataset, IterableDataset) else EvaluationLoader
+    return kind(
         dataset,
         batch_size=settings.batch_size,
         collate_fn=collate_fn,

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batch_settings import BatchAugmentation, BatchTransform
 from lightning_fed.data.datamodule import AnyDataset, FederatedDataModule
-from lightning_fed.data.partition import check_count
 from lightning_fed.data.stored import find
 
 __all__ = ["ClientFolder", "ClientImages"]
@@ -234,8 +234,11 @@ def read_examples(path: Path) -> TensorDataset:
             held = content if isinstance(content, dict) else {}
             found = {name: held[name] for name in _ARRAYS if isinstance(held.get(name), Tensor)}
     except Exception as error:  # what a damaged file raises depends on where the damage is
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise FederatedError(f"{path} cannot be read: {reason}") from error
+        remedy = "numpy.savez(path, x=x, y=y)" if path.suffix == ".npz" else "torch.save({'x': x, 'y': y}, path)"
+        raise FederatedError(
+            f"{path} is damaged, or holds more than arrays of numbers ({type(error).__name__}). Write it again with"
+            f" {remedy}."
+        ) from error
     if len(found) < len(_ARRAYS) or any(tensor.is_complex() for tensor in found.values()):
         raise FederatedError(f"{path} must hold x and y, real numbers both; found {sorted(found)} of these.")
     x, y = found["x"], found["y"]

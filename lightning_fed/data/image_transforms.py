@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.partition import check_count
 
 __all__ = ["Flatten", "Normalize", "RandomCrop", "RandomFlip", "ToFloat"]
 

@@ -9,13 +9,14 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from lightning_fed.core.arguments import check_fraction
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batch_settings import BatchAugmentation, BatchTransform, chain
 from lightning_fed.data.dataset import check_partition
-from lightning_fed.data.digits import _Images
+from lightning_fed.data.examples import BareInputs
 from lightning_fed.data.image_transforms import Flatten
 from lightning_fed.data.partition import Partition, PartitionFunction
-from lightning_fed.data.stored import StoredDataModule, check_fraction
+from lightning_fed.data.stored import StoredDataModule
 
 __all__ = ["ImageDataModule"]
 
@@ -101,7 +102,7 @@ class ImageDataModule(StoredDataModule):
             )
         train, test = (self._read(is_train) for is_train in (True, False))
         self.test = self.val = TensorDataset(*test)
-        self.predict = _Images(test[0])
+        self.predict = BareInputs(test[0])
         self.train: Dataset[Any] | None = TensorDataset(*train)
         if self.val_fraction:
             order = np.random.RandomState(0).permutation(len(train[1]))

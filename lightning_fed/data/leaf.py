@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from lightning_fed.core.arguments import check_count, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.partition import check_count
-from lightning_fed.data.stored import StoredDataModule, check_one_of, find, listing, pool, read_json
+from lightning_fed.data.stored import StoredDataModule, find, listing, pool, read_json
 
 __all__ = ["FEMNIST", "LeafDataModule", "LeafUser", "read_leaf"]
 

@@ -8,13 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_fed.core.arguments import check_one_of
 from lightning_fed.data.batch_settings import BatchAugmentation, BatchTransform
 from lightning_fed.data.idx import find_idx, read_idx
 from lightning_fed.data.image_transforms import ToFloat
 from lightning_fed.data.images import ImageDataModule
 from lightning_fed.data.partition import Partition, PartitionFunction
 from lightning_fed.data.skew import BalancedDirichlet, PowerLaw
-from lightning_fed.data.stored import check_one_of
 
 __all__ = ["EMNIST", "MNIST"]
 

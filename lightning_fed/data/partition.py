@@ -1,20 +1,31 @@
 """Partitions deal one data set out to clients: labels in, each client's indices out."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_fed.core.arguments import check_count, check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
+from lightning_fed.data.draws import Ints, cut_by, log_gamma, random_state
 
-__all__ = ["ByKey", "Dirichlet", "Iid", "Partition", "Parts", "Shards"]
+__all__ = [
+    "ByKey",
+    "Dirichlet",
+    "Iid",
+    "Partition",
+    "PartitionFunction",
+    "Parts",
+    "SeededPartition",
+    "Shards",
+    "by_class",
+    "check_client_id",
+]
 
 Parts: TypeAlias = Sequence[Tensor] | Mapping[ClientId, Tensor]
 """Each client's indices [n_i], int64: a sequence gives the clients the ids 0, ..., N - 1, a mapping names them."""
@@ -54,7 +65,7 @@ class Partition(ABC):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
-class _Seeded(Partition):
+class SeededPartition(Partition):
     """A random partition into N clients 0, ..., N - 1 in which every example goes to exactly one client.
 
     The random numbers come from NumPy's ``RandomState``, whose streams are frozen: a seed means the same clients on
@@ -87,10 +98,10 @@ class _Seeded(Partition):
             )
 
     def _random(self, *key: int) -> np.random.RandomState:
-        return np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, *key])
+        return random_state(self.seed, *key)
 
 
-class Iid(_Seeded):
+class Iid(SeededPartition):
     """Equal shares drawn at random without replacement; sizes differ by at most one.
 
     Args:
@@ -112,7 +123,7 @@ class Iid(_Seeded):
         return torch.from_numpy(owners)
 
 
-class Dirichlet(_Seeded):
+class Dirichlet(SeededPartition):
     """Label skew: each class is cut among the clients by its own draw from a symmetric Dirichlet distribution.
 
     For every class, proportions over the clients are drawn from Dir(alpha, ..., alpha), and the shuffled examples of
@@ -137,27 +148,26 @@ class Dirichlet(_Seeded):
 
     def __init__(self, num_clients: int, alpha: float, min_size: int = 1, seed: int = 0) -> None:
         super().__init__(num_clients, seed)
-        if isinstance(alpha, bool) or not isinstance(alpha, Real) or not (alpha > 0 and math.isfinite(alpha)):
-            raise FederatedError(f"Dirichlet(alpha={alpha!r}): alpha must be a positive finite number, such as 0.3.")
-        self.alpha: float = float(alpha)
+        self.alpha: float = check_number("Dirichlet", "alpha", alpha, positive=True)
         self.min_size: int = check_count("Dirichlet", "min_size", min_size, least=0)
 
     def _owners(self, labels: Tensor) -> Tensor:
         """Cut every class by its own proportions."""
         self._need_examples(len(labels), self.num_clients * self.min_size)
-        order, class_sizes = _by_class(labels, self._random())
+        order, class_sizes = by_class(labels, self._random())
         shares = self._shares(class_sizes)
         clients = np.arange(self.num_clients)
         owners = np.empty(len(labels), dtype=np.int64)
         owners[order] = np.concatenate([np.repeat(clients, share) for share in shares])
         return torch.from_numpy(owners)
 
-    def _shares(self, class_sizes: list[int]) -> list[npt.NDArray[np.int64]]:
+    def _shares(self, class_sizes: list[int]) -> list[Ints]:
         """Draw how many examples of each class go to each client until every client has enough."""
         draws = max(10, min(_MAX_DRAWS, _MAX_PROPORTIONS // (self.num_clients * len(class_sizes))))
         for draw in range(draws):
             random = self._random(draw)
-            shares = [self._share(size, random) for size in class_sizes]
+            log_weights = (log_gamma(np.array(self.alpha), (self.num_clients,), random) for _ in class_sizes)
+            shares = [cut_by(weights, size, least=0) for weights, size in zip(log_weights, class_sizes, strict=True)]
             sizes = np.sum(shares, axis=0)
             if sizes.min() >= self.min_size:
                 return shares
@@ -167,17 +177,8 @@ class Dirichlet(_Seeded):
             " num_clients, or lower min_size (0 allows empty clients)."
         )
 
-    def _share(self, size: int, random: np.random.RandomState) -> npt.NDArray[np.int64]:
-        # Gamma(alpha) is Gamma(alpha + 1) U^(1 / alpha). In logarithms it neither vanishes nor ties when alpha is tiny.
-        log_gamma = np.log(random.standard_gamma(self.alpha + 1, self.num_clients))
-        log_gamma += np.log1p(-random.random_sample(self.num_clients)) / self.alpha
-        cumulative = np.cumsum(np.exp(log_gamma - log_gamma.max()))
-        cuts = np.rint(cumulative / cumulative[-1] * size).astype(np.int64)
-        share: npt.NDArray[np.int64] = np.diff(cuts, prepend=0)
-        return share
 
-
-class Shards(_Seeded):
+class Shards(SeededPartition):
     """Sort the examples by label, cut them into equal shards, and deal each client the same number of shards.
 
     The pathological split of McMahan et al., 2017 (arXiv:1602.05629), section 3: with two shards most clients see two
@@ -204,7 +205,7 @@ class Shards(_Seeded):
         num_shards = self.num_clients * self.shards_per_client
         self._need_examples(len(labels), num_shards)
         random = self._random()
-        order, _ = _by_class(labels, random)
+        order, _ = by_class(labels, random)
         shard_owners = random.permutation(num_shards) // self.shards_per_client
         shard_sizes = np.diff(np.arange(num_shards + 1) * len(labels) // num_shards)
         owners = np.empty(len(labels), dtype=np.int64)
@@ -279,17 +280,6 @@ def check_client_id(client_id: Any) -> ClientId:
     )
 
 
-def check_count(owner: str, name: str, value: Any, least: int) -> int:
-    """Return an argument that must be an integer of at least ``least``.
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument and value.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise FederatedError(f"{owner}({name}={value!r}): {name} must be an integer of at least {least}.")
-    return int(value)
-
-
 def _check_labels(partition: Partition, values: Any) -> Tensor:
     labels: Tensor = torch.as_tensor(values)
     if labels.ndim != 1 or len(labels) == 0:
@@ -305,7 +295,7 @@ def _group(owners: Tensor, num_clients: int) -> list[Tensor]:
     return list(torch.argsort(owners, stable=True).split_with_sizes(sizes.tolist()))
 
 
-def _by_class(labels: Tensor, random: np.random.RandomState) -> tuple[npt.NDArray[np.int64], list[int]]:
+def by_class(labels: Tensor, random: np.random.RandomState) -> tuple[Ints, list[int]]:
     """Return the indices sorted by label, shuffled within each class, and the class sizes."""
     _, codes, sizes = np.unique(labels.cpu().numpy(), return_inverse=True, return_counts=True)
     if len(sizes) <= 2**16:

@@ -1,5 +1,6 @@
 """How the clients' data differ: a picture of the split, and a small table of numbers."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -7,17 +8,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
+from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.data.dataset import FederatedDataset, _PartitionedDataset, labels_of
+from lightning_fed.data.dataset import FederatedDataset
 from lightning_fed.data.draws import Floats
-from lightning_fed.data.partition import check_count
+from lightning_fed.data.examples import targets_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 __all__ = ["SkewTable", "skew_table", "split_figure"]
@@ -36,7 +39,7 @@ class SkewTable:
         clients: The number of clients N.
         empty_clients: Clients without examples.
         examples: The examples of all clients.
-        classes: The classes of all clients.
+        classes: The classes of all clients; 0 if real numbers are to be predicted.
         min_size: The examples of the smallest client.
         median_size: The examples of the median client.
         max_size: The examples of the largest client.
@@ -44,6 +47,9 @@ class SkewTable:
         label_distance: The total variation distance, in [0, 1], of a client's label distribution to that of all.
         label_entropy: The entropy of a client's label distribution, in bits.
         global_entropy: The entropy of the label distribution of all examples, in bits.
+        target_share: Where real numbers are to be predicted, the share of their variance that lies between clients: 0
+            if every client has the mean of all, 1 if each has one number of its own. It is nan for classes, and the
+            three numbers before it are nan otherwise.
     """
 
     clients: int
@@ -54,20 +60,26 @@ class SkewTable:
     median_size: float
     max_size: int
     size_gini: float
-    label_distance: float
-    label_entropy: float
-    global_entropy: float
+    label_distance: float = math.nan
+    label_entropy: float = math.nan
+    global_entropy: float = math.nan
+    target_share: float = math.nan
 
     def __str__(self) -> str:
         """Show the numbers with their names."""
         rows = {
             "clients": f"{self.clients:,} ({self.empty_clients:,} empty)",
-            "examples": f"{self.examples:,} of {self.classes:,} classes",
+            "examples": f"{self.examples:,} of {self.classes:,} classes" if self.classes else f"{self.examples:,}",
             "examples per client": f"min {self.min_size:,}, median {self.median_size:,g}, max {self.max_size:,}",
             "Gini of the sizes": f"{self.size_gini:.3f} (0: equal sizes)",
-            "label distance": f"{self.label_distance:.3f} (total variation; 0: every client's labels are like all)",
-            "label entropy": f"{self.label_entropy:.3f} bits per client, {self.global_entropy:.3f} of all",
         }
+        if self.classes:
+            rows["label distance"] = (
+                f"{self.label_distance:.3f} (total variation; 0: every client's labels are like all)"
+            )
+            rows["label entropy"] = f"{self.label_entropy:.3f} bits per client, {self.global_entropy:.3f} of all"
+        else:
+            rows["targets"] = f"{self.target_share:.3f} of their variance lies between clients"
         return "\n".join(f"{name:<21}{value}" for name, value in rows.items())
 
 
@@ -76,7 +88,7 @@ def skew_table(split: Split) -> SkewTable:
 
     Args:
         split: Each client's labels [n_i], as a mapping id -> labels or a sequence; or a ``FederatedDataset`` or
-            ``FederatedDataModule``, of which every client is visited.
+            ``FederatedDataModule``, of which every client is visited. These may have real numbers for targets instead.
 
     Raises:
         FederatedError: If there are no clients or no examples, or a client's labels cannot be found.
@@ -86,37 +98,33 @@ def skew_table(split: Split) -> SkewTable:
         >>> table.label_distance, table.size_gini
         (0.25, 0.0)
     """
-    _, _, counts = _count(split)
-    sizes = counts.sum(axis=1)
-    total = sizes.sum()
-    pooled = counts.sum(axis=0) / total
-    mixtures = counts / np.maximum(sizes, 1)[:, None]
-    weights = sizes / total
+    _, parts = _read(split)
+    sizes = np.array([len(part) for part in parts], dtype=np.float64)
     ranks = np.arange(1, len(sizes) + 1)
+    skew = _label_skew(parts) if _are_classes(parts) else {"classes": 0, "target_share": _share_between(parts)}
     return SkewTable(
         clients=len(sizes),
         empty_clients=int((sizes == 0).sum()),
-        examples=int(total),
-        classes=len(pooled),
+        examples=int(sizes.sum()),
         min_size=int(sizes.min()),
         median_size=float(np.median(sizes)),
         max_size=int(sizes.max()),
-        size_gini=float((2 * ranks - len(sizes) - 1) @ np.sort(sizes) / (len(sizes) * total)),
-        label_distance=float(weights @ np.abs(mixtures - pooled).sum(axis=1) / 2),
-        label_entropy=float(weights @ _entropy(mixtures)),
-        global_entropy=float(_entropy(pooled)),
+        size_gini=float((2 * ranks - len(sizes) - 1) @ np.sort(sizes) / (len(sizes) * sizes.sum())),
+        **skew,
     )
 
 
 def split_figure(split: Split, max_clients: int = 50) -> "Figure":
-    """Draw who has what: a bubble per client and class whose area is the number of examples, and the sizes.
+    """Draw who has what, and the sizes.
 
-    The histogram of the sizes is of all clients. The figure is not registered with ``pyplot``: save it with
+    A bubble for each client and class has the number of examples for its area. Where real numbers are to be predicted,
+    each client has a line from its least to its greatest, thick between the quartiles, with a dot at the median. The
+    histogram of the sizes is of all clients. The figure is not registered with ``pyplot``: save it with
     ``figure.savefig("split.png")``, or end a notebook cell with it.
 
     Args:
         split: As for :func:`skew_table`.
-        max_clients: The bubbles of at most so many clients are shown, evenly spaced among all.
+        max_clients: At most so many clients are shown on the left, evenly spaced among all.
 
     Raises:
         FederatedError: If matplotlib is missing, there are no clients or no examples, or a client's labels cannot be
@@ -127,83 +135,90 @@ def split_figure(split: Split, max_clients: int = 50) -> "Figure":
         from matplotlib.figure import Figure
     except ImportError as error:
         raise FederatedError("split_figure draws with matplotlib, which is missing: pip install matplotlib.") from error
-    ids, classes, counts = _count(split)
-    chosen = np.unique(np.linspace(0, len(ids) - 1, min(max_clients, len(ids))).round().astype(int))
+    ids, parts = _read(split)
+    chosen = np.unique(np.linspace(0, len(ids) - 1, min(max_clients, len(ids))).round().astype(int)).tolist()
     figure = Figure(figsize=(9, 3.2), layout="constrained")
-    bubbles, histogram = figure.subplots(1, 2, width_ratios=[3, 1])
-    _draw_bubbles(bubbles, [ids[position] for position in chosen], classes, counts[chosen])
+    left, histogram = figure.subplots(1, 2, width_ratios=[3, 1])
+    if _are_classes(parts):
+        classes, counts = _count(parts)
+        _draw_bubbles(left, classes, counts[chosen])
+    else:
+        _draw_ranges(left, [parts[place] for place in chosen])
+    _name_ticks(left.xaxis, [ids[place] for place in chosen], most=8)
     shown = f"{len(chosen):,} of {len(ids):,} clients" if len(chosen) < len(ids) else f"{len(ids):,} clients"
-    bubbles.set_title(f"examples by class, {shown}")
-    histogram.hist(counts.sum(axis=1), bins=min(30, max(10, len(ids) // 5)), color="C0")
+    left.set(
+        title=f"examples by {'class' if _are_classes(parts) else 'target'}, {shown}",
+        xlabel="client",
+        xlim=(-0.8, len(chosen) - 0.2),
+    )
+    histogram.hist([len(part) for part in parts], bins=min(30, max(10, len(ids) // 5)), color="C0")
     histogram.set(title="sizes", xlabel="examples", ylabel="clients")
     histogram.locator_params(integer=True)
     return figure
 
 
-def _draw_bubbles(axes: "Axes", ids: list[ClientId], classes: list[int], counts: Floats) -> None:
+def _draw_bubbles(axes: "Axes", classes: list[int], counts: Floats) -> None:
     """Draw a bubble for every client and class; the largest one fills its cell."""
-    cell = 72 * min(5.5 / len(ids), 2.4 / len(classes))  # in points, for the figure's size
+    cell = 72 * min(5.5 / len(counts), 2.4 / len(classes))  # in points, for the figure's size
     clients, codes = np.nonzero(counts)
     areas = counts[clients, codes] / counts.max() * (1.3 * max(cell, 2.5)) ** 2
     axes.scatter(clients, codes, s=areas, c=[f"C{code % 10}" for code in codes], linewidths=0, alpha=0.85)
-    axes.set(xlabel="client", ylabel="class", xlim=(-0.8, len(ids) - 0.2), ylim=(-0.8, len(classes) - 0.2))
-    for axis, names, most in ((axes.xaxis, ids, 8), (axes.yaxis, classes, _MAX_CLASS_NAMES)):
-        ticks = range(0, len(names), -(-len(names) // most))
-        axis.set_ticks(ticks, [str(names[tick])[:12] for tick in ticks])
+    axes.set(ylabel="class", ylim=(-0.8, len(classes) - 0.2))
+    _name_ticks(axes.yaxis, classes, most=_MAX_CLASS_NAMES)
 
 
-def _count(split: Split) -> tuple[Sequence[ClientId], list[int], Floats]:
-    """Return the ids of the clients, the classes, and how many examples of each class each client has [N, C]."""
-    ids, labels, sizes = _labels(split)
-    if len(ids) == 0 or len(labels) == 0:
-        raise FederatedError(
-            f"The split has {len(ids):,} clients and {len(labels):,} examples: there is nothing to see."
-        )
-    classes, codes = torch.unique(labels, return_inverse=True)
-    owners = torch.repeat_interleave(torch.tensor(sizes))
-    counts = torch.bincount(owners * len(classes) + codes, minlength=len(ids) * len(classes))
-    return ids, classes.tolist(), counts.view(len(ids), len(classes)).double().numpy()
+def _draw_ranges(axes: "Axes", parts: list[Tensor]) -> None:
+    """Draw how each client's numbers are spread."""
+    places = [place for place, part in enumerate(parts) if len(part)]
+    least, lower, median, upper, greatest = np.transpose(
+        [np.quantile(parts[place].numpy(), [0, 0.25, 0.5, 0.75, 1]) for place in places]
+    )
+    axes.vlines(places, least, greatest, color="C0", linewidth=1)
+    axes.vlines(places, lower, upper, color="C0", linewidth=5)
+    axes.plot(places, median, "o", color="black", markersize=2.5)
+    axes.set(ylabel="target")
 
 
-def _labels(split: Split) -> tuple[Sequence[ClientId], Tensor, list[int]]:
-    """Return the ids of the clients, their labels one client after another, and their sizes."""
+def _name_ticks(axis: "Axis", names: Sequence[Any], most: int) -> None:
+    ticks = range(0, len(names), -(-len(names) // most))
+    axis.set_ticks(ticks, [str(names[tick])[:12] for tick in ticks])
+
+
+def _read(split: Split) -> tuple[Sequence[ClientId], list[Tensor]]:
+    """Return the ids of the clients and the targets of each: classes, int64, or real numbers."""
     source = split
     if isinstance(source, FederatedDataModule) and not source._overrides("client_dataset", "client_dataloader"):
         source = source.clients or source
-    if isinstance(source, _PartitionedDataset):
-        known = labels_of(source._source) if source._labels is None else source._labels
-        return source.ids, known[source._order], source.known_sizes
     if isinstance(source, FederatedDataModule):
-        ids, parts = source.client_ids, _labels_of_all([source.client_dataset(i) for i in source.client_ids])
+        ids, parts = source.client_ids, targets_of([source.client_dataset(i) for i in source.client_ids])
     elif isinstance(source, FederatedDataset):
-        ids, parts = source.ids, _labels_of_all([source.dataset(i) for i in source.ids])
+        ids, parts = source.ids, source.targets()
     elif isinstance(source, Mapping):
-        ids, parts = list(source), list(source.values())
+        ids, parts = list(source), [_as_integers(part, client_id) for client_id, part in source.items()]
     elif isinstance(source, Sequence) and not isinstance(source, str):
-        ids, parts = range(len(source)), list(source)
+        ids, parts = range(len(source)), [_as_integers(part, client_id) for client_id, part in enumerate(source)]
     else:
         raise FederatedError(
             f"split={type(source).__name__}: give each client's labels, as a mapping id -> labels or a sequence, or a"
             " FederatedDataset or FederatedDataModule."
         )
-    tensors = [_as_integers(part, client_id) for client_id, part in zip(ids, parts, strict=True)]
-    labels = torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.int64)
-    return ids, labels, [len(part) for part in tensors]
+    if not sum(map(len, parts)):
+        raise FederatedError(f"The split has {len(ids):,} clients and 0 examples: there is nothing to see.")
+    if len({part.is_floating_point() for part in parts if len(part)}) > 1:
+        raise FederatedError("Some clients have classes to predict, and others real numbers: make them alike.")
+    return ids, parts
 
 
-def _labels_of_all(datasets: Sequence[Dataset[Any]]) -> list[Tensor]:
-    """Return the labels of each data set; those of a data set with many subsets are read once."""
-    whole: dict[int, Tensor] = {}
-    found = []
-    for dataset in datasets:
-        if not isinstance(dataset, Subset):
-            found.append(labels_of(dataset))
-            continue
-        source = dataset.dataset
-        if id(source) not in whole:
-            whole[id(source)] = labels_of(source)
-        found.append(whole[id(source)][torch.as_tensor(dataset.indices, dtype=torch.int64)])
-    return found
+def _are_classes(parts: list[Tensor]) -> bool:
+    return not any(part.is_floating_point() for part in parts if len(part))
+
+
+def _count(parts: list[Tensor]) -> tuple[list[int], Floats]:
+    """Return the classes, and how many examples of each class each client has [N, C]."""
+    classes, codes = torch.unique(torch.cat(parts), return_inverse=True)
+    owners = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
+    counts = torch.bincount(owners * len(classes) + codes, minlength=len(parts) * len(classes))
+    return classes.tolist(), counts.view(len(parts), len(classes)).double().numpy()
 
 
 def _as_integers(values: Any, client_id: ClientId) -> Tensor:
@@ -218,6 +233,30 @@ def _as_integers(values: Any, client_id: ClientId) -> Tensor:
             f"Client {client_id!r} has labels of {labels.dtype} and shape {list(labels.shape)}: give integers [n_i]."
         )
     return labels.detach().cpu().long()
+
+
+def _label_skew(parts: list[Tensor]) -> dict[str, Any]:
+    """Return the numbers of the table that are about classes."""
+    classes, counts = _count(parts)
+    sizes = counts.sum(axis=1)
+    pooled = counts.sum(axis=0) / counts.sum()
+    mixtures = counts / np.maximum(sizes, 1)[:, None]
+    weights = sizes / sizes.sum()
+    return {
+        "classes": len(classes),
+        "label_distance": float(weights @ np.abs(mixtures - pooled).sum(axis=1) / 2),
+        "label_entropy": float(weights @ _entropy(mixtures)),
+        "global_entropy": float(_entropy(pooled)),
+    }
+
+
+def _share_between(parts: list[Tensor]) -> float:
+    """Return the share of the variance of all numbers that lies between the clients' means; 0 if they are all alike."""
+    values = [part.double() for part in parts if len(part)]
+    whole = torch.cat(values)
+    means = torch.cat([part.mean().expand(len(part)) for part in values])
+    variance = whole.var(correction=0)
+    return float(means.var(correction=0) / variance) if variance else 0.0
 
 
 def _entropy(distribution: Floats) -> Floats:

@@ -1,17 +1,14 @@
 """Problems whose optimum is known: scalar quadratics and linear least squares, in float64."""
 
-import math
 from collections.abc import Sequence
-from numbers import Real
-from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
+from lightning_fed.core.arguments import check_count, check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.data.partition import check_count
+from lightning_fed.data.draws import random_state
 
 __all__ = ["LeastSquares", "Quadratics"]
 
@@ -62,9 +59,9 @@ class Quadratics(FederatedDataModule):
         noise: float = 0.0,
         batch_size: int | None = None,
     ) -> None:
-        self.a = [_check_number("Quadratics", "a", value, least=-math.inf) for value in a]
-        self.G = _check_number("Quadratics", "G", G)
-        self.noise = _check_number("Quadratics", "noise", noise)
+        self.a = [check_number("Quadratics", "a", value) for value in a]
+        self.G = check_number("Quadratics", "G", G, least=0)
+        self.noise = check_number("Quadratics", "noise", noise, least=0)
         self.rows = check_count("Quadratics", "rows", rows, least=1)
         if not self.a or len(self.a) % 2 or sum(self.a) <= 0:
             raise FederatedError(
@@ -140,8 +137,8 @@ class LeastSquares(FederatedDataModule):
         numbers = range(check_count(name, "num_clients", num_clients, least=1))
         self.dim = check_count(name, "dim", dim, least=1)
         self.samples = check_count(name, "samples", samples, least=1)
-        self.dissimilarity = _check_number(name, "dissimilarity", dissimilarity)
-        self.noise = _check_number(name, "noise", noise)
+        self.dissimilarity = check_number(name, "dissimilarity", dissimilarity, least=0)
+        self.noise = check_number(name, "noise", noise, least=0)
         self.seed = check_count(name, "seed", seed, least=0)
         if num_clients * samples < dim:
             raise FederatedError(
@@ -156,15 +153,12 @@ class LeastSquares(FederatedDataModule):
 
     def _draw(self, i: int) -> TensorDataset:
         """Return the inputs [n, dim] and targets [n, 1] of client i."""
-        shared, random = self._random(), self._random(i)
+        shared, random = random_state(self.seed), random_state(self.seed, i)
         d = self.dissimilarity
         w_i = shared.standard_normal((self.dim, 1)) + d * random.standard_normal((self.dim, 1))
         x = random.uniform(1 / (1 + d), 1, self.dim) * random.standard_normal((self.samples, self.dim))
         y = x @ w_i + self.noise * random.standard_normal((self.samples, 1))
         return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
-
-    def _random(self, *key: int) -> np.random.RandomState:
-        return np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, *key])
 
 
 def _pool(clients: Sequence[TensorDataset]) -> TensorDataset:
@@ -173,10 +167,3 @@ def _pool(clients: Sequence[TensorDataset]) -> TensorDataset:
 
 def _batch_size(batch_size: int | None, size: int) -> int:
     return size if batch_size is None else batch_size
-
-
-def _check_number(owner: str, name: str, value: Any, least: float = 0.0) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not (float(value) >= least and math.isfinite(value)):
-        bound = "" if math.isinf(least) else f" of at least {least:g}"
-        raise FederatedError(f"{owner}({name}={value!r}): {name} must be a finite number{bound}.")
-    return float(value)

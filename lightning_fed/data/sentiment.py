@@ -11,19 +11,12 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_fed._compat import rank_zero_info
+from lightning_fed.core.arguments import check_count, check_fraction, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
+from lightning_fed.data.draws import random_state
 from lightning_fed.data.leaf import read_leaf
-from lightning_fed.data.partition import check_count
-from lightning_fed.data.stored import (
-    StoredDataModule,
-    check_fraction,
-    check_one_of,
-    find,
-    pool,
-    random_state,
-    read_rows,
-)
+from lightning_fed.data.stored import StoredDataModule, find, pool, read_rows
 from lightning_fed.data.vocabulary import Vocabulary, read_embedding, words
 
 __all__ = ["Sentiment140"]

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fed._compat import rank_zero_info
+from lightning_fed.core.arguments import check_count, check_fraction, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.dataset import FederatedDataset
 from lightning_fed.data.leaf import LeafUser, read_leaf
-from lightning_fed.data.partition import check_count
 from lightning_fed.data.plays import read_plays, read_roles
-from lightning_fed.data.stored import StoredDataModule, check_fraction, check_one_of, find
+from lightning_fed.data.stored import StoredDataModule, find
 
 __all__ = ["SYMBOLS", "Shakespeare", "Windows", "encode"]
 

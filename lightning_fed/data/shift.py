@@ -1,9 +1,7 @@
 """Feature shift: clients whose inputs differ by a rotation or by noise of their own, while their labels do not."""
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -11,14 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from lightning_fed.core.arguments import check_count, check_number, check_one_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.partition import Partition, PartitionFunction, Parts, check_count
+from lightning_fed.data.draws import random_state, seed_words
+from lightning_fed.data.partition import Partition, PartitionFunction, Parts
 from lightning_fed.data.rotation import rotate
 
 __all__ = ["FeatureShift", "ShiftedClients"]
 
 _CACHE_BYTES = 2**28
 _COLOURS = (1, 3, 4)
+_SHIFT = 0xFFFFFFFF  # tells the streams from those of a partition with the same seed
 
 
 class FeatureShift(Partition):
@@ -76,14 +77,10 @@ class FeatureShift(Partition):
             raise FederatedError(
                 "FeatureShift(partition=FeatureShift(...)): give rotation and noise to one of them; it rotates first."
             )
-        if angles not in ("spaced", "drawn"):
-            raise FederatedError(f"FeatureShift(angles={angles!r}): angles must be 'spaced' or 'drawn'.")
         self.partition = partition
         self.rotation = _check_rotation(rotation)
-        self.noise = _check_finite("noise", noise)
-        if self.noise < 0:
-            raise FederatedError(f"FeatureShift(noise={noise!r}): a standard deviation is at least 0.")
-        self.angles = angles
+        self.noise = check_number("FeatureShift", "noise", noise, least=0)
+        self.angles = check_one_of("FeatureShift", "angles", angles, ("spaced", "drawn"))
         self.seed = check_count("FeatureShift", "seed", seed, least=0)
 
     @property
@@ -109,7 +106,7 @@ class FeatureShift(Partition):
         choices = self.rotation
         if self.angles == "spaced":
             return choices * client / num_clients if isinstance(choices, float) else choices[client % len(choices)]
-        drawn = float(np.random.RandomState(self._key(client)).random_sample())
+        drawn = float(random_state(self.seed, _SHIFT, client).random_sample())
         return choices * drawn if isinstance(choices, float) else choices[int(drawn * len(choices))]
 
     def deviation(self, client: int, num_clients: int) -> float:
@@ -160,7 +157,7 @@ class FeatureShift(Partition):
             return inputs
         noise, random = np.empty(inputs.shape), np.random.RandomState(0)
         for row, example in zip(noise, examples, strict=True):
-            random.seed(self._key(client, example))  # a tenth of what a new RandomState takes
+            random.seed(seed_words(self.seed, _SHIFT, client, example))  # a tenth of what a new RandomState takes
             row[...] = random.standard_normal(row.shape)
         floats = inputs if inputs.is_floating_point() else inputs.to(torch.float32).div_(255)
         return floats + torch.from_numpy(deviation * noise).to(floats)
@@ -190,9 +187,6 @@ class FeatureShift(Partition):
                 f"{name}(rotation={self.rotation!r}): images of shape {shape} have their channels last. Give"
                 " [channels, height, width]."
             )
-
-    def _key(self, *key: int) -> list[int]:
-        return [self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, 0xFFFFFFFF, *key]
 
 
 class ShiftedClients:
@@ -280,11 +274,5 @@ def _check_rotation(rotation: Any) -> float | list[float]:
     if isinstance(rotation, (list, tuple)):
         if not rotation:
             raise FederatedError("FeatureShift(rotation=[]): give at least one angle, such as [0, 90, 180, 270].")
-        return [_check_finite("rotation", angle) for angle in rotation]
-    return _check_finite("rotation", rotation)
-
-
-def _check_finite(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise FederatedError(f"FeatureShift({name}={value!r}): {name} must be a finite number.")
-    return float(value)
+        return [check_number("FeatureShift", "rotation", angle) for angle in rotation]
+    return check_number("FeatureShift", "rotation", rotation)

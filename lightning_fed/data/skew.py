@@ -1,22 +1,21 @@
 """More partitions of the federated literature: skewed labels, skewed sizes, or both."""
 
-import math
 from abc import abstractmethod
-from numbers import Real
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fed.core.arguments import check_count, check_number, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.draws import Floats, Ints, cut_by, deal_classes, draw_classes, equal_shares, log_gamma
-from lightning_fed.data.partition import _by_class, _Seeded, check_count
+from lightning_fed.data.partition import SeededPartition, by_class
 
 __all__ = ["BalancedDirichlet", "ClassesPerClient", "LogNormalSizes", "PowerLaw", "QuantitySkew", "Similarity"]
 
 
-class BalancedDirichlet(_Seeded):
+class BalancedDirichlet(SeededPartition):
     """Label skew among clients of one size: each client draws its own mixture of classes from a Dirichlet distribution.
 
     Every client draws a mixture q_i, and then its examples one by one from the classes that still have some, with q_i
@@ -47,19 +46,15 @@ class BalancedDirichlet(_Seeded):
         seed: int = 0,
     ) -> None:
         super().__init__(num_clients, seed)
-        self.alpha = _check_positive("BalancedDirichlet", "alpha", alpha)
-        if concentration not in ("per_class", "total"):
-            raise FederatedError(
-                f"BalancedDirichlet(concentration={concentration!r}): concentration must be 'per_class' or 'total'."
-            )
-        self.concentration = concentration
+        self.alpha = check_number("BalancedDirichlet", "alpha", alpha, positive=True)
+        self.concentration = check_one_of("BalancedDirichlet", "concentration", concentration, ("per_class", "total"))
 
     def _owners(self, labels: Tensor) -> Tensor:
         """Let all open places ask for a class at once, until none is open."""
         n = len(labels)
         self._need_examples(n, self.num_clients)
         random = self._random()
-        order, class_sizes = _by_class(labels, random)
+        order, class_sizes = by_class(labels, random)
         shares = np.array(class_sizes) / n if self.concentration == "total" else np.ones(len(class_sizes))
         log_mixtures = log_gamma(self.alpha * shares, (self.num_clients, len(class_sizes)), random)
         ends = np.cumsum(class_sizes)
@@ -79,7 +74,7 @@ class BalancedDirichlet(_Seeded):
         return torch.from_numpy(owners)
 
 
-class Similarity(_Seeded):
+class Similarity(SeededPartition):
     """A share of the data at random, the rest sorted by label; every client gets equal parts of both.
 
     The split of SCAFFOLD (Karimireddy et al., 2020, arXiv:1910.06378, section 7), there in per cent. At similarity 0
@@ -99,18 +94,18 @@ class Similarity(_Seeded):
 
     def __init__(self, num_clients: int, similarity: float, seed: int = 0) -> None:
         super().__init__(num_clients, seed)
-        if not _is_real(similarity) or not 0 <= similarity <= 1:
+        self.similarity = check_number("Similarity", "similarity", similarity, least=0)
+        if self.similarity > 1:
             raise FederatedError(
                 f"Similarity(similarity={similarity!r}): similarity must be a share in [0, 1], such as 0.1 for 10 %."
             )
-        self.similarity = float(similarity)
 
     def _owners(self, labels: Tensor) -> Tensor:
         """Cut the sorted examples into one piece per client and fill the clients up with the others."""
         n = len(labels)
         self._need_examples(n, self.num_clients)
         random = self._random()
-        order, _ = _by_class(labels, random)
+        order, _ = by_class(labels, random)
         at_random = np.zeros(n, dtype=bool)
         at_random[random.permutation(n)[: round(self.similarity * n)]] = True
         clients = np.arange(self.num_clients)
@@ -121,7 +116,7 @@ class Similarity(_Seeded):
         return torch.from_numpy(owners)
 
 
-class ClassesPerClient(_Seeded):
+class ClassesPerClient(SeededPartition):
     """Each client sees exactly so many classes; each class is cut into equal parts among the clients that see it.
 
     The quantity-based label imbalance #C = k of Li et al., 2022 (arXiv:2102.02079). The classes are dealt
@@ -147,12 +142,12 @@ class ClassesPerClient(_Seeded):
     def _owners(self, labels: Tensor) -> Tensor:
         """Deal the classes out, then cut each one."""
         random = self._random()
-        order, class_sizes = _by_class(labels, random)
+        order, class_sizes = by_class(labels, random)
         self._check_classes(len(class_sizes))
         hands = deal_classes(self.num_clients, len(class_sizes), self.classes_per_client, random)
         num_viewers = np.bincount(hands.ravel(), minlength=len(class_sizes))
-        by_class = np.argsort(hands.ravel(), kind="stable") // self.classes_per_client
-        viewers = np.split(by_class, np.cumsum(num_viewers)[:-1])
+        by_hand = np.argsort(hands.ravel(), kind="stable") // self.classes_per_client
+        viewers = np.split(by_hand, np.cumsum(num_viewers)[:-1])
         needed = self._needed_per_class()
         pieces = []
         for size, clients in zip(class_sizes, viewers, strict=True):
@@ -216,7 +211,7 @@ class PowerLaw(ClassesPerClient):
         seed: int = 0,
     ) -> None:
         super().__init__(num_clients, classes_per_client, seed)
-        self.sigma = _check_positive("PowerLaw", "sigma", sigma, or_zero=True)
+        self.sigma = check_number("PowerLaw", "sigma", sigma, least=0)
         self.min_per_class = check_count("PowerLaw", "min_per_class", min_per_class, least=1)
 
     def _cut(self, size: int, num_viewers: int, random: np.random.RandomState) -> Ints:
@@ -226,7 +221,7 @@ class PowerLaw(ClassesPerClient):
         return self.min_per_class
 
 
-class _SizeSkew(_Seeded):
+class _SizeSkew(SeededPartition):
     """Clients of different sizes that all draw from the same label distribution."""
 
     needs_labels = False
@@ -268,7 +263,7 @@ class LogNormalSizes(_SizeSkew):
 
     def __init__(self, num_clients: int, sigma: float, min_size: int = 1, seed: int = 0) -> None:
         super().__init__(num_clients, min_size, seed)
-        self.sigma = _check_positive("LogNormalSizes", "sigma", sigma, or_zero=True)
+        self.sigma = check_number("LogNormalSizes", "sigma", sigma, least=0)
 
     def _log_weights(self, random: np.random.RandomState) -> Floats:
         return self.sigma * random.standard_normal(self.num_clients)
@@ -294,18 +289,7 @@ class QuantitySkew(_SizeSkew):
 
     def __init__(self, num_clients: int, alpha: float, min_size: int = 1, seed: int = 0) -> None:
         super().__init__(num_clients, min_size, seed)
-        self.alpha = _check_positive("QuantitySkew", "alpha", alpha)
+        self.alpha = check_number("QuantitySkew", "alpha", alpha, positive=True)
 
     def _log_weights(self, random: np.random.RandomState) -> Floats:
         return log_gamma(np.array(self.alpha), (self.num_clients,), random)
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _check_positive(owner: str, name: str, value: Any, or_zero: bool = False) -> float:
-    if not _is_real(value) or not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
-        kind = "0 or a positive finite number" if or_zero else "a positive finite number"
-        raise FederatedError(f"{owner}({name}={value!r}): {name} must be {kind}, such as 0.3.")
-    return float(value)

@@ -1,16 +1,12 @@
 """What data modules that read files have in common: files are found, read and checked in ``setup``."""
 
 import csv
-import hashlib
 import json
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from numbers import Real
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -22,12 +18,9 @@ from lightning_fed.data.dataset import FederatedDataset
 
 __all__ = [
     "StoredDataModule",
-    "check_fraction",
-    "check_one_of",
     "find",
     "listing",
     "pool",
-    "random_state",
     "read_json",
     "read_rows",
 ]
@@ -157,36 +150,3 @@ def read_rows(path: Path, encoding: str = "utf-8-sig") -> Iterator[tuple[int, li
             raise FederatedError(f"{path} is no {encoding} text, after line {rows.line_num}: {error}.") from error
         except csv.Error as error:
             raise FederatedError(f"{path}, line {rows.line_num}: this is no CSV ({error}).") from error
-
-
-def random_state(seed: int, key: str = "") -> np.random.RandomState:
-    """Return a stream of random numbers that a seed and a name decide, the same on every machine.
-
-    Args:
-        seed: The data module's seed, of which 64 bits count.
-        key: What else the stream depends on, such as a client's name.
-    """
-    digest = np.frombuffer(hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).digest(), dtype="<u4")
-    return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *digest.tolist()])
-
-
-def check_fraction(owner: str, name: str, value: Any) -> float:
-    """Return an argument that must be a share in [0, 1).
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument and value.
-    """
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < 1 or math.isnan(value):
-        raise FederatedError(f"{owner}({name}={value!r}): {name} must lie in [0, 1), such as 0.2.")
-    return float(value)
-
-
-def check_one_of(owner: str, name: str, value: Any, allowed: Sequence[str]) -> str:
-    """Return an argument that must be one of a few words.
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument, value and the words.
-    """
-    if value not in allowed:
-        raise FederatedError(f"{owner}({name}={value!r}): {name} must be {' or '.join(map(repr, allowed))}.")
-    return str(value)

@@ -1,21 +1,18 @@
 """FedProx's synthetic classification: each client draws its own linear labelling and its own inputs."""
 
 import math
-from numbers import Real
-from typing import Any, Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import TensorDataset
 
+from lightning_fed.core.arguments import check_count, check_number, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.data.partition import check_count
+from lightning_fed.data.draws import Floats, Ints, random_state
 
 __all__ = ["Synthetic"]
-
-Array: TypeAlias = npt.NDArray[np.float64]
 
 
 class Synthetic(FederatedDataModule):
@@ -75,19 +72,17 @@ class Synthetic(FederatedDataModule):
         batch_size: int = 10,
         seed: int = 0,
     ) -> None:
-        self.alpha = _check_spread("alpha", alpha)
-        self.beta = _check_spread("beta", beta)
+        self.alpha = check_number("Synthetic", "alpha", alpha, least=0)
+        self.beta = check_number("Synthetic", "beta", beta, least=0)
         if iid and (alpha or beta):
             raise FederatedError(
                 f"Synthetic(alpha={alpha!r}, beta={beta!r}, iid=True): clients that share one distribution have no"
                 " spread. Leave alpha and beta at 0, or drop iid."
             )
-        if spread not in ("std", "variance"):
-            raise FederatedError(f"Synthetic(spread={spread!r}): spread must be 'std' or 'variance'.")
         if not 0 < test_fraction < 0.9:
             raise FederatedError(f"Synthetic(test_fraction={test_fraction!r}): test_fraction must lie in (0, 0.9).")
         self.iid = iid
-        self.spread = spread
+        self.spread = check_one_of("Synthetic", "spread", spread, ("std", "variance"))
         self.test_fraction = test_fraction
         self.seed = check_count("Synthetic", "seed", seed, least=0)
         numbers = range(check_count("Synthetic", "num_clients", num_clients, least=1))
@@ -97,14 +92,14 @@ class Synthetic(FederatedDataModule):
             clients=train, val=pooled, test=pooled, client_val=dict(enumerate(test)), batch_size=batch_size
         )
 
-    def _draw(self, k: int) -> tuple[Array, npt.NDArray[np.int64]]:
+    def _draw(self, k: int) -> tuple[Floats, Ints]:
         """Return the inputs [n_k, 60] and the labels [n_k] of client k, in random order."""
-        random = self._random(k)
+        random = random_state(self.seed, k)
         size = int(random.lognormal(4, 2)) + 50
         alpha, beta = (value if self.spread == "std" else math.sqrt(value) for value in (self.alpha, self.beta))
         if self.iid:
             v = np.zeros(self.num_features)
-            weight, bias = self._labelling(self._random(), 0.0)
+            weight, bias = self._labelling(random_state(self.seed), 0.0)
         else:
             u, v_mean = alpha * random.standard_normal(), beta * random.standard_normal()
             v = v_mean + random.standard_normal(self.num_features)
@@ -113,11 +108,11 @@ class Synthetic(FederatedDataModule):
         x = v + deviation * random.standard_normal((size, self.num_features))
         return x, (x @ weight + bias).argmax(axis=1)  # softmax keeps the order of the logits
 
-    def _labelling(self, random: np.random.RandomState, u: float) -> tuple[Array, Array]:
+    def _labelling(self, random: np.random.RandomState, u: float) -> tuple[Floats, Floats]:
         weight = u + random.standard_normal((self.num_features, self.num_classes))
         return weight, u + random.standard_normal(self.num_classes)
 
-    def _split(self, x: Array, y: npt.NDArray[np.int64]) -> tuple[TensorDataset, TensorDataset]:
+    def _split(self, x: Floats, y: Ints) -> tuple[TensorDataset, TensorDataset]:
         """Return the training and the test part; the examples are independent draws, so that the order is random."""
         num_train = int((1 - self.test_fraction) * len(y))
         inputs, labels = torch.from_numpy(x).float(), torch.from_numpy(y)
@@ -125,12 +120,3 @@ class Synthetic(FederatedDataModule):
             TensorDataset(inputs[:num_train], labels[:num_train]),
             TensorDataset(inputs[num_train:], labels[num_train:]),
         )
-
-    def _random(self, *key: int) -> np.random.RandomState:
-        return np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, *key])
-
-
-def _check_spread(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
-        raise FederatedError(f"Synthetic({name}={value!r}): {name} must be a finite number of at least 0, such as 1.0.")
-    return float(value)

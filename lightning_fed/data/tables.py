@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_fed._compat import rank_zero_info
+from lightning_fed.core.arguments import check_count, check_fraction, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.columns import Columns, as_number, read_columns
-from lightning_fed.data.draws import Ints
-from lightning_fed.data.partition import check_client_id, check_count
-from lightning_fed.data.stored import StoredDataModule, check_fraction, check_one_of, find, pool, random_state
+from lightning_fed.data.draws import Ints, random_state
+from lightning_fed.data.partition import check_client_id
+from lightning_fed.data.stored import StoredDataModule, find, pool
 
 __all__ = ["ClientTable"]
 

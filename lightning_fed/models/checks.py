@@ -1,28 +1,16 @@
 """What models refuse by name: arguments that are not allowed, and batches that do not fit."""
 
 from collections.abc import Sequence
-from math import isfinite
-from numbers import Integral, Real
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["as_images", "check_choice", "check_count", "check_floating", "check_number", "check_share", "check_widths"]
-
-
-def check_count(owner: str, name: str, value: Any, least: int = 1) -> int:
-    """Return an argument that must be an integer of at least ``least``.
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument and value.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise FederatedError(f"{owner}({name}={value!r}): {name} must be an integer of at least {least}.")
-    return int(value)
+__all__ = ["as_images", "check_floating", "check_widths"]
 
 
 def check_widths(owner: str, name: str, values: Any) -> list[int]:
@@ -34,39 +22,6 @@ def check_widths(owner: str, name: str, values: Any) -> list[int]:
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise FederatedError(f"{owner}({name}={values!r}): {name} must be a list of positive integers.")
     return [check_count(owner, f"{name}[{i}]", value) for i, value in enumerate(values)]
-
-
-def check_number(owner: str, name: str, value: Any) -> float:
-    """Return an argument that must be a finite number of at least 0.
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument and value.
-    """
-    if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value) or value < 0:
-        raise FederatedError(f"{owner}({name}={value!r}): {name} must be a finite number, 0 or more.")
-    return float(value)
-
-
-def check_share(owner: str, name: str, value: Any) -> float:
-    """Return an argument that must lie in [0, 1).
-
-    Raises:
-        FederatedError: If it does not; the message names ``owner``, argument and value.
-    """
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < 1:
-        raise FederatedError(f"{owner}({name}={value!r}): {name} must lie in [0, 1).")
-    return float(value)
-
-
-def check_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Refuse an argument that is none of the choices.
-
-    Raises:
-        FederatedError: Naming ``owner``, argument, value and choices.
-    """
-    if value not in choices:
-        offered = " or ".join(repr(choice) for choice in choices)
-        raise FederatedError(f"{owner}({name}={value!r}): {name} must be {offered}.")
 
 
 def check_floating(module: pl.LightningModule, x: Tensor) -> None:

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_fed.core.arguments import check_count, check_fraction, check_number
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.models.checks import check_count, check_floating, check_number, check_share, check_widths
+from lightning_fed.models.checks import check_floating, check_widths
 
 __all__ = ["Classifier", "MLPClassifier"]
 
@@ -49,7 +50,7 @@ class Classifier(pl.LightningModule):
         owner = type(self).__name__
         check_count(owner, "num_classes", num_classes, least=2)
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            check_number(owner, name, value)
+            check_number(owner, name, value, least=0)
             self.hparams.setdefault(name, value)  # the command line saves what a subclass itself takes, no more
         self.net = net
         self.val_acc = _accuracy(num_classes)
@@ -158,7 +159,7 @@ class MLPClassifier(Classifier):
     ) -> None:
         owner = type(self).__name__
         check_count(owner, "num_classes", num_classes, least=2)
-        check_share(owner, "dropout", dropout)
+        check_fraction(owner, "dropout", dropout)
         layers: list[nn.Module] = [nn.Flatten()]
         width = check_count(owner, "in_features", in_features)
         for next_width in check_widths(owner, "hidden", hidden):

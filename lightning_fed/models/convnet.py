@@ -5,8 +5,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from lightning_fed.core.arguments import check_count, check_fraction, check_one_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.models.checks import as_images, check_choice, check_count, check_share, check_widths
+from lightning_fed.models.checks import as_images, check_widths
 from lightning_fed.models.classifier import Classifier
 
 __all__ = ["CifarCNN", "ConvNet", "EmnistCNN", "MnistCNN"]
@@ -63,10 +64,10 @@ class ConvNet(Classifier):
         owner = type(self).__name__
         check_count(owner, "num_classes", num_classes, least=2)
         check_count(owner, "kernel_size", kernel_size)
-        check_choice(owner, "padding", padding, ("valid", "same"))
-        check_choice(owner, "pool", pool, ("each", "last"))
-        check_share(owner, "conv_dropout", conv_dropout)
-        check_share(owner, "dropout", dropout)
+        check_one_of(owner, "padding", padding, ("valid", "same"))
+        check_one_of(owner, "pool", pool, ("each", "last"))
+        check_fraction(owner, "conv_dropout", conv_dropout)
+        check_fraction(owner, "dropout", dropout)
         size, width = check_count(owner, "image_size", image_size), check_count(owner, "in_channels", in_channels)
         outputs = check_widths(owner, "channels", channels)
         layers: list[nn.Module] = []
@@ -172,7 +173,7 @@ class MnistCNN(ConvNet):
 
 
 class CifarCNN(ConvNet):
-    """The CIFAR network of FedDyn (Acar et al., ICLR 2021, arXiv:2111.04263) and FedCM (arXiv:2106.10874).
+    """The CIFAR network of FedDyn (Acar et al., ICLR 2021, arXiv:2111.04263).
 
     Two 5x5 convolutions with 64 channels, each followed by 2x2 max pooling, and two hidden layers of 384 and 192 units,
     as in FedDyn's code (its text says 394 for the first): 797,962 parameters for 10 classes. Images are [B, 3, 32, 32].

@@ -7,8 +7,8 @@ import torch
 from numpy.lib.format import read_array
 from torch import Tensor, nn
 
+from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.models.checks import check_count
 from lightning_fed.models.classifier import Classifier
 
 __all__ = ["CharLSTM", "SentimentLSTM"]

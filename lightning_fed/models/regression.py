@@ -1,22 +1,54 @@
-"""Regression for problems with a known optimum: ordinary LightningModules with nothing federated in them."""
+"""Regression, and problems with a known optimum: ordinary LightningModules with nothing federated in them."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics import MeanAbsoluteError
 
+from lightning_fed.core.arguments import check_count, check_number
 from lightning_fed.core.errors import FederatedError
 
 __all__ = ["LinearRegression", "Quadratic"]
 
 
-class LinearRegression(pl.LightningModule):
+class _KnownOptimum(pl.LightningModule):
+    """A model whose parameters can be compared with an optimum, flat [P], where it is given."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss on a batch."""
+        loss = self._loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log the loss on a validation batch, and the distance from the optimum."""
+        self._evaluate(batch, "val")
+        if (optimum := self.hparams["optimum"]) is not None:
+            x = nn.utils.parameters_to_vector(self.parameters())
+            self.log("val_distance", torch.linalg.vector_norm(x - x.new_tensor(optimum)), prog_bar=True)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log the loss on a test batch."""
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str) -> None:
+        self.log(f"{stage}_loss", self._loss(batch), prog_bar=True)
+
+    @abstractmethod
+    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the mean loss of a batch."""
+
+
+class LinearRegression(_KnownOptimum):
     """A linear map with half the mean squared error as loss, from zero, with SGD.
 
-    It logs ``train_loss``, ``val_loss`` and ``test_loss``, and ``val_distance`` if the optimum is given. Its parameters
-    have PyTorch's default type; float64 data need ``Trainer(precision="64-true")``.
+    It logs ``train_loss``, ``val_loss``, ``val_mae``, ``test_loss`` and ``test_mae`` (the mean absolute error), and
+    ``val_distance`` if the optimum is given. Its parameters have PyTorch's default type; float64 data need
+    ``Trainer(precision="64-true")``.
 
     Args:
         in_features: Numbers per example; examples [B, ...] are flattened.
@@ -28,7 +60,8 @@ class LinearRegression(pl.LightningModule):
             Euclidean distance of the parameters from it.
 
     Raises:
-        FederatedError: If ``optimum`` does not fit the parameters, or targets do not fit the predictions.
+        FederatedError: If an argument is not allowed, ``optimum`` does not fit the parameters, or targets do not fit
+            the predictions.
 
     Example:
         >>> LinearRegression(in_features=4, out_features=2)(torch.ones(3, 4)).shape
@@ -46,7 +79,12 @@ class LinearRegression(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.linear = nn.Linear(in_features, out_features, bias=bias)
+        owner = type(self).__name__
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+            check_number(owner, name, value, least=0)
+        self.linear = nn.Linear(
+            check_count(owner, "in_features", in_features), check_count(owner, "out_features", out_features), bias=bias
+        )
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
         count = sum(parameter.numel() for parameter in self.parameters())
@@ -55,32 +93,24 @@ class LinearRegression(pl.LightningModule):
                 f"LinearRegression(optimum=...) holds {len(optimum)} numbers and the model has {count} parameters: give"
                 " the weight's rows, then the bias, or set bias=False."
             )
+        self.val_mae = MeanAbsoluteError()
+        self.test_mae = MeanAbsoluteError()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return predictions [B, out_features]."""
         predictions: Tensor = self.linear(x.flatten(1))
         return predictions
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss on a batch."""
-        loss = self._loss(batch)
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the loss on a validation batch, and the distance from the optimum."""
-        self.log("val_loss", self._loss(batch), prog_bar=True)
-        if (optimum := self.hparams["optimum"]) is not None:
-            x = nn.utils.parameters_to_vector(self.parameters())
-            self.log("val_distance", torch.linalg.vector_norm(x - x.new_tensor(optimum)), prog_bar=True)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the loss on a test batch."""
-        self.log("test_loss", self._loss(batch))
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"], weight_decay=self.hparams["weight_decay"])
+
+    def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str) -> None:
+        super()._evaluate(batch, stage)
+        x, y = batch
+        error = self.val_mae if stage == "val" else self.test_mae
+        error.update(self(x), y)
+        self.log(f"{stage}_mae", error)
 
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
@@ -93,7 +123,7 @@ class LinearRegression(pl.LightningModule):
         return 0.5 * F.mse_loss(predictions, y)
 
 
-class Quadratic(pl.LightningModule):
+class Quadratic(_KnownOptimum):
     """One float64 parameter x, with the mean of a x^2 / 2 + b x over the rows (a, b) of a batch as loss, and SGD.
 
     It logs ``train_loss``, ``val_loss`` and ``test_loss``, and ``val_distance`` if the optimum is given.
@@ -102,6 +132,9 @@ class Quadratic(pl.LightningModule):
         x0: Where x starts.
         lr: The learning rate of the local steps.
         optimum: Where the loss is least. ``val_distance`` is the distance of x from it.
+
+    Raises:
+        FederatedError: If the learning rate is not allowed.
 
     Example:
         >>> model = Quadratic(x0=3.0)
@@ -112,27 +145,12 @@ class Quadratic(pl.LightningModule):
     def __init__(self, x0: float = 1.0, lr: float = 0.1, optimum: float | None = None) -> None:
         super().__init__()
         self.save_hyperparameters()
+        check_number(type(self).__name__, "lr", lr, least=0)
         self.x = nn.Parameter(torch.tensor(x0, dtype=torch.float64))
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the loss of each row [B]."""
         return 0.5 * a * self.x.square() + b * self.x
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss on a batch."""
-        loss = self._loss(batch)
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the loss on a validation batch, and the distance from the optimum."""
-        self.log("val_loss", self._loss(batch), prog_bar=True)
-        if (optimum := self.hparams["optimum"]) is not None:
-            self.log("val_distance", (self.x - optimum).abs(), prog_bar=True)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the loss on a test batch."""
-        self.log("test_loss", self._loss(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return SGD."""

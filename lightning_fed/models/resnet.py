@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
 
+from lightning_fed.core.arguments import check_count, check_one_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.models.checks import as_images, check_choice, check_count
+from lightning_fed.models.checks import as_images
 from lightning_fed.models.classifier import Classifier
 
 __all__ = ["ResNet"]
@@ -61,10 +62,10 @@ class ResNet(Classifier):
         weight_decay: float = 0.0,
     ) -> None:
         owner = type(self).__name__
-        check_choice(owner, "depth", depth, tuple(_STAGES))
+        check_one_of(owner, "depth", depth, tuple(_STAGES))
         check_count(owner, "num_classes", num_classes, least=2)
         check_count(owner, "in_channels", in_channels)
-        check_choice(owner, "norm", norm, ("group", "batch"))
+        check_one_of(owner, "norm", norm, ("group", "batch"))
         check_count(owner, "groups", groups)
         widths, _ = _STAGES[depth]
         if norm == "group" and widths[0] % groups:  # the later stages have multiples of the first one's channels

@@ -18,7 +18,8 @@ from torch.utils.data import (
 )
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.batches import BatchSettings, CustomBatches, LoaderBatches, TensorBatches, count_examples
+from lightning_fed.data.batches import BatchSettings, LoaderBatches, TensorBatches
+from lightning_fed.data.custom_batches import CustomBatches, count_examples
 
 
 def generator(seed=0):
@@ -392,3 +393,23 @@ def test_the_first_tensor_with_a_dimension_counts_the_examples():
         assert count_examples(batch) == 3
     with pytest.raises(FederatedError, match="list holds no tensor"):
         count_examples(["a", 3])
+
+
+class Pictures(Dataset):
+    """Examples that nobody has turned into tensors."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return object(), index
+
+
+def test_examples_that_make_no_batch_are_named_with_the_remedy():
+    batches = LoaderBatches(Subset(Pictures(), [2, 0]), BatchSettings(batch_size=2))
+    with pytest.raises(
+        FederatedError, match=r"Examples of Pictures do not make a batch.*found <class 'object'>.*ToTensor"
+    ):
+        next(batches.epoch(generator(0)))
+    own = LoaderBatches(Pictures(), BatchSettings(batch_size=2, collate_fn=lambda examples: len(examples)))
+    assert [batch for batch, _ in own.epoch(generator(0))] == [2, 1]

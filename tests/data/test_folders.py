@@ -125,14 +125,14 @@ def damage(path, how):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("pickle", "cannot be read: Object arrays cannot be loaded"),
-        ("text", "cannot be read"),
+        ("pickle", r"is damaged, or holds more than arrays of numbers.*numpy\.savez"),
+        ("text", "is damaged"),
         ("names", r"must hold x and y, real numbers both; found \['x'\]"),
         ("lengths", r"x \[3\] and y \[2\] must have the same number of examples"),
-        ("words", "cannot be read: can't convert np.ndarray of type numpy.str_"),
+        ("words", "holds more than arrays of numbers"),
         ("scalar", r"x \[3\] and y \[\] must have the same number"),
         ("complex", "must hold x and y, real numbers both"),
-        ("cut", "cannot be read"),
+        ("cut", "is damaged"),
     ],
 )
 def test_damaged_files_are_refused_and_nothing_is_run(root, how, message):
@@ -158,7 +158,7 @@ def test_a_size_cannot_be_read_from_a_damaged_header(root, how):
 def test_torch_files_run_nothing_either(root, content):
     (root / "bob" / "train.npz").unlink()
     torch.save(content, root / "bob" / "train.pt")
-    with pytest.raises(FederatedError, match=r"train.pt (cannot be read|must hold x and y)"):
+    with pytest.raises(FederatedError, match=r"train.pt (is damaged.*torch.save|must hold x and y)"):
         ClientFolder(str(root)).client_dataset("bob")
     assert not os.path.exists("attacked")
 

@@ -8,9 +8,10 @@ import torch
 import yaml
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from lightning_fed import data
 from lightning_fed.cli_data import picture
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data import Digits, Dirichlet, FederatedDataModule, FederatedDataset, Iid, partition, skew
+from lightning_fed.data import ByKey, Digits, Dirichlet, FederatedDataModule, FederatedDataset, Iid, Partition
 from lightning_fed.data.picture import skew_table, split_figure
 
 ROOT = Path(__file__).parent.parent.parent
@@ -137,6 +138,53 @@ def test_the_figure_is_drawn_without_pyplot(tmp_path):
     assert (tmp_path / "split.png").read_bytes()[:4] == b"\x89PNG"
 
 
+NUMBERS = [  # the mean of all is 3, with variance 4, of which 1 is left within clients
+    TensorDataset(torch.zeros(2, 3), torch.tensor([[0.0], [2.0]])),
+    TensorDataset(torch.zeros(2, 3), torch.tensor([[4.0], [6.0]])),
+    TensorDataset(torch.zeros(0, 3), torch.zeros(0, 1)),
+]
+
+
+def test_real_targets_have_a_table_of_their_own():
+    table = skew_table(FederatedDataset(NUMBERS))
+    assert (table.clients, table.empty_clients, table.examples, table.classes) == (3, 1, 4, 0)
+    assert table.target_share == pytest.approx(4 / 5)
+    assert str(table).splitlines() == [
+        "clients              3 (1 empty)",
+        "examples             4",
+        "examples per client  min 0, median 2, max 2",
+        "Gini of the sizes    0.333 (0: equal sizes)",
+        "targets              0.800 of their variance lies between clients",
+    ]
+    pooled = TensorDataset(torch.zeros(4, 3), torch.tensor([[0.0], [2.0], [4.0], [6.0]]))
+    cut = FederatedDataset.from_partition(pooled, ByKey(["ann", "ann", "bob", "bob"]))
+    assert skew_table(cut) == skew_table(FederatedDataset(NUMBERS[:2]))
+    assert skew_table(FederatedDataset([TensorDataset(torch.zeros(2, 1), torch.ones(2))])).target_share == 0.0
+
+
+def test_the_figure_shows_where_real_targets_lie():
+    figure = split_figure(FederatedDataset(NUMBERS))
+    assert titles(figure) == ["examples by target, 3 clients", "sizes"]
+    (medians,) = figure.axes[0].lines
+    assert medians.get_xydata().tolist() == [[0, 1], [1, 5]]
+    ranges, quartiles = (
+        [segment[:, 1].tolist() for segment in lines.get_segments()] for lines in figure.axes[0].collections
+    )
+    assert ranges == [[0, 2], [4, 6]]
+    assert quartiles == [[0.5, 1.5], [4.5, 5.5]]
+    assert sum(bar.get_height() for bar in figure.axes[1].patches) == 3
+
+
+def test_classes_come_before_numbers_that_follow_them():
+    weighted = TensorDataset(torch.zeros(2, 3), torch.tensor([0, 1]), torch.rand(2))
+    assert skew_table(FederatedDataset([weighted])).classes == 2
+
+
+def test_classes_beside_numbers_are_refused():
+    with pytest.raises(FederatedError, match="Some clients have classes to predict, and others real numbers"):
+        skew_table(FederatedDataset([NUMBERS[0], TensorDataset(torch.zeros(2, 3), torch.tensor([0, 1]))]))
+
+
 def test_missing_matplotlib_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(FederatedError, match="pip install matplotlib"):
@@ -215,9 +263,9 @@ def test_wrong_arguments_of_the_command_are_named(args, message, capsys, tmp_pat
 
 def test_the_page_shows_every_partition():
     page = (ROOT / "docs" / "partitions.md").read_text()
-    for name in (*partition.__all__, *skew.__all__):
-        if name not in {"Partition", "Parts", "ByKey"}:
-            assert f"\n## {name}\n" in page
+    classes = {name: found for name, found in vars(data).items() if isinstance(found, type)}
+    for name in {name for name, found in classes.items() if issubclass(found, Partition)} - {"Partition", "ByKey"}:
+        assert f"\n## {name}\n" in page
     for path in (ROOT / "docs" / "images" / "partitions").glob("*.png"):
         assert f"(images/partitions/{path.name})" in page
         assert path.stat().st_size < 60_000

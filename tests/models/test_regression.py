@@ -38,20 +38,21 @@ def test_settings_of_the_optimizer():
 
 
 @pytest.mark.parametrize(
-    ("model", "rows", "want"),
+    ("model", "rows", "both", "distance"),
     [
-        (LinearRegression(2, optimum=[3.0, 4.0, 12.0]), TensorDataset(X, Y), (6.5, 13.0)),
-        (LinearRegression(2), TensorDataset(X, Y), (6.5, None)),
-        (Quadratic(x0=3.0, optimum=-1.0), ROWS, (4.5, 4.0)),  # the rows' losses are 39 and -30
-        (Quadratic(x0=3.0), ROWS, (4.5, None)),
+        (LinearRegression(2, optimum=[3.0, 4.0, 12.0]), TensorDataset(X, Y), {"loss": 6.5, "mae": 3.0}, 13.0),
+        (LinearRegression(2), TensorDataset(X, Y), {"loss": 6.5, "mae": 3.0}, None),
+        (Quadratic(x0=3.0, optimum=-1.0), ROWS, {"loss": 4.5}, 4.0),  # the rows' losses are 39 and -30
+        (Quadratic(x0=3.0), ROWS, {"loss": 4.5}, None),
     ],
 )
-def test_what_validation_and_test_log(model, rows, want):
+def test_what_validation_and_test_log(model, rows, both, distance):
     trainer = pl.Trainer(**QUIET)
     loader = DataLoader(rows, batch_size=1)
     (val,) = trainer.validate(model, loader, verbose=False)
-    assert val == {"val_loss": want[0]} | ({} if want[1] is None else {"val_distance": want[1]})
-    assert trainer.test(model, loader, verbose=False) == [{"test_loss": want[0]}]
+    named = {stage: {f"{stage}_{name}": value for name, value in both.items()} for stage in ("val", "test")}
+    assert val == named["val"] | ({} if distance is None else {"val_distance": distance})
+    assert trainer.test(model, loader, verbose=False) == [named["test"]]
 
 
 def test_they_train_without_federation():
@@ -84,3 +85,9 @@ def test_what_does_not_fit_is_refused():
         LinearRegression(2, optimum=[1.0, 2.0])
     with pytest.raises(FederatedError, match=r"targets of shape \[2\] for predictions of shape \[2, 1\]"):
         LinearRegression(2).training_step((X, Y[:, 0]), 0)
+    with pytest.raises(FederatedError, match=r"LinearRegression\(lr=-1\)"):
+        LinearRegression(2, lr=-1)
+    with pytest.raises(FederatedError, match=r"LinearRegression\(in_features=0\)"):
+        LinearRegression(0)
+    with pytest.raises(FederatedError, match=r"Quadratic\(lr=nan\)"):
+        Quadratic(lr=float("nan"))

@@ -1,0 +1,146 @@
+"""What a map-style data set says of its examples: how many there are, their labels, and other attributes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from lightning_fed.core.errors import FederatedError
+
+__all__ = ["BareInputs", "as_labels", "check_map_style", "column_of", "labels_of", "size_of", "targets_of"]
+
+_LABEL_NAMES = ("targets", "labels", "target", "label")
+
+
+class BareInputs(Dataset[Tensor]):
+    """Inputs [n, ...] without labels: the batches that ``forward`` takes."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        self.inputs = inputs
+
+    def __len__(self) -> int:
+        """Return the number of examples n."""
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return one input."""
+        return self.inputs[index]
+
+
+def labels_of(dataset: Dataset[Any]) -> Tensor:
+    """Return the class of each example [n], int64; see :meth:`FederatedDataset.from_partition` for where it looks.
+
+    Raises:
+        FederatedError: If the data set does not say.
+    """
+    for name in ("targets", "labels"):
+        values = getattr(dataset, name, None)
+        if values is not None and not callable(values) and _has_length(values, size_of(dataset)):
+            return as_labels(values, size_of(dataset), f"{type(dataset).__name__}.{name}")
+    if isinstance(dataset, Subset):
+        return labels_of(dataset.dataset)[torch.as_tensor(dataset.indices, dtype=torch.int64)]
+    if isinstance(dataset, TensorDataset):
+        for tensor in reversed(dataset.tensors):
+            if tensor.ndim == 1 and not tensor.is_floating_point() and not tensor.is_complex():
+                return tensor.detach().cpu().long()
+    label = [_label_in(cast("Any", dataset)[index], type(dataset).__name__) for index in range(size_of(dataset))]
+    return as_labels(label, size_of(dataset), f"the last element of each example of {type(dataset).__name__}")
+
+
+def targets_of(datasets: Sequence[Dataset[Any]]) -> list[Tensor]:
+    """Return what is to be predicted of the examples of each data set [n_i]: classes, int64, or else real numbers.
+
+    Numbers are found where the last tensor of a ``TensorDataset`` holds one for each example. A data set of which
+    several are subsets is read once.
+
+    Raises:
+        FederatedError: If a data set does not say.
+    """
+    whole: dict[int, Tensor] = {}
+    found = []
+    for dataset in datasets:
+        if not isinstance(dataset, Subset):
+            found.append(_targets(dataset))
+            continue
+        source = dataset.dataset
+        if id(source) not in whole:
+            whole[id(source)] = _targets(source)
+        found.append(whole[id(source)][torch.as_tensor(dataset.indices, dtype=torch.int64)])
+    return found
+
+
+def size_of(dataset: Any) -> int:
+    """Return the number of examples of a map-style data set."""
+    return len(dataset)
+
+
+def check_map_style(dataset: Any, owner: str) -> None:
+    """Refuse what cannot be counted and indexed.
+
+    Raises:
+        FederatedError: Naming ``owner`` and what was found.
+    """
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise FederatedError(
+            f"{owner} has a {type(dataset).__name__}, whose examples cannot be counted and shuffled: give a map-style"
+            " Dataset with __len__ and __getitem__."
+        )
+
+
+def column_of(dataset: Any, name: str, owner: str) -> list[Any]:
+    """Return the data set's attribute with one value per example, seen through subsets."""
+    values = getattr(dataset, name, None)
+    if values is None and isinstance(dataset, Subset):
+        inner = column_of(dataset.dataset, name, owner)
+        return [inner[index] for index in dataset.indices]
+    if values is None or not _has_length(values, size_of(dataset)):
+        raise FederatedError(
+            f"{owner}: {type(dataset).__name__} has no attribute {name!r} with one key for each of its"
+            f" {size_of(dataset):,} examples. Pass the keys themselves: ByKey(keys)."
+        )
+    return list(values.tolist() if hasattr(values, "tolist") else values)
+
+
+def _targets(dataset: Dataset[Any]) -> Tensor:
+    if isinstance(dataset, TensorDataset) and not hasattr(dataset, "targets"):
+        *inputs, last = dataset.tensors
+        classes = any(tensor.ndim == 1 and not tensor.is_floating_point() for tensor in inputs)
+        if inputs and not classes and last.is_floating_point() and last.numel() == len(last):
+            return last.detach().cpu().flatten()
+    return labels_of(dataset)
+
+
+def _has_length(values: Any, length: int) -> bool:
+    return hasattr(values, "__len__") and len(values) == length
+
+
+def _label_in(example: Any, owner: str) -> Any:
+    if isinstance(example, Mapping):
+        for name in _LABEL_NAMES:
+            if name in example:
+                return example[name]
+    elif isinstance(example, (tuple, list)) and len(example) > 1:
+        return example[-1]
+    raise FederatedError(
+        f"{owner} does not say its labels: an example is a {type(example).__name__} without one. Give the data set an"
+        " attribute `targets` [n], use FederatedDataset.from_partition(dataset, partition, labels=...), or use Iid."
+    )
+
+
+def as_labels(values: Any, length: int, source: str) -> Tensor:
+    """Return labels as int64 [n]; names of classes become numbers in sorted order."""
+    if isinstance(values, (list, tuple)) and len(values) and isinstance(values[0], str):
+        numbers = {name: number for number, name in enumerate(sorted(set(values)))}
+        values = [numbers[name] for name in values]
+    try:
+        labels = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FederatedError(f"{source} cannot be read as labels [n]: {error}. Pass integer class numbers.") from error
+    if labels.shape != (length,) or labels.is_floating_point() or labels.is_complex():
+        raise FederatedError(
+            f"{source} must hold one integer class per example [{length}]; found {labels.dtype} of shape"
+            f" {list(labels.shape)}. Pass class numbers, as labels=... of FederatedDataset.from_partition."
+        )
+    return labels.detach().cpu().long()

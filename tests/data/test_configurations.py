@@ -1,0 +1,104 @@
+"""Every data module and every partition can be made from a configuration, and shows its clients from there."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from lightning_fed import data
+from lightning_fed.cli_data import picture
+from lightning_fed.data import FederatedDataModule, Partition
+from tests.data.test_datamodule import from_configuration
+from tests.test_tasks import TASKS
+
+
+def csv_table(folder):
+    (folder / "t.csv").write_text("who,a,b\nann,1,x\nann,2,y\nbob,3,x\nbob,4,x\n")
+    return {"path": str(folder / "t.csv"), "client": "who", "target": "b", "features": ["a"], "val_fraction": 0.0}
+
+
+def arrays(folder):
+    for name, size in (("ann", 2), ("bob", 2)):
+        (folder / name).mkdir()
+        np.savez(folder / name / "train.npz", x=np.zeros((size, 1, 2, 2)), y=np.arange(size))
+    flatten = {"class_path": "lightning_fed.data.Flatten"}
+    return {"root": str(folder), "cache_size": 1, "transform": [flatten]}
+
+
+def images(folder):
+    for name in ("ann/cat", "ann/dog", "bob/cat", "bob/dog"):
+        (folder / name).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(folder / name / "0.png")
+    return {"root": str(folder), "classes": ["cat", "dog"]}
+
+
+def leaf(folder):
+    users = {name: {"x": [[0.0], [1.0]], "y": [0, 1]} for name in ("ann", "bob")}
+    content = {"users": list(users), "num_samples": [2, 2], "user_data": users}
+    (folder / "train.json").write_text(json.dumps(content))
+    return {"train_path": str(folder / "train.json"), "num_classes": 2}
+
+
+FILES = {"ClientTable": csv_table, "ClientFolder": arrays, "ClientImages": images, "LeafDataModule": leaf}
+READ_LATER = {"CIFAR100": {"root": "data", "num_clients": 20, "augment": False}}
+PARTITIONS = {
+    "Iid": {},
+    "Dirichlet": {"alpha": 0.5},
+    "BalancedDirichlet": {"alpha": 0.5, "concentration": "total"},
+    "Shards": {"shards_per_client": 3},
+    "Similarity": {"similarity": 0.1},
+    "ClassesPerClient": {"classes_per_client": 3},
+    "PowerLaw": {"min_per_class": 2},
+    "LogNormalSizes": {"sigma": 1.0},
+    "QuantitySkew": {"alpha": 0.5},
+}
+ELSEWHERE = {
+    *(yaml.safe_load(path.read_text())["data"]["class_path"].rpartition(".")[2] for path in TASKS),  # test_tasks.py
+    *("Digits", "FederatedDataModule", "ByKey", "FeatureShift", "Partition"),  # test_picture, _datamodule, _shift
+}
+
+
+@pytest.fixture(autouse=True)
+def _command_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-fed"])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_module_that_reads_files_shows_its_clients(name, tmp_path, capsys):
+    (tmp_path / "files").mkdir()
+    section = {"class_path": f"lightning_fed.data.{name}", "init_args": FILES[name](tmp_path / "files")}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": section}))
+    picture(["--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "split.png")])
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "clients              2 (0 empty)",
+        "examples             4 of 2 classes",
+    ]
+    assert (tmp_path / "split.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", READ_LATER)
+def test_a_module_whose_files_are_elsewhere_is_made(name):
+    made = from_configuration(f"lightning_fed.data.{name}", **READ_LATER[name])
+    assert type(made) is getattr(data, name)
+    assert made.partition.num_clients == 20
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_a_partition_is_what_it_would_be_in_python(name):
+    init_args = {"num_clients": 20, "seed": 3, **PARTITIONS[name]}
+    made = from_configuration(
+        "lightning_fed.data.Digits", partition={"class_path": f"lightning_fed.data.{name}", "init_args": init_args}
+    )
+    assert repr(made.partition) == repr(getattr(data, name)(**init_args))
+    assert made.num_clients == 20
+
+
+def test_none_is_left_out():
+    kinds = (FederatedDataModule, Partition)
+    public = {
+        name for name in data.__all__ if isinstance(found := getattr(data, name), type) and issubclass(found, kinds)
+    }
+    assert public == {*FILES, *READ_LATER, *PARTITIONS, *ELSEWHERE}

@@ -1,0 +1,79 @@
+"""Several processes that know of each other, as torchrun starts them; forked, so that nothing is imported anew."""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Outcome", "in_processes"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one process.
+
+    Attributes:
+        value: What its work returned.
+        error: The exception that ended it, as text; empty if none did.
+        trace: The same with its trace.
+    """
+
+    value: Any = None
+    error: str = ""
+    trace: str = ""
+
+
+def in_processes(work: Callable[[], Any], folder: Path, count: int = 2, timeout: float = 60.0) -> list[Outcome]:
+    """Run a function in several processes at once, in each of which a trainer of as many devices finds the others.
+
+    Args:
+        work: The function; what it returns is pickled.
+        folder: Where results are put.
+        count: The number of processes.
+        timeout: After so many seconds they are ended, and the test fails.
+    """
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=_run, args=(work, folder / f"rank-{rank}.pickle", rank, count, port), daemon=True)
+        for rank in range(count)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+    assert not late, f"processes {late} of {count} hung"
+    return [pickle.loads((folder / f"rank-{rank}.pickle").read_bytes()) for rank in range(count)]
+
+
+def _run(work: Callable[[], Any], path: Path, rank: int, count: int, port: int) -> None:
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "tests",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+    }
+    torch.set_num_threads(1)
+    try:
+        outcome = Outcome(work())
+    except BaseException as error:
+        outcome = Outcome(None, f"{type(error).__name__}: {error}", traceback.format_exc())
+    path.write_bytes(pickle.dumps(outcome))
