@@ -9,6 +9,7 @@ try:
     from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
     from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.loops import _FitLoop, _TrainingEpochLoop
+    from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
     from pytorch_lightning.loops.fetchers import _DataFetcher
     from pytorch_lightning.loops.optimization import _AutomaticOptimization
     from pytorch_lightning.loops.optimization.automatic import ClosureResult
@@ -40,6 +41,7 @@ __all__ = [
     "_AutomaticOptimization",
     "_CheckpointConnector",
     "_DataFetcher",
+    "_EvaluationLoop",
     "_FitLoop",
     "_LoggerConnector",
     "_ResultCollection",

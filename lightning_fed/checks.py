@@ -6,15 +6,27 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.optim import is_plain_sgd, refuse_unsupported
-from lightning_fed.strategies import ClientsStrategy
+from lightning_fed.strategies import WithinClientStrategy
+from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 
-__all__ = ["check_algorithm_fits", "check_hyper_parameters", "check_module", "check_schedulers", "check_trainer"]
+__all__ = [
+    "check_algorithm_fits",
+    "check_batch_statistics",
+    "check_hyper_parameters",
+    "check_module",
+    "check_schedulers",
+    "check_strategy",
+    "check_trainer",
+]
 
 _CALLBACKS = {
     "StochasticWeightAveraging": "it averages weights along one optimizer path, while every client starts a path anew",
@@ -30,6 +42,56 @@ _REMEDIES = {
     "BatchSizeFinder": "set batch_size on the data module",
     "LearningRateFinder": "sweep the learning rate over short runs",
 }
+_STRATEGIES = {
+    "fsdp": "it shards the parameters, while server and clients exchange them as one vector",
+    "modelparallel": "it spreads the parameters over devices, while server and clients exchange them as one vector",
+    "deepspeed": "it keeps parameters, gradients and optimizer to itself, where no correction can be injected",
+    "xla": "it records steps to run them later as one graph, while clients take steps of their own",
+    "ddp": "it changes how gradients are reduced, which the corrections of clients rely on",
+}
+
+
+def check_strategy(strategy: Any) -> None:
+    """Refuse strategies that cannot run clients.
+
+    Args:
+        strategy: A strategy or its name.
+
+    Raises:
+        FederatedError: Naming the strategy, the reason and what to use instead.
+    """
+    if isinstance(strategy, str):
+        name, kinds = strategy.lower(), [strategy.lower()]
+        known = name.startswith(("auto", "clients", "ddp", "single_device")) or not any(k in name for k in _STRATEGIES)
+    else:
+        name, kinds = type(strategy).__name__, [cls.__name__.lower() for cls in type(strategy).__mro__]
+        allowed = (SingleDeviceStrategy, UnwrappedDDPStrategy)
+        known = type(strategy) is DDPStrategy or (isinstance(strategy, allowed) and "xla" not in name.lower())
+    if known:
+        return
+    reason = next(
+        (reason for part, reason in _STRATEGIES.items() if any(part in kind for kind in kinds)),
+        "how it trains is not known here",
+    )
+    raise FederatedError(
+        f"The strategy {name} is not supported: {reason}. Set strategy='clients', which shares the clients of a round"
+        " among the devices, or strategy='ddp', which splits every batch among them."
+    )
+
+
+def check_batch_statistics(module: pl.LightningModule) -> None:
+    """Refuse layers that compute statistics of a batch, of which every process would see a part.
+
+    Raises:
+        FederatedError: Naming the layer.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and (layer.training or not layer.track_running_stats):
+            raise FederatedError(
+                f"{name} ({type(layer).__name__}) normalises by the statistics of a batch, of which processes see"
+                " parts with strategy='ddp': results would depend on their number. Use GroupNorm, or"
+                " strategy='clients', which leaves batches whole."
+            )
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -38,10 +100,12 @@ def check_trainer(trainer: pl.Trainer) -> None:
     Raises:
         FederatedError: Naming the setting, the value and what to use instead.
     """
-    if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientsStrategy):
+    check_strategy(trainer.strategy)
+    engine = trainer.fit_loop.settings.engine
+    if engine == "vectorized" and trainer.world_size > 1 and isinstance(trainer.strategy, WithinClientStrategy):
         raise FederatedError(
-            f"The strategy {type(trainer.strategy).__name__} on {trainer.world_size} devices is not supported: it"
-            " spreads one model or one batch, while rounds spread clients. Set strategy='clients', or devices=1."
+            f"engine='vectorized' does not go with strategy='ddp' on {trainer.world_size} devices: one runs several"
+            " clients on one device, the other one client on several. Set strategy='clients', or engine='sequential'."
         )
     if trainer.check_val_every_n_epoch is None or trainer.val_check_interval != 1.0:
         raise FederatedError(
@@ -49,6 +113,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
             f"{trainer.check_val_every_n_epoch!r} asks for validation inside a round, where there is no server model to"
             " validate. Leave val_check_interval at 1.0 and set check_val_every_n_epoch, counted in rounds."
         )
+    _check_checkpoints(trainer)
     for callback in trainer.callbacks:
         for cls in type(callback).__mro__:
             if cls.__name__ in _CALLBACKS and "lightning" in cls.__module__:
@@ -56,6 +121,20 @@ def check_trainer(trainer: pl.Trainer) -> None:
                 raise FederatedError(
                     f"The callback {type(callback).__name__} is not supported: {_CALLBACKS[cls.__name__]}."
                     f" Instead, {remedy}."
+                )
+
+
+def _check_checkpoints(trainer: pl.Trainer) -> None:
+    """Refuse checkpoints in the middle of a round, where several processes do not all come to the same place."""
+    if trainer.world_size == 1:
+        return
+    for callback in trainer.callbacks:
+        for name in ("train_time_interval", "every_n_train_steps"):
+            if isinstance(callback, ModelCheckpoint) and (value := getattr(callback, f"_{name}")):
+                raise FederatedError(
+                    f"{type(callback).__name__}({name}={value!r}) saves in the middle of a round, where"
+                    f" {trainer.world_size} processes see different clients or batches. Save at the end of a round with"
+                    " every_n_epochs, or train in one process."
                 )
 
 

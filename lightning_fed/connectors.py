@@ -1,4 +1,4 @@
-"""Two of Lightning's connectors, told that an epoch is a round."""
+"""Two of Lightning's connectors, told that an epoch is a round; and its evaluation loops, shared by processes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +8,8 @@ from torch import Tensor
 
 from lightning_fed._compat import TrainerFn, _CheckpointConnector, _LoggerConnector, rank_zero_info
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.engines.evaluation_loop import SharedEvaluationLoop
+from lightning_fed.engines.results import EvaluationResults
 
 __all__ = ["RoundCheckpointConnector", "RoundLoggerConnector"]
 
@@ -54,15 +56,9 @@ class RoundCheckpointConnector(_CheckpointConnector):
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the server model, whatever the module holds in the middle of a client's work."""
         loop = self.trainer.fit_loop
-        held = loop.client_model
-        if held is None:
-            return super()._get_lightning_module_state_dict()
-        loop.show_server_model()
-        try:
+        with loop.showing_server_model():
             state_dict = super()._get_lightning_module_state_dict()
             return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state_dict.items()}
-        finally:
-            loop.client_model = held
 
 
 class RoundLoggerConnector(_LoggerConnector):
@@ -75,6 +71,9 @@ class RoundLoggerConnector(_LoggerConnector):
 
 
 def install(trainer: pl.Trainer) -> None:
-    """Let a trainer use the connectors of this module."""
+    """Let a trainer use the connectors of this module, and share evaluations."""
     trainer._checkpoint_connector = RoundCheckpointConnector(trainer)
     trainer._logger_connector.__class__ = RoundLoggerConnector
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        loop.__class__ = SharedEvaluationLoop
+        loop._results = EvaluationResults(training=False)

@@ -2,6 +2,8 @@
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,7 @@ from lightning_fed._compat import SIGTERMException, _FitLoop, call, rank_zero_in
 from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.checks import (
     check_algorithm_fits,
+    check_batch_statistics,
     check_hyper_parameters,
     check_module,
     check_optimizers,
@@ -28,20 +31,21 @@ from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches import ClientBatches
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.engines.base import Engine
+from lightning_fed.engines.choice import make_engine
 from lightning_fed.engines.client_loop import ClientEpochLoop
 from lightning_fed.engines.evaluation import ClientEvaluation, validation_batches
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.plan import Planner
-from lightning_fed.engines.ranks import Ranks
+from lightning_fed.engines.ranks import Ranks, metrics_alone
 from lightning_fed.engines.round import Round
-from lightning_fed.engines.sequential import SequentialEngine
-from lightning_fed.engines.vectorized import VectorizedEngine
 from lightning_fed.optim import FederatedOptimizer
 from lightning_fed.server.population import Population
 from lightning_fed.server.sampling import check_count
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings import Settings
+from lightning_fed.strategies.ddp import WithinClientStrategy
+from lightning_fed.strategies.split import BatchSplit
 
 __all__ = ["FederatedLoop"]
 
@@ -81,7 +85,8 @@ class FederatedLoop(_FitLoop):
         self._flat: FlatParameters | None = None
         self._plateau_round = 0
         self._work: Round | None = None
-        self._ranks = Ranks()
+        self._ranks = Ranks()  # that share the clients
+        self._split = BatchSplit()  # whose processes share every batch
         self._received_sigterm = False
         self.corrected_clip: tuple[float, Any] | None = None  # value and algorithm, to clip after the correction
 
@@ -215,14 +220,22 @@ class FederatedLoop(_FitLoop):
 
     @property
     def client_model(self) -> tuple[Vector, State] | None:
-        """What the module holds beside the server model: the parameters and buffers in use, if training."""
+        """The parameters [P] and buffers of the client whose hooks are called, if training."""
         return None if self._flat is None else (self._engine.parameters_at_work.clone(), self._buffers.read())
 
-    @client_model.setter
-    def client_model(self, held: tuple[Vector, State] | None) -> None:
-        if held is not None and self._flat is not None:
-            self._flat.y.copy_(held[0])
-            self._buffers.write(held[1])
+    @contextmanager
+    def showing_server_model(self) -> Iterator[None]:
+        """Let the module hold the server model inside, and afterwards what it held before."""
+        if self._flat is None:
+            yield
+            return
+        y, buffers = self._flat.y.clone(), self._buffers.read()
+        self.show_server_model()
+        try:
+            yield
+        finally:
+            self._flat.y.copy_(y)
+            self._buffers.write(buffers)
 
     # ------------------------------------------------------------------ start and end of a fit
 
@@ -283,7 +296,11 @@ class FederatedLoop(_FitLoop):
                 trainer.precision_plugin.clip_gradients, self._optimizer, *self.corrected_clip
             )
         self._buffers = Buffers(buffer_owners(module), settings.buffers)
-        self._ranks = Ranks.of(trainer)
+        if isinstance(trainer.strategy, WithinClientStrategy):
+            trainer.strategy.share(self._flat.params)
+            self._split = trainer.strategy.split
+        else:
+            self._ranks = Ranks.of(trainer)
         self._state = self._make_state(module, base)
         self._planner = Planner(trainer, settings, self.population, self._state.seed)
         self._engine = self._make_engine()
@@ -306,11 +323,7 @@ class FederatedLoop(_FitLoop):
             "shuffle": trainer.datamodule.shuffle and not trainer.overfit_batches,
             "keeps_solver": settings.keeps_solver,
         }
-        if settings.engine == "sequential":
-            return SequentialEngine(self.epoch_loop, **options)
-        engine = VectorizedEngine(settings.chunk_size, **options)
-        engine.try_out(self._planner.first())
-        return engine
+        return make_engine(settings.engine, settings.chunk_size, self.epoch_loop, self._planner.first, options)
 
     def _make_state(self, module: pl.LightningModule, base: torch.optim.Optimizer) -> Server:
         assert self._flat is not None
@@ -434,14 +447,19 @@ class FederatedLoop(_FitLoop):
         work = self._work = Round(
             self._engine, state, settings.weighting, self.population, self._plans, gradient_plans, self._dropped, ranks
         )
-        if self._plans:
-            if gathers:
-                work.take_gradients()
-            work.begin(self._population_loss() if settings.algorithm.population_loss else None)
-        results = self.epoch_loop._results
-        outlines = ranks.exchange(lambda: self._train_clients(work))
+        if self._split.size > 1:
+            check_batch_statistics(trainer.lightning_module)
+        with self._split.in_step(), metrics_alone(trainer):
+            if self._plans:
+                if gathers:
+                    work.take_gradients()
+                work.begin(self._population_loss() if settings.algorithm.population_loss else None)
+            outlines = ranks.exchange(lambda: self._train_clients(work))
+            if self._split.size > 1:
+                outlines = self._split.gather(outlines[0])
         work.merge(outlines)
-        if ranks.size > 1:
+        results = self.epoch_loop._results
+        if len(outlines) > 1:
             results.merge([outline["logged"] for outline in outlines])
         self._received_sigterm = any(outline["sigterm"] for outline in outlines)
         trainer._logger_connector.epoch_end_reached()
@@ -461,8 +479,10 @@ class FederatedLoop(_FitLoop):
             for row, report in enumerate(result.reports):
                 engine.point_to(result, row)
                 call_round_hook(trainer, "on_client_end", report)
-        logged = self.epoch_loop._results.outline() if self._ranks.size > 1 else {}
-        return {**work.outline(), "logged": logged, "sigterm": trainer.received_sigterm}
+        engine.end_round()
+        outline = work.outline() if self._ranks.size > 1 else {}
+        logged = self.epoch_loop._results.outline() if trainer.world_size > 1 else {}
+        return {**outline, "logged": logged, "sigterm": trainer.received_sigterm}
 
     def _population_loss(self) -> torch.Tensor:
         """Return the mean loss over all examples of all clients at x (0-dim)."""

@@ -13,7 +13,7 @@ from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFac
 
 __all__ = ["ENGINES", "Settings"]
 
-ENGINES = ("sequential", "vectorized")
+ENGINES = ("sequential", "vectorized", "auto")
 
 
 @dataclass(frozen=True, slots=True)

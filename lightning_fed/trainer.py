@@ -11,7 +11,7 @@ from pytorch_lightning.callbacks import Callback, ProgressBar
 from lightning_fed.algorithms import Algorithm, FedAvg
 from lightning_fed.callbacks import RoundLogger, RoundProgressBar, RunSummary
 from lightning_fed.callbacks.schedulers import PlateauSchedulers
-from lightning_fed.checks import check_trainer
+from lightning_fed.checks import check_strategy, check_trainer
 from lightning_fed.connectors import install
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Weighting
@@ -21,6 +21,8 @@ from lightning_fed.server.sampling import Sampler
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
 from lightning_fed.settings import make_settings
 from lightning_fed.strategies import ClientsStrategy
+from lightning_fed.strategies.ddp import adopt
+from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 
 __all__ = ["ClientsStrategy", "FederatedTrainer"]
 
@@ -50,8 +52,9 @@ class FederatedTrainer(pl.Trainer):
         gradient_sampler: The same for methods that average gradients over a cohort of its own (FedDANE).
         weighting: How messages are averaged: "examples", "uniform", "steps", or a function of
             (client_id, size, steps). By default the method's own.
-        engine: How the cohort is run; "sequential" trains one client after another through Lightning's own loop,
-            "vectorized" several at once.
+        engine: How the cohort is run. "sequential" trains one client after another through Lightning's own loop: any
+            module, any hook. "vectorized" steps clients at once through ``torch.func``, and refuses modules and hooks
+            that cannot be. "auto" takes "vectorized" where it can, and says which it took and why.
         chunk_size: How many clients the vectorized engine runs at once; by default what suits model and machine.
         seed: The seed of the cohorts, batch orders and random layers; by default that of ``seed_everything``, else 0.
         buffers: What becomes of buffers such as BatchNorm's running statistics: "average", "server" or "local".
@@ -89,7 +92,7 @@ class FederatedTrainer(pl.Trainer):
         sampler: Sampler | None = None,
         gradient_sampler: Sampler | None = None,
         weighting: Weighting | None = None,
-        engine: Literal["sequential", "vectorized"] = "sequential",
+        engine: Literal["sequential", "vectorized", "auto"] = "sequential",
         chunk_size: int | None = None,
         seed: int | None = None,
         buffers: Literal["average", "server", "local"] = "average",
@@ -119,6 +122,7 @@ class FederatedTrainer(pl.Trainer):
             gradient_clip_on=gradient_clip_on,
         )
         _refuse_steps(kwargs)
+        check_strategy(kwargs.get("strategy", "auto"))
         super().__init__(
             callbacks=_with_defaults(callbacks, kwargs), max_epochs=_rounds(max_rounds, max_epochs), **kwargs
         )
@@ -126,7 +130,8 @@ class FederatedTrainer(pl.Trainer):
         if gradient_clip_on == "corrected" and self.gradient_clip_val:
             self.fit_loop.corrected_clip = (self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
             self.gradient_clip_val = None  # or Lightning would clip before the correction as well
-        if isinstance(self.strategy, ClientsStrategy):  # Lightning's sampler would show some examples twice
+        adopt(self)
+        if isinstance(self.strategy, UnwrappedDDPStrategy):  # Lightning's sampler would show some examples twice
             self._accelerator_connector.use_distributed_sampler = False
         install(self)
 

@@ -115,6 +115,7 @@ def test_callbacks_that_edit_training_per_batch(callback: pl.Callback) -> None:
         ({"algorithm": Scaffold(), "weighting": "examples"}, "weighting='examples' does not apply to Scaffold"),
         ({"buffers": "mean"}, "buffers must be one of .*found 'mean'"),
         ({"seed": -1}, "seed must be an int >= 0, found -1"),
+        ({"strategy": "fsdp"}, "The strategy fsdp is not supported: it shards.*strategy='clients'.*strategy='ddp'"),
         ({"max_rounds": -2}, "max_rounds must be an int >= 0, or -1 for no limit, found -2"),
         ({"max_rounds": 2, "max_epochs": 3}, "max_rounds=2 and max_epochs=3 differ"),
         ({"max_steps": 10}, "max_steps=10 counts optimizer steps.*max_rounds"),
@@ -137,7 +138,6 @@ def test_settings(settings: dict[str, Any], message: str) -> None:
         ({"server_optimizer": lambda params: 3}, "must return a torch optimizer, found 3"),
         ({"server_optimizer": lambda params: torch.optim.LBFGS(params)}, "server_optimizer LBFGS is not supported"),
         ({"val_check_interval": 0.5}, "val_check_interval=0.5 .*check_val_every_n_epoch, counted in rounds"),
-        ({"devices": 2, "strategy": "ddp"}, "2 devices .*Set strategy='clients', or devices=1"),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ from lightning_fed._compat import SIGTERMException
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import ClientError
-from lightning_fed.core.flat import FlatParameters
+from lightning_fed.core.flat import FlatParameters, Layout
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import ClientId, State, Vector
@@ -21,6 +21,7 @@ from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.optim import FederatedOptimizer
 from lightning_fed.server.aggregation import Participant
+from lightning_fed.strategies.split import PeerError
 
 __all__ = ["ChunkResult", "Engine", "RoundInputs"]
 
@@ -44,6 +45,24 @@ class RoundInputs:
     full_grad: dict[int, State]
     cohort_grad: Watched
     mean_examples: float
+    _cuts: dict[bool, tuple[Sequence[Vector], list[State], list[State]]] = field(default_factory=dict)
+
+    def per_parameter(self, layout: Layout, flat: bool) -> tuple[Sequence[Vector], list[State], list[State]]:
+        """Return x, the server state and the mean gradients once per parameter; they are cut once a round.
+
+        Args:
+            layout: The parameters' shapes.
+            flat: Whether the parts are flat [n_p], or in the parameters' shapes.
+        """
+        if flat not in self._cuts:
+            cut = layout.state_columns if flat else layout.state_views
+            server, cohort_grad = cut(self.server.unwatched()), cut(self.cohort_grad.unwatched())
+            # what is read of the first parameter's part is read of all
+            server[0] = Watched(server[0], self.server.read)
+            cohort_grad[0] = Watched(cohort_grad[0], self.cohort_grad.read)
+            x = self.x.split(layout.sizes) if flat else layout.views(self.x)
+            self._cuts[flat] = (x, server, cohort_grad)
+        return self._cuts[flat]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +130,7 @@ class Engine(ABC):
         self.shuffle = shuffle
         self.keeps_solver = keeps_solver
         self.gradients = GradientPass(trainer, flat)
+        self.split = self.gradients.split
 
     @abstractmethod
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
@@ -140,6 +160,9 @@ class Engine(ABC):
     def point_to(self, result: ChunkResult, row: int) -> None:  # noqa: B027
         """Let :attr:`parameters_at_work` be those of one client of a chunk, while its hooks are called."""
 
+    def end_round(self) -> None:  # noqa: B027
+        """Finish what is done once for all of this process's clients."""
+
     def full_gradients(self, inputs: RoundInputs, plan: WorkPlan) -> State:
         """Return a client's full-batch gradients at the points that the method names, before any local work."""
         index = plan.participant.index
@@ -152,7 +175,7 @@ class Engine(ABC):
 
     def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
         """Return a client's full-batch gradient [P] at a point [P]; random layers draw from a stream of its own."""
-        seed_global(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index), self.flat.y.device)
+        seed_global(self.split.seed(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)), self.flat.y.device)
         stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
         return self.gradients.full(point, batches.full(stream), batches.size, self.optimizer.decay)
 
@@ -160,7 +183,7 @@ class Engine(ABC):
         self, point: Vector, vector: Vector, batches: ClientBatches, round: int, index: int
     ) -> Vector:
         """Return a client's full-batch Hessian at a point [P] times a vector [P]; randomness as :meth:`gradient_at`."""
-        seed_global(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index), self.flat.y.device)
+        seed_global(self.split.seed(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)), self.flat.y.device)
         stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
         return self.gradients.hessian_vector(point, vector, batches.full(stream), batches.size, self.optimizer.decay)
 
@@ -171,7 +194,7 @@ class Engine(ABC):
             stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
             total += self.gradients.loss(x, batches.unaugmented(stream)).cpu()
             examples += batches.size
-        return float(total), examples
+        return sum(self.split.gather(float(total))), examples
 
     def errors_of(self, plan: WorkPlan, round: int, what: str) -> "_NamesClient":
         """Put the client, the round and the local step in front of whatever goes wrong inside."""
@@ -201,7 +224,7 @@ class _NamesClient:
         """Start watching."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception) or isinstance(error, SIGTERMException):
+        if not isinstance(error, Exception) or isinstance(error, (SIGTERMException, PeerError)):
             return
         work, self.optimizer.work = self.optimizer.work, None
         at = f", local step {work.num_steps + 1}" if work is not None else ""

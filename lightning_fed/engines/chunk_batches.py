@@ -11,12 +11,14 @@ from torch import Tensor
 
 from lightning_fed._compat import is_overridden
 from lightning_fed.data.batches import TensorBatches
-from lightning_fed.engines.functional import batch_shape, stack_batches
+from lightning_fed.engines.functional import batch_shape, first_batch, stack_batches
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.hooks import TRANSFER_HOOKS
 from lightning_fed.engines.plan import WorkPlan
 
 __all__ = ["BatchGroup", "ChunkBatches", "chunk_batches"]
+
+_GATHERED = 2**26  # bytes of a local epoch that are looked up at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,19 @@ class BatchGroup:
     batch: Any
     examples: int
     batch_idx: int
+
+    @property
+    def first(self) -> Any:
+        """The batch of the first of the clients."""
+        return first_batch(self.batch)
+
+
+class _Alone(BatchGroup):
+    """The batch of a single client, which nobody has to stack: its tensors are [B, ...]."""
+
+    @property
+    def first(self) -> Any:
+        return self.batch
 
 
 class ChunkBatches(Protocol):
@@ -73,6 +88,8 @@ def chunk_batches(
         if isinstance(first, TensorBatches)
     )
     if shares and isinstance(first, TensorBatches):
+        if len(plans) == 1 and _bytes_of(first) <= _GATHERED:
+            return _OneClient(trainer, first, plans[0], streams[0], shuffle)
         return _SharedTensors(trainer, first.tensors, plans, streams, shuffle, by_index)
     return _AnyBatches(trainer, plans, streams, shuffle, by_index)
 
@@ -105,6 +122,29 @@ class _AnyBatches:
         return out
 
 
+class _OneClient:
+    """Batches of a single client that are rows of tensors: one lookup for a whole local epoch."""
+
+    def __init__(
+        self, trainer: pl.Trainer, batches: TensorBatches, plan: WorkPlan, stream: torch.Generator, shuffle: bool
+    ) -> None:
+        self._groups = iter(self._make(trainer, batches, plan, stream, shuffle))
+
+    @staticmethod
+    def _make(
+        trainer: pl.Trainer, batches: TensorBatches, plan: WorkPlan, stream: torch.Generator, shuffle: bool
+    ) -> Iterator[BatchGroup]:
+        size = batches.settings.batch_size
+        for length in plan.epochs:
+            rows = batches.epoch_rows(stream, shuffle)[: length * size]
+            epoch = _on_device(trainer, [t.index_select(0, rows.to(t.device)) for t in batches.tensors])
+            for i, batch in enumerate(zip(*(t.split(size) for t in epoch), strict=True)):
+                yield _Alone((0,), slice(0, 1), list(batch), len(batch[0]), i)
+
+    def step(self, active: int) -> list[BatchGroup]:
+        return [next(self._groups)]
+
+
 class _SharedTensors:
     """Batches that are rows of the same tensors: one lookup for all clients."""
 
@@ -132,11 +172,19 @@ class _SharedTensors:
     def _group(self, clients: Sequence[int], size: int, k: int, active: int) -> BatchGroup:
         rows = torch.cat([self._rows[client][k][1] for client in clients])
         picked = [t.index_select(0, rows.to(t.device)) for t in self.tensors]
-        batch = self.trainer.precision_plugin.convert_input([t.view(len(clients), size, *t.shape[1:]) for t in picked])
-        device = self.trainer.strategy.root_device
-        if device.type != "cpu":
-            batch = self.trainer.strategy.batch_to_device(batch, device)
+        batch = _on_device(self.trainer, [t.view(len(clients), size, *t.shape[1:]) for t in picked])
         return BatchGroup(clients, _chosen(clients, active), batch, size, self._rows[clients[0]][k][0])
+
+
+def _on_device(trainer: pl.Trainer, tensors: list[Tensor]) -> list[Tensor]:
+    """Convert and move tensors as Lightning does where nobody has transfer hooks."""
+    converted: list[Tensor] = trainer.precision_plugin.convert_input(tensors)
+    device = trainer.strategy.root_device
+    return converted if device.type == "cpu" else trainer.strategy.batch_to_device(converted, device)
+
+
+def _bytes_of(batches: TensorBatches) -> int:
+    return batches.size * sum(t.element_size() * (t.numel() // max(1, len(t))) for t in batches.tensors)
 
 
 def _batches(plan: WorkPlan, stream: torch.Generator, shuffle: bool) -> Iterator[tuple[int, Any, int]]:

@@ -23,12 +23,17 @@ from lightning_fed._compat import (
     is_param_in_hook_signature,
 )
 from lightning_fed.callbacks.base import uses_hook
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import Vector
 from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS, TRANSFER_HOOKS, saves_at_round_ends
 from lightning_fed.engines.results import RoundResults
+from lightning_fed.engines.split_results import SplitResults
 from lightning_fed.server.aggregation import accumulation_dtype
+from lightning_fed.strategies import ClientsStrategy
+from lightning_fed.strategies.ddp import split_of
+from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
 
 __all__ = ["ClientEpochLoop", "ClientFetcher"]
 
@@ -76,15 +81,17 @@ class _ClientOptimization(_AutomaticOptimization):
         self.anchor_point: list[Tensor] = []
         self.anchor_grad: Vector | None = None
         self.anchor_decay: list[float] = []
+        self.split = BatchSplit()
         self._is_lean = False
 
     def prepare(self, callbacks: Sequence[Callback]) -> None:
         """Find out, once a fit, whether anything happens between batch and step but forward and backward."""
         trainer, module = self.trainer, self.trainer.lightning_module
+        self.split = split_of(trainer)
         self._is_lean = (
             type(trainer.precision_plugin).optimizer_step in (Precision.optimizer_step, MixedPrecision.optimizer_step)
             and getattr(trainer.precision_plugin, "scaler", None) is None
-            and type(trainer.strategy) is SingleDeviceStrategy
+            and type(trainer.strategy) in (SingleDeviceStrategy, ClientsStrategy)
             and isinstance(trainer.profiler, PassThroughProfiler)
             and trainer.accumulate_grad_batches == 1
             and not trainer.gradient_clip_val
@@ -129,10 +136,19 @@ class _ClientOptimization(_AutomaticOptimization):
             self.anchor_grad.zero_()
             views = self.gradients.flat.layout.views(self.anchor_grad)
             for view, value, decay in zip(views, self.anchor_point, self.anchor_decay, strict=True):
-                if decay:
+                if decay and self.split.rank == 0:
                     view.add_(value, alpha=decay)
-        with preserved_random_state(self.anchor_grad.device), self.gradients.silent():
-            self.gradients.add(self.anchor_point, batch, batch_idx, self.anchor_grad, 1.0 / accumulated)
+        if batch is not NO_EXAMPLES:
+            scale = self.split.fraction / accumulated
+            with preserved_random_state(self.anchor_grad.device), self.gradients.silent():
+                self.gradients.add(self.anchor_point, batch, batch_idx, self.anchor_grad, scale)
+        if self.split.size > 1 and not self.trainer.fit_loop._should_accumulate():
+            self.split.sum(self.anchor_grad)
+
+    def _training_step(self, kwargs: OrderedDict) -> ClosureResult:  # type: ignore[type-arg]
+        """Call ``training_step``, which may also return None where several processes train clients of their own."""
+        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+        return self.output_result_cls.from_training_step_output(output, self.trainer.accumulate_grad_batches)
 
 
 class ClientEpochLoop(_TrainingEpochLoop):
@@ -149,6 +165,8 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self._results: RoundResults = RoundResults()
         self._loss: Tensor | None = None
         self._loss_examples = 0
+        self._split = BatchSplit()
+        self.own_examples = 0  # that this process has seen of the client at work, counted in every local epoch
 
     @property
     def global_step(self) -> int:
@@ -184,6 +202,9 @@ class ClientEpochLoop(_TrainingEpochLoop):
             for hook in ("on_train_batch_start", "on_train_batch_end")
         }
         self.automatic_optimization.prepare(trainer.callbacks)
+        self._split = split_of(trainer)
+        if self._split.size > 1:
+            self._results = SplitResults(trainer.strategy.root_device)
         datamodule = trainer.datamodule
         self._transfers = trainer.strategy.root_device.type != "cpu" or any(
             is_overridden(hook, module, pl.LightningModule)
@@ -206,13 +227,17 @@ class ClientEpochLoop(_TrainingEpochLoop):
     def begin_client(self, device: torch.device) -> None:
         """Start the running mean of a client's loss."""
         self._loss = torch.zeros((), dtype=accumulation_dtype(device), device=device)
-        self._loss_examples = 0
+        self._loss_examples = self.own_examples = 0
 
     def close_client(self) -> tuple[float, dict[str, float]]:
         """Return the client's mean loss and the means of what it logged."""
         assert self._loss is not None
-        loss = float(self._loss) / self._loss_examples if self._loss_examples else float("nan")
-        return loss, self._results.close_client()
+        total, examples = float(self._loss), self._loss_examples
+        if isinstance(self._results, SplitResults):
+            parts = self._split.gather((total, examples, self._results.outline_client()))
+            total, examples = sum(part[0] for part in parts), sum(part[1] for part in parts)
+            self._results.merge_client([outline for _, _, outline in parts])
+        return total / examples if examples else float("nan"), self._results.close_client()
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Train on one batch."""
@@ -224,15 +249,22 @@ class ClientEpochLoop(_TrainingEpochLoop):
         finally:
             data_fetcher._stop_profiler()
         self.batch_progress.is_last_batch = data_fetcher.done
-        batch = trainer.precision_plugin.convert_input(batch)
-        if self._transfers:
-            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-            batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+        examples = data_fetcher.examples
+        if self._split.size > 1:
+            batch, examples = self._split.take(batch, examples)
+            self.own_examples += examples
+        is_idle = batch is NO_EXAMPLES  # then nothing happens here but this process's part in the exchange
+        if not is_idle:
+            batch = trainer.precision_plugin.convert_input(batch)
+            if self._transfers:
+                batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+                batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
         self.batch_progress.increment_ready()
         connector.on_batch_start(batch)
-        self._results.batch_size = data_fetcher.examples
-        skips_epoch = self._uses["on_train_batch_start"] and self._start_hooks(batch, batch_idx) == -1
+        self._results.batch_size = examples
+        skips_epoch = self._uses["on_train_batch_start"] and not is_idle and self._start_hooks(batch, batch_idx) == -1
         if skips_epoch:
+            self._check_may_skip()
             self.batch_progress.increment_by(0, is_last_batch=True)
             raise StopIteration
         self.batch_progress.increment_started()
@@ -240,8 +272,8 @@ class ClientEpochLoop(_TrainingEpochLoop):
         with trainer.profiler.profile("run_training_batch"):
             output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
         self.batch_progress.increment_processed()
-        self._add_loss(output, data_fetcher.examples)
-        if self._uses["on_train_batch_end"]:
+        self._add_loss(output, examples)
+        if self._uses["on_train_batch_end"] and not is_idle:
             call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
             call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
         self._results.batch = None
@@ -250,6 +282,13 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """Do nothing per batch: validation, schedulers and loggers have their place at the end of the round."""
+
+    def _check_may_skip(self) -> None:
+        if self._split.size > 1:
+            raise FederatedError(
+                "on_train_batch_start returned -1, which skips the rest of a local epoch: processes that see different"
+                " parts of a batch may not agree on it. Use strategy='clients', which leaves batches whole."
+            )
 
     def _start_hooks(self, batch: Any, batch_idx: int) -> Any:
         call._call_callback_hooks(self.trainer, "on_train_batch_start", batch, batch_idx)

@@ -10,7 +10,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from lightning_fed._compat import _ResultCollection, call, is_param_in_hook_signature
+from lightning_fed._compat import call, is_param_in_hook_signature
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, preserved_random_state, seed_global
 from lightning_fed.core.types import ClientId, State, Vector
@@ -19,6 +19,8 @@ from lightning_fed.data.batches import ClientBatches, LoaderBatches, TensorBatch
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.gradients import prepare_batch
+from lightning_fed.engines.ranks import metrics_alone
+from lightning_fed.engines.results import EvaluationResults
 
 __all__ = ["ClientEvaluation", "validation_batches"]
 
@@ -138,8 +140,8 @@ class ClientEvaluation:
         trainer, module = self.trainer, self.trainer.lightning_module
         takes_index = is_param_in_hook_signature(module.validation_step, "batch_idx", min_args=2)
         loader = {"dataloader_idx": 0} if "dataloader_idx" in signature(module.validation_step).parameters else {}
-        results, connector = _ResultCollection(training=False), trainer._logger_connector
-        with self._validating(results), _eval_mode(module), _logging(module):
+        results, connector = EvaluationResults(training=False), trainer._logger_connector
+        with self._validating(results), _eval_mode(module), _logging(module), metrics_alone(trainer):
             call._call_lightning_module_hook(trainer, "on_validation_epoch_start")
             for i, (batch, examples) in enumerate(batches):
                 results.batch_size, connector._first_loop_iter = examples, i == 0
@@ -153,7 +155,7 @@ class ClientEvaluation:
             return {name: float(value) for name, value in results.metrics(on_step=False)["callback"].items()}
 
     @contextmanager
-    def _validating(self, results: _ResultCollection) -> Iterator[None]:
+    def _validating(self, results: EvaluationResults) -> Iterator[None]:
         """Let ``self.log`` fill ``results`` as it would the trainer's own during validation."""
         trainer, connector = self.trainer, self.trainer._logger_connector
         loop = trainer.fit_loop.epoch_loop.val_loop

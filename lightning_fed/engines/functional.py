@@ -2,13 +2,11 @@
 
 import dis
 import inspect
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
@@ -16,15 +14,15 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
-from lightning_fed._compat import is_param_in_hook_signature
+from lightning_fed._compat import is_param_in_hook_signature, rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
-from lightning_fed.core.seeds import preserved_random_state
-from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.engines.traces import Found, Traces, Values, marks
 
-__all__ = ["FunctionalStep", "Logged", "stack_batches"]
+__all__ = ["FunctionalStep", "Logged", "batch_shape", "first_batch", "stack_batches"]
 
 _LOG = inspect.signature(pl.LightningModule.log)
+_NO_OPTIONS = ("self", "name", "value", "batch_size")
 _MEANS = (torch.mean, "mean", "avg")
 
 
@@ -33,12 +31,14 @@ class Logged:
     """One value that ``training_step`` logged.
 
     Attributes:
-        value: The value of each client [S].
+        value: The value of each client [S], [] of a single one.
         options: The other arguments of ``self.log``.
+        batch_size: The ``batch_size`` among them, if it was given.
     """
 
     value: Tensor
     options: dict[str, Any]
+    batch_size: int | None
 
 
 class _Step(nn.Module):
@@ -72,7 +72,11 @@ class FunctionalStep:
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._options: dict[str, dict[str, Any]] = {}
         self._values: dict[str, Tensor] = {}
+        self._sizes: dict[str, int | None] = {}
         self._held: Sequence[Tensor] | None = None  # the views that the module's parameters look at
+        self.traces = Traces()
+        self._is_checked = False
+        self._marks: dict[tuple[str, str], Any] = {}
 
     def gradients(
         self, views: Sequence[Tensor], batch: Any, batch_idx: int, shared: bool = False
@@ -88,35 +92,142 @@ class FunctionalStep:
         Returns:
             Gradients [S, *shape] per parameter, losses [S], and the logged values by name.
         """
-        if not shared and len(views[0]) == 1:
-            return self._of_one(views, batch, batch_idx)
-        leaves, spec = pytree.tree_flatten(batch)
+        leaves, spec = flatten(batch)
+        key = (shared, batch_idx if self.reads_index else 0, spec, *(leaf.shape for leaf in leaves))
+        return self._run(key, lambda *flat: self._many(flat, spec, batch_idx, shared), [*views, *leaves])
 
-        def loss_of(point: tuple[Tensor, ...], *parts: Tensor) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
-            parameters = dict(zip(self._names, point, strict=True))
-            whole = self._arguments(pytree.tree_unflatten(parts, spec), batch_idx)
-            loss, values = self._loss(lambda: functional_call(self._call, parameters, whole))
-            return loss, (loss.detach(), values)
+    def _many(self, flat: Sequence[Tensor], spec: Any, batch_idx: int, shared: bool) -> Found:
+        rows = (None if shared else 0, *(0 for _ in flat[len(self._names) :]))
+        take = vmap(grad(self._loss_at(spec, batch_idx), has_aux=True), in_dims=rows, randomness="different")
+        grads, (loss, values) = take(tuple(flat[: len(self._names)]), *flat[len(self._names) :])
+        return grads, loss, self._with_sizes(values)
 
-        rows = (None if shared else 0, *(0 for _ in leaves))
-        take = vmap(grad(loss_of, has_aux=True), in_dims=rows, randomness="different")
-        grads, (loss, values) = take(tuple(views), *leaves)
-        return grads, loss, {name: Logged(value, self._options[name]) for name, value in values.items()}
-
-    def _of_one(
+    def gradient_of_one(
         self, views: Sequence[Tensor], batch: Any, batch_idx: int
     ) -> tuple[Sequence[Tensor], Tensor, dict[str, Logged]]:
-        """Take one client's gradient with autograd alone, at a fraction of the cost of ``vmap``."""
+        """Return the same of one client, at a fraction of the cost of ``vmap``.
+
+        Args:
+            views: One tensor per parameter, [*shape]; the same list for all steps of a client saves time.
+            batch: Its batch, every tensor [B, ...].
+            batch_idx: Its index in the local epoch.
+
+        Returns:
+            Gradients [*shape] per parameter, the loss [], and the logged values by name.
+        """
+        leaves, spec = flatten(batch)
+        key = (None, batch_idx if self.reads_index else 0, spec, *(leaf.shape for leaf in leaves))
+        if self.traces.is_due(key):
+            return self._run(key, lambda *flat: self._one(flat, spec, batch_idx), [*views, *leaves])
         if self._held is not views:
-            self.flat.point_to([view[0] for view in views])
+            self.flat.point_to(views)
             self._held = views
-        arguments = self._arguments(pytree.tree_map(lambda leaf: leaf[0], batch), batch_idx)
+        arguments = self._arguments(batch, batch_idx)
         with torch.enable_grad():
             loss, values = self._loss(lambda: self.module.training_step(*arguments))
             grads = torch.autograd.grad(loss, self.flat.params, allow_unused=True)
-        logged = {name: Logged(value[None], self._options[name]) for name, value in values.items()}
-        zeros = [torch.zeros_like(v) if g is None else g[None] for g, v in zip(grads, views, strict=True)]
-        return zeros, loss.detach()[None], logged
+        whole = [torch.zeros_like(v) if g is None else g for g, v in zip(grads, views, strict=True)]
+        return whole, loss.detach(), self._logged(self._with_sizes(values))
+
+    def _one(self, flat: Sequence[Tensor], spec: Any, batch_idx: int) -> Found:
+        take = grad(self._loss_at(spec, batch_idx), has_aux=True)
+        grads, (loss, values) = take(tuple(flat[: len(self._names)]), *flat[len(self._names) :])
+        return grads, loss, self._with_sizes(values)
+
+    def _loss_at(self, spec: Any, batch_idx: int) -> Callable[..., Any]:
+        """Return the loss of one client as a function of its parameters and the tensors of its batch."""
+
+        def loss_of(point: tuple[Tensor, ...], *parts: Tensor) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
+            parameters = dict(zip(self._names, point, strict=True))
+            whole = self._arguments(unflatten(parts, spec), batch_idx)
+            loss, values = self._loss(lambda: functional_call(self._call, parameters, whole))
+            return loss, (loss.detach(), values)
+
+        return loss_of
+
+    def _run(
+        self, key: Any, function: Callable[..., Found], flat: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Tensor, dict[str, Logged]]:
+        """Call a function of tensors, through its trace where there is one or one is due."""
+        trace = self.traces.get(key, function, flat)
+        if trace is None:
+            found = function(*flat)
+        else:
+            found = trace(*flat)
+            if not self._is_checked and not self._is_right(found[1], lambda: function(*flat)[1]):
+                found = function(*flat)
+        grads, loss, values = found
+        return grads, loss, self._logged(values)
+
+    def _is_right(self, loss: Tensor, real: Callable[[], Tensor]) -> bool:
+        """Compare what a trace gives with what the module gives, once a round; the module is right."""
+        self._is_checked = True
+        tolerance = 1e-3 if torch.finfo(loss.dtype).bits >= 32 else 5e-2
+        if torch.allclose(real(), loss, rtol=tolerance, atol=1e-6, equal_nan=True):
+            return True
+        self.traces.forbid()
+        rank_zero_warn(
+            f"{type(self.module).__name__}.training_step gives another loss than when it was traced, so it reads"
+            " something beside self and the batch that changes. Local steps run untraced from here on, which is slower."
+        )
+        return False
+
+    def begin_round(self) -> None:
+        """Forget the traces if an attribute of the module has changed since they were made."""
+        self._is_checked = False
+        if self.traces.allowed and (now := marks(self.module)) != self._marks:
+            self.traces.drop()
+            self._marks = now
+
+    def unused_parameters(self, batch: Any, batch_idx: int) -> frozenset[int]:
+        """Return the positions of parameters that the loss does not depend on: they have no gradient, not zero."""
+        self.flat.restore()
+        arguments = self._arguments(batch, batch_idx)
+        with torch.enable_grad():
+            loss, _ = self._loss(lambda: self.module.training_step(*arguments))
+            grads = torch.autograd.grad(loss, self.flat.params, allow_unused=True)
+        return frozenset(i for i, g in enumerate(grads) if g is None)
+
+    def _with_sizes(self, values: dict[str, Tensor]) -> Values:
+        return {name: (value, self._sizes[name]) for name, value in values.items()}
+
+    def _logged(self, values: Values) -> dict[str, Logged]:
+        return {name: Logged(value, self._options[name], size) for name, (value, size) in values.items()}
+
+    def step_in_place(
+        self, views: Sequence[Tensor], batch: Any, batch_idx: int, rate: float, alone: bool
+    ) -> tuple[Tensor, dict[str, Logged]] | None:
+        """Take a plain step along the gradients in one go, if there is a trace of it or it is time for one.
+
+        Args:
+            views: One tensor per parameter, [S, *shape]; [*shape] of a single client. They are changed.
+            batch: The clients' batches, every tensor [S, B, ...]; [B, ...] of a single client.
+            batch_idx: Their index in the local epoch.
+            rate: The learning rate.
+            alone: Whether it is a single client.
+
+        Returns:
+            Losses and logged values as :meth:`gradients`, or None if no step was taken.
+        """
+        leaves, spec = flatten(batch)
+        key = ("step", alone, batch_idx if self.reads_index else 0, spec, *(leaf.shape for leaf in leaves))
+        if not self.traces.is_due(key):
+            return None
+
+        def function(*flat: Tensor) -> Found:
+            return self._one(flat, spec, batch_idx) if alone else self._many(flat, spec, batch_idx, shared=False)
+
+        flat = [*views, *leaves]
+        trace = self.traces.get_step(key, function, flat, len(views))
+        if trace is None:
+            return None
+        before = None if self._is_checked else [view.clone() for view in views]
+        _, loss, values = trace(*flat, -rate)
+        if before is not None and not self._is_right(loss, lambda: function(*before, *leaves)[1]):
+            for view, value in zip(views, before, strict=True):
+                view.copy_(value)
+            return None
+        return loss, self._logged(values)
 
     def _arguments(self, batch: Any, batch_idx: int) -> tuple[Any, ...]:
         return (batch, batch_idx) if self._takes_index else (batch,)
@@ -140,11 +251,13 @@ class FunctionalStep:
         options = self._options.get(name)
         if options is None or len(args) > 2:
             bound = _LOG.bind(self.module, *args, **kwargs).arguments
-            options = self._options[name] = {k: v for k, v in bound.items() if k not in ("self", "name", "value")}
+            options = self._options[name] = {k: v for k, v in bound.items() if k not in _NO_OPTIONS}
             _check_logged(name, value, options)
-        elif "batch_size" in kwargs:
-            options["batch_size"] = kwargs["batch_size"]
-        self._values[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+        if not isinstance(value, Tensor):
+            self.traces.forbid()  # a trace would repeat this very number for ever
+            value = torch.tensor(float(value))
+        self._values[name] = value.detach()
+        self._sizes[name] = kwargs.get("batch_size")
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -160,85 +273,17 @@ class FunctionalStep:
             self.flat.restore()
             self._held = None
 
-    # ------------------------------------------------------------------ the trial
 
-    def try_out(self, batch: Any, batch_idx: int) -> None:
-        """Take a step of two equal clients, and refuse the module if that is not what two separate steps would do.
+def flatten(batch: Any) -> tuple[Sequence[Tensor], Any]:
+    """Return the tensors of a batch, and what :func:`unflatten` needs to put them together again."""
+    if type(batch) is list and all(type(part) is Tensor for part in batch):
+        return batch, list  # the usual case, at a fraction of the cost
+    return pytree.tree_flatten(batch)
 
-        Args:
-            batch: A client's batch, every tensor [1, B, ...].
-            batch_idx: Its index in the local epoch.
 
-        Raises:
-            FederatedError: Naming what the module does that clients run at once cannot do, and the way out.
-        """
-        pair = [v.detach().expand(2, *v.shape) for v in self.flat.views]
-        with preserved_random_state(self.flat.y.device), self.recording():
-            kept = self._snapshot()
-            try:
-                grads, _, _ = self.gradients(pair, pytree.tree_map(lambda t: torch.cat([t, t]), batch), batch_idx)
-                self._check_traces(kept)
-                self.is_random = not torch.equal(kept["random"], torch.get_rng_state())
-                if not self.is_random:
-                    self._check_values([g[0] for g in grads], batch, batch_idx)
-                self.unused = self._unused(batch, batch_idx)
-            except FederatedError:
-                raise
-            except Exception as error:
-                text = " ".join(str(error).split())
-                raise self._refusal(f"it cannot be run for several clients at once ({text[:300]})") from error
-
-    def _check_values(self, grads: Sequence[Tensor], batch: Any, batch_idx: int) -> None:
-        """Compare with the gradient of one client, as a guard against operations that ``vmap`` gets wrong."""
-        single, _, _ = self.gradients([v.detach()[None] for v in self.flat.views], batch, batch_idx)
-        scale = max(float(g.abs().max()) for g in single) or 1.0
-        for name, one, other in zip(self.flat.names, single, grads, strict=True):
-            if not torch.allclose(one[0], other, rtol=1e-2, atol=1e-2 * scale, equal_nan=True):
-                raise self._refusal(f"the gradient of {name!r} of several clients at once differs from that of one")
-
-    def _unused(self, batch: Any, batch_idx: int) -> frozenset[int]:
-        """Return the positions of parameters that the loss does not depend on: they have no gradient, not zero."""
-        self.flat.restore()
-        arguments = self._arguments(pytree.tree_map(lambda leaf: leaf[0], batch), batch_idx)
-        with torch.enable_grad():
-            loss, _ = self._loss(lambda: self.module.training_step(*arguments))
-            grads = torch.autograd.grad(loss, self.flat.params, allow_unused=True)
-        return frozenset(i for i, g in enumerate(grads) if g is None)
-
-    def _snapshot(self) -> dict[str, Any]:
-        module = self.module
-        buffers = [owner.get_buffer(name) for owner, name in buffer_owners(module).values()]
-        return {
-            "random": torch.get_rng_state(),
-            "foreign": _foreign_state(),
-            "buffers": [(b, b.clone()) for b in buffers],
-            "metrics": [(n, m, m._update_count) for n, m in module.named_modules() if isinstance(m, Metric)],
-            "attributes": {(n, k): _mark(v) for n, m in module.named_modules() for k, v in _attributes(m).items()},
-        }
-
-    def _check_traces(self, kept: dict[str, Any]) -> None:
-        module = self.module
-        names = list(buffer_owners(module))
-        for name, (buffer, before) in zip(names, kept["buffers"], strict=True):
-            if not torch.equal(buffer, before):
-                raise self._refusal(f"it changes the buffer {name!r}, as BatchNorm's running statistics in train mode")
-        for name, metric, count in kept["metrics"]:
-            if metric._update_count != count:
-                raise self._refusal(
-                    f"it updates the metric {name!r}; log a functional metric, or the loss alone, in training_step"
-                )
-        now = {(n, k): _mark(v) for n, m in module.named_modules() for k, v in _attributes(m).items()}
-        for key in now.keys() | kept["attributes"].keys():
-            if now.get(key) != kept["attributes"].get(key):
-                raise self._refusal(f"it changes the attribute {'.'.join(filter(None, key))!r}")
-        if _foreign_state() != kept["foreign"]:
-            raise self._refusal("it draws from Python's or NumPy's generator, once for all clients; draw from torch's")
-
-    def _refusal(self, reason: str) -> FederatedError:
-        name = type(self.module).__name__
-        return FederatedError(
-            f"engine='vectorized' cannot take {name}.training_step: {reason}. Change that, or use engine='sequential'."
-        )
+def unflatten(leaves: Sequence[Tensor], spec: Any) -> Any:
+    """Return the batch that has these tensors."""
+    return list(leaves) if spec is list else pytree.tree_unflatten(leaves, spec)
 
 
 def stack_batches(batches: Sequence[Any]) -> Any:
@@ -258,6 +303,13 @@ def stack_batches(batches: Sequence[Any]) -> Any:
     return pytree.tree_unflatten([torch.stack(column) for column in columns], flat[0][1])
 
 
+def first_batch(batch: Any) -> Any:
+    """Return the batch of the first client."""
+    if type(batch) is list and all(type(part) is Tensor for part in batch):
+        return [part[0] for part in batch]
+    return pytree.tree_map(lambda leaf: leaf[0], batch)
+
+
 def batch_shape(batch: Any) -> tuple[Any, ...]:
     """Return what batches must share to be stacked."""
     leaves, spec = pytree.tree_flatten(batch)
@@ -274,12 +326,6 @@ def _check_logged(name: str, value: Any, options: dict[str, Any]) -> None:
         )
 
 
-def _foreign_state() -> tuple[Any, ...]:
-    """Return the states of the generators that are not PyTorch's."""
-    numpy: Any = np.random.get_state()
-    return random.getstate(), numpy[1].tolist(), numpy[2]
-
-
 def _reads(function: Callable[..., Any], argument: str) -> bool:
     """Whether a function's own code reads an argument; True where that cannot be told."""
     code = getattr(inspect.unwrap(function), "__code__", None)
@@ -287,16 +333,3 @@ def _reads(function: Callable[..., Any], argument: str) -> bool:
         return code is None or bool(code.co_flags & inspect.CO_VARARGS)
     read = (i.argval if isinstance(i.argval, tuple) else (i.argval,) for i in dis.get_instructions(code))
     return argument in code.co_cellvars or any(argument in names for names in read)
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name != "log"}
-
-
-def _mark(value: Any) -> Any:
-    """Return something that changes when an attribute is assigned to, a collection grows, a tensor is written to."""
-    if isinstance(value, (int, float, str, bool, type(None))):
-        return value
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    return id(value), len(value) if isinstance(value, (list, dict, set)) else 0

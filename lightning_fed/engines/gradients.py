@@ -1,6 +1,7 @@
 """Gradients of the user's ``training_step`` at another point: the anchor of Mime, full-batch gradients.
 
-Such a pass leaves no trace: it logs nothing, and moves no metric, no buffer and no gradient.
+Such a pass leaves no trace: it logs nothing, and moves no metric, no buffer and no gradient. Where processes split
+batches, full-batch gradients are the sums over all of them.
 """
 
 import copy
@@ -20,6 +21,7 @@ from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state
 from lightning_fed.core.types import Vector
 from lightning_fed.server.aggregation import accumulation_dtype
+from lightning_fed.strategies.ddp import split_of
 
 __all__ = ["GradientPass", "buffer_owners", "prepare_batch", "step_arguments"]
 
@@ -54,6 +56,7 @@ class GradientPass:
     def __init__(self, trainer: pl.Trainer, flat: FlatParameters) -> None:
         self.trainer = trainer
         self.flat = flat
+        self.split = split_of(trainer)
         module = trainer.lightning_module
         parents = [parent for _, parent in _outside_metrics(module)]
         self._metrics = [
@@ -150,8 +153,10 @@ class GradientPass:
         views = self.flat.layout.views(point)
         out = torch.zeros_like(point)
         with self.silent():
-            for i, (batch, examples) in enumerate(batches):
-                self.add(views, prepare_batch(self.trainer, batch), i, out, examples / size)
+            for i, (batch, own) in enumerate(self._parts(batches)):
+                if own:
+                    self.add(views, prepare_batch(self.trainer, batch), i, out, own / size)
+        self.split.sum(out)
         for view, value, rate in zip(self.flat.layout.views(out), views, decay, strict=True):
             if rate:
                 view.add_(value, alpha=rate)
@@ -168,15 +173,19 @@ class GradientPass:
         parts, out = self.flat.layout.views(vector), torch.zeros_like(point)
         with self.silent():
             self.flat.point_to(self.flat.layout.views(point))
-            for i, (batch, examples) in enumerate(batches):
-                products = self._second_backward(prepare_batch(self.trainer, batch), i, parts)
-                for view, product in zip(self.flat.layout.views(out), products, strict=True):
+            for i, (batch, own) in enumerate(self._parts(batches)):
+                products = self._second_backward(prepare_batch(self.trainer, batch), i, parts) if own else []
+                for view, product in zip(self.flat.layout.views(out) if own else [], products, strict=True):
                     if product is not None:
-                        view.add_(product, alpha=examples / size)
+                        view.add_(product, alpha=own / size)
+        self.split.sum(out)
         for view, part, rate in zip(self.flat.layout.views(out), parts, decay, strict=True):
             if rate:
                 view.add_(part, alpha=rate)
         return out
+
+    def _parts(self, batches: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
+        return (self.split.cut(batch, examples) for batch, examples in batches)
 
     def _second_backward(self, batch: Any, batch_idx: int, parts: Sequence[Tensor]) -> list[Tensor | None]:
         params = self.flat.params
@@ -199,7 +208,10 @@ class GradientPass:
 
     @torch.no_grad()
     def loss(self, point: Vector, batches: Iterable[tuple[Any, int]]) -> Tensor:
-        """Return the sum over examples of the loss at a point, in eval mode (0-dim, float64 where there is one)."""
+        """Return the sum over examples of the loss at a point, in eval mode (0-dim, float64 where there is one).
+
+        Where processes split batches, it is the sum over this one's examples.
+        """
         module = self.trainer.lightning_module
         total = torch.zeros((), dtype=accumulation_dtype(point.device), device=point.device)
         modes = [(m, m.training) for m in module.modules()]
@@ -207,10 +219,10 @@ class GradientPass:
             module.eval()
             self.flat.point_to(self.flat.layout.views(point))
             try:
-                for i, (batch, examples) in enumerate(batches):
-                    loss = self._forward(prepare_batch(self.trainer, batch), i)
+                for i, (batch, own) in enumerate(self._parts(batches)):
+                    loss = self._forward(prepare_batch(self.trainer, batch), i) if own else None
                     if loss is not None:
-                        total += loss.detach() * examples
+                        total += loss.detach() * own
             finally:
                 _set_modes(modes)
         return total

@@ -64,8 +64,9 @@ class Planner:
         return self._plan(self._draw(self.settings.gradient_sampler, seed, round), round)
 
     def first(self) -> WorkPlan:
-        """Return the work of some client, whoever comes first, to try things out on."""
-        return self._plan({self.population[0]: 1}, 0)[0]
+        """Return the work of the first client that has examples, to try things out on."""
+        sized = (i for i in self.population if self.trainer.datamodule.client_batches(i).size > 0)
+        return self._plan({next(sized): 1}, 0)[0]
 
     def everyone(self, wanted: Callable[[int], bool]) -> Iterator[tuple[int, ClientBatches]]:
         """Yield stored index and data of every client whose index is wanted."""

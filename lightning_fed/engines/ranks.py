@@ -1,17 +1,19 @@
 """The processes that share the clients of a round among them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_fed.core.errors import ClientError
 from lightning_fed.engines.plan import WorkPlan
 
-__all__ = ["Ranks", "deal"]
+__all__ = ["Ranks", "deal", "metrics_alone"]
 
 Record = TypeVar("Record")
 
@@ -107,3 +109,21 @@ def deal(plans: Iterable[WorkPlan], size: int, keeps_state: bool) -> Mapping[int
         loads[rank] += max(1, member.steps)
         owners[member.index] = rank
     return owners
+
+
+@contextmanager
+def metrics_alone(trainer: pl.Trainer) -> Iterator[None]:
+    """Let the module's metric objects count what this process has seen, without exchanging anything with others."""
+    parts = trainer.lightning_module.modules() if trainer.world_size > 1 else ()
+    kept = [(part, part.distributed_available_fn) for part in parts if isinstance(part, Metric)]
+    for metric, _ in kept:
+        metric.distributed_available_fn = _is_alone
+    try:
+        yield
+    finally:
+        for metric, function in kept:
+            metric.distributed_available_fn = function
+
+
+def _is_alone() -> bool:
+    return False

@@ -1,4 +1,4 @@
-"""What ``self.log`` collects over a round: example-weighted means, per client and over the cohort."""
+"""What ``self.log`` collects: over a round, per client and over the cohort; over an evaluation; in all processes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,29 +11,31 @@ from torch import Tensor
 
 from lightning_fed._compat import _ResultCollection, rank_zero_warn
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.engines.ranks import Ranks
 from lightning_fed.server.aggregation import accumulation_dtype
 
-__all__ = ["Logged", "RoundResults"]
+__all__ = ["EvaluationResults", "Logged", "RoundResults", "SharedResults"]
 
 _MEANS = (torch.mean, "mean", "avg")
-
-
+_SYNC = ("sync_dist", "sync_dist_fn", "sync_dist_group", "rank_zero_only")
 _PER_ROUND = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")  # logged by every process alike
 
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """What one process logged under one name in a round.
+    """What one process logged under one name.
 
     Attributes:
         flags: The arguments of ``self.log``, and the hook it was called in.
         value: The sum of values times examples, or the sum, least or largest of values.
         weight: The examples.
+        dtype: The type in which the value is kept.
     """
 
     flags: dict[str, Any]
     value: float
     weight: int
+    dtype: torch.dtype
 
 
 class _ClientMean:
@@ -53,7 +55,80 @@ class _ClientMean:
         self.weight += examples
 
 
-class RoundResults(_ResultCollection):
+class SharedResults(_ResultCollection):
+    """Lightning's result collection, put together from those of several processes.
+
+    Lightning would exchange value after value, and wait for ever where one process did not log what others did; it
+    averages counts of examples as integers. Here everything is exchanged at once: values are weighted exactly, and one
+    that only some processes logged is theirs.
+    """
+
+    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Collect one value; see :meth:`pytorch_lightning.LightningModule.log`."""
+        kwargs = {
+            k: v for k, v in kwargs.items() if k not in _SYNC
+        }  # told apart from what other processes logged, else
+        super().log(fx, name, value, *args, **kwargs)
+
+    def outline(self) -> dict[str, Logged]:
+        """Return the numbers that were logged, for other processes."""
+        out = {}
+        for key, item in self.valid_items():
+            if item.is_tensor and item.meta.on_epoch and item.meta.fx not in _PER_ROUND:
+                weight = int(item.cumulated_batch_size) if item.meta.is_mean_reduction else 1
+                out[key] = Logged(_flags_of(item.meta), float(item.value), weight, item.value.dtype)
+        return out
+
+    def merge(self, outlines: Sequence[Mapping[str, Logged]]) -> None:
+        """Put the numbers together from those of all processes.
+
+        Args:
+            outlines: Everybody's :meth:`outline`.
+        """
+        for key in dict.fromkeys(key for outline in outlines for key in outline):
+            parts = [outline[key] for outline in outlines if key in outline]
+            if key not in self:
+                _ResultCollection.log(self, value=torch.zeros(()), batch_size=1, **parts[0].flags)
+            item, values = self[key], [part.value for part in parts]
+            reduce = {"max": max, "min": min}.get(parts[0].flags["reduce_fx"], sum)
+            item.value = torch.tensor(reduce(values), dtype=parts[0].dtype, device=item.value.device)
+            if item.meta.is_mean_reduction:
+                item.cumulated_batch_size = torch.tensor(sum(part.weight for part in parts), device=item.value.device)
+            item.has_reset, item._computed = False, None
+
+    def metrics(self, on_step: bool) -> Any:
+        """Return what is to be shown, logged and monitored."""
+        for _, item in () if on_step else self.valid_items():
+            if item.is_tensor and item.meta.on_epoch and item._computed is None:
+                item.compute()  # or Lightning would advise to synchronise what every process has alike
+        return super().metrics(on_step)
+
+
+class EvaluationResults(SharedResults):
+    """What is logged in an evaluation whose batches several processes share."""
+
+    def share(self, ranks: Ranks) -> None:
+        """Put everything together that was logged for the current loader; metric objects are made ready to do so.
+
+        Raises:
+            FederatedError: If not every process logged the same metric objects, which exchange their states themselves.
+        """
+        metrics = [key for key, item in self.valid_items() if not item.is_tensor]
+        parts = ranks.gather((metrics, self.outline()))
+        first = parts[0][0]
+        for rank, (keys, _) in enumerate(parts):
+            if strangers := sorted(set(keys) ^ set(first)):
+                raise FederatedError(
+                    f"Process {rank} and process 0 did not log the same metric objects: {strangers[0]!r} is missing in"
+                    " one of them. Log a metric object for every batch, or in on_validation_epoch_end."
+                )
+        self.merge([outline for _, outline in parts])
+        for key in first:  # they exchange their states in this order
+            self[key] = self.pop(key)
+            self[key].value._computed = None  # what this process alone would come to
+
+
+class RoundResults(SharedResults):
     """Lightning's result collection, counted in rounds.
 
     A value logged in a local step without flags is the round's mean under its plain name: with the round as the axis
@@ -87,7 +162,6 @@ class RoundResults(_ResultCollection):
                 fx, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size=batch_size, **kwargs
             )
             return
-        kwargs["sync_dist"] = False  # processes meet once a round, not in every step of their own clients
         if on_step and not on_epoch:
             on_step, on_epoch = False, True
         elif on_step and name not in self._warned:
@@ -147,42 +221,19 @@ class RoundResults(_ResultCollection):
         finally:
             del module.__dict__["log"]
 
-    def outline(self) -> dict[str, "Logged"]:
+    def outline(self) -> dict[str, Logged]:
         """Return what was logged in this round's local steps, for other processes.
 
         Raises:
             FederatedError: If it is a metric object, which numbers cannot stand for.
         """
-        out = {}
-        for key, item in self.items():
-            if item.has_reset or item.meta.fx in _PER_ROUND:
-                continue
-            if not item.is_tensor:
+        for _, item in self.valid_items():
+            if not item.is_tensor and item.meta.fx not in _PER_ROUND:
                 raise FederatedError(
                     f"self.log({item.meta.name!r}, ...) of a metric object in {item.meta.fx} is not offered with"
                     " several processes. Log its value, or train in one process."
                 )
-            weight = int(item.cumulated_batch_size) if item.meta.is_mean_reduction else 1
-            out[key] = Logged(_flags_of(item.meta), float(item.value), weight)
-        return out
-
-    def merge(self, outlines: Sequence[Mapping[str, "Logged"]]) -> None:
-        """Put the round's values together from those of all processes.
-
-        Args:
-            outlines: Everybody's :meth:`outline`.
-        """
-        for key in sorted({key for outline in outlines for key in outline}):
-            parts = [outline[key] for outline in outlines if key in outline]
-            if key not in self:
-                super().log(value=torch.zeros(()), on_epoch=True, batch_size=1, **parts[0].flags)
-            item, values = self[key], [part.value for part in parts]
-            reduce = {"max": max, "min": min}.get(parts[0].flags["reduce_fx"], sum)
-            item.value = torch.as_tensor(reduce(values)).to(item.value)
-            if item.meta.is_mean_reduction:
-                weight = sum(part.weight for part in parts)
-                item.cumulated_batch_size = torch.as_tensor(weight).to(item.cumulated_batch_size)
-            item.has_reset, item._computed = False, None
+        return super().outline()
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Update the round's value, unless the call only registers the value's metadata."""
@@ -205,5 +256,6 @@ class RoundResults(_ResultCollection):
 
 
 def _flags_of(meta: Any) -> dict[str, Any]:
-    names = ("fx", "name", "prog_bar", "logger", "on_step")
-    return {**{name: getattr(meta, name) for name in names}, "reduce_fx": meta.reduce_fx.__name__}
+    names = ("name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+    fx = meta.fx.removesuffix(f".{meta.dataloader_idx}") if meta.add_dataloader_idx else meta.fx
+    return {**{name: getattr(meta, name) for name in names}, "fx": fx, "reduce_fx": meta.reduce_fx.__name__}

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from lightning_fed.core.buffers import BufferMean
 from lightning_fed.core.errors import ClientError
 from lightning_fed.core.rounds import ClientReport, Run, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import State
-from lightning_fed.core.watched import Watched
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, check_finite
 from lightning_fed.engines.client_loop import ClientEpochLoop, ClientFetcher
 from lightning_fed.engines.plan import WorkPlan
@@ -52,10 +52,12 @@ class SequentialEngine(Engine):
             steps = self._steps(inputs, plan, client)
             local = steps[1]
             self.optimizer.begin(LocalWork(self.algorithm, steps[0], self._solver(inputs, local)), solver)
+            before = self.buffers.read() if self.split.size > 1 else {}
             self.epoch_loop.begin_client(self.flat.y.device)
             with self.epoch_loop._results.of_client(self.trainer.lightning_module):
                 self._train(inputs, plan)
             loss, metrics = self.epoch_loop.close_client()
+            buffers = self._merged_buffers(before)
             statistics = [self.optimizer.solver_state()] if self.keeps_solver else []
             run = self._run_record(inputs, plan, client, local)
             self._check_steps(run, plan)
@@ -73,12 +75,13 @@ class SequentialEngine(Engine):
             sends_delta=update.send.get("delta") is run.delta,
             reports=[report],
             solver=statistics,
-            buffers=[self.buffers.read()],
+            buffers=[buffers],
         )
 
     def _train(self, inputs: RoundInputs, plan: WorkPlan) -> None:
         who = plan.participant
-        seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, who.index), self.flat.y.device)
+        seed = derive_seed(self.seed, Purpose.TRAINING, inputs.round, who.index)
+        seed_global(self.split.seed(seed), self.flat.y.device)
         stream = generator(self.seed, Purpose.BATCHES, inputs.round, who.index)
         for length in plan.epochs:
             if length == 0:
@@ -86,6 +89,21 @@ class SequentialEngine(Engine):
             self.trainer.fit_loop.max_batches = length
             self.fetcher.bind(itertools.islice(plan.batches.epoch(stream, self.shuffle), length), length)
             self.epoch_loop.run(self.fetcher)
+
+    def _merged_buffers(self, before: State) -> State:
+        """Return the buffers after a client's work: those that processes changed differently as their mean."""
+        after = self.buffers.read()
+        if not before:
+            return after
+        changed = {name: value.cpu() for name, value in after.items() if not torch.equal(value, before[name])}
+        parts = self.split.gather((self.epoch_loop.own_examples, changed))
+        names = {name for _, part in parts for name in part}
+        mean = BufferMean()
+        for examples, part in parts:
+            mean.add({name: part.get(name, before[name].cpu()) for name in names}, examples)
+        merged = {name: value.to(after[name].device) for name, value in mean.result(after).items()}
+        self.buffers.write(merged)
+        return merged
 
     def _steps(self, inputs: RoundInputs, plan: WorkPlan, client: State) -> tuple[list[Step], State]:
         """Cut everything that ``correct`` may read into the parameters' shapes, once a client."""
@@ -102,17 +120,9 @@ class SequentialEngine(Engine):
             anchors = list(layout.views(self.anchor_grad))
         else:
             optimization.anchor_grad = None
-        server, cohort_grad = (
-            layout.state_views(inputs.server.unwatched()),
-            layout.state_views(inputs.cohort_grad.unwatched()),
-        )
-        # what is read of the first parameter's views is read of all
-        server[0], cohort_grad[0] = (
-            Watched(server[0], inputs.server.read),
-            Watched(cohort_grad[0], inputs.cohort_grad.read),
-        )
+        x, server, cohort_grad = inputs.per_parameter(layout, flat=False)
         columns: tuple[Sequence[Any], ...] = (
-            layout.views(inputs.x),
+            x,
             server,
             layout.state_views(client),
             layout.state_views(local),

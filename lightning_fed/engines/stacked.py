@@ -14,13 +14,13 @@ from torch.utils import _pytree as pytree
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.flat import Layout
 from lightning_fed.core.rounds import Run, Step, Update
 from lightning_fed.core.types import State, Vector
-from lightning_fed.core.watched import Watched
 from lightning_fed.engines.base import RoundInputs
 from lightning_fed.optim import FederatedOptimizer, overrides, solver_entries, without_coupled_decay
 
-__all__ = ["ELEMENTWISE", "Clipping", "StackedWork"]
+__all__ = ["ELEMENTWISE", "Clipping", "Stack", "StackedWork"]
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -59,6 +59,46 @@ class Clipping:
         return [g * scale[:, None] for g in grads]
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The parameters of the first n clients of a chunk, in pieces.
+
+    Attributes:
+        columns: Each parameter of all of them, [n, n_p].
+        views: The same in the parameter's shape, [n, *shape].
+        alone: The same of a single client, [*shape]; none if there are several.
+    """
+
+    columns: list[Tensor]
+    views: list[Tensor]
+    alone: list[Tensor]
+
+
+class Stack:
+    """Memory for the parameters of a chunk's clients and for their changes, the same for every chunk.
+
+    Args:
+        layout: The parameters' shapes.
+        count: The most clients of a chunk, S.
+        like: A vector [P] of the type and the device that the parameters have.
+    """
+
+    def __init__(self, layout: Layout, count: int, like: Vector) -> None:
+        self.layout = layout
+        self.y = like.new_empty(count, layout.numel)
+        self.delta = like.new_empty(count, layout.numel)
+        self.spans = list(zip(accumulate(layout.sizes, initial=0), layout.sizes, strict=False))
+        self._cuts: dict[int, Cut] = {}
+
+    def cut(self, count: int) -> Cut:
+        """Return the parameters of the first clients in pieces."""
+        if count not in self._cuts:
+            columns = [self.y[:count, a : a + n] for a, n in self.spans]
+            views = [c.view(count, *shape) for c, shape in zip(columns, self.layout.shapes, strict=True)]
+            self._cuts[count] = Cut(columns, views, [view[0] for view in views] if count == 1 else [])
+        return self._cuts[count]
+
+
 class StackedWork:
     """Parameters, states and optimizer of S clients that step together; those with fewer steps leave from the end.
 
@@ -68,6 +108,7 @@ class StackedWork:
         inputs: What the server hands out.
         clients: The clients' kept states, stacked: vectors [S, P], numbers [S].
         full_grad: Their full-batch gradients by point [S, P].
+        stack: Where their parameters go.
         sizes: Their numbers of examples.
         steps: Their numbers of steps, in descending order.
         clip: How gradients are clipped, if they are.
@@ -81,6 +122,7 @@ class StackedWork:
         inputs: RoundInputs,
         clients: State,
         full_grad: State,
+        stack: Stack,
         sizes: Sequence[int],
         steps: Sequence[int],
         clip: Clipping | None,
@@ -90,9 +132,9 @@ class StackedWork:
         self.clients, self.full_grad, self.num_steps, self.clip = clients, full_grad, steps, clip
         self.layout = optimizer.flat.layout
         x = inputs.x
-        self.y = x.repeat(len(sizes), 1)
+        self.stack, self._spans = stack, stack.spans
+        self.y = stack.y[: len(sizes)].copy_(x)
         self._examples = torch.tensor(sizes, dtype=x.dtype, device=x.device)
-        self._spans = list(zip(accumulate(self.layout.sizes, initial=0), self.layout.sizes, strict=False))
         self._corrects = overrides(algorithm, "correct")
         self._advances = overrides(algorithm, "advance")
         self._injects = optimizer.injects(algorithm)
@@ -129,8 +171,8 @@ class StackedWork:
             return
         self._store_local()
         self.active = active
-        self.columns = [self.y[:active, a : a + n] for a, n in self._spans]
-        self.views = [c.view(active, *shape) for c, shape in zip(self.columns, self.layout.shapes, strict=True)]
+        cut = self.stack.cut(active)
+        self.columns, self.views, self.alone = cut.columns, cut.views, cut.alone
         if self._base is not None:
             self._base.narrow(self.columns)
         if self._corrects or self._advances:
@@ -139,14 +181,10 @@ class StackedWork:
     def _make_steps(self) -> list[Step]:
         """Cut everything that ``correct`` may read into columns, one :class:`Step` per parameter."""
         inputs, layout = self.inputs, self.layout
-        server = layout.state_columns(inputs.server.unwatched())
-        cohort_grad = layout.state_columns(inputs.cohort_grad.unwatched())
-        # what is read of the first parameter's columns is read of all
-        server[0] = Watched(server[0], inputs.server.read)
-        cohort_grad[0] = Watched(cohort_grad[0], inputs.cohort_grad.read)
+        x, server, cohort_grad = inputs.per_parameter(layout, flat=True)
         examples = self._examples[: self.active, None]
         columns: tuple[Sequence[Any], ...] = (
-            inputs.x.split(layout.sizes),
+            x,
             server,
             self._columns(self.clients),
             self._columns(self.local),
@@ -177,6 +215,21 @@ class StackedWork:
             whole[: self.active] = new.reshape(self.active, *whole.shape[1:])
 
     # ------------------------------------------------------------------ one local step of everybody at work
+
+    @property
+    def takes_raw(self) -> bool:
+        """Whether a step is nothing but the same rate times the gradients: :meth:`take_raw_step` will do."""
+        return self._is_uniform and not self._injects and self.clip is None and self._base is None
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of such a step."""
+        return self._rates[0]
+
+    @torch.no_grad()
+    def take_raw_step(self, grads: Sequence[Tensor]) -> None:
+        """Step a single client, given its gradients in the parameters' shapes."""
+        torch._foreach_add_(self.alone, list(grads), alpha=-self._rates[0])
 
     @torch.no_grad()
     def take_step(self, grads: Sequence[Tensor], anchors: Sequence[Tensor] | None = None) -> None:
@@ -228,11 +281,17 @@ class StackedWork:
 
     # ------------------------------------------------------------------ the end of the round
 
-    def finish(self, delta: Tensor) -> tuple[State, State, bool]:
-        """Return the messages and kept states [S, ...], and whether "delta" is the very ``y - x`` [S, P] given."""
+    def finish(self) -> tuple[Tensor, State, State, bool]:
+        """Return changes ``y - x`` [S, P], messages and kept states [S, ...], and whether "delta" is the changes."""
+        delta = torch.sub(self.y, self.inputs.x, out=self.stack.delta[: len(self.y)])
+        return delta, *self._finish(delta)
+
+    def _finish(self, delta: Tensor) -> tuple[State, State, bool]:
         self._store_local()
         if not overrides(self.algorithm, "finish"):
             return {"delta": delta}, {}, True
+        if len(delta) == 1:
+            return self._finish_alone(delta)
         sends_delta = False
 
         def finish_one(y: Vector, change: Vector, own: dict[str, Any]) -> tuple[State, State]:
@@ -261,10 +320,40 @@ class StackedWork:
             ) from error
         return send, keep, sends_delta
 
+    def _finish_alone(self, delta: Tensor) -> tuple[State, State, bool]:
+        """Do the same for a single client, without the cost of ``vmap``."""
+        sums = [rate * self.num_steps[0] for rate in self._rates]
+        lr_sum = sums[0] if len(set(sums)) == 1 else self._lr_sum(self._steps_taken())[0]
+        run = Run(
+            x=self.inputs.x,
+            delta=delta[0],
+            server=self.inputs.server,
+            client={name: value[0] for name, value in self.clients.items()},
+            local={name: value[0] for name, value in self.local.items()},
+            full_grad={name: value[0] for name, value in self.full_grad.items()},
+            cohort_grad=self.inputs.cohort_grad,
+            num_examples=float(self._examples[0]),
+            mean_examples=self.inputs.mean_examples,
+            num_steps=self.num_steps[0],
+            lr_sum=lr_sum,
+            path=self._path_alone,
+        )
+        update = self.algorithm.finish(self.y[0], run)
+        send, keep = ({k: v[None] for k, v in state.items()} for state in (update.send, update.keep))
+        return send, keep, update.send.get("delta") is run.delta
+
+    def _path_alone(self) -> Vector:
+        if not self.optimizer.needs_path(self.algorithm):
+            return self._undeclared()
+        steps = self._steps_taken()
+        return self._path_gradient(steps, self._lr_sum(steps))[0]
+
+    def _steps_taken(self) -> Tensor:
+        return torch.tensor(self.num_steps, dtype=self.inputs.x.dtype, device=self.inputs.x.device)
+
     def _of_each_client(self) -> dict[str, Any]:
         """Return what ``finish`` may read that is a client's own, stacked."""
-        x = self.inputs.x
-        steps = torch.tensor(self.num_steps, dtype=x.dtype, device=x.device)
+        steps = self._steps_taken()
         lr_sum = self._lr_sum(steps)
         own = {
             "client": self.clients,

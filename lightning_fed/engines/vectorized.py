@@ -11,15 +11,19 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, capture_random_state, derive_seed, generator, seed_global
 from lightning_fed.core.types import State, Vector
+from lightning_fed.data.batches import ClientBatches, TensorBatches
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, check_finite
 from lightning_fed.engines.chunk_batches import BatchGroup, chunk_batches
-from lightning_fed.engines.functional import FunctionalStep, Logged
+from lightning_fed.engines.chunk_means import ChunkMeans, LoggedMean
+from lightning_fed.engines.functional import FunctionalStep
 from lightning_fed.engines.hooks import overridden_hooks
 from lightning_fed.engines.plan import WorkPlan
-from lightning_fed.engines.stacked import ELEMENTWISE, Clipping, StackedWork
-from lightning_fed.server.aggregation import accumulation_dtype
+from lightning_fed.engines.stacked import ELEMENTWISE, Clipping, Stack, StackedWork
+from lightning_fed.engines.trial import Trial
 
 __all__ = ["VectorizedEngine"]
+
+_SMALL = 20_000  # parameters, up to which a CPU runs several clients at once
 
 
 class VectorizedEngine(Engine):
@@ -39,6 +43,8 @@ class VectorizedEngine(Engine):
         self.chunk_size = chunk_size or _chunk_size(self.flat.y)
         self.step = FunctionalStep(self.trainer, self.flat)
         self._row: tuple[ChunkResult, int] | None = None
+        self._stack: Stack | None = None
+        self._logged: dict[str, LoggedMean] = {}
 
     def try_out(self, plan: WorkPlan) -> None:
         """Refuse a module that cannot be run on several clients at once, by a step on a client's first batch.
@@ -52,10 +58,11 @@ class VectorizedEngine(Engine):
         with self.gradients.silent():
             batches = chunk_batches(self.trainer, [plan], [stream], self.shuffle, by_index=True)
             (group,) = batches.step(1)
-            self.step.try_out(group.batch, group.batch_idx)
+            Trial(self.step).run(group.first, group.batch_idx)
 
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
         """Yield the clients that are run together."""
+        self.step.begin_round()
         return (plans[i : i + self.chunk_size] for i in range(0, len(plans), self.chunk_size))
 
     @property
@@ -85,17 +92,17 @@ class VectorizedEngine(Engine):
                 inputs,
                 _stack([clients[i] for i in order]),
                 _stack(full_grad),
+                self._stack_for(len(plans)),
                 [plan.participant.size for plan in sorted_plans],
                 [plan.participant.steps for plan in sorted_plans],
                 self._clipping(),
                 self.step.unused,
             )
-            means = _Means(len(plans), self.flat.y.device)
+            means = ChunkMeans(len(plans))
             self._train(inputs, sorted_plans, work, means)
-            delta = work.y - inputs.x
-            send, keep, sends_delta = work.finish(delta)
+            delta, send, keep, sends_delta = work.finish()
         loss, metrics = means.of_clients(back)
-        self._log(means)
+        means.add_to(self._logged)
         y, delta = in_order(work.y), in_order(delta)
         norms = torch.linalg.vector_norm(delta, dim=1).tolist()
         seconds = (time.perf_counter() - started) / len(plans)
@@ -115,10 +122,17 @@ class VectorizedEngine(Engine):
             reports=reports,
         )
 
-    def _train(self, inputs: RoundInputs, plans: Sequence[WorkPlan], work: StackedWork, means: "_Means") -> None:
+    def _stack_for(self, count: int) -> Stack:
+        """Return memory for a chunk of so many clients."""
+        if self._stack is None or len(self._stack.y) < count:
+            self._stack = Stack(self.flat.layout, count, self.flat.y)
+        return self._stack
+
+    def _train(self, inputs: RoundInputs, plans: Sequence[WorkPlan], work: StackedWork, means: ChunkMeans) -> None:
         device = self.flat.y.device
         steps = [plan.participant.steps for plan in plans]
-        seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, plans[0].participant.index), device)
+        if self.step.is_random or not all(_is_rows(plan.batches) for plan in plans):
+            seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, plans[0].participant.index), device)
         streams = [generator(self.seed, Purpose.BATCHES, inputs.round, plan.participant.index) for plan in plans]
         batches = chunk_batches(self.trainer, plans, streams, self.shuffle, self.step.reads_index)
         anchor = self._anchor(inputs)
@@ -137,8 +151,13 @@ class VectorizedEngine(Engine):
         return self.flat.layout.views(inputs.x if name == "x" else inputs.server[name])
 
     def _step(
-        self, work: StackedWork, groups: Sequence[BatchGroup], anchor: list[Tensor] | None, means: "_Means"
+        self, work: StackedWork, groups: Sequence[BatchGroup], anchor: list[Tensor] | None, means: ChunkMeans
     ) -> None:
+        if work.takes_raw and len(groups) == 1 and self._step_in_place(work, groups[0], means):
+            return
+        if work.active == 1:
+            self._step_alone(work, groups[0], anchor, means)
+            return
         grads: list[list[Tensor]] = []
         anchors: list[list[Tensor]] = []
         for group in groups:
@@ -153,6 +172,31 @@ class VectorizedEngine(Engine):
                 anchors.append(self._anchor_gradients(anchor, group))
         work.take_step(_scatter(groups, grads, work), _scatter(groups, anchors, work) if anchor is not None else None)
 
+    def _step_in_place(self, work: StackedWork, group: BatchGroup, means: ChunkMeans) -> bool:
+        """Step along the gradients without forming them, where a trace can."""
+        alone = work.active == 1
+        views, batch = (work.alone, group.first) if alone else (work.views, group.batch)
+        found = self.step.step_in_place(views, batch, group.batch_idx, work.rate, alone)
+        if found is not None:
+            means.add(group, *found)
+        return found is not None
+
+    def _step_alone(self, work: StackedWork, group: BatchGroup, anchor: list[Tensor] | None, means: ChunkMeans) -> None:
+        restore = capture_random_state(self.flat.y.device) if anchor is not None and self.step.is_random else None
+        batch = group.first
+        grads, loss, logged = self.step.gradient_of_one(work.alone, batch, group.batch_idx)
+        means.add(group, loss, logged)
+        if work.takes_raw:
+            work.take_raw_step(grads)
+            return
+        if restore is not None:
+            restore()
+        anchors = None
+        if anchor is not None:
+            found, _, _ = self.step.gradient_of_one(anchor, batch, group.batch_idx)
+            anchors = self._with_decay(found, anchor, 1)
+        work.take_step([g.reshape(1, -1) for g in grads], anchors)
+
     def _anchor_gradients(self, anchor: list[Tensor], group: BatchGroup) -> list[Tensor]:
         """Return the gradients at the anchor on the same batches, coupled weight decay included."""
         count = len(group.clients)
@@ -161,10 +205,11 @@ class VectorizedEngine(Engine):
             found, _, _ = self.step.gradients(point, group.batch, group.batch_idx)
         else:
             found, _, _ = self.step.gradients(anchor, group.batch, group.batch_idx, shared=True)
-        out = []
-        for g, v, decay in zip(found, anchor, self.optimizer.decay, strict=True):
-            out.append((g.add(v, alpha=decay) if decay else g).reshape(count, -1))
-        return out
+        return self._with_decay(found, anchor, count)
+
+    def _with_decay(self, grads: Sequence[Tensor], anchor: Sequence[Tensor], count: int) -> list[Tensor]:
+        parts = zip(grads, anchor, self.optimizer.decay, strict=True)
+        return [(g.add(v, alpha=decay) if decay else g).reshape(count, -1) for g, v, decay in parts]
 
     def _clipping(self) -> Clipping | None:
         trainer = self.trainer
@@ -175,20 +220,24 @@ class VectorizedEngine(Engine):
         algorithm = trainer.gradient_clip_algorithm or "norm"
         return Clipping(float(trainer.gradient_clip_val), str(getattr(algorithm, "value", algorithm)), corrected=False)
 
-    def _log(self, means: "_Means") -> None:
-        """Hand the chunk's means to Lightning, as one value each with the weight of all its examples."""
-        module = self.trainer.lightning_module
+    def end_round(self) -> None:
+        """Hand the means of what clients logged to Lightning, each as one value with the weight of its examples."""
+        module, results = self.trainer.lightning_module, self.trainer.fit_loop.epoch_loop._results
         previous, module._current_fx_name = module._current_fx_name, "training_step"
-        results = self.trainer.fit_loop.epoch_loop._results
         with results.of_client(module):
-            for name, (value, weight, options) in means.overall().items():
-                module.log(name, value, **{**options, "batch_size": weight})
+            for name, mean in self._logged.items():
+                value = torch.tensor(mean.total / mean.weight, dtype=torch.get_default_dtype())
+                module.log(name, value, **{**mean.options, "batch_size": mean.weight})
         results.close_client()
         module._current_fx_name = previous
+        self._logged = {}
+        self._row = None
 
     def _errors_of(self, plans: Sequence[WorkPlan], round: int) -> Any:
         names = [plan.participant.client_id for plan in plans]
-        what = "its local work" if len(names) == 1 else f"the local work that it did at once with {names[1:]}"
+        what = (
+            "its local work" if len(names) == 1 else f"the local work that engine='vectorized' did for {names} at once"
+        )
         return self.errors_of(plans[0], round, what)
 
 
@@ -215,53 +264,6 @@ class _Reorder:
         return self._moved[value.data_ptr()]
 
 
-class _Means:
-    """Running example-weighted means of losses and logged values, client by client."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self._count = count
-        self._zeros = torch.zeros(count, dtype=accumulation_dtype(device), device=device)
-        self._totals: dict[str, Tensor] = {}
-        self._weights: dict[str, list[int]] = {}
-        self._options: dict[str, dict[str, Any]] = {}
-
-    def add(self, group: BatchGroup, loss: Tensor, logged: dict[str, Logged]) -> None:
-        """Add a step of some clients, whose batches have as many examples each."""
-        self._add("", group, loss, None)
-        for name, log in logged.items():
-            self._options[name] = log.options
-            self._add(f".{name}", group, log.value, log.options.get("batch_size"))
-
-    def _add(self, key: str, group: BatchGroup, value: Tensor, batch_size: int | None) -> None:
-        if key not in self._totals:
-            self._totals[key], self._weights[key] = self._zeros.clone(), [0] * self._count
-        weight = group.examples if batch_size is None else batch_size
-        total, weights = self._totals[key], self._weights[key]
-        if isinstance(group.rows, slice):
-            total[group.rows].add_(value.detach(), alpha=weight)
-        else:
-            total.index_add_(0, group.rows.to(total.device), value.detach().to(total.dtype), alpha=weight)
-        for client in group.clients:
-            weights[client] += weight
-
-    def of_clients(self, back: Sequence[int]) -> tuple[list[float], dict[str, list[float]]]:
-        """Return each client's mean loss and its means of what was logged, in the order ``back``."""
-        means = {}
-        for key, total in self._totals.items():
-            sums, weights = total.tolist(), self._weights[key]
-            means[key] = [sums[i] / weights[i] if weights[i] else float("nan") for i in back]
-        loss = means.pop("", [float("nan")] * self._count)
-        return loss, {key[1:]: values for key, values in means.items()}
-
-    def overall(self) -> dict[str, tuple[Tensor, int, dict[str, Any]]]:
-        """Return the mean over all clients, its weight and the options of ``self.log``, by name."""
-        out = {}
-        for name, options in self._options.items():
-            weight = sum(self._weights[f".{name}"])
-            out[name] = (self._totals[f".{name}"].sum() / weight, weight, options)
-        return out
-
-
 def _scatter(groups: Sequence[BatchGroup], parts: Sequence[Sequence[Tensor]], work: StackedWork) -> Sequence[Tensor]:
     """Bring the groups' gradients [n, n_p] into the clients' order."""
     if len(groups) == 1:
@@ -273,14 +275,23 @@ def _scatter(groups: Sequence[BatchGroup], parts: Sequence[Sequence[Tensor]], wo
     return out
 
 
+def _is_rows(batches: ClientBatches) -> bool:
+    """Whether a batch is nothing but rows of tensors, which takes no randomness but the order's."""
+    return isinstance(batches, TensorBatches) and batches.is_plain
+
+
 def _stack(states: Sequence[State]) -> State:
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
 def _chunk_size(y: Vector) -> int:
-    """Return how many clients to run at once: what fits the cache of a processor, or the memory of a GPU."""
+    """Return how many clients to run at once.
+
+    On a CPU one at a time is fastest unless the model is small: its parameters stay in the cache then. On a GPU as many
+    as fit its memory.
+    """
     if y.device.type == "cpu":
-        return max(1, min(128, 2**22 // y.numel()))
+        return min(128, 2**20 // y.numel()) if y.numel() <= _SMALL else 1
     free, _ = torch.cuda.mem_get_info(y.device) if y.device.type == "cuda" else (2**33, 0)
     return max(1, min(1024, free // (16 * y.numel() * y.element_size())))
 
@@ -295,7 +306,9 @@ def check_settings(engine: Engine) -> None:
     reason = None
     hooks = overridden_hooks(trainer)
     base = engine.optimizer.base
-    if hooks:
+    if engine.split.size > 1:
+        reason = "strategy='ddp' runs one client on several devices, and here several clients share one"
+    elif hooks:
         reason = f"{hooks[0]} is called for every batch of every client, and here clients share a step"
     elif type(base) not in ELEMENTWISE:
         reason = f"the step of {type(base).__name__} is not elementwise, or not known to be"
@@ -305,6 +318,8 @@ def check_settings(engine: Engine) -> None:
         reason = f"precision={trainer.precision!r} scales the loss, and clients would have to skip steps on their own"
     elif trainer.accumulate_grad_batches != 1:
         reason = f"accumulate_grad_batches={trainer.accumulate_grad_batches} is not offered"
+    elif engine.split.size > 1:
+        reason = "strategy='ddp' splits every batch among the processes"
     elif engine.keeps_solver:
         reason = "local_optimizer_state='keep' is not offered: kept states may differ in their numbers of steps"
     elif engine.buffers.mode == "local" and engine.buffers.server:

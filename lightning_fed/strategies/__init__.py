@@ -1,5 +1,6 @@
-"""How several processes share the work: each trains clients of its own."""
+"""How several processes share the work: each trains clients of its own, or all train each client together."""
 
 from lightning_fed.strategies.clients import ClientsStrategy
+from lightning_fed.strategies.ddp import WithinClientStrategy
 
-__all__ = ["ClientsStrategy"]
+__all__ = ["ClientsStrategy", "WithinClientStrategy"]

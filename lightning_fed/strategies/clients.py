@@ -2,15 +2,14 @@
 
 from typing import Any
 
-import torch
-from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from pytorch_lightning.strategies import StrategyRegistry
 
-from lightning_fed._compat import _sync_module_states
+from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 
 __all__ = ["ClientsStrategy"]
 
 
-class ClientsStrategy(DDPStrategy):
+class ClientsStrategy(UnwrappedDDPStrategy):
     """Share the clients of every round among processes: ``FederatedTrainer(devices=4, strategy="clients")``.
 
     Each process trains its own clients on its own device, without any exchange between local steps; their messages are
@@ -20,17 +19,6 @@ class ClientsStrategy(DDPStrategy):
     """
 
     strategy_name = "clients"
-
-    def configure_ddp(self) -> None:
-        """Give every process the same initial model, and no gradient reduction."""
-        assert self.model is not None
-        _sync_module_states(self.model)
-
-    def setup_environment(self) -> None:
-        """Join the processes, and take this one's share of the threads of a CPU."""
-        super().setup_environment()
-        if self.root_device.type == "cpu":
-            torch.set_num_threads(max(1, torch.get_num_threads() // self.num_processes))
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

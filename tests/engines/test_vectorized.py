@@ -1,59 +1,14 @@
 """Clients run at once end where clients run one after another do."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 
-from lightning_fed import FederatedTrainer
 from lightning_fed.algorithms import FedAvg, FedNova, Scaffold
-from tests.helpers.training import Net, data, trainer
+from tests.helpers.engines import Ordinary, assert_agree, run
 from tests.test_contract import METHODS
-
-SIZES = (13, 8, 21, 5, 16, 9)
-
-
-class Ordinary(Net):
-    """A network without random layers, whose optimizer is given."""
-
-    def __init__(self, optimizer: Any = None) -> None:
-        super().__init__(dropout=0.0)
-        self.make = optimizer or partial(torch.optim.SGD, lr=0.1, weight_decay=0.01)
-
-    def configure_optimizers(self) -> Any:
-        return self.make(self.parameters())
-
-
-def run(engine: str, make: Callable[[], pl.LightningModule] = Ordinary, **options: Any) -> FederatedTrainer:
-    torch.manual_seed(3)
-    options = {"clients_per_round": 4, "max_rounds": 3, "precision": "64-true", **options}
-    t = trainer(engine=engine, **options)
-    t.fit(make(), data(SIZES))
-    return t
-
-
-def state_of(t: FederatedTrainer) -> dict[str, Any]:
-    state = t.fit_loop.state
-    return {
-        "x": state.x,
-        **{f"server.{k}": v for k, v in state.state.items()},
-        **{f"client.{i}.{k}": v for i, own in state.clients.state_dict().items() for k, v in own.items()},
-    }
-
-
-def assert_agree(one: FederatedTrainer, other: FederatedTrainer, rtol: float = 1e-12) -> None:
-    a, b = state_of(one), state_of(other)
-    assert a.keys() == b.keys()
-    for name in a:
-        scale = max(1e-3, float(a[name].abs().max()))
-        torch.testing.assert_close(a[name], b[name], rtol=rtol, atol=rtol * scale, msg=lambda m, n=name: f"{n}: {m}")
-    assert one.callback_metrics.keys() == other.callback_metrics.keys()
-    for name, value in one.callback_metrics.items():
-        if name != "round/seconds":
-            assert float(other.callback_metrics[name]) == pytest.approx(float(value), rel=1e-6, abs=1e-9), name
 
 
 @pytest.mark.parametrize("name", METHODS)

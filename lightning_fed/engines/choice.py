@@ -1,0 +1,56 @@
+"""Which engine runs the cohort."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_fed._compat import rank_zero_info
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.engines.base import Engine
+from lightning_fed.engines.client_loop import ClientEpochLoop
+from lightning_fed.engines.plan import WorkPlan
+from lightning_fed.engines.sequential import SequentialEngine
+from lightning_fed.engines.vectorized import VectorizedEngine
+
+__all__ = ["make_engine"]
+
+
+def make_engine(
+    name: str,
+    chunk_size: int | None,
+    epoch_loop: ClientEpochLoop,
+    first: Callable[[], WorkPlan],
+    options: dict[str, Any],
+) -> Engine:
+    """Return the engine of a name; "auto" takes the vectorized one wherever it can run the module, and says so.
+
+    Args:
+        name: "sequential", "vectorized" or "auto".
+        chunk_size: How many clients the vectorized engine runs at once.
+        epoch_loop: The training epoch loop of the sequential engine.
+        first: Returns some client's work, to try the vectorized engine out on.
+        options: What every engine takes.
+
+    Raises:
+        FederatedError: If the vectorized engine is asked for by name and cannot run the module.
+    """
+    if name == "sequential":
+        return SequentialEngine(epoch_loop, **options)
+    try:
+        engine = VectorizedEngine(chunk_size, **options)
+        engine.try_out(first())
+    except FederatedError as error:
+        if name != "auto":
+            raise
+        rank_zero_info(f"engine='auto' takes 'sequential', since {_decapitalised(str(error))}")
+        return SequentialEngine(epoch_loop, **options)
+    if name == "auto":
+        at_once = "one client at a time" if engine.chunk_size == 1 else f"up to {engine.chunk_size} clients at once"
+        rank_zero_info(
+            f"engine='auto' takes 'vectorized', {at_once}: no hook is called per batch, and a trial step of the module"
+            " agreed."
+        )
+    return engine
+
+
+def _decapitalised(text: str) -> str:
+    return text if text.startswith("engine=") else text[:1].lower() + text[1:]

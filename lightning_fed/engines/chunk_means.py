@@ -1,0 +1,79 @@
+"""Example-weighted means of losses and logged values, client by client and over all of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fed.engines.chunk_batches import BatchGroup
+from lightning_fed.engines.functional import Logged
+
+__all__ = ["ChunkMeans", "LoggedMean"]
+
+
+@dataclass(slots=True)
+class LoggedMean:
+    """The mean of one logged value over the clients of a round so far.
+
+    Attributes:
+        options: What ``self.log`` was given beside name and value.
+        total: The sum of values times examples.
+        weight: The examples.
+    """
+
+    options: dict[str, Any]
+    total: float = 0.0
+    weight: int = 0
+
+
+class ChunkMeans:
+    """Collect the values of a chunk's steps; they are looked at once, at the end.
+
+    Args:
+        count: The number of clients.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._entries: dict[str, list[tuple[Sequence[int], Tensor, int]]] = {"": []}
+        self._options: dict[str, dict[str, Any]] = {}
+        self._sums: dict[str, tuple[list[float], list[int]]] = {}
+
+    def add(self, group: BatchGroup, loss: Tensor, logged: dict[str, Logged]) -> None:
+        """Add a step of some clients, whose batches have as many examples each."""
+        self._entries[""].append((group.clients, loss, group.examples))
+        for name, log in logged.items():
+            self._options[name] = log.options
+            weight = log.batch_size or group.examples
+            self._entries.setdefault(f".{name}", []).append((group.clients, log.value, weight))
+
+    def of_clients(self, back: Sequence[int]) -> tuple[list[float], dict[str, list[float]]]:
+        """Return each client's mean loss and its means of what was logged, in the order ``back``."""
+        self._sums = {key: self._sum(entries) for key, entries in self._entries.items()}
+        means = {
+            key: [totals[i] / weights[i] if weights[i] else float("nan") for i in back]
+            for key, (totals, weights) in self._sums.items()
+        }
+        loss = means.pop("")
+        return loss, {key[1:]: values for key, values in means.items()}
+
+    def _sum(self, entries: Sequence[tuple[Sequence[int], Tensor, int]]) -> tuple[list[float], list[int]]:
+        totals, weights = [0.0] * self._count, [0] * self._count
+        if not entries:
+            return totals, weights
+        values = iter(torch.cat([value.reshape(-1) for _, value, _ in entries]).tolist())
+        for clients, _, weight in entries:
+            for client in clients:
+                totals[client] += weight * next(values)
+                weights[client] += weight
+        return totals, weights
+
+    def add_to(self, means: dict[str, LoggedMean]) -> None:
+        """Add what the chunk's clients logged to the means of the round."""
+        for name, options in self._options.items():
+            totals, weights = self._sums[f".{name}"]
+            mean = means.setdefault(name, LoggedMean(options))
+            mean.total += sum(totals)
+            mean.weight += sum(weights)

@@ -1,0 +1,132 @@
+"""A step of two equal clients, to find out before the first round whether a module can be run for several at once."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.seeds import preserved_random_state
+from lightning_fed.engines.functional import FunctionalStep, stack_batches
+from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.engines.traces import marks
+
+__all__ = ["Trial"]
+
+
+class Trial:
+    """Try a module's ``training_step`` out on one batch; nothing of it remains.
+
+    Args:
+        step: The module's step, which learns from the trial whether it is random and may be traced, and which
+            parameters it does not use.
+    """
+
+    def __init__(self, step: FunctionalStep) -> None:
+        self.step = step
+        self.module = step.module
+
+    def run(self, batch: Any, batch_idx: int) -> None:
+        """Refuse the module if a step of two equal clients is not what two separate steps would do.
+
+        Args:
+            batch: A client's batch, on the device.
+            batch_idx: Its index in the local epoch.
+
+        Raises:
+            FederatedError: Naming what the module does that clients run at once cannot do, and the way out.
+        """
+        step = self.step
+        pair = [v.detach().expand(2, *v.shape) for v in step.flat.views]
+        with preserved_random_state(step.flat.y.device), step.recording():
+            before = _State(self.module)
+            try:
+                grads, _, _ = step.gradients(pair, stack_batches([batch, batch]), batch_idx)
+                self._check_traces(before)
+                step.is_random = not torch.equal(before.random, torch.get_rng_state())
+                if not step.is_random:
+                    self._check_values([g[0] for g in grads], batch, batch_idx)
+                step.unused = step.unused_parameters(batch, batch_idx)
+                if step.is_random or self._reads_trainer(batch, batch_idx):
+                    step.traces.forbid()
+            except FederatedError:
+                raise
+            except Exception as error:
+                text = " ".join(str(error).split())
+                raise self._refusal(f"it cannot be run for several clients at once ({text[:300]})") from error
+
+    def _check_values(self, grads: Sequence[Tensor], batch: Any, batch_idx: int) -> None:
+        """Compare with the gradient of one client, as a guard against operations that ``vmap`` gets wrong."""
+        single, _, _ = self.step.gradient_of_one(self.step.flat.views, batch, batch_idx)
+        scale = max(float(g.abs().max()) for g in single) or 1.0
+        for name, one, other in zip(self.step.flat.names, single, grads, strict=True):
+            if not torch.allclose(one, other, rtol=1e-2, atol=1e-2 * scale, equal_nan=True):
+                raise self._refusal(f"the gradient of {name!r} of several clients at once differs from that of one")
+
+    def _check_traces(self, before: "_State") -> None:
+        for name, (buffer, value) in before.buffers.items():
+            if not torch.equal(buffer, value):
+                raise self._refusal(f"it changes the buffer {name!r}, as BatchNorm's running statistics in train mode")
+        for name, metric, count in before.metrics:
+            if metric._update_count != count:
+                raise self._refusal(
+                    f"it updates the metric {name!r}; log a functional metric, or the loss alone, in training_step"
+                )
+        now = marks(self.module)
+        for key in now.keys() | before.attributes.keys():
+            if now.get(key) != before.attributes.get(key):
+                raise self._refusal(f"it changes the attribute {'.'.join(filter(None, key))!r}")
+        if _foreign_state() != before.foreign:
+            raise self._refusal("it draws from Python's or NumPy's generator, once for all clients; draw from torch's")
+
+    def _reads_trainer(self, batch: Any, batch_idx: int) -> bool:
+        """Whether the step looks at its trainer, and so at things such as the round that change from call to call."""
+        watch: Any = _Watch(self.module._trainer)
+        self.module._trainer = watch
+        try:
+            self.step.unused_parameters(batch, batch_idx)
+        finally:
+            self.module._trainer = object.__getattribute__(watch, "watched")
+        return bool(object.__getattribute__(watch, "read"))
+
+    def _refusal(self, reason: str) -> FederatedError:
+        name = type(self.module).__name__
+        return FederatedError(
+            f"engine='vectorized' cannot take {name}.training_step: {reason}. Change that, or use engine='sequential'."
+        )
+
+
+class _State:
+    """What a step must leave as it is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        owners = buffer_owners(module)
+        buffers = {name: owner.get_buffer(key) for name, (owner, key) in owners.items()}
+        self.buffers = {name: (buffer, buffer.clone()) for name, buffer in buffers.items()}
+        self.metrics = [(n, m, m._update_count) for n, m in module.named_modules() if isinstance(m, Metric)]
+        self.attributes = marks(module)
+        self.random = torch.get_rng_state()
+        self.foreign = _foreign_state()
+
+
+class _Watch:
+    """Stand in for an object, and remember whether anything of it was asked for."""
+
+    def __init__(self, watched: Any) -> None:
+        self.watched = watched
+        self.read = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("__"):  # isinstance() looks at __class__
+            object.__setattr__(self, "read", True)
+        return getattr(object.__getattribute__(self, "watched"), name)
+
+
+def _foreign_state() -> tuple[Any, ...]:
+    """Return the states of the generators that are not PyTorch's."""
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[1].tolist(), numpy[2]

@@ -1,0 +1,206 @@
+"""Every batch split among processes, and what they exchange about it."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from numbers import Number
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.seeds import Purpose, derive_seed
+
+__all__ = ["NO_EXAMPLES", "BatchSplit", "PeerError", "part_of"]
+
+NO_EXAMPLES = object()
+"""What a process gets of a batch that has fewer examples than there are processes."""
+
+
+class PeerError(ClientError):
+    """Another process failed in a client's work; its own error says why."""
+
+
+class BatchSplit:
+    """The processes that split every batch of a client among them. A single process splits nothing.
+
+    All of them run the same clients in step, and hold the same parameters; each sees its own examples of every batch,
+    and the gradients of these are added up. What a rank adds is weighted by its examples, so that a loss that is a
+    mean over examples has the gradient of the whole batch.
+
+    Every exchange while clients are trained is one sum of the same length, whatever it is for, with a place for bad
+    news: a process that failed takes part in the next sum of the others, and all of them stop.
+
+    Args:
+        params: The trained parameters, of one dtype and on one device.
+        rank: This process, from 0.
+        size: The number of processes.
+    """
+
+    def __init__(self, params: Sequence[Tensor] = (), rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.fraction = 1.0  # of the examples of the current training batch
+        self._params = list(params)
+
+    def cut(self, batch: Any, examples: int) -> tuple[Any, int]:
+        """Return this process's part of a batch, and the number of examples in it.
+
+        Parts are consecutive and differ by one example at most, the larger ones first: process 0 is never without.
+
+        Args:
+            batch: The whole batch.
+            examples: The number of examples in it.
+
+        Returns:
+            The part, or :data:`NO_EXAMPLES`.
+
+        Raises:
+            FederatedError: If the batch cannot be cut.
+        """
+        if self.size == 1:
+            return batch, examples
+        first, last = (-(-rank * examples // self.size) for rank in (self.rank, self.rank + 1))
+        part = part_of(batch, examples, slice(first, last))  # also if it is empty: all refuse what one does
+        return (part if first < last else NO_EXAMPLES), last - first
+
+    def take(self, batch: Any, examples: int) -> tuple[Any, int]:
+        """Return the same as :meth:`cut`, and let :attr:`fraction` be that of this batch."""
+        part, own = self.cut(batch, examples)
+        self.fraction = own / examples if examples else 0.0
+        return part, own
+
+    def seed(self, seed: int) -> int:
+        """Return this process's own seed of a random stream: random layers draw other masks for other examples."""
+        return seed if self.rank == 0 else derive_seed(seed, Purpose.TRAINING, client=self.rank)
+
+    def reduce_gradients(self) -> None:
+        """Let every parameter's gradient be the sum over all processes; None where nobody has one."""
+        for p, total in zip(self._params, self._sum([p.grad for p in self._params]), strict=True):
+            p.grad = total
+
+    def sum(self, vector: Tensor) -> None:
+        """Replace a vector [P] by its sum over all processes."""
+        if self.size > 1:
+            parts = vector.split([p.numel() for p in self._params])
+            for part, total in zip(parts, self._sum(parts), strict=True):
+                assert total is not None
+                part.copy_(total.view_as(part))
+
+    def gather(self, record: Any) -> list[Any]:
+        """Return everybody's record, in the order of ranks, on every rank.
+
+        Raises:
+            PeerError: If there is a process that will not come here any more.
+        """
+        if self.size == 1:
+            return [record]
+        self._confirm()
+        return self._gather(record)
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Let what goes wrong inside in one process be raised in all: nobody waits for one that is gone.
+
+        Raises:
+            ClientError: If another process failed.
+        """
+        if self.size == 1:
+            yield
+            return
+        try:
+            yield
+            self._confirm()
+        except PeerError:
+            texts = self._gather(None)
+            rank = next(rank for rank, text in enumerate(texts) if text is not None)
+            raise ClientError(f"Process {rank} failed: {texts[rank]}") from None
+        except Exception as error:
+            self._sum([None] * len(self._params), failed=True)
+            self._gather(str(error))
+            raise
+
+    def _confirm(self) -> None:
+        """Go on only if nobody failed."""
+        self._sum([None] * len(self._params))
+
+    def _gather(self, record: Any) -> list[Any]:
+        records: list[Any] = [None] * self.size
+        dist.all_gather_object(records, record)
+        return records
+
+    @torch.no_grad()
+    def _sum(self, parts: Sequence[Tensor | None], failed: bool = False) -> list[Tensor | None]:
+        """Return the sums over all processes of one part per parameter, None where nobody has one."""
+        like = self._params[0]
+        news = torch.tensor([part is not None for part in parts] + [failed], dtype=like.dtype, device=like.device)
+        flat = [
+            torch.zeros_like(p) if part is None else part.to_dense()
+            for p, part in zip(self._params, parts, strict=True)
+        ]
+        whole = torch.cat([*(part.reshape(-1) for part in flat), news])
+        dist.all_reduce(whole)
+        *sums, news = whole.split([*(p.numel() for p in self._params), len(news)])
+        *given, failures = news.tolist()
+        if failures and not failed:
+            raise PeerError("Another process failed.")
+        return [total.view_as(p) if count else None for p, total, count in zip(self._params, sums, given, strict=True)]
+
+
+def part_of(batch: Any, examples: int, rows: slice) -> Any:
+    """Return some examples of a batch of nested lists, tuples, mappings or dataclasses of tensors.
+
+    Every tensor holds the examples along its first dimension, unless it is a single number; so does a list without
+    tensors, such as one of texts, that is as long as the batch.
+
+    Args:
+        batch: The batch.
+        examples: The number of examples in it.
+        rows: Which of them.
+
+    Raises:
+        FederatedError: Naming what cannot be cut.
+
+    Example:
+        >>> part_of({"x": torch.arange(6).view(3, 2), "name": ["a", "b", "c"]}, 3, slice(1, 3))
+        {'x': tensor([[2, 3],
+                [4, 5]]), 'name': ['b', 'c']}
+    """
+    if isinstance(batch, Tensor):
+        if batch.ndim and len(batch) != examples:
+            raise _cannot_cut(f"a tensor of shape {tuple(batch.shape)}", examples)
+        return batch[rows] if batch.ndim else batch
+    if batch is None or isinstance(batch, (str, bytes, Number)):
+        return batch
+    if isinstance(batch, Mapping):
+        part: Any = copy.copy(batch)
+        for key, value in batch.items():
+            part[key] = part_of(value, examples, rows)
+        return part
+    if isinstance(batch, (list, tuple)):
+        if len(batch) == examples and not _holds_tensor(batch):
+            return batch[rows]
+        parts = [part_of(item, examples, rows) for item in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return replace(batch, **{f.name: part_of(getattr(batch, f.name), examples, rows) for f in fields(batch)})
+    raise _cannot_cut(f"a {type(batch).__name__}", examples)
+
+
+def _holds_tensor(items: Sequence[Any]) -> bool:
+    return any(
+        isinstance(item, (Tensor, Mapping))
+        or is_dataclass(item)
+        or (isinstance(item, (list, tuple)) and _holds_tensor(item))
+        for item in items
+    )
+
+
+def _cannot_cut(found: str, examples: int) -> FederatedError:
+    return FederatedError(
+        f"A batch of {examples} examples holds {found}, which cannot be split among processes: every tensor needs the"
+        " examples as its first dimension. Let collate_fn return such tensors, or set strategy='clients', which leaves"
+        " batches whole."
+    )

@@ -1,0 +1,413 @@
+"""Several processes, each training clients of its own, end where one process ends."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_fed import FederatedDataModule, FederatedError
+from lightning_fed.algorithms import FedAvg, FedDane, FedDyn, Mime, Scaffold, SGDm
+from lightning_fed.server import RoundRobinSampler, SystemsHeterogeneity
+from lightning_fed.strategies import ClientsStrategy
+from tests.helpers.engines import Ordinary, Record, assert_close, assert_plain_agree, results_of, run
+from tests.helpers.processes import Outcome, in_processes
+from tests.helpers.training import FEATURES, classification, clients, data, parameters, same, seeded, trainer
+from tests.test_contract import METHODS
+
+TWO: dict[str, Any] = {"strategy": "clients", "devices": 2}
+ROOT = Path(__file__).parent.parent.parent
+ENGINES = ("sequential", "vectorized")
+Case = Callable[..., dict[str, Any]]
+
+
+def end(engine: str = "sequential", make: Any = Ordinary, **options: Any) -> dict[str, Any]:
+    """Return what a run comes to, in any number of processes."""
+    record = Record()
+    options["callbacks"] = [*options.pop("callbacks", []), record]
+    return results_of(run(engine, make, **options), record)
+
+
+def of_method(name: str, engine: str, **options: Any) -> dict[str, Any]:
+    method = METHODS[name]
+    local = {"local_epochs": 1} if method.algorithm.local_work else {"local_epochs": None}
+    options = {**local, "limit_val_batches": 0, "algorithm": method.algorithm, **options}
+    return end(engine, partial(Ordinary, method.optimizer), **options)
+
+
+# Modules and data
+
+
+class Logs(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("mean", loss, sync_dist=True)
+        self.log("stepwise", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("step_only", loss, on_step=True, on_epoch=False, prog_bar=True, sync_dist=True)
+        self.log("largest", loss, reduce_fx="max", sync_dist=True)
+        self.log("least", loss, reduce_fx="min")
+        self.log("sum", loss, reduce_fx="sum", sync_dist=True)
+        self.log("weighted", loss, batch_size=2, rank_zero_only=True)
+        self.log("number", 3.0)
+        if len(batch[0]) == 1:
+            self.log("rare", loss)
+        return loss
+
+
+class WithMetric(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss)
+        self.log("metric", self.mean)
+        return loss
+
+
+class Computes(WithMetric):
+    """Asks a metric object in the middle of a local step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.mean.reset()
+        self.mean.update(loss)
+        self.log("mean", self.mean.compute())
+        return loss
+
+
+class WithBatchNorm(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh())
+
+
+class Fails(Ordinary):
+    """Fails on the data of one client."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if bool((batch[0] > 90).any()):
+            raise RuntimeError("these examples are bad")
+        return super().training_step(batch, batch_idx)
+
+
+def spoiled() -> FederatedDataModule:
+    parts = clients((13, 8, 21, 5, 16, 9))
+    parts[3].tensors[0][0] = 99.0
+    return FederatedDataModule(parts, batch_size=4)
+
+
+class OnDemand(FederatedDataModule):
+    num_clients = 1000
+
+    def client_dataset(self, client_id: Any) -> Any:
+        return classification(3 + client_id % 11, client_id)
+
+
+def named() -> FederatedDataModule:
+    return FederatedDataModule(
+        dict(zip(("ann", "bob", "cy", "dee"), clients((9, 5, 14, 7)), strict=True)), batch_size=4
+    )
+
+
+CASES: dict[str, Case] = {
+    "logs": partial(end, make=Logs, local_epochs=2),
+    "metric objects in a step": partial(end, make=Computes),
+    "one client a round": partial(end, clients_per_round=1, max_rounds=4),
+    "one client a round, at once": partial(end, "vectorized", clients_per_round=1, algorithm=Scaffold(), max_rounds=4),
+    "stragglers": partial(end, heterogeneity=SystemsHeterogeneity(0.6), local_epochs=3, algorithm=Scaffold()),
+    "lost clients": partial(end, heterogeneity=SystemsHeterogeneity(0.5, policy="drop", dropout=0.4), max_rounds=5),
+    "on demand": partial(end, datamodule=partial(OnDemand, batch_size=4), clients_per_round=7, algorithm=Scaffold()),
+    "on demand, at once": partial(
+        end, "vectorized", datamodule=partial(OnDemand, batch_size=4), clients_per_round=7, algorithm=Scaffold()
+    ),
+    "names as ids": partial(end, datamodule=named, algorithm=FedDyn(1.0), clients_per_round=3),
+    "BatchNorm": partial(end, make=WithBatchNorm, datamodule=partial(data, (12, 8, 20, 6, 16, 10))),
+    "BatchNorm of each client": partial(
+        end, make=WithBatchNorm, datamodule=partial(data, (12, 8, 20, 6, 16, 10)), buffers="local"
+    ),
+    "kept local optimizers": partial(
+        end,
+        make=partial(Ordinary, partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+        local_optimizer_state="keep",
+        max_rounds=4,
+    ),
+    "a gradient cohort of its own": partial(end, algorithm=FedDane(0.1), gradient_sampler=RoundRobinSampler(3)),
+    "clients drawn twice": partial(end, sampler=lambda seed, round: [0, 1, 0, 4], clients_per_round=None),
+    "dropout": partial(end, make=partial(Ordinary, dropout=0.5), algorithm=Mime(base=SGDm())),
+}
+SINGLES = {
+    f"float32 {a!r}": partial(end, algorithm=a, precision="32-true") for a in (FedAvg(), Scaffold(), Mime(SGDm()))
+}
+
+
+def checkpointed(folder: Path, engine: str, algorithm: Any, **options: Any) -> str:
+    saver = ModelCheckpoint(folder, save_last=True)
+    run(engine, algorithm=algorithm, callbacks=saver, enable_checkpointing=True, **options)
+    return saver.last_model_path
+
+
+RESUMED: dict[str, tuple[str, Any]] = {
+    "Scaffold": ("sequential", Scaffold()),
+    "Scaffold at once": ("vectorized", Scaffold()),
+    "Mime": ("sequential", Mime(base=SGDm())),
+    "FedDyn at once": ("vectorized", FedDyn(1.0)),
+}
+
+
+def decided(folder: Path, **options: Any) -> dict[str, Any]:
+    """Return what callbacks that watch a metric decide."""
+    best = ModelCheckpoint(folder, "{epoch}", monitor="val_loss", save_top_k=1, mode="max")
+    stop = EarlyStopping("train_loss", patience=1, mode="max")
+    t = run("sequential", callbacks=[best, stop], enable_checkpointing=True, max_rounds=8, **options)
+    return {"best": Path(best.best_model_path).name, "rounds": t.fit_loop.round, "stopped": stop.stopped_epoch}
+
+
+def work(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {name: case(**TWO) for name, case in {**CASES, **SINGLES}.items()}
+    for name in METHODS:
+        for engine in ENGINES:
+            found[f"{name} {engine}"] = of_method(name, engine, **TWO)
+    found["again"] = CASES["dropout"](**TWO)
+    found["Scaffold ii again"] = of_method("Scaffold ii", "vectorized", **TWO)
+    for name, (engine, algorithm) in RESUMED.items():
+        path = checkpointed(folder / name, engine, algorithm, max_rounds=2, **TWO)
+        found[f"whole {name}"] = end(engine, algorithm=algorithm, max_rounds=4, **TWO)
+        found[f"resumed {name}"] = end(engine, algorithm=algorithm, max_rounds=4, ckpt_path=path, **TWO)
+    found["decided"] = decided(folder / "decided", **TWO)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def together(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What each of two processes comes to in every case."""
+    first, second = in_processes(partial(work, folder), folder, timeout=150)
+    assert not first.error, first.trace
+    assert not second.error, second.trace
+    return first.value, second.value
+
+
+def assert_one_result(alone: dict[str, Any], parts: Any, name: str, rtol: float = 1e-12) -> None:
+    first, second = (part[name] for part in parts)
+    assert same(first["state"], second["state"])
+    assert first["metrics"] == second["metrics"]
+    assert_close(alone["state"], first["state"], rtol)
+    assert_plain_agree(alone["metrics"], first["metrics"], rel=max(1e-6, rtol))
+    for part in (first, second):
+        for one, other in zip(alone["rounds"], part["rounds"], strict=True):
+            assert_plain_agree(one["metrics"], other["metrics"], rel=max(1e-6, rtol))  # they are kept in float32
+            assert_plain_agree(*({**r, "metrics": None} for r in (one, other)), rel=max(1e-9, rtol * 10))
+    assert sorted(map(str, first["trained"] + second["trained"])) == sorted(map(str, alone["trained"]))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_ends_where_one_process_ends(name: str, together: Any) -> None:
+    alone = of_method(name, "sequential")
+    for engine in ENGINES:
+        assert_one_result(alone, together, f"{name} {engine}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_ends_where_one_process_ends(name: str, together: Any) -> None:
+    assert_one_result(CASES[name](), together, name)
+
+
+@pytest.mark.parametrize("name", SINGLES)
+def test_float32_agrees_up_to_rounding(name: str, together: Any) -> None:
+    assert_one_result(SINGLES[name](), together, name, rtol=1e-5)
+
+
+def test_both_processes_work(together: Any) -> None:
+    counts = [len(part["FedAvg sequential"]["trained"]) for part in together]
+    assert sum(counts) == 12
+    assert min(counts) >= 5
+
+
+def test_the_same_processes_give_the_same_bits(together: Any) -> None:
+    for part in together:
+        assert same(part["dropout"]["state"], part["again"]["state"])
+        assert same(part["Scaffold ii vectorized"]["state"], part["Scaffold ii again"]["state"])
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_has_the_same_bits(name: str, together: Any) -> None:
+    for part in together:
+        assert same(part[f"whole {name}"]["state"], part[f"resumed {name}"]["state"])
+
+
+def test_a_run_may_change_the_number_of_processes(folder: Path, together: Any, tmp_path: Path) -> None:
+    paths = {
+        name: checkpointed(tmp_path / name, engine, algorithm, max_rounds=3, ckpt_path=folder / name / "last.ckpt")
+        for name, (engine, algorithm) in RESUMED.items()
+    }
+
+    def go_on() -> dict[str, Any]:
+        return {
+            name: end(engine, algorithm=algorithm, max_rounds=4, ckpt_path=paths[name], **TWO)
+            for name, (engine, algorithm) in RESUMED.items()
+        }
+
+    parts = [value_of(outcome) for outcome in in_processes(go_on, tmp_path)]
+    for name in RESUMED:
+        for part in parts:
+            assert_close(together[0][f"whole {name}"]["state"], part[name]["state"])
+
+
+def value_of(outcome: Outcome) -> Any:
+    assert not outcome.error, outcome.trace
+    return outcome.value
+
+
+def test_callbacks_that_watch_a_metric_decide_alike(together: Any, tmp_path: Path) -> None:
+    alone = decided(tmp_path)
+    assert alone["rounds"] < 8
+    assert [part["decided"] for part in together] == [alone, alone]
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold()], ids=repr)
+def test_what_goes_wrong_in_one_process_ends_both_and_names_the_client(algorithm: Any, tmp_path: Path) -> None:
+    started = time.monotonic()
+    case = partial(end, make=Fails, datamodule=spoiled, clients_per_round=6, algorithm=algorithm)
+    texts = [outcome.error for outcome in in_processes(lambda: case(**TWO), tmp_path)]
+    assert time.monotonic() - started < 30
+    assert all(re.search(r"Client 3 failed in .* in round 0.*these examples are bad", text) for text in texts), texts
+    assert sum("Process" in text for text in texts) == 1
+
+
+def test_what_goes_wrong_in_a_full_gradient_ends_both_processes(tmp_path: Path) -> None:
+    case = partial(end, make=Fails, datamodule=spoiled, clients_per_round=6, algorithm=Mime(base=SGDm()))
+    for outcome in in_processes(lambda: case(**TWO), tmp_path):
+        assert re.search(r"Client 3 failed in its full-batch gradient in round 0", outcome.error)
+
+
+def test_metric_objects_in_local_steps_are_refused_by_name(tmp_path: Path) -> None:
+    for outcome in in_processes(lambda: end(make=WithMetric, **TWO), tmp_path):
+        assert "self.log('metric', ...) of a metric object in training_step" in outcome.error
+
+
+class KeepsUnannounced(FedAvg):
+    """Keeps a state without saying what a new client has."""
+
+    def finish(self, y: Any, run: Any) -> Any:
+        update = super().finish(y, run)
+        update.keep["last"] = y.clone()
+        return update
+
+
+def test_states_without_a_first_value_are_refused(tmp_path: Path) -> None:
+    for outcome in in_processes(lambda: end(algorithm=KeepsUnannounced(), **TWO), tmp_path):
+        assert "without an init_client" in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({"train_time_interval": timedelta(minutes=1)}, "train_time_interval=datetime.timedelta"),
+        ({"every_n_train_steps": 2}, "every_n_train_steps=2"),
+    ],
+    ids=["time", "steps"],
+)
+def test_checkpoints_in_the_middle_of_a_round_are_refused(options: Any, shown: str) -> None:
+    saver = ModelCheckpoint(**options)
+    with pytest.raises(FederatedError, match=re.escape(f"ModelCheckpoint({shown}")):
+        trainer(callbacks=saver, enable_checkpointing=True, **TWO).fit(seeded(), data())
+
+
+def test_forked_processes_end_with_the_client_named() -> None:
+    with pytest.raises(Exception, match=r"Client 3 failed in .* in round 0"):
+        end(make=Fails, datamodule=spoiled, clients_per_round=6, strategy="clients_fork", devices=2)
+
+
+# How processes start
+
+
+def test_forked_processes_leave_the_model_where_one_process_does() -> None:
+    models = []
+    for options in ({}, {"strategy": "clients_fork", "devices": 2}):
+        model = seeded(Ordinary)
+        trainer(**options).fit(model, data())
+        models.append(dict(model.state_dict()))
+    assert_close(*models, rtol=1e-5)
+
+
+def started(*command: str) -> str:
+    """Run a program of a user's, and return what it prints."""
+    environment = {k: v for k, v in os.environ.items() if "RANK" not in k}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=180, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+SCRIPT = """
+import lightning_fed
+from tests.helpers.engines import Ordinary
+from tests.helpers.training import data, parameters, seeded, trainer
+
+if __name__ == "__main__":
+    model = seeded(Ordinary)
+    trainer(strategy="STRATEGY", devices=2).fit(model, data())
+    print("sum of parameters:", float(parameters(model).sum()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["clients", "clients_spawn"])
+def test_a_script_starts_processes(strategy: str) -> None:
+    Path("script.py").write_text(SCRIPT.replace("STRATEGY", strategy))
+    found = re.findall(r"sum of parameters: (.*)", started("script.py"))
+    model = seeded(Ordinary)
+    trainer().fit(model, data())
+    assert [float(value) for value in found] == [pytest.approx(float(parameters(model).sum()), abs=1e-4)] * len(found)
+    assert found
+
+
+@pytest.mark.slow
+def test_the_command_line_starts_processes() -> None:
+    command = ["-m", "lightning_fed", "fit", "--config", str(ROOT / "configs" / "quickstart.yaml")]
+    common = ["--trainer.max_rounds", "2", "--trainer.accelerator", "cpu"]
+    started(*command, *common)
+    shown = started(*command, *common, "--trainer.strategy", "clients", "--trainer.devices", "2")
+    assert shown.count("Federated run finished") == 1
+    assert "sync_dist" not in shown
+    one, two = (
+        torch.load(f"lightning_logs/version_{n}/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        for n in range(2)
+    )
+    assert_close(dict(one), dict(two), rtol=1e-4)
+
+
+def test_threads_are_shared(tmp_path: Path) -> None:
+    def threads() -> int:
+        torch.set_num_threads(4)
+        end(max_rounds=1, **TWO)
+        return torch.get_num_threads()
+
+    assert [value_of(outcome) for outcome in in_processes(threads, tmp_path)] == [2, 2]
+
+
+def test_the_strategy_may_be_given_as_an_object() -> None:
+    assert isinstance(trainer(strategy=ClientsStrategy(), devices=2).strategy, ClientsStrategy)

@@ -1,0 +1,156 @@
+"""What a local step costs beside its arithmetic, counted and not timed: Python calls and operators.
+
+When a change makes a count smaller, lower it here; it should not grow without a reason.
+"""
+
+import sys
+from dataclasses import astuple, dataclass
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_fed import FederatedCallback, FederatedDataModule
+from lightning_fed.algorithms import Algorithm, FedAvg, Mime, Scaffold
+from tests.helpers.training import CLASSES, FEATURES, clients, trainer
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Counts of one unit of work.
+
+    Attributes:
+        calls: Calls of Python functions.
+        operators: Operators of ATen.
+    """
+
+    calls: float
+    operators: float
+
+
+BATCH = 4
+COUNTS: dict[tuple[str, str], tuple[Cost, Cost]] = {
+    # engine, method: a local step of one client (sequential) or of all clients at once (vectorized), and a client
+    ("sequential", "FedAvg"): (Cost(178, 67), Cost(230, 21)),
+    ("sequential", "Scaffold"): (Cost(207, 85), Cost(238, 41)),
+    ("sequential", "Mime"): (Cost(410, 155), Cost(626, 124)),
+    ("vectorized", "FedAvg"): (Cost(2100, 134), Cost(973, 17)),
+    ("vectorized", "Scaffold"): (Cost(2103, 146), Cost(975, 23)),
+    ("vectorized", "Mime"): (Cost(3441, 247), Cost(1335, 99)),
+}
+SLACK = 1.05  # versions of Python, PyTorch and Lightning differ a little
+METHODS: dict[str, Algorithm] = {"FedAvg": FedAvg(), "Scaffold": Scaffold(), "Mime": Mime()}
+
+
+class Model(pl.LightningModule):
+    """A multilayer perceptron with one ``self.log``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators, those of backward passes included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class CountCalls(FederatedCallback):
+    """Counts the calls of Python functions in the last round's local work and server step."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        self.count = 0
+        sys.setprofile(self._seen)
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        sys.setprofile(None)
+
+    def _seen(self, frame: Any, event: str, argument: Any) -> None:
+        self.count += event == "call"
+
+
+class CountOperators(FederatedCallback):
+    """Counts the operators of the same."""
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        self.mode = Operators()
+        self.mode.__enter__()
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        self.mode.__exit__(None, None, None)
+
+    @property
+    def count(self) -> int:
+        return self.mode.count
+
+
+@lru_cache
+def counted(engine: str, method: str, cohort: int, steps: int) -> Cost:
+    """Return the counts of a round in which so many clients take so many steps each."""
+    found = []
+    for count in (CountCalls(), CountOperators()):
+        torch.manual_seed(0)
+        run = trainer(
+            engine=engine,
+            algorithm=METHODS[method],
+            callbacks=count,
+            max_rounds=2,
+            clients_per_round=cohort,
+            local_steps=steps,
+            limit_val_batches=0,
+        )
+        run.fit(Model(), FederatedDataModule(clients((8 * BATCH,) * cohort), batch_size=BATCH))
+        found.append(count.count)
+    return Cost(*found)
+
+
+def per_step_and_client(engine: str, method: str) -> tuple[Cost, Cost]:
+    """Return the counts of one step more and of one client more."""
+    few, many, more = (astuple(counted(engine, method, *size)) for size in ((4, 5), (4, 15), (8, 5)))
+    together = 1 if engine == "vectorized" else 4  # the clients that share a step
+    step = [(b - a) / (10 * together) for a, b in zip(few, many, strict=True)]
+    own = [0.0, 0.0] if engine == "vectorized" else [5 * s for s in step]  # the steps of a client more
+    client = [(b - a) / 4 - s for a, b, s in zip(few, more, own, strict=True)]
+    return Cost(*step), Cost(*client)
+
+
+@pytest.mark.parametrize(("engine", "method"), COUNTS)
+def test_a_step_and_a_client_cost_no_more_than_they_did(engine: str, method: str) -> None:
+    for found, allowed in zip(per_step_and_client(engine, method), COUNTS[engine, method], strict=True):
+        assert found.calls <= allowed.calls * SLACK
+        assert found.operators <= allowed.operators * SLACK
+
+
+def test_the_vectorized_engine_takes_a_step_of_all_clients_for_the_price_of_a_few() -> None:
+    (alone, _), (together, _) = (per_step_and_client(engine, "FedAvg") for engine in ("sequential", "vectorized"))
+    assert together.operators < 4 * alone.operators
+
+
+def test_counts_are_exact() -> None:
+    counted.cache_clear()
+    before = counted("sequential", "FedAvg", 4, 5)
+    counted.cache_clear()
+    assert counted("sequential", "FedAvg", 4, 5) == before

@@ -1,0 +1,176 @@
+"""Traced local steps are the module's own, and are given up where they would not be."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_fed import FederatedCallback
+from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
+from lightning_fed.engines import traces
+from lightning_fed.engines.traces import Traces, marks
+from tests.engines.test_vectorized import Ordinary, assert_agree, run
+from tests.test_contract import METHODS
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+@pytest.fixture(autouse=True)
+def _traced_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "_USES", 2)
+
+
+def traces_of(trainer: Any) -> Traces:
+    return trainer.fit_loop._engine.step.traces
+
+
+@pytest.mark.parametrize("chunk_size", [1, 64])
+@pytest.mark.parametrize("name", ["FedAvg", "Scaffold i", "FedDyn", "Mime Adam", "CMime SGDm", "MimeMVR eq15", "FedCM"])
+def test_traced_steps_agree_with_the_sequential_engine(name: str, chunk_size: int) -> None:
+    method = METHODS[name]
+    make = partial(Ordinary, method.optimizer)
+    options = {"algorithm": method.algorithm, "local_epochs": 2, "max_rounds": 4}
+    traced = run("vectorized", make, chunk_size=chunk_size, **options)
+    assert len(traces_of(traced)) > 1
+    assert_agree(run("sequential", make, **options), traced)
+
+
+def test_traced_steps_of_another_local_optimizer_agree() -> None:
+    options = {"algorithm": Scaffold(), "max_rounds": 4}
+    traced = run("vectorized", partial(Ordinary, ADAM), **options)
+    assert len(traces_of(traced)) > 0
+    assert_agree(run("sequential", partial(Ordinary, ADAM), **options), traced)
+
+
+class Tempered(Ordinary):
+    """Its loss depends on an attribute that a callback changes."""
+
+    temperature = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x) * self.temperature, y)
+        self.log("train_loss", loss)
+        return loss
+
+
+class Cool(FederatedCallback):
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        pl_module.temperature = 1.0 + round
+
+
+@pytest.mark.parametrize("chunk_size", [1, 64])
+def test_an_attribute_that_changes_between_rounds_is_heeded(chunk_size: int) -> None:
+    runs = [
+        run(engine, Tempered, algorithm=FedAvg(), max_rounds=4, callbacks=[Cool()], **options)
+        for engine, options in (("sequential", {}), ("vectorized", {"chunk_size": chunk_size}))
+    ]
+    assert traces_of(runs[1]).allowed
+    assert_agree(*runs)
+
+
+class Epochal(Ordinary):
+    """Its loss depends on the round."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y) * (1.0 + self.current_epoch)
+        self.log("train_loss", loss)
+        return loss
+
+
+def test_a_step_that_looks_at_the_trainer_is_not_traced() -> None:
+    runs = [run(engine, Epochal, algorithm=FedAvg(), max_rounds=4) for engine in ("sequential", "vectorized")]
+    assert not traces_of(runs[1]).allowed
+    assert_agree(*runs)
+
+
+HIDDEN = {"scale": 1.0}
+
+
+class Global(Ordinary):
+    """Its loss depends on something that no one can see from outside."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y) * HIDDEN["scale"]
+        self.log("train_loss", loss)
+        return loss
+
+
+class Scale(FederatedCallback):
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        HIDDEN["scale"] = 1.0 + round
+
+
+@pytest.mark.parametrize("chunk_size", [1, 64])
+def test_a_trace_that_no_longer_gives_the_modules_loss_is_given_up_loudly(chunk_size: int) -> None:
+    sequential = run("sequential", Global, algorithm=FedAvg(), max_rounds=4, callbacks=[Scale()])
+    with pytest.warns(UserWarning, match="gives another loss than when it was traced"):
+        traced = run("vectorized", Global, algorithm=FedAvg(), max_rounds=4, callbacks=[Scale()], chunk_size=chunk_size)
+    assert not traces_of(traced).allowed
+    assert_agree(sequential, traced)
+
+
+class LogsNumbers(Ordinary):
+    """It logs a number of Python's, which a trace would repeat for ever."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("scale", HIDDEN["scale"])
+        return loss
+
+
+def test_a_logged_number_of_pythons_is_not_repeated() -> None:
+    runs = [
+        run(engine, LogsNumbers, algorithm=FedAvg(), max_rounds=4, callbacks=[Scale()])
+        for engine in ("sequential", "vectorized")
+    ]
+    assert float(runs[1].callback_metrics["scale"]) == 4.0
+    assert_agree(*runs)
+
+
+def test_the_same_run_gives_the_same_bits_traced() -> None:
+    one, other = (run("vectorized", algorithm=Mime(SGDm()), max_rounds=4) for _ in range(2))
+    assert torch.equal(one.fit_loop.state.x, other.fit_loop.state.x)
+
+
+class Entangled(Ordinary):
+    """Gradients of its parameters are products and views of its parameters."""
+
+    def __init__(self, optimizer: Any = None) -> None:
+        super().__init__(optimizer)
+        self.left, self.right = (torch.nn.Parameter(0.1 * torch.randn(6, 6)) for _ in range(2))
+        self.p, self.q = (torch.nn.Parameter(torch.randn(4)) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        penalty = (self.left @ self.right).sum() + (self.left @ self.left).square().sum() + self.p @ self.q
+        loss = F.cross_entropy(self(x), y) + 0.1 * penalty + self.right.square().sum() + self.p.square().sum()
+        self.log("train_loss", loss, batch_size=len(y))
+        return loss
+
+
+@pytest.mark.parametrize("chunk_size", [1, 64])
+def test_parameters_whose_gradients_look_at_each_other_agree(chunk_size: int) -> None:
+    make = partial(Entangled, partial(torch.optim.SGD, lr=0.02))
+    options = {"algorithm": FedAvg(), "max_rounds": 5}
+    traced = run("vectorized", make, chunk_size=chunk_size, **options)
+    assert len(traces_of(traced)) > 1
+    assert_agree(run("sequential", make, **options), traced)
+
+
+def test_marks_change_with_what_a_module_holds() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    before = marks(module)
+    assert marks(module) == before
+    module.seen = [1]
+    with_list = marks(module)
+    module.seen.append(2)
+    assert before != with_list != marks(module)
+    module[0].gain = torch.ones(1)
+    with_tensor = marks(module)
+    module[0].gain.mul_(2)
+    assert with_tensor != marks(module)

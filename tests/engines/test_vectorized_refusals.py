@@ -1,0 +1,313 @@
+"""What cannot be run for several clients at once is refused by name before the first round, and leaves no trace."""
+
+import random
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from pytorch_lightning.callbacks import LambdaCallback
+from pytorch_lightning.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from torchmetrics import CatMetric, MeanMetric
+
+from lightning_fed import ClientError, FederatedDataModule, FederatedError
+from lightning_fed.algorithms import Mime
+from tests.helpers.engines import Ordinary, Record
+from tests.helpers.training import FEATURES, classification, data, parameters, trainer
+
+WAY_OUT = "engine='sequential'"
+
+
+def refused(
+    make: Callable[[], pl.LightningModule], reason: str, datamodule: FederatedDataModule | None = None, **options: Any
+) -> None:
+    """Check that a run is refused with a reason and a way out, before any round, and the module left as it was."""
+    model, seen = make(), Record()
+    before, random_state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    t = trainer(engine="vectorized", **{"callbacks": [], **options})
+    t.callbacks.append(seen)
+    with pytest.raises(FederatedError, match=reason) as caught:
+        t.fit(model, datamodule or data())
+    assert WAY_OUT in str(caught.value)
+    assert seen.order == []
+    assert t.fit_loop.round == 0
+    assert {k: torch.equal(v, before[k]) for k, v in model.state_dict().items()} == dict.fromkeys(before, True)
+    assert "log" not in vars(model)
+    assert model.training
+    assert torch.equal(random_state, torch.get_rng_state())
+
+
+class WithBatchNorm(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh())
+
+
+class Step(Ordinary):
+    """Lets a function have its say in the training step."""
+
+    def __init__(self, then: Callable[..., Any]) -> None:
+        super().__init__()
+        self.then = then
+        self.calls, self.seen, self.notes = 0, [], {}
+        self.metric, self.unreduced = MeanMetric(), CatMetric()
+        self.register_buffer("counter", torch.zeros(()))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        return self.then(self, loss, batch)
+
+
+def count(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    module.calls += 1
+    return loss
+
+
+def append(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    module.seen.append(1)
+    return loss
+
+
+def note(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    module.notes["last"] = 0.0
+    return loss
+
+
+def write_buffer(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    module.counter += 1
+    return loss
+
+
+def update_metric(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    module.metric.update(loss.detach())
+    return loss
+
+
+def count_metric(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    module.unreduced.update(torch.ones(()))
+    return loss
+
+
+def log_metric(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    module.log("metric", module.metric)
+    return loss
+
+
+def log_largest(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    module.log("largest", loss, reduce_fx="max")
+    return loss
+
+
+def log_vector(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    module.log("vector", torch.stack([loss, loss]))
+    return loss
+
+
+STEPS: dict[str, tuple[Callable[..., Any], str]] = {
+    "item": (lambda module, loss, batch: loss * 1.0 if loss.item() > 0 else loss, r"at once \(.*item"),
+    "a branch on a tensor": (lambda module, loss, batch: loss if loss > 0 else -loss, "data-dependent"),
+    "a mask as an index": (
+        lambda module, loss, batch: loss + batch[0][batch[0] > 0].sum() * 0,
+        "cannot be run for several clients at once",
+    ),
+    "nonzero": (
+        lambda module, loss, batch: loss + batch[1].nonzero().float().sum() * 0,
+        "cannot be run for several clients at once",
+    ),
+    "NumPy": (lambda module, loss, batch: loss * float(loss.detach().numpy() > 0), "at once"),
+    "a metric object": (update_metric, "at once"),
+    "a metric object that looks at no value": (count_metric, "updates the metric 'unreduced'.*functional metric"),
+    "a logged metric object": (log_metric, r"self.log\('metric', ...\) of a MeanMetric"),
+    "another reduction": (log_largest, r"self.log\('largest', ...\).*reduce_fx='max'"),
+    "a logged vector": (log_vector, r"self.log\('vector', ...\)"),
+    "no loss": (lambda module, loss, batch: None, "NoneType instead of a loss"),
+    "a number": (lambda module, loss, batch: 1.0, "float instead of a loss"),
+    "a dictionary without a loss": (lambda module, loss, batch: {"x": loss}, "NoneType instead of a loss"),
+    "a counter": (count, "changes the attribute 'calls'"),
+    "a list that grows": (append, "changes the attribute 'seen'"),
+    "a dictionary that grows": (note, "changes the attribute 'notes'"),
+    "a buffer that counts": (write_buffer, "counter|in-?place"),
+    "Python's randomness": (lambda module, loss, batch: loss * random.random(), "Python's or NumPy's generator"),
+    "NumPy's randomness": (lambda module, loss, batch: loss * np.random.rand(), "Python's or NumPy's generator"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_training_step_that_clients_cannot_share_is_refused(name: str) -> None:
+    step, reason = STEPS[name]
+    refused(partial(Step, step), reason)
+
+
+@pytest.mark.xfail(strict=True, reason="metric objects that fail under vmap are refused in torch's words, unnamed")
+def test_a_metric_object_is_named() -> None:
+    refused(partial(Step, update_metric), "updates the metric 'metric'")
+
+
+def test_batchnorm_in_train_mode_is_refused() -> None:
+    refused(WithBatchNorm, r"BatchNorm|running|in-?place|buffer")
+
+
+def test_python_and_numpy_draw_on_as_if_nothing_had_happened() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.Random(1).random(), np.random.RandomState(1).rand()
+    refused(partial(Step, STEPS["Python's randomness"][0]), "Python's")
+    assert (random.random(), np.random.rand()) == expected
+
+
+MODULE_HOOKS: dict[str, Callable[..., Any]] = {
+    "on_train_batch_start": lambda self, batch, batch_idx: None,
+    "on_train_batch_end": lambda self, outputs, batch, batch_idx: None,
+    "on_before_backward": lambda self, loss: None,
+    "backward": lambda self, loss: loss.backward(),
+    "on_after_backward": lambda self: None,
+    "on_before_zero_grad": lambda self, optimizer: None,
+    "optimizer_zero_grad": lambda self, epoch, batch_idx, optimizer: optimizer.zero_grad(),
+    "on_before_optimizer_step": lambda self, optimizer: None,
+    "optimizer_step": lambda self, epoch, batch_idx, optimizer, closure: optimizer.step(closure),
+    "configure_gradient_clipping": lambda self, optimizer, gradient_clip_val, gradient_clip_algorithm: None,
+}
+CALLBACK_HOOKS = [
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+]
+
+
+@pytest.mark.parametrize("hook", MODULE_HOOKS)
+def test_hooks_of_single_batches_in_the_module_are_refused(hook: str) -> None:
+    hooked = type("Hooked", (Ordinary,), {hook: MODULE_HOOKS[hook]})
+    refused(hooked, rf"Hooked\.{hook} is called for every batch")
+
+
+@pytest.mark.parametrize("hook", CALLBACK_HOOKS)
+def test_hooks_of_single_batches_in_a_callback_are_refused(hook: str) -> None:
+    callback = LambdaCallback(**{hook: lambda *_: None})
+    refused(Ordinary, rf"LambdaCallback\.{hook} is called for every batch", callbacks=[callback])
+
+
+class MySgd(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        """Move against the gradient, scaled to length one over each parameter."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= group["lr"] * p.grad / p.grad.norm()
+
+
+class Tuned(torch.optim.SGD):
+    """Not known to be elementwise, though it is."""
+
+
+def hooked_sgd(where: str, params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    getattr(optimizer, f"register_step_{where}_hook")(lambda *_: None)
+    return optimizer
+
+
+OPTIMIZERS: dict[str, tuple[Callable[..., Any], str]] = {
+    "of the user's own": (MySgd, "the step of MySgd is not elementwise"),
+    "a subclass": (partial(Tuned, lr=0.1), "the step of Tuned is not elementwise, or not known to be"),
+    "Adafactor": (torch.optim.Adafactor, "the step of Adafactor is not elementwise"),
+    "a hook before the step": (partial(hooked_sgd, "pre"), "step hooks"),
+    "a hook after the step": (partial(hooked_sgd, "post"), "step hooks"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_local_optimizers_that_mix_clients_are_refused(name: str) -> None:
+    make, reason = OPTIMIZERS[name]
+    refused(partial(Ordinary, make), reason)
+
+
+def test_accumulated_gradients_are_refused() -> None:
+    refused(Ordinary, "accumulate_grad_batches=2", accumulate_grad_batches=2)
+
+
+def test_kept_states_of_the_local_optimizer_are_refused() -> None:
+    refused(Ordinary, "local_optimizer_state='keep'", local_optimizer_state="keep")
+
+
+class WithBuffer(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+
+def test_local_buffers_are_refused_where_there_are_buffers() -> None:
+    refused(WithBuffer, "buffers='local'", buffers="local")
+
+
+@pytest.mark.xfail(strict=True, reason="Round.train expects one client where buffers='local', even without buffers")
+def test_local_buffers_are_allowed_where_there_are_none() -> None:
+    trainer(engine="vectorized", buffers="local", max_rounds=1).fit(Ordinary(), data())
+
+
+class Scaled(MixedPrecision):
+    """Half precision with a gradient scaler, which Lightning gives on a GPU only."""
+
+    def __init__(self) -> None:
+        super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_a_gradient_scaler_is_refused() -> None:
+    refused(Ordinary, "precision='16-mixed' scales the loss", plugins=Scaled())
+
+
+class Named(Dataset[Any]):
+    """Examples with a name."""
+
+    def __init__(self, n: int) -> None:
+        self.inner = classification(n, 3)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return *self.inner[index], f"example {index}"
+
+
+def test_strings_in_a_batch_are_refused() -> None:
+    refused(Ordinary, "tensors only, found a str", FederatedDataModule([Named(9), Named(6), Named(7)], batch_size=4))
+
+
+class Surprise(Ordinary):
+    """Does on a small batch what it does not do on the first."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if len(batch[0]) == 3:
+            return loss if loss.item() > 0 else -loss
+        return loss
+
+
+def surprised(**options: Any) -> str:
+    model = Surprise()
+    before = parameters(model).clone()
+    with pytest.raises(ClientError) as caught:
+        trainer(engine="vectorized", clients_per_round=2, **options).fit(model, data(sizes=(11, 7)))
+    assert torch.equal(parameters(model), before)
+    assert "log" not in vars(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("algorithm", [None, Mime()], ids=repr)
+def test_what_only_a_later_batch_does_stops_the_round_and_names_the_clients(algorithm: Any) -> None:
+    assert re.search(r"Client [01] failed in .* in round 0.*item", surprised(algorithm=algorithm))
+
+
+@pytest.mark.xfail(strict=True, reason="the error of a later batch does not say what to do")
+def test_what_only_a_later_batch_does_is_refused_with_a_way_out() -> None:
+    assert WAY_OUT in surprised()

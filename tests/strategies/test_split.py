@@ -1,0 +1,101 @@
+"""How batches are split, what cannot be split, and which strategies cannot work."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from pytorch_lightning.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+
+from lightning_fed import FederatedError, FederatedTrainer
+from lightning_fed.checks import check_batch_statistics
+from lightning_fed.strategies import WithinClientStrategy
+from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit, part_of
+from tests.helpers.training import QUIET, fit, same, seeded
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    names: list[str]
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    scale: Tensor
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("examples", [1, 2, 5, 12])
+def test_parts_hold_every_example_once_the_first_most(examples: int, size: int) -> None:
+    parts = [BatchSplit(rank=rank, size=size).cut(torch.arange(examples), examples) for rank in range(size)]
+    counts = [own for _, own in parts]
+    assert torch.equal(torch.cat([part for part, own in parts if own]), torch.arange(examples))
+    assert all((part is NO_EXAMPLES) == (own == 0) for part, own in parts)
+    assert counts[0] == max(counts) <= min(counts) + 1
+
+
+def test_nested_batches_are_cut_in_every_tensor_and_list_of_texts() -> None:
+    x, names = torch.arange(6).view(3, 2), ["a", "b", "c"]
+    rows = slice(1, 3)
+    assert part_of(Sample(x, names), 3, rows).names == ["b", "c"]
+    found = part_of({"pair": Pair(x, torch.tensor(2.0)), "list": [x, (names, 5)]}, 3, rows)
+    assert same(found["pair"].x, x[1:])
+    assert found["pair"].scale == 2.0
+    assert same(found["list"][0], x[1:])
+    assert found["list"][1] == (["b", "c"], 5)
+
+
+@pytest.mark.parametrize("batch", [[torch.zeros(3), torch.zeros(2, 3)], {"x": object()}], ids=["tensor", "object"])
+def test_batches_that_cannot_be_cut_are_refused_by_name(batch: Any) -> None:
+    with pytest.raises(FederatedError, match="batch of 3 examples holds a .*(shape|object).*strategy='clients'"):
+        part_of(batch, 3, slice(0, 1))
+
+
+def test_lightnings_ddp_becomes_the_one_that_splits_batches() -> None:
+    for strategy in ("ddp", "ddp_spawn", "ddp_find_unused_parameters_false", "auto", DDPStrategy()):
+        made = FederatedTrainer(**{**QUIET, "local_epochs": 1, "devices": 2, "strategy": strategy})
+        assert type(made.strategy) is WithinClientStrategy
+        assert not made._accelerator_connector.use_distributed_sampler
+
+
+class OwnDDP(DDPStrategy):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("fsdp", "The strategy fsdp is not supported: it shards the parameters.*strategy='clients'"),
+        ("deepspeed_stage_2", "The strategy deepspeed_stage_2 is not supported: it keeps parameters"),
+        ("xla", "The strategy xla is not supported: it records steps"),
+        (FSDPStrategy(), "The strategy FSDPStrategy is not supported: it shards"),
+        (ModelParallelStrategy(), "The strategy ModelParallelStrategy is not supported: it spreads the parameters"),
+        (OwnDDP(), "The strategy OwnDDP is not supported: it changes how gradients are reduced"),
+        (DDPStrategy(model_averaging_period=3), "model_averaging_period=3.* is not supported.*Leave model_averaging"),
+        (DDPStrategy(ddp_comm_hook=print), "ddp_comm_hook=.* is not supported"),
+    ],
+    ids=str,
+)
+def test_strategies_that_cannot_work_are_refused_by_name(strategy: Any, message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        FederatedTrainer(**{**QUIET, "local_epochs": 1, "strategy": strategy})
+
+
+def test_the_vectorized_engine_and_split_batches_exclude_each_other() -> None:
+    with pytest.raises(FederatedError, match="engine='vectorized' does not go with strategy='ddp' on 2 devices"):
+        fit(engine="vectorized", devices=2, strategy="ddp")
+
+
+def test_batch_normalisation_in_evaluation_mode_is_no_obstacle() -> None:
+    module = seeded()
+    module.norm = nn.BatchNorm1d(3)
+    with pytest.raises(FederatedError, match=r"norm \(BatchNorm1d\) normalises .* Use GroupNorm"):
+        check_batch_statistics(module)
+    module.norm.eval()
+    check_batch_statistics(module)
+
+
+def test_one_process_splits_nothing() -> None:
+    assert torch.equal(fit(strategy="ddp"), fit())
