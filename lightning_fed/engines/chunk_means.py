@@ -49,15 +49,14 @@ class ChunkMeans:
             weight = log.batch_size or group.examples
             self._entries.setdefault(f".{name}", []).append((group.clients, log.value, weight))
 
-    def of_clients(self, back: Sequence[int]) -> tuple[list[float], dict[str, list[float]]]:
-        """Return each client's mean loss and its means of what was logged, in the order ``back``."""
+    def of_clients(self, back: Sequence[int]) -> tuple[list[float], list[dict[str, float]]]:
+        """Return each client's mean loss and its means of what it logged, in the order ``back``."""
         self._sums = {key: self._sum(entries) for key, entries in self._entries.items()}
-        means = {
-            key: [totals[i] / weights[i] if weights[i] else float("nan") for i in back]
-            for key, (totals, weights) in self._sums.items()
-        }
-        loss = means.pop("")
-        return loss, {key[1:]: values for key, values in means.items()}
+        means: list[dict[str, float]] = [
+            {key: totals[i] / weights[i] for key, (totals, weights) in self._sums.items() if weights[i]} for i in back
+        ]
+        loss = [own.pop("", float("nan")) for own in means]
+        return loss, [{key[1:]: value for key, value in own.items()} for own in means]
 
     def _sum(self, entries: Sequence[tuple[Sequence[int], Tensor, int]]) -> tuple[list[float], list[int]]:
         totals, weights = [0.0] * self._count, [0] * self._count

@@ -126,7 +126,7 @@ class Round:
         """Train the clients of a chunk, and take in what they send."""
         buffers = self.engine.buffers
         kept = [self.server.client_state(plan.participant.index) for plan in plans]
-        if buffers.mode == "local":
+        if buffers.mode == "local" and buffers.server:
             (own,) = kept  # the engines that run several clients at once refuse buffers that clients keep
             buffers.write(
                 {k.removeprefix(_BUFFER): v for k, v in own.items() if k.startswith(_BUFFER)} or self.server.buffers
@@ -155,7 +155,7 @@ class Round:
             )
         if result.solver:
             keep = {**keep, **result.solver[row]}
-        if buffers.mode == "local":
+        if buffers.mode == "local" and result.buffers:
             keep = {**keep, **{_BUFFER + name: value for name, value in result.buffers[row].items()}}
         self.server.clients.stage(who.index, keep)
         if buffers.mode != "server" and result.buffers:

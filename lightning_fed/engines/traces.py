@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lightning_fed._compat import rank_zero_warn
 from lightning_fed.engines.graphs import simplify, update_in_place
 
-__all__ = ["Traces", "marks"]
+__all__ = ["PASSING", "Traces", "marks"]
 
 Values: TypeAlias = dict[str, tuple[Tensor, int | None]]
 """What was logged by name: the value, and the ``batch_size`` given with it."""
@@ -21,6 +21,8 @@ Found: TypeAlias = tuple[Sequence[Tensor], Tensor, Values]
 _USES = 100  # a trace takes as long to make as what it saves in so many calls, or a few times as many
 _MOST = 64
 _DROPS = 3
+PASSING = ("log", "log_dict", "_trainer", "_current_fx_name", "_metric_attributes")
+"""Attributes of modules that Lightning and this package set and take back."""
 
 
 class Traces:
@@ -149,11 +151,8 @@ def marks(module: nn.Module) -> dict[tuple[str, str], Any]:
         (name, key): _mark(value)
         for name, part in module.named_modules()
         for key, value in vars(part).items()
-        if key not in _PASSING
+        if key not in PASSING
     }
-
-
-_PASSING = ("log", "log_dict", "_trainer", "_current_fx_name", "_metric_attributes")  # Lightning's, and this package's
 
 
 def _mark(value: Any) -> Any:

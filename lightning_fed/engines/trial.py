@@ -1,5 +1,6 @@
 """A step of two equal clients, to find out before the first round whether a module can be run for several at once."""
 
+import copy
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.engines.functional import FunctionalStep, stack_batches
 from lightning_fed.engines.gradients import buffer_owners
-from lightning_fed.engines.traces import marks
+from lightning_fed.engines.traces import PASSING, marks
 
 __all__ = ["Trial"]
 
@@ -56,8 +57,11 @@ class Trial:
             except FederatedError:
                 raise
             except Exception as error:
+                self._check_metrics(before)
                 text = " ".join(str(error).split())
                 raise self._refusal(f"it cannot be run for several clients at once ({text[:300]})") from error
+            finally:
+                before.restore_attributes()
 
     def _check_values(self, grads: Sequence[Tensor], batch: Any, batch_idx: int) -> None:
         """Compare with the gradient of one client, as a guard against operations that ``vmap`` gets wrong."""
@@ -71,17 +75,20 @@ class Trial:
         for name, (buffer, value) in before.buffers.items():
             if not torch.equal(buffer, value):
                 raise self._refusal(f"it changes the buffer {name!r}, as BatchNorm's running statistics in train mode")
-        for name, metric, count in before.metrics:
-            if metric._update_count != count:
-                raise self._refusal(
-                    f"it updates the metric {name!r}; log a functional metric, or the loss alone, in training_step"
-                )
+        self._check_metrics(before)
         now = marks(self.module)
         for key in now.keys() | before.attributes.keys():
             if now.get(key) != before.attributes.get(key):
                 raise self._refusal(f"it changes the attribute {'.'.join(filter(None, key))!r}")
         if _foreign_state() != before.foreign:
             raise self._refusal("it draws from Python's or NumPy's generator, once for all clients; draw from torch's")
+
+    def _check_metrics(self, before: "_State") -> None:
+        for name, metric, count in before.metrics:
+            if metric._update_count != count:
+                raise self._refusal(
+                    f"it updates the metric {name!r}; log a functional metric, or the loss alone, in training_step"
+                )
 
     def _reads_trainer(self, batch: Any, batch_idx: int) -> bool:
         """Whether the step looks at its trainer, and so at things such as the round that change from call to call."""
@@ -111,6 +118,27 @@ class _State:
         self.attributes = marks(module)
         self.random = torch.get_rng_state()
         self.foreign = _foreign_state()
+        self._held = [(part, dict(vars(part))) for part in module.modules()]
+        self._contents = [
+            (value, copy.copy(value))
+            for _, held in self._held
+            for key, value in held.items()
+            if type(value) in (list, dict, set) and key not in _INTERNAL
+        ]
+
+    def restore_attributes(self) -> None:
+        """Give the modules the attributes they had, and lists, dicts and sets among these their contents."""
+        for part, held in self._held:
+            now = vars(part)
+            for key in now.keys() - held.keys() - set(PASSING):
+                del now[key]
+            now.update({key: value for key, value in held.items() if key not in PASSING})
+        for value, content in self._contents:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(content)
+
+
+_INTERNAL = frozenset(vars(nn.Module()))  # parameters, buffers, hooks: whatever happens to these is refused or undone
 
 
 class _Watch:

@@ -110,8 +110,7 @@ class VectorizedEngine(Engine):
         for i, plan in enumerate(plans):
             who = plan.participant
             check_finite(who.client_id, norms[i], loss[i], who.steps, inputs.round)
-            own = {name: values[i] for name, values in metrics.items()}
-            reports.append(ClientReport(who.client_id, who.size, who.steps, loss[i], own, norms[i], seconds))
+            reports.append(ClientReport(who.client_id, who.size, who.steps, loss[i], metrics[i], norms[i], seconds))
         return ChunkResult(
             participants=[plan.participant for plan in plans],
             y=y,
@@ -226,7 +225,7 @@ class VectorizedEngine(Engine):
         previous, module._current_fx_name = module._current_fx_name, "training_step"
         with results.of_client(module):
             for name, mean in self._logged.items():
-                value = torch.tensor(mean.total / mean.weight, dtype=torch.get_default_dtype())
+                value = torch.tensor(mean.total / mean.weight, dtype=torch.float64)
                 module.log(name, value, **{**mean.options, "batch_size": mean.weight})
         results.close_client()
         module._current_fx_name = previous
@@ -234,10 +233,10 @@ class VectorizedEngine(Engine):
         self._row = None
 
     def _errors_of(self, plans: Sequence[WorkPlan], round: int) -> Any:
-        names = [plan.participant.client_id for plan in plans]
-        what = (
-            "its local work" if len(names) == 1 else f"the local work that engine='vectorized' did for {names} at once"
-        )
+        if len(plans) == 1:
+            return self.errors_of(plans[0], round, "its local work")
+        names = ", ".join(repr(plan.participant.client_id) for plan in plans[1:])
+        what = f"the local work that it did at once with {names} (engine='sequential' would run them one by one)"
         return self.errors_of(plans[0], round, what)
 
 
