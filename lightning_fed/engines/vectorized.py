@@ -317,8 +317,6 @@ def check_settings(engine: Engine) -> None:
         reason = f"precision={trainer.precision!r} scales the loss, and clients would have to skip steps on their own"
     elif trainer.accumulate_grad_batches != 1:
         reason = f"accumulate_grad_batches={trainer.accumulate_grad_batches} is not offered"
-    elif engine.split.size > 1:
-        reason = "strategy='ddp' splits every batch among the processes"
     elif engine.keeps_solver:
         reason = "local_optimizer_state='keep' is not offered: kept states may differ in their numbers of steps"
     elif engine.buffers.mode == "local" and engine.buffers.server:

@@ -1,0 +1,140 @@
+"""How a run is measured: times of rounds, and the memory of all its processes."""
+
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Outcome", "Settings", "Stopwatch", "peak_memory_mb", "usable_cores"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a workload is run.
+
+    Attributes:
+        rounds: Rounds that are timed.
+        warmup: Rounds before them that are not.
+        devices: Processes or cores to use; None for what suits system and machine best.
+        engine: The engine of lightning_fed.
+        algorithm: The method of lightning_fed; the other systems run FedAvg.
+        accelerator: "cpu" or "gpu".
+    """
+
+    rounds: int = 8
+    warmup: int = 3
+    devices: int | None = None
+    engine: str = "auto"
+    algorithm: str = "FedAvg"
+    accelerator: str = "cpu"
+
+    @property
+    def total(self) -> int:
+        """All rounds, those to warm up included."""
+        return self.warmup + self.rounds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run ends with.
+
+    Attributes:
+        logits_of: The final model, from examples to logits.
+        config: What was run: versions, processes, threads, engine.
+    """
+
+    logits_of: Callable[[np.ndarray], np.ndarray]
+    config: dict[str, Any]
+
+
+class Stopwatch:
+    """Time rounds from tick to tick: one before the first round, one after every round.
+
+    Args:
+        settings: Says how many rounds there are, and how many of them are not counted.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.peak_mb = 0.0
+        self._ticks: list[float] = []
+        self._started = time.perf_counter()
+
+    def tick(self) -> None:
+        """Take the time; after the last round, the memory as well, while all processes are still there."""
+        self._ticks.append(time.perf_counter())
+        if len(self._ticks) == self.settings.total + 1:
+            self.peak_mb = peak_memory_mb()
+
+    def figures(self) -> dict[str, float]:
+        """Return seconds per round, megabytes at the most, and seconds until the first round that counts.
+
+        Raises:
+            RuntimeError: If the system did not run as many rounds as it should have.
+        """
+        warmup, expected = self.settings.warmup, self.settings.total + 1
+        if len(self._ticks) != expected:
+            raise RuntimeError(f"The stopwatch ticked {len(self._ticks)} times instead of {expected}.")
+        times = [end - start for start, end in pairwise(self._ticks[warmup:])]
+        return {
+            "s_per_round": round(statistics.median(times), 6),
+            "min": round(min(times), 6),
+            "max": round(max(times), 6),
+            "peak_rss_mb": round(self.peak_mb, 1),
+            "setup_s": round(self._ticks[warmup] - self._started, 2),
+        }
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peak_memory_mb() -> float:
+    """Return the largest resident memory of this process and its descendants in MB.
+
+    Peaks of the processes are added up; pages that they share, such as libraries, are counted once. It is read once,
+    after the last round: looking at the memory while rounds run would cost them time.
+    """
+    if not Path("/proc/self/smaps_rollup").exists():
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
+    total = 0
+    for pid in _family(os.getpid()):
+        try:
+            peak = _kilobytes(Path(f"/proc/{pid}/status"), "VmHWM")
+            now = _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Rss")
+            own = _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss")
+        except (OSError, StopIteration):  # it has ended
+            continue
+        total += peak - (now - own)
+    return total * 1024 / 1e6
+
+
+def _kilobytes(path: Path, name: str) -> int:
+    with path.open() as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def _family(root: int) -> list[int]:
+    """Return a process and all its descendants."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return found

@@ -1,0 +1,196 @@
+"""Seconds per federated round: lightning_fed beside a plain PyTorch loop and other federated simulators.
+
+    python benchmarks/workloads.py --system lightning_fed --workload W1 --rounds 8 --json
+    python benchmarks/workloads.py --system all --workload W1 W2 --python fedjax=PATH --render docs/performance.md
+
+One system on one workload is one line of JSON. Several are run in turns: each run in a process of its own, each repeat
+once through all of them, so that a busy machine treats all alike. Systems other than lightning_fed may live in
+environments of their own: ``--python fedjax=PATH`` or the environment variable ``BENCHMARK_PYTHON_FEDJAX`` names their
+interpreter; what is not installed is skipped. ``docs/performance.md`` describes the workloads.
+"""
+
+import argparse
+import contextlib
+import datetime
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from systems import summary
+from systems.measure import Outcome, Settings, Stopwatch, usable_cores
+from systems.problem import WORKLOADS, Problem, prepare
+
+PACKAGES = {
+    "lightning_fed": "lightning_fed",
+    "torch": "torch",
+    "torch-2": "torch",  # the plain loop in two processes
+    "fedjax": "fedjax",
+    "pfl": "pfl",
+    "flwr": "flwr",
+    "fluke": "fluke",
+}
+"""The package that each system needs."""
+
+_PROCESSES = {"torch": 1, "torch-2": 2}
+_ON_GPU = ("lightning_fed", "torch")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for, and return the exit status."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.system is None:
+        if args.results is None or args.render is None:
+            parser.error("--system is required, unless --results and --render make a page out of earlier runs")
+        summary.insert(args.render, summary.tables(summary.read(args.results)))
+        return 0
+    runs = _runs(parser, args)
+    if len(runs) == 1 and args.render is args.repeats is args.results is None:
+        is_here = args.here or _python(args, runs[0][1]) is None
+        line = _run_here(args, *runs[0]) if is_here else _run_apart(args, *runs[0])
+        if line is not None:
+            print(json.dumps(line) if args.json else "\n".join(f"{name:12} {value}" for name, value in line.items()))
+        return int(line is not None and "failed" in line)
+    lines = summary.combine([[_run_apart(args, *run) for run in runs] for _ in range(args.repeats or 3)])
+    print("\n".join(map(json.dumps, lines)) if args.json else summary.table(lines))
+    if args.results is not None:
+        with args.results.open("a") as file:
+            file.writelines(f"{json.dumps(line)}\n" for line in lines)
+        lines = summary.read(args.results)
+    if args.render is not None:
+        summary.insert(args.render, summary.tables(lines))
+    return int(any("failed" in line for line in lines))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--system", nargs="+", choices=[*PACKAGES, "all"], metavar="NAME", help=f"{', '.join(PACKAGES)}, or all")
+    add("--workload", nargs="+", choices=list(WORKLOADS), default=["W1"], help="what to train")
+    add("--rounds", type=_positive, default=8, help="rounds to time")
+    add("--warmup", type=_positive, default=3, help="rounds before them; every system runs as many")
+    add("--repeats", type=_positive, help="runs of each system, in turns; 3 unless there is a single run")
+    add("--algorithm", nargs="+", help="methods of lightning_fed; FedAvg, with all systems also Mime and Scaffold")
+    add("--engine", choices=("auto", "sequential", "vectorized"), default="auto", help="engine of lightning_fed")
+    add("--devices", type=_positive, help="processes of lightning_fed and flwr, cores of fedjax; by default the best")
+    add("--accelerator", choices=("cpu", "gpu"), default="cpu", help="gpu: lightning_fed and torch alone")
+    add("--data", type=Path, default=_cache(), help="folder for the data, which is made when missing (%(default)s)")
+    add("--python", action="append", type=_interpreter, default=[], metavar="NAME=PATH", help="a system's interpreter")
+    add("--json", action="store_true", help="print lines of JSON")
+    add("--results", type=Path, help="file of JSON lines to add the figures to, and to render from")
+    add("--render", type=Path, metavar="PAGE", help="page to write the tables to, between its markers")
+    add("--here", action="store_true", help=argparse.SUPPRESS)  # this interpreter is the system's own
+    return parser
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_fed" / "benchmarks"
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _interpreter(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if name not in PACKAGES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH with one of the systems {', '.join(PACKAGES)}")
+    if not os.access(path, os.X_OK):
+        raise argparse.ArgumentTypeError(f"{path!r} is not a program: give the Python of the environment of {name}")
+    return name, path
+
+
+def _runs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Return the runs (workload, system, method) of a repeat; systems are compared in FedAvg."""
+    everything, on_gpu = "all" in args.system, args.accelerator == "gpu"
+    systems = [name for name in PACKAGES if name in _ON_GPU or not on_gpu] if everything else args.system
+    if on_gpu and not set(systems) <= set(_ON_GPU):
+        parser.error(f"--accelerator gpu is for {' and '.join(_ON_GPU)} alone")
+    methods = args.algorithm or (["FedAvg", "Mime", "Scaffold"] if everything else ["FedAvg"])
+    runs = [
+        (workload, system, method)
+        for workload in args.workload
+        for system in systems
+        for method in methods
+        if method == "FedAvg" or system == "lightning_fed"
+    ]
+    if not runs:
+        parser.error("--algorithm: methods other than FedAvg are for lightning_fed alone")
+    return runs
+
+
+def _python(args: argparse.Namespace, system: str) -> str | None:
+    """Return the interpreter that was named for a system."""
+    return dict(args.python).get(system) or os.environ.get(f"BENCHMARK_PYTHON_{system.upper().replace('-', '_')}")
+
+
+def _run_here(args: argparse.Namespace, workload: str, system: str, algorithm: str) -> dict[str, Any] | None:
+    """Run a system in this process and return its line; None in a process that helped another one."""
+    named = {"system": system, "workload": workload, "algorithm": algorithm}
+    machine = {"cpu": _cpu(), "cores": usable_cores()}
+    package = PACKAGES[system]
+    if importlib.util.find_spec(package) is None:
+        reason = (
+            f"{package} is not installed in {sys.executable}; name the interpreter of its environment by"
+            f" --python {system}=PATH (docs/performance.md says how to make one)"
+        )
+        print(f"{system} is skipped: {reason}.", file=sys.stderr)
+        return {**named, "skipped": reason}
+    devices = _PROCESSES.get(system, args.devices)
+    settings = Settings(args.rounds, args.warmup, devices, args.engine, algorithm, args.accelerator)
+    prepare(workload, args.data)
+    problem = Problem(workload, args.data)
+    stopwatch = Stopwatch(settings)
+    with contextlib.redirect_stdout(sys.stderr):  # what the systems print
+        module = importlib.import_module(f"systems.with_{package}")
+        outcome: Outcome | None = module.run(problem, settings, stopwatch)
+    if outcome is None:
+        return None
+    return {
+        **named,
+        **stopwatch.figures(),
+        "loss_end": round(problem.loss(outcome.logits_of), 6),
+        "rounds": settings.rounds,
+        "warmup": settings.warmup,
+        "config": outcome.config,
+        "machine": machine,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
+
+
+def _run_apart(args: argparse.Namespace, workload: str, system: str, algorithm: str) -> dict[str, Any]:
+    """Run a system in a fresh process and return its line; what it says on the way goes to standard error."""
+    command = [_python(args, system) or sys.executable, __file__, "--here", "--json"]
+    command += ["--system", system, "--workload", workload, "--algorithm", algorithm]
+    command += ["--rounds", str(args.rounds), "--warmup", str(args.warmup), "--data", str(args.data)]
+    command += ["--engine", args.engine, "--accelerator", args.accelerator]
+    command += ["--devices", str(args.devices)] if args.devices else []
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)  # noqa: S603
+    lines = [text for text in done.stdout.splitlines() if text.startswith("{")]
+    named = {"system": system, "workload": workload, "algorithm": algorithm}
+    line: dict[str, Any] = json.loads(lines[-1]) if lines else {**named, "failed": f"exit code {done.returncode}"}
+    took = f"{line['s_per_round']} s a round" if "s_per_round" in line else line.get("failed", "skipped")
+    print(f"{workload} {system} {algorithm}: {took}", file=sys.stderr)
+    return line
+
+
+def _cpu() -> str:
+    """Return the name of the processor."""
+    with contextlib.suppress(OSError):
+        for text in Path("/proc/cpuinfo").read_text().splitlines():
+            if text.startswith("model name"):
+                return " ".join(text.partition(":")[2].split())
+    return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
