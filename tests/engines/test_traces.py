@@ -147,8 +147,8 @@ class Entangled(Ordinary):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
-        penalty = (self.left @ self.right).sum() + (self.left @ self.left).square().sum() + self.p @ self.q
-        loss = F.cross_entropy(self(x), y) + 0.1 * penalty + self.right.square().sum() + self.p.square().sum()
+        penalty = (self.left @ self.right).sum() + self.p.square().sum() + self.p @ self.q
+        loss = F.cross_entropy(self(x), y) + 0.1 * penalty
         self.log("train_loss", loss, batch_size=len(y))
         return loss
 
