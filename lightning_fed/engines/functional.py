@@ -75,6 +75,7 @@ class FunctionalStep:
         self._sizes: dict[str, int | None] = {}
         self._held: Sequence[Tensor] | None = None  # the views that the module's parameters look at
         self.traces = Traces()
+        self.is_hot = False  # whether batches of this shape recur, so that a trace pays
         self._is_checked = False
         self._marks: dict[tuple[str, str], Any] = {}
 
@@ -117,7 +118,7 @@ class FunctionalStep:
         """
         leaves, spec = flatten(batch)
         key = (None, batch_idx if self.reads_index else 0, spec, *(leaf.shape for leaf in leaves))
-        if self.traces.is_due(key):
+        if self.is_hot and self.traces.allowed:
             return self._run(key, lambda *flat: self._one(flat, spec, batch_idx), [*views, *leaves])
         if self._held is not views:
             self.flat.point_to(views)
@@ -149,7 +150,7 @@ class FunctionalStep:
         self, key: Any, function: Callable[..., Found], flat: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Tensor, dict[str, Logged]]:
         """Call a function of tensors, through its trace where there is one or one is due."""
-        trace = self.traces.get(key, function, flat)
+        trace = self.traces.get(key, function, flat) if self.is_hot else None
         if trace is None:
             found = function(*flat)
         else:
@@ -197,7 +198,7 @@ class FunctionalStep:
     def step_in_place(
         self, views: Sequence[Tensor], batch: Any, batch_idx: int, rate: float, alone: bool
     ) -> tuple[Tensor, dict[str, Logged]] | None:
-        """Take a plain step along the gradients in one go, if there is a trace of it or it is time for one.
+        """Take a plain step along the gradients in one go, if it is traced.
 
         Args:
             views: One tensor per parameter, [S, *shape]; [*shape] of a single client. They are changed.
@@ -211,7 +212,7 @@ class FunctionalStep:
         """
         leaves, spec = flatten(batch)
         key = ("step", alone, batch_idx if self.reads_index else 0, spec, *(leaf.shape for leaf in leaves))
-        if not self.traces.is_due(key):
+        if not (self.is_hot and self.traces.allowed):
             return None
 
         def function(*flat: Tensor) -> Found:

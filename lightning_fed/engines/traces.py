@@ -18,24 +18,20 @@ Values: TypeAlias = dict[str, tuple[Tensor, int | None]]
 Found: TypeAlias = tuple[Sequence[Tensor], Tensor, Values]
 """Gradients, loss and logged values."""
 
-_USES = 100  # a trace takes as long to make as what it saves in so many calls, or a few times as many
-_MOST = 64
-_DROPS = 3
 PASSING = ("log", "log_dict", "_trainer", "_current_fx_name", "_metric_attributes")
 """Attributes of modules that Lightning and this package set and take back."""
 
 
 class Traces:
-    """Traces of hot functions by key, made at the hundredth use.
+    """Traces of functions by key, each made when it is first asked for.
 
     A trace repeats what Python decided when it was made. Whoever holds the traces must therefore forbid them where
-    Python may decide otherwise later, drop them when something has changed, and check them now and then.
+    Python may decide otherwise later, drop them when something has changed, and check them now and then. What is traced
+    must not depend on what was run before: a trace rounds otherwise, and a resumed run has the same bits.
     """
 
     def __init__(self) -> None:
         self.allowed = True
-        self._drops = 0
-        self._uses: dict[Any, int] = {}
         self._made: dict[Any, Callable[..., Found]] = {}
 
     def __len__(self) -> int:
@@ -48,22 +44,11 @@ class Traces:
         self._made.clear()
 
     def drop(self) -> None:
-        """Drop all traces. They may be made anew, but not for ever: that would cost more than it saves."""
-        self._drops += bool(self._made)
-        self.allowed = self.allowed and self._drops <= _DROPS
+        """Drop all traces; they are made anew."""
         self._made.clear()
 
-    def is_due(self, key: Any) -> bool:
-        """Whether there is a trace, or it is time for one."""
-        if key in self._made:
-            return True
-        if not self.allowed or len(self._made) >= _MOST:
-            return False
-        self._uses[key] = self._uses.get(key, 0) + 1
-        return self._uses[key] >= _USES
-
     def get(self, key: Any, function: Callable[..., Found], flat: Sequence[Tensor]) -> Callable[..., Found] | None:
-        """Return the trace of a function, made now if it is time for it; None if it is not.
+        """Return the trace of a function, None if there can be none.
 
         Args:
             key: What decides the function and the shapes.
@@ -71,7 +56,7 @@ class Traces:
             flat: The tensors.
         """
         if key not in self._made:
-            if not self.is_due(key) or (traced := self._trace(function, flat)) is None:
+            if not self.allowed or (traced := self._trace(function, flat)) is None:
                 return None
             module, sizes = traced
             self._made[key] = _Call(module.forward, sizes)
@@ -85,7 +70,7 @@ class Traces:
         It returns no gradients. Otherwise as :meth:`get`.
         """
         if key not in self._made:
-            if not self.is_due(key) or (traced := self._trace(function, flat)) is None:
+            if not self.allowed or (traced := self._trace(function, flat)) is None:
                 return None
             module, sizes = traced
             update_in_place(module.graph, count)

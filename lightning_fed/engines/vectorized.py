@@ -152,6 +152,7 @@ class VectorizedEngine(Engine):
     def _step(
         self, work: StackedWork, groups: Sequence[BatchGroup], anchor: list[Tensor] | None, means: ChunkMeans
     ) -> None:
+        self.step.is_hot = self._recurs(work, groups)
         if work.takes_raw and len(groups) == 1 and self._step_in_place(work, groups[0], means):
             return
         if work.active == 1:
@@ -170,6 +171,12 @@ class VectorizedEngine(Engine):
                     restore()
                 anchors.append(self._anchor_gradients(anchor, group))
         work.take_step(_scatter(groups, grads, work), _scatter(groups, anchors, work) if anchor is not None else None)
+
+    def _recurs(self, work: StackedWork, groups: Sequence[BatchGroup]) -> bool:
+        """Whether steps of this shape recur: full batches of one client, or of all clients of a chunk."""
+        everybody = work.active in (1, len(work.y))
+        full = len(groups) == 1 and groups[0].examples == self.trainer.datamodule.batch_size
+        return everybody and full and not self.step.reads_index
 
     def _step_in_place(self, work: StackedWork, group: BatchGroup, means: ChunkMeans) -> bool:
         """Step along the gradients without forming them, where a trace can."""
