@@ -3,20 +3,20 @@
     python benchmarks/workloads.py --system lightning_fed --workload W1 --rounds 8 --json
     python benchmarks/workloads.py --system all --workload W1 W2 --python fedjax=PATH --render docs/performance.md
 
-One system on one workload is one line of JSON. Several are run in turns: each run in a process of its own, each repeat
-once through all of them, so that a busy machine treats all alike. Systems other than lightning_fed may live in
-environments of their own: ``--python fedjax=PATH`` or the environment variable ``BENCHMARK_PYTHON_FEDJAX`` names their
-interpreter; what is not installed is skipped. ``docs/performance.md`` describes the workloads.
+One system on one workload is one line of JSON. Several are run workload by workload and in turns: each run in a process
+of its own, each repeat once through all systems, so that a busy machine treats all alike. Systems other than
+lightning_fed may live in environments of their own: ``--python fedjax=PATH`` or the environment variable
+``BENCHMARK_PYTHON_FEDJAX`` names their interpreter; what is not installed is skipped. ``docs/performance.md`` describes
+the workloads.
 """
 
 import argparse
 import contextlib
-import datetime
 import importlib
 import importlib.util
+import itertools
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from systems import summary
-from systems.measure import Outcome, Settings, Stopwatch, usable_cores
+from systems.measure import Outcome, Settings, Stopwatch, machine, positive
 from systems.problem import WORKLOADS, Problem, prepare
 
 PACKAGES = {
@@ -58,11 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if line is not None:
             print(json.dumps(line) if args.json else "\n".join(f"{name:12} {value}" for name, value in line.items()))
         return int(line is not None and "failed" in line)
-    lines = summary.combine([[_run_apart(args, *run) for run in runs] for _ in range(args.repeats or 3)])
+    lines: list[dict[str, Any]] = []
+    for workload, group in itertools.groupby(runs, key=lambda run: run[0]):
+        its_runs, repeats = list(group), args.repeats or WORKLOADS[workload].repeats
+        found = summary.combine([[_run_apart(args, *run) for run in its_runs] for _ in range(repeats)])
+        lines += found
+        if args.results is not None:
+            with args.results.open("a") as file:
+                file.writelines(f"{json.dumps(line)}\n" for line in found)
     print("\n".join(map(json.dumps, lines)) if args.json else summary.table(lines))
     if args.results is not None:
-        with args.results.open("a") as file:
-            file.writelines(f"{json.dumps(line)}\n" for line in lines)
         lines = summary.read(args.results)
     if args.render is not None:
         summary.insert(args.render, summary.tables(lines))
@@ -74,12 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--system", nargs="+", choices=[*PACKAGES, "all"], metavar="NAME", help=f"{', '.join(PACKAGES)}, or all")
     add("--workload", nargs="+", choices=list(WORKLOADS), default=["W1"], help="what to train")
-    add("--rounds", type=_positive, default=8, help="rounds to time")
-    add("--warmup", type=_positive, default=3, help="rounds before them; every system runs as many")
-    add("--repeats", type=_positive, help="runs of each system, in turns; 3 unless there is a single run")
+    add("--rounds", type=positive, default=8, help="rounds to time")
+    add("--warmup", type=positive, help="rounds before them, the same for all systems; by default the workload's own")
+    add("--repeats", type=positive, help="runs of each system, in turns; by default the workload's own")
     add("--algorithm", nargs="+", help="methods of lightning_fed; FedAvg, with all systems also Mime and Scaffold")
     add("--engine", choices=("auto", "sequential", "vectorized"), default="auto", help="engine of lightning_fed")
-    add("--devices", type=_positive, help="processes of lightning_fed and flwr, cores of fedjax; by default the best")
+    add("--devices", type=positive, help="processes of lightning_fed and flwr, cores of fedjax; by default the best")
     add("--accelerator", choices=("cpu", "gpu"), default="cpu", help="gpu: lightning_fed and torch alone")
     add("--data", type=Path, default=_cache(), help="folder for the data, which is made when missing (%(default)s)")
     add("--python", action="append", type=_interpreter, default=[], metavar="NAME=PATH", help="a system's interpreter")
@@ -92,12 +97,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_fed" / "benchmarks"
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def _interpreter(text: str) -> tuple[str, str]:
@@ -136,7 +135,6 @@ def _python(args: argparse.Namespace, system: str) -> str | None:
 def _run_here(args: argparse.Namespace, workload: str, system: str, algorithm: str) -> dict[str, Any] | None:
     """Run a system in this process and return its line; None in a process that helped another one."""
     named = {"system": system, "workload": workload, "algorithm": algorithm}
-    machine = {"cpu": _cpu(), "cores": usable_cores()}
     package = PACKAGES[system]
     if importlib.util.find_spec(package) is None:
         reason = (
@@ -146,7 +144,8 @@ def _run_here(args: argparse.Namespace, workload: str, system: str, algorithm: s
         print(f"{system} is skipped: {reason}.", file=sys.stderr)
         return {**named, "skipped": reason}
     devices = _PROCESSES.get(system, args.devices)
-    settings = Settings(args.rounds, args.warmup, devices, args.engine, algorithm, args.accelerator)
+    warmup = args.warmup or WORKLOADS[workload].warmup
+    settings = Settings(args.rounds, warmup, devices, args.engine, algorithm, args.accelerator)
     prepare(workload, args.data)
     problem = Problem(workload, args.data)
     stopwatch = Stopwatch(settings)
@@ -162,8 +161,7 @@ def _run_here(args: argparse.Namespace, workload: str, system: str, algorithm: s
         "rounds": settings.rounds,
         "warmup": settings.warmup,
         "config": outcome.config,
-        "machine": machine,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        **machine(),
     }
 
 
@@ -171,8 +169,9 @@ def _run_apart(args: argparse.Namespace, workload: str, system: str, algorithm: 
     """Run a system in a fresh process and return its line; what it says on the way goes to standard error."""
     command = [_python(args, system) or sys.executable, __file__, "--here", "--json"]
     command += ["--system", system, "--workload", workload, "--algorithm", algorithm]
-    command += ["--rounds", str(args.rounds), "--warmup", str(args.warmup), "--data", str(args.data)]
+    command += ["--rounds", str(args.rounds), "--data", str(args.data)]
     command += ["--engine", args.engine, "--accelerator", args.accelerator]
+    command += ["--warmup", str(args.warmup)] if args.warmup else []
     command += ["--devices", str(args.devices)] if args.devices else []
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)  # noqa: S603
     lines = [text for text in done.stdout.splitlines() if text.startswith("{")]
@@ -181,15 +180,6 @@ def _run_apart(args: argparse.Namespace, workload: str, system: str, algorithm: 
     took = f"{line['s_per_round']} s a round" if "s_per_round" in line else line.get("failed", "skipped")
     print(f"{workload} {system} {algorithm}: {took}", file=sys.stderr)
     return line
-
-
-def _cpu() -> str:
-    """Return the name of the processor."""
-    with contextlib.suppress(OSError):
-        for text in Path("/proc/cpuinfo").read_text().splitlines():
-            if text.startswith("model name"):
-                return " ".join(text.partition(":")[2].split())
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

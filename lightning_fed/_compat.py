@@ -19,6 +19,7 @@ try:
     from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
     from pytorch_lightning.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
     from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
+    from pytorch_lightning.trainer.connectors.signal_connector import _SignalConnector
     from pytorch_lightning.trainer.states import TrainerFn
     from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
     from pytorch_lightning.utilities.model_helpers import is_overridden
@@ -45,6 +46,7 @@ __all__ = [
     "_FitLoop",
     "_LoggerConnector",
     "_ResultCollection",
+    "_SignalConnector",
     "_TrainingEpochLoop",
     "_sync_module_states",
     "call",

@@ -12,15 +12,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.callbacks import Inexactness, Measure, SplitPicture
+from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.optim import is_plain_sgd, refuse_unsupported
+from lightning_fed.server.privacy import DifferentialPrivacy
+from lightning_fed.settings import Settings
 from lightning_fed.strategies import WithinClientStrategy
 from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 
 __all__ = [
     "check_algorithm_fits",
     "check_batch_statistics",
+    "check_buffers",
     "check_hyper_parameters",
     "check_module",
     "check_schedulers",
@@ -94,6 +99,20 @@ def check_batch_statistics(module: pl.LightningModule) -> None:
             )
 
 
+def check_buffers(settings: Settings, buffers: Buffers) -> None:
+    """Refuse buffers that clients send past an aggregator.
+
+    Raises:
+        FederatedError: Naming the aggregator and a buffer.
+    """
+    if settings.aggregator is not None and buffers.mode != "server" and buffers.server:
+        raise FederatedError(
+            f"aggregator={settings.aggregator!r} does not go with buffers={buffers.mode!r}: it does not stand in for"
+            f" the mean of buffers such as {next(iter(buffers.server))!r}. Set buffers='server', or use layers without"
+            " running statistics, such as GroupNorm."
+        )
+
+
 def check_trainer(trainer: pl.Trainer) -> None:
     """Refuse Trainer settings and callbacks that have no meaning in rounds.
 
@@ -114,6 +133,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
             " validate. Leave val_check_interval at 1.0 and set check_val_every_n_epoch, counted in rounds."
         )
     _check_checkpoints(trainer)
+    if isinstance(trainer.fit_loop.settings.aggregator, DifferentialPrivacy):
+        _check_private(trainer)
     for callback in trainer.callbacks:
         for cls in type(callback).__mro__:
             if cls.__name__ in _CALLBACKS and "lightning" in cls.__module__:
@@ -122,6 +143,22 @@ def check_trainer(trainer: pl.Trainer) -> None:
                     f"The callback {type(callback).__name__} is not supported: {_CALLBACKS[cls.__name__]}."
                     f" Instead, {remedy}."
                 )
+
+
+def _check_private(trainer: pl.Trainer) -> None:
+    """Refuse what would tell of clients' data past the noise, or add other noise in every process."""
+    aggregator = trainer.fit_loop.settings.aggregator
+    for callback in trainer.callbacks:
+        if isinstance(callback, (Measure, Inexactness, SplitPicture)):
+            raise FederatedError(
+                f"The callback {type(callback).__name__} does not go with aggregator={aggregator!r}: it measures or"
+                " shows clients' data without noise. Remove it."
+            )
+    if trainer.world_size > 1 and isinstance(trainer.strategy, WithinClientStrategy):
+        raise FederatedError(
+            f"aggregator={aggregator!r} does not go with strategy='ddp' on {trainer.world_size} devices, where every"
+            " process would add noise of its own. Set strategy='clients'."
+        )
 
 
 def _check_checkpoints(trainer: pl.Trainer) -> None:

@@ -1,9 +1,13 @@
 """The command line: ``lightning-fed fit | validate | test | predict | data``."""
 
 import sys
+import traceback
+from inspect import getfile
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.cli import LightningCLI
 
 from lightning_fed.callbacks import RunSummary
@@ -12,6 +16,8 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.trainer import FederatedTrainer
 
 __all__ = ["FederatedCLI", "main"]
+
+_FRAMEWORKS = (Path(__file__).parent, *(Path(getfile(package)).parent for package in (pl, torch)))
 
 
 class FederatedCLI(LightningCLI):
@@ -31,6 +37,13 @@ class FederatedCLI(LightningCLI):
         }
         super().__init__(**{**defaults, **kwargs})
 
+    def _parse_ckpt_path(self) -> None:
+        """Let the configuration alone say which model is made.
+
+        Lightning puts a checkpoint's hyper-parameters over those of the configuration, class paths included: a file
+        from elsewhere could then have any module imported, and any class made.
+        """
+
     def instantiate_classes(self) -> None:
         """Make trainer, model and data, and let the summary tell how to resume from the command line."""
         super().instantiate_classes()
@@ -48,8 +61,8 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
         args: The arguments; those of the process if None.
 
     Raises:
-        SystemExit: With the message alone, where a setting cannot be federated.
-        ClientError: If a client's work fails; the trace leads to the cause.
+        SystemExit: With the message alone, where a setting cannot be federated or a client's work fails. Of an error
+            in the user's own code, the part of the trace that is the user's is printed first.
     """
     words = sys.argv[1:] if args is None else args
     try:
@@ -59,9 +72,30 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
         FederatedCLI(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args)
     except ValueError as error:
         refusal = _refusal_in(error)
-        if refusal is None or isinstance(refusal, ClientError):
+        if refusal is None:
             raise
+        print("".join(_own_trace(refusal)), file=sys.stderr, end="")
         sys.exit(f"lightning-fed: {refusal}")
+
+
+def _own_trace(error: FederatedError) -> list[str]:
+    """Return the trace of what a client's work ran into, from the first line of code that is not a framework's."""
+    cause: BaseException | None = error if isinstance(error, ClientError) else None
+    while cause is not None and cause.__cause__ is not None:
+        cause = cause.__cause__
+    frames = [] if cause is None else traceback.extract_tb(cause.__traceback__)
+    own = next((i for i, frame in enumerate(frames) if _is_users(Path(frame.filename))), None)
+    if own is None or cause is None:
+        return []
+    return [
+        "Traceback (from the user's own code on):\n",
+        *traceback.format_list(frames[own:]),
+        *traceback.format_exception_only(cause),
+    ]
+
+
+def _is_users(file: Path) -> bool:
+    return file.is_file() and not any(file.is_relative_to(folder) for folder in _FRAMEWORKS)
 
 
 def _refusal_in(error: BaseException | None) -> FederatedError | None:

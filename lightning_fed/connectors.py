@@ -1,15 +1,20 @@
-"""Two of Lightning's connectors, told that an epoch is a round; and its evaluation loops, shared by processes."""
+"""Three of Lightning's connectors, told that an epoch is a round; and its evaluation loops, shared by processes."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import EarlyStopping
 from torch import Tensor
 
 from lightning_fed._compat import TrainerFn, _CheckpointConnector, _LoggerConnector, rank_zero_info
+from lightning_fed.checkpoint_io import AtomicCheckpointIO
+from lightning_fed.checkpoint_places import newest, tidy_folders
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.evaluation_loop import SharedEvaluationLoop
 from lightning_fed.engines.results import EvaluationResults
+from lightning_fed.server.server import FORMAT
+from lightning_fed.stopping import RoundSignalConnector
 
 __all__ = ["RoundCheckpointConnector", "RoundLoggerConnector"]
 
@@ -20,15 +25,27 @@ class RoundCheckpointConnector(_CheckpointConnector):
     A checkpoint of an ordinary Lightning run gives x^0: its weights are loaded and nothing else.
     """
 
+    kept: tuple[int, Any] | None = None  # the completed rounds of the newest whole checkpoint, and its path
+
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Load the checkpoint, and keep only the weights of one that holds no federated state."""
-        super().resume_start(checkpoint_path, weights_only=weights_only)
+        is_fit = self.trainer.state.fn == TrainerFn.FITTING
+        if is_fit:
+            tidy_folders(self.trainer)
+            checkpoint_path = self.trainer.strategy.broadcast(checkpoint_path)
+        try:
+            super().resume_start(checkpoint_path, weights_only=weights_only)
+        except KeyError as error:
+            raise FederatedError(f"{checkpoint_path} is no Lightning checkpoint: it has no entry {error}.") from error
         checkpoint = self._loaded_checkpoint
-        if not checkpoint or self.trainer.state.fn != TrainerFn.FITTING:
+        if not checkpoint or not is_fit:
             return
         self._check_shapes(checkpoint, checkpoint_path)
         loops = checkpoint.get("loops") or {}
-        if "format" in loops.get("fit_loop", {}).get("state_dict", {}):
+        saved = loops.get("fit_loop", {}).get("state_dict", {})
+        if "format" in saved:
+            self._check_whole(checkpoint, saved["format"], checkpoint_path)
+            self.kept = (int(saved["round"]), checkpoint_path)
             return
         rank_zero_info(f"{checkpoint_path} holds no federated run: training starts at round 0 from its weights.")
         for key in ("loops", type(self.trainer.precision_plugin).__qualname__, "native_amp_scaling_state"):
@@ -53,6 +70,54 @@ class RoundCheckpointConnector(_CheckpointConnector):
                     f" {tuple(value.shape)} in {type(module).__name__}."
                 )
 
+    @staticmethod
+    def _check_whole(checkpoint: Mapping[str, Any], found: Any, path: Any) -> None:
+        """Refuse a checkpoint of another version of this package, and one that holds weights alone.
+
+        Raises:
+            FederatedError: Naming what it is, and the way out.
+        """
+        if found != FORMAT:
+            age, remedy = ("a newer", "Install that") if found > FORMAT else ("an older", "Finish the run with that")
+            raise FederatedError(
+                f"{path} was written by {age} version of lightning_fed: its format is {found!r}, this version's is"
+                f" {FORMAT}. {remedy} version, or start x^0 from its weights alone: Model.load_from_checkpoint(path),"
+                " then fit without ckpt_path."
+            )
+        if "optimizer_states" not in checkpoint:
+            raise FederatedError(
+                f"{path} was saved with save_weights_only=True: a run cannot go on from it exactly. Resume from a whole"
+                " checkpoint, or start x^0 from its weights alone: Model.load_from_checkpoint(path), then fit without"
+                " ckpt_path."
+            )
+
+    def resume_end(self) -> None:
+        """Finish, and leave a run ended that had been stopped early before it could say so."""
+        for callback in self.trainer.callbacks if self._loaded_checkpoint else ():
+            if not isinstance(callback, EarlyStopping) or self.trainer.state.fn != TrainerFn.FITTING:
+                continue
+            if callback.stopped_epoch > 0 or callback.wait_count >= callback.patience:
+                self.trainer.should_stop = True
+                rank_zero_info(
+                    f"EarlyStopping(monitor={callback.monitor!r}) had ended this run. To go on with it, leave that"
+                    " callback out."
+                )
+        super().resume_end()
+
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return what a checkpoint holds; in the middle of a round, the precision as it was at the round's start."""
+        checkpoint = super().dump_checkpoint(weights_only)
+        name = type(self.trainer.precision_plugin).__qualname__
+        if name in checkpoint and (at_start := self.trainer.fit_loop.precision_at_start) is not None:
+            checkpoint[name] = at_start
+        return checkpoint
+
+    def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
+        """Find the checkpoint that "last" is: the newest of the run, be it called so or not."""
+        if ckpt_path == "last" and state_fn == TrainerFn.FITTING and (found := newest(self.trainer)) is not None:
+            return found
+        return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
+
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the server model, whatever the module holds in the middle of a client's work."""
         loop = self.trainer.fit_loop
@@ -74,6 +139,15 @@ def install(trainer: pl.Trainer) -> None:
     """Let a trainer use the connectors of this module, and share evaluations."""
     trainer._checkpoint_connector = RoundCheckpointConnector(trainer)
     trainer._logger_connector.__class__ = RoundLoggerConnector
+    trainer._signal_connector.__class__ = RoundSignalConnector
+    users_own = trainer._accelerator_connector.checkpoint_io
+    if users_own is None:
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+    else:
+        rank_zero_info(
+            f"Checkpoints are written and read by {type(users_own).__name__}, as given: whether a save that is cut off,"
+            " or a damaged file, is noticed is up to it."
+        )
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         loop.__class__ = SharedEvaluationLoop
         loop._results = EvaluationResults(training=False)

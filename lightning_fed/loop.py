@@ -1,9 +1,9 @@
 """The loop that replaces Lightning's epochs by federated rounds."""
 
+import copy
 import math
+import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch import nn
 
 from lightning_fed._compat import SIGTERMException, _FitLoop, call, rank_zero_info, rank_zero_warn
 from lightning_fed.callbacks.base import call_round_hook
+from lightning_fed.checkpoint_places import keep_last_round
 from lightning_fed.checks import (
     check_algorithm_fits,
     check_batch_statistics,
+    check_buffers,
     check_hyper_parameters,
     check_module,
     check_optimizers,
@@ -26,31 +28,35 @@ from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.rounds import RoundReport
-from lightning_fed.core.seeds import Purpose, derive_seed, preserved_random_state, seed_global
-from lightning_fed.core.types import ClientId, State, Vector
-from lightning_fed.data.batches import ClientBatches
+from lightning_fed.core.seeds import Purpose, derive_seed, seed_global
+from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.choice import make_engine
 from lightning_fed.engines.client_loop import ClientEpochLoop
-from lightning_fed.engines.evaluation import ClientEvaluation, validation_batches
+from lightning_fed.engines.faults import Faults
 from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.engines.inspection import Inspection
+from lightning_fed.engines.kept_states import KeptStates
 from lightning_fed.engines.plan import Planner
 from lightning_fed.engines.ranks import Ranks, metrics_alone
 from lightning_fed.engines.round import Round
 from lightning_fed.optim import FederatedOptimizer
+from lightning_fed.server.client_store import ClientStore
 from lightning_fed.server.population import Population
+from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.server.sampling import check_count
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings import Settings
+from lightning_fed.stopping import Stop, exception_of, stop_of
 from lightning_fed.strategies.ddp import WithinClientStrategy
 from lightning_fed.strategies.split import BatchSplit
 
 __all__ = ["FederatedLoop"]
 
 
-class FederatedLoop(_FitLoop):
+class FederatedLoop(Inspection, _FitLoop):
     """Run federated rounds where Lightning would run epochs.
 
     A round is a Lightning epoch, and the step axis of loggers and checkpoints is the number of completed rounds::
@@ -86,156 +92,53 @@ class FederatedLoop(_FitLoop):
         self._plateau_round = 0
         self._work: Round | None = None
         self._ranks = Ranks()  # that share the clients
+        self._warned: set[ClientId] = set()
         self._split = BatchSplit()  # whose processes share every batch
-        self._received_sigterm = False
+        self.kept_states = KeptStates(trainer, settings.client_states, settings.client_states_dir)
+        self._stop = Stop.NO  # what any process was asked for in this round
+        self.is_closing = False  # between the server's step and the end of the round's hooks
+        self.precision_at_start: dict[str, Any] | None = None  # of the round at work, where a gradient scaler has state
         self.corrected_clip: tuple[float, Any] | None = None  # value and algorithm, to clip after the correction
 
     # ------------------------------------------------------------------ what outlives a round
 
     @property
-    def round(self) -> int:
-        """The number of completed rounds."""
-        if self._restored is not None:
-            return int(self._restored["round"])
-        return 0 if self._state is None else self._state.round
+    def epsilon(self) -> float | None:
+        """The privacy spent in the completed rounds, None without differential privacy."""
+        aggregator = self.settings.aggregator
+        return aggregator.epsilon(self.round) if isinstance(aggregator, DifferentialPrivacy) else None
 
     @property
-    def state(self) -> Server:
-        """The server's side of the run.
-
-        Raises:
-            FederatedError: Before the first fit.
-        """
-        if self._state is None:
-            raise FederatedError("There is no server state before trainer.fit().")
-        return self._state
-
-    @property
-    def server(self) -> State:
-        """The method's server state after the last completed round, by name."""
-        return self.state.state
-
-    @property
-    def round_state(self) -> State:
-        """The server state that clients read in the current round; outside of one, :attr:`server`."""
-        return self.server if self._work is None else self._work.server_state
-
-    def full_gradient(self, client_id: ClientId, point: Vector) -> Vector:
-        """Return the full-batch gradient [P] of a client's training loss at a point [P], for callbacks that measure.
-
-        It leaves no trace, and is a function of (seed, round, client) like every other gradient.
-        """
-        batches, index = self._client(client_id)
-        with preserved_random_state(point.device):
-            return self._engine.gradient_at(point, batches, self.round, index)
-
-    def hessian_vector(self, client_id: ClientId, point: Vector, vector: Vector) -> Vector:
-        """Return the full-batch Hessian of a client's training loss at a point [P], times a vector [P].
-
-        The Hessian is that of :meth:`full_gradient`, with the same dropout masks for every vector.
-
-        Raises:
-            FederatedError: If the model has an operation that cannot be differentiated twice.
-        """
-        batches, index = self._client(client_id)
-        with preserved_random_state(point.device):
-            return self._engine.hessian_vector_at(point, vector, batches, self.round, index)
-
-    def evaluate_client(self, client_id: ClientId, on: str = "val", steps: int = 0) -> dict[str, float]:
-        """Return what ``validation_step`` logs of the server model on one client's own examples, by name.
-
-        It leaves no trace, and is a function of (seed, round, client).
-
-        Args:
-            client_id: The client.
-            on: "val" for the client's own validation set, "train" for its training set.
-            steps: Local steps of fine-tuning on the client's training set, with the user's optimizer, before that.
-
-        Raises:
-            FederatedError: If the client has no validation set, or ``validation_step`` logs nothing.
-        """
-        train, index = self._client(client_id)
-        examples = train if on == "train" else validation_batches(self.trainer.datamodule, client_id)
-        state = self.state
-        return ClientEvaluation(self._engine).run(
-            state.shown(), state.buffers, examples, train, steps, self.round, index
-        )
-
-    def gather(self, record: Any) -> list[Any]:
-        """Return the record of every process, in the order of ranks, for callbacks that measure; all must call it."""
-        return self._ranks.gather(record)
-
-    def client_state(self, client_id: ClientId) -> State | None:
-        """Return what a client keeps after the last completed round; None where another process holds it."""
-        assert self.population is not None
-        index = self.population.index_of(client_id)
-        return self.state.client_state(index) if self._ranks.is_home_of(index) else None
-
-    def _client(self, client_id: ClientId) -> tuple[ClientBatches, int]:
-        assert self.population is not None
-        return self.trainer.datamodule.client_batches(client_id), self.population.index_of(client_id)
-
-    @property
-    def local_steps(self) -> int:
-        """The optimizer steps that the client at work has taken so far in this round."""
-        work = self._optimizer.work
-        return 0 if work is None else work.num_steps
+    def _is_private(self) -> bool:
+        return isinstance(self.settings.aggregator, DifferentialPrivacy)
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Return the state after the last completed round."""
-        if self._restored is not None:  # loaded, and nothing has run since
-            return self._restored
-        if self._state is None:
-            return {}
-        # the last metrics too: a schedule or a checkpoint callback may look at one that is not made anew every round
-        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        return {**self._state.state_dict(), "client_states": self._all_client_states(), "metrics": metrics}
-
-    def _all_client_states(self) -> dict[int, State]:
-        """Return the kept states of all clients, brought together on rank zero.
+        """Return the state after the last completed round; all client states on rank zero, or where they are.
 
         Raises:
             FederatedError: In the middle of a round of several processes, which are then not at one place.
         """
+        if self._restored is not None:  # loaded, and nothing has run since
+            return {**self._restored, "client_states": self.kept_states.copied(self._restored)}
+        if self._state is None:
+            return {}
+        # the last metrics too: a schedule or a checkpoint callback may look at one that is not made anew every round
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         if self._ranks.size > 1 and self._work is not None:
             raise FederatedError(
                 "A checkpoint in the middle of a round cannot be written by several processes, which are then at"
                 " different clients. Save at the end of a round, or train in one process."
             )
-        parts = self._ranks.gather_at_zero(self.state.clients.state_dict())
-        return dict(sorted((i, state) for part in parts for i, state in part.items()))
+        client_states = self.kept_states.record(self._state, self._ranks)
+        transport = self.settings.transport()
+        return {**self._state.state_dict(client_states), "metrics": metrics, "transport": transport}
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Take a checkpoint's state, to be used when the fit starts; counters follow from its round."""
-        self._restored = state_dict[f"{prefix}state_dict"]
+        saved = state_dict[f"{prefix}state_dict"]
+        self._restored = {**saved, "client_states": self.kept_states.resolved(saved["client_states"])}
         self._set_progress(self.round)
         self.epoch_loop.val_loop._restarting = True  # tells Lightning that this is no place for a sanity check
-
-    def show_server_model(self) -> None:
-        """Let the module hold the server model, also in the middle of a client's work."""
-        if self._flat is not None and self._state is not None:
-            self._flat.y.copy_(self._state.shown())
-            self._flat.restore()
-            self._buffers.write(self._state.buffers)
-
-    @property
-    def client_model(self) -> tuple[Vector, State] | None:
-        """The parameters [P] and buffers of the client whose hooks are called, if training."""
-        return None if self._flat is None else (self._engine.parameters_at_work.clone(), self._buffers.read())
-
-    @contextmanager
-    def showing_server_model(self) -> Iterator[None]:
-        """Let the module hold the server model inside, and afterwards what it held before."""
-        if self._flat is None:
-            yield
-            return
-        y, buffers = self._flat.y.clone(), self._buffers.read()
-        self.show_server_model()
-        try:
-            yield
-        finally:
-            self._flat.y.copy_(y)
-            self._buffers.write(buffers)
 
     # ------------------------------------------------------------------ start and end of a fit
 
@@ -296,19 +199,38 @@ class FederatedLoop(_FitLoop):
                 trainer.precision_plugin.clip_gradients, self._optimizer, *self.corrected_clip
             )
         self._buffers = Buffers(buffer_owners(module), settings.buffers)
+        check_buffers(settings, self._buffers)
         if isinstance(trainer.strategy, WithinClientStrategy):
             trainer.strategy.share(self._flat.params)
             self._split = trainer.strategy.split
         else:
             self._ranks = Ranks.of(trainer)
         self._state = self._make_state(module, base)
-        self._planner = Planner(trainer, settings, self.population, self._state.seed)
+        self._planner = Planner(trainer, settings, self.population, self._cohort_seed())
         self._engine = self._make_engine()
         self._plateau_round = self._state.round
         self._set_progress(self._state.round)
+        self.is_closing, self.precision_at_start, self._stop = False, None, Stop.NO
         self.restarting = False
         self.epoch_loop.val_loop._restarting = False
         self.show_server_model()
+
+    def _cohort_seed(self) -> int:
+        """Return the seed of the cohorts: the run's, or one that nobody knows where privacy rests on it."""
+        if not isinstance(self.settings.aggregator, DifferentialPrivacy):
+            return self.state.seed
+        rank_zero_info(
+            f"{self.settings.aggregator!r}: cohorts and noise are drawn from the operating system's entropy, so that"
+            " the run does not repeat itself. What is known of clients' training is not logged."
+        )
+        assert self.population is not None
+        delta, most = self.settings.aggregator.delta, 1 / len(self.population)
+        if delta >= most:
+            rank_zero_warn(
+                f"delta={delta:g} is not below 1/N = {most:.3g}: such a guarantee says little of one client."
+            )
+        seed: int = self.trainer.strategy.broadcast(secrets.randbits(62))
+        return seed
 
     def _make_engine(self) -> Engine:
         trainer, settings = self.trainer, self.settings
@@ -323,7 +245,7 @@ class FederatedLoop(_FitLoop):
             "shuffle": trainer.datamodule.shuffle and not trainer.overfit_batches,
             "keeps_solver": settings.keeps_solver,
         }
-        return make_engine(settings.engine, settings.chunk_size, self.epoch_loop, self._planner.first, options)
+        return make_engine(settings.engine, settings.chunk_size, self.epoch_loop, self._planner.some, options)
 
     def _make_state(self, module: pl.LightningModule, base: torch.optim.Optimizer) -> Server:
         assert self._flat is not None
@@ -334,8 +256,10 @@ class FederatedLoop(_FitLoop):
         )  # fmt: skip
         state.buffers = self._buffers.read()
         restored, self._restored = self._restored, None
+        carried: ClientStore | None = None
         if restored is not None:
-            state.load_state_dict(restored, any_seed=not s.seed_is_given, is_mine=self._ranks.is_home_of)
+            s.check_transport(restored.get("transport", {}))
+            state.load_state_dict({**restored, "client_states": {}}, any_seed=not s.seed_is_given)
             metrics = {name: torch.tensor(value) for name, value in restored["metrics"].items()}
             self.trainer._logger_connector._callback_metrics.update(metrics)
         elif kept is not None and kept.round > 0:
@@ -344,8 +268,12 @@ class FederatedLoop(_FitLoop):
                     f"This trainer has already run {kept.round} rounds on another model. Make a new FederatedTrainer,"
                     " or resume with fit(..., ckpt_path=...)."
                 )
-            state.load_state_dict(kept.state_dict(), any_seed=True)
+            state.load_state_dict(kept.state_dict({}), any_seed=True)
             self._load_carried(base)
+            carried = kept.clients
+        self.kept_states.open(state, self._ranks, carried, flat, s)
+        if restored is not None:
+            self.kept_states.load(state, restored["client_states"], self._ranks.is_home_of)
         self._module = module
         return state
 
@@ -365,15 +293,15 @@ class FederatedLoop(_FitLoop):
         """Leave the module with the server model, and its parameters with storage of their own."""
         if self._flat is not None:
             if self._state is not None:
-                self._state.clients.discard()
                 self._carried = {
                     "optimizer": self._optimizer.state_dict(),
                     "schedulers": [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs],
                 }
-            self._work = None
+            self._work = self.precision_at_start = None
             self.show_server_model()
             self._flat.release()
             self._flat = None
+        self.kept_states.close(None if self._state is None else self._state.clients)
         self.epoch_loop.teardown()
 
     # ------------------------------------------------------------------ one round
@@ -381,20 +309,28 @@ class FederatedLoop(_FitLoop):
     def on_advance_start(self) -> None:
         """Draw the cohort and call the hooks that start a round."""
         trainer = self.trainer
-        self._plans, self._dropped = self._planner.cohort(self.round)
-        if not self._plans:
+        s = self.settings
+        self._faults = Faults(s.drops_failed, s.max_failed_share, s.max_update_ratio, self.round)
+        self._plans, self._dropped = self._planner.cohort(self.round, self._faults)
+        if not self._plans and not self._faults.causes and not self._is_private:
             rank_zero_info(f"Nobody takes part in round {self.round}: it changes nothing.")
         self.epoch_progress.increment_ready()
         call._call_callback_hooks(trainer, "on_train_epoch_start")
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
         self.epoch_progress.increment_started()
+        self.precision_at_start = copy.deepcopy(trainer.precision_plugin.state_dict()) or None
         call_round_hook(trainer, "on_round_start", self.round)
 
     def advance(self) -> None:
         """Run one round, and validate the server model when that is due."""
         trainer = self.trainer
-        with trainer.profiler.profile("run_federated_round"):
-            report = self._run_round()
+        try:
+            with trainer.profiler.profile("run_federated_round"):
+                report = self._run_round()
+        except (KeyboardInterrupt, SIGTERMException) as request:
+            self._leave_round()
+            self._end_stopped(stop_of(request))
+            raise
         trainer._logger_connector.on_epoch_end()
         with steps_not_counted():
             self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
@@ -412,8 +348,30 @@ class FederatedLoop(_FitLoop):
         trainer._logger_connector.on_epoch_end()
         trainer._logger_connector.update_train_epoch_metrics()
         self.epoch_progress.increment_completed()
-        if self._received_sigterm:
-            raise SIGTERMException
+        self.is_closing = False
+        if trainer.world_size == 1:
+            self._stop = max(self._stop, trainer._signal_connector.asked)
+        if self._stop:
+            self._end_stopped(self._stop)
+            raise exception_of(self._stop)
+
+    def _leave_round(self) -> None:
+        """Forget the round at work: everything is as after the last completed one."""
+        self._work = None
+        self.state.clients.discard()
+        if self.precision_at_start is not None:
+            self.trainer.precision_plugin.load_state_dict(self.precision_at_start)
+            self.precision_at_start = None
+
+    def _end_stopped(self, stop: Stop) -> None:
+        """See to it that a checkpoint holds the last completed round, in all processes together."""
+        trainer, connector = self.trainer, self.trainer._signal_connector
+        if self.is_closing:
+            return  # interrupted at once: there is no completed round to save
+        connector.received_sigterm = stop >= Stop.TERMINATE
+        keep_last_round(trainer, self.round, trainer._checkpoint_connector.kept)
+        if stop == Stop.REQUEUE:
+            connector.requeue()
 
     def step_plateau_schedulers(self) -> None:
         """Step ``ReduceLROnPlateau`` once a round: after validation, before a checkpoint could be written."""
@@ -440,34 +398,75 @@ class FederatedLoop(_FitLoop):
 
     def _run_round(self) -> RoundReport:
         started = time.perf_counter()
-        trainer, state, settings, ranks = self.trainer, self.state, self.settings, self._ranks
-        assert self.population is not None
-        gathers = bool(self._plans and settings.algorithm.full_grad_at)
-        gradient_plans = self._planner.gradient_cohort(self.round, self._plans) if gathers else ()
-        work = self._work = Round(
-            self._engine, state, settings.weighting, self.population, self._plans, gradient_plans, self._dropped, ranks
-        )
-        if self._split.size > 1:
-            check_batch_statistics(trainer.lightning_module)
-        with self._split.in_step(), metrics_alone(trainer):
-            if self._plans:
-                if gathers:
-                    work.take_gradients()
-                work.begin(self._population_loss() if settings.algorithm.population_loss else None)
-            outlines = ranks.exchange(lambda: self._train_clients(work))
-            if self._split.size > 1:
-                outlines = self._split.gather(outlines[0])
-        work.merge(outlines)
-        results = self.epoch_loop._results
+        trainer, results = self.trainer, self.epoch_loop._results
+        undo = self._engine.undo_point() if self.settings.drops_failed else None
+        while (worked := self._try_round()) is None:
+            assert undo is not None
+            undo()
+            self.state.clients.discard()
+        work, outlines = worked
         if len(outlines) > 1:
             results.merge([outline["logged"] for outline in outlines])
-        self._received_sigterm = any(outline["sigterm"] for outline in outlines)
+        self._stop = Stop(max(outline["stop"] for outline in outlines))
+        self.is_closing, self.precision_at_start = True, None
+        if self._is_private:
+            results.forget_clients()
         trainer._logger_connector.epoch_end_reached()
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
         round_report = work.close(metrics, time.perf_counter() - started)
         self._work = None
         self.show_server_model()
+        self._warn_of(round_report)
         return round_report
+
+    def _try_round(self) -> tuple[Round, list[dict[str, Any]]] | None:
+        """Let the clients work; return None if some failed whose part others rest on, and it is to be done without."""
+        trainer, state, settings, ranks, faults = self.trainer, self.state, self.settings, self._ranks, self._faults
+        assert self.population is not None
+        averages = settings.algorithm.full_grad_for != "client"
+        gathers = bool(self._plans and settings.algorithm.full_grad_at and averages)
+        gradient_plans = self._planner.gradient_cohort(self.round, self._plans, faults) if gathers else ()
+        if settings.drops_failed:
+            faults.merge(ranks.gather(faults.causes))  # data may have failed to load in some processes only
+        work = self._work = Round(
+            self._engine,
+            state,
+            settings.weighting,
+            self.population,
+            self._plans,
+            gradient_plans,
+            self._dropped,
+            ranks,
+            settings.aggregator,
+            faults,
+            settings.compression,
+        )
+        work.has_lost_any([])
+        if self._split.size > 1:
+            check_batch_statistics(trainer.lightning_module)
+        with self._split.in_step(), metrics_alone(trainer):
+            if work.plans or self._is_private:
+                if gathers and not work.take_gradients():
+                    return None
+                loss = self._population_loss() if settings.algorithm.population_loss else None
+                if work.has_lost_any([]):
+                    return None
+                work.begin(loss)
+            outlines = ranks.exchange(lambda: self._train_clients(work))
+            if self._split.size > 1:
+                outlines = self._split.gather(outlines[0])
+        work.merge(outlines)
+        return None if work.is_spoiled() else (work, outlines)
+
+    def _warn_of(self, round_report: RoundReport) -> None:
+        """Warn of the clients that failed, once of each."""
+        for client_id, cause in round_report.failed.items():
+            if client_id not in self._warned:
+                self._warned.add(client_id)
+                rank_zero_warn(
+                    f"{cause} It has left the round, since on_client_error='drop'. From here on this client's failures"
+                    " are only counted."
+                )
 
     def _train_clients(self, work: Round) -> dict[str, Any]:
         """Train this process's clients, and return what other processes need to know of it."""
@@ -476,21 +475,28 @@ class FederatedLoop(_FitLoop):
             for plan in plans:
                 call_round_hook(trainer, "on_client_start", self.round, plan.participant.client_id)
             result = work.train(plans)
-            for row, report in enumerate(result.reports):
-                engine.point_to(result, row)
-                call_round_hook(trainer, "on_client_end", report)
+            for row, report in enumerate(result.reports if result is not None else ()):
+                if result is not None and report.client_id not in work.faults.causes:
+                    engine.point_to(result, row)
+                    call_round_hook(trainer, "on_client_end", report)
         engine.end_round()
         outline = work.outline() if self._ranks.size > 1 else {}
         logged = self.epoch_loop._results.outline() if trainer.world_size > 1 else {}
-        return {**outline, "logged": logged, "sigterm": trainer.received_sigterm}
+        return {**outline, "logged": logged, "stop": trainer._signal_connector.asked}
 
     def _population_loss(self) -> torch.Tensor:
-        """Return the mean loss over all examples of all clients at x (0-dim)."""
-        x, ranks = self.state.x, self._ranks
-        parts = ranks.exchange(
-            lambda: self._engine.population_loss(x, self._planner.everyone(ranks.is_home_of), self.round)
-        )
-        total, examples = (sum(column) for column in zip(*parts, strict=True))
+        """Return the mean loss over all examples of all clients at x (0-dim); those that fail are left out."""
+        x, ranks, faults = self.state.x, self._ranks, self._faults
+        assert self.population is not None
+
+        def take() -> tuple[float, int, dict[ClientId, str]]:
+            everyone = self._planner.everyone(ranks.is_home_of)
+            return *self._engine.population_loss(x, everyone, self.round, faults), faults.causes
+
+        totals, sizes, failed = zip(*ranks.exchange(take), strict=True)
+        faults.merge(failed)
+        faults.check(faults.causes, len(self.population))
+        total, examples = sum(totals), sum(sizes)
         return torch.tensor(total / examples, device=x.device, dtype=x.dtype)
 
 

@@ -1,19 +1,27 @@
 """The settings of a federated run, checked when the trainer is made."""
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BUFFER_MODES
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Weighting
+from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.server.compression import Compressor
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
+from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.server.sampling import Sampler, UniformSampler
 from lightning_fed.server.server import resolve_weighting
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory
 
-__all__ = ["ENGINES", "Settings"]
+__all__ = ["ENGINES", "MAX_FAILED_SHARE", "MAX_UPDATE_RATIO", "Settings"]
 
 ENGINES = ("sequential", "vectorized", "auto")
+CLIENT_STATES = ("memory", "disk", "auto")
+MAX_FAILED_SHARE = 0.5
+MAX_UPDATE_RATIO = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,8 @@ class Settings:
     sampler: Sampler
     gradient_sampler: Sampler
     weighting: Weighting
+    aggregator: Aggregator | None
+    compression: Compressor | None
     engine: str
     chunk_size: int | None
     seed: int
@@ -36,6 +46,40 @@ class Settings:
     buffers: str
     keeps_solver: bool
     clips_corrected: bool
+    client_states: str
+    client_states_dir: str | None
+    drops_failed: bool
+    max_failed_share: float
+    max_update_ratio: float | None
+
+    def transport(self) -> dict[str, str]:
+        """Return how messages are put together, as checkpoints note it."""
+        noted = {"aggregator": repr(self.aggregator), "compression": repr(self.compression)}
+        private = isinstance(self.aggregator, DifferentialPrivacy)  # its account rests on the probability
+        return {**noted, "sampler": repr(self.sampler)} if private else noted
+
+    def check_transport(self, saved: Mapping[str, str]) -> None:
+        """Refuse to go on with a run whose messages were put together in another way.
+
+        Args:
+            saved: The :meth:`transport` that a checkpoint notes.
+
+        Raises:
+            FederatedError: Naming the argument.
+        """
+        mine = self.transport()
+        for name in sorted({*saved, *mine}):
+            if (there := saved.get(name, "None")) != (here := mine.get(name, "None")) and name != "sampler":
+                raise FederatedError(
+                    f"The checkpoint's {name} is {there}, this run's is {here}. Resume with the {name} it was written"
+                    " with, or start x^0 from its weights alone: Model.load_from_checkpoint(path), then fit without"
+                    " ckpt_path."
+                )
+            if there != here:
+                raise FederatedError(
+                    f"The checkpoint's sampler is {there}, this run's is {here}: the privacy spent so far is accounted"
+                    " for with its probability. Resume with the sampler it was written with."
+                )
 
     def steps(self, num_batches: int, accumulated: int) -> int:
         """Return the optimizer steps asked of a client.
@@ -70,6 +114,8 @@ def make_settings(
     sampler: Sampler | None,
     gradient_sampler: Sampler | None,
     weighting: Weighting | None,
+    aggregator: Aggregator | None,
+    compression: Compressor | None,
     engine: str,
     chunk_size: int | None,
     seed: int,
@@ -77,6 +123,11 @@ def make_settings(
     buffers: str,
     local_optimizer_state: str,
     gradient_clip_on: str,
+    client_states: str,
+    client_states_dir: str | os.PathLike[str] | None,
+    on_client_error: str,
+    max_failed_share: float,
+    max_update_ratio: float | None,
 ) -> Settings:
     """Check the arguments of a trainer and return them as settings.
 
@@ -99,6 +150,8 @@ def make_settings(
         ("buffers", buffers, BUFFER_MODES),
         ("local_optimizer_state", local_optimizer_state, ("reset", "keep")),
         ("gradient_clip_on", gradient_clip_on, ("gradient", "corrected")),
+        ("on_client_error", on_client_error, ("raise", "drop")),
+        ("client_states", client_states, CLIENT_STATES),
     ):
         if chosen not in allowed:
             raise FederatedError(f"{name} must be one of {allowed}, found {chosen!r}.")
@@ -108,6 +161,7 @@ def make_settings(
             " local optimizer before every step. Leave it at 'reset'."
         )
     _check_local_work(algorithm, local_epochs, local_steps)
+    _check_failures(on_client_error, max_failed_share, max_update_ratio)
     if sampler is not None and clients_per_round is not None:
         raise FederatedError(
             f"Both sampler={sampler!r} and clients_per_round={clients_per_round!r} were given: the sampler decides how"
@@ -122,12 +176,24 @@ def make_settings(
     ):
         if value is not None and not callable(value):
             raise FederatedError(f"{name} must be callable, found {value!r}.")
+        if isinstance(value, type) and not name.startswith("server_"):
+            raise FederatedError(f"{name}={value.__name__} is a class: make one, as in {value.__name__}(...).")
     if heterogeneity is not None and not algorithm.local_work:
         raise FederatedError(
             f"heterogeneity={heterogeneity!r} does not apply to {type(algorithm).__name__}, whose clients take no local"
             " steps. Leave it unset."
         )
     sampler = sampler or UniformSampler(1.0 if clients_per_round is None else clients_per_round)
+    weighting, given = resolve_weighting(algorithm, weighting), weighting
+    if aggregator is not None:
+        if not isinstance(aggregator, Aggregator):
+            raise FederatedError(f"aggregator must be an Aggregator such as CoordinateMedian(), found {aggregator!r}.")
+        aggregator = aggregator.for_run(algorithm, given, sampler)
+        weighting = weighting if aggregator.weighted else "uniform"
+        if isinstance(aggregator, DifferentialPrivacy):
+            _check_private(aggregator, heterogeneity, on_client_error, compression)
+    if compression is not None and not isinstance(compression, Compressor):
+        raise FederatedError(f"compression must be a Compressor such as TopK(0.01), found {compression!r}.")
     return Settings(
         algorithm=algorithm,
         local_epochs=local_epochs,
@@ -137,7 +203,9 @@ def make_settings(
         heterogeneity=heterogeneity,
         sampler=sampler,
         gradient_sampler=gradient_sampler or sampler,
-        weighting=resolve_weighting(algorithm, weighting),
+        weighting=weighting,
+        aggregator=aggregator,
+        compression=compression,
         engine=engine,
         chunk_size=chunk_size,
         seed=seed,
@@ -145,7 +213,25 @@ def make_settings(
         buffers=buffers,
         keeps_solver=local_optimizer_state == "keep",
         clips_corrected=gradient_clip_on == "corrected",
+        client_states=client_states,
+        client_states_dir=_folder(client_states, client_states_dir),
+        drops_failed=on_client_error == "drop",
+        max_failed_share=max_failed_share,
+        max_update_ratio=max_update_ratio,
     )
+
+
+def _folder(client_states: str, folder: str | os.PathLike[str] | None) -> str | None:
+    if folder is None:
+        return None
+    if not isinstance(folder, (str, os.PathLike)) or not isinstance(os.fspath(folder), str) or not os.fspath(folder):
+        raise FederatedError(f"client_states_dir must be the path of a folder, found {folder!r}.")
+    if client_states == "memory":
+        raise FederatedError(
+            f"client_states_dir={os.fspath(folder)!r} is of no use to client_states='memory'. Leave it unset, or pass"
+            " client_states='disk'."
+        )
+    return os.fspath(folder)
 
 
 def _check_local_work(algorithm: Algorithm, local_epochs: int | None, local_steps: int | None) -> None:
@@ -157,7 +243,7 @@ def _check_local_work(algorithm: Algorithm, local_epochs: int | None, local_step
             raise FederatedError(
                 f"{argument}={value!r} does not apply to {name}, whose clients take no local steps. Leave it unset."
             )
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**63:
             raise FederatedError(f"{argument} must be an int >= 1, found {value!r}.")
     if local_epochs is not None and local_steps is not None:
         raise FederatedError(
@@ -169,3 +255,44 @@ def _check_local_work(algorithm: Algorithm, local_epochs: int | None, local_step
             f"{name} needs local work: pass local_epochs (passes over a client's data) or local_steps (optimizer"
             " steps)."
         )
+
+
+def _check_private(
+    aggregator: DifferentialPrivacy,
+    heterogeneity: SystemsHeterogeneity | None,
+    on_client_error: str,
+    compression: Compressor | None,
+) -> None:
+    if compression is not None:
+        raise FederatedError(
+            f"compression={compression!r} does not go with aggregator={aggregator!r}: what compression leaves out of"
+            " one round and sends in another is not bounded by the clipping. Leave it unset."
+        )
+    if heterogeneity is not None:
+        raise FederatedError(
+            f"heterogeneity={heterogeneity!r} does not go with aggregator={aggregator!r}, whose guarantee is for"
+            " cohorts that the sampler's probability alone decides. Leave it unset."
+        )
+    if on_client_error == "drop":
+        raise FederatedError(
+            f"on_client_error='drop' does not go with aggregator={aggregator!r}: which clients are dropped depends on"
+            " others in the cohort, and the guarantee is about the sum over those drawn. Leave it at 'raise'."
+        )
+
+
+def _check_failures(on_client_error: str, max_failed_share: float, max_update_ratio: float | None) -> None:
+    if not _is_number(max_failed_share) or not 0 < max_failed_share <= 1:
+        raise FederatedError(f"max_failed_share must be a share in (0, 1], found {max_failed_share!r}.")
+    if max_failed_share != MAX_FAILED_SHARE and on_client_error != "drop":
+        raise FederatedError(
+            f"max_failed_share={max_failed_share} is of no use to on_client_error='raise', which stops the run at the"
+            " first client that fails. Leave it unset, or pass on_client_error='drop'."
+        )
+    if max_update_ratio is not None and (not _is_number(max_update_ratio) or not max_update_ratio > 1):
+        raise FederatedError(
+            f"max_update_ratio must be a number > 1, or None for no limit, found {max_update_ratio!r}."
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -2,27 +2,32 @@
 
 import os
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback, ProgressBar
 
+from lightning_fed._compat import rank_zero_warn
 from lightning_fed.algorithms import Algorithm, FedAvg
 from lightning_fed.callbacks import RoundLogger, RoundProgressBar, RunSummary
 from lightning_fed.callbacks.schedulers import PlateauSchedulers
 from lightning_fed.checks import check_strategy, check_trainer
-from lightning_fed.connectors import install
+from lightning_fed.connectors import RoundCheckpointConnector, install
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Weighting
 from lightning_fed.loop import FederatedLoop
+from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.server.compression import Compressor
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.sampling import Sampler
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
-from lightning_fed.settings import make_settings
+from lightning_fed.settings import MAX_FAILED_SHARE, MAX_UPDATE_RATIO, make_settings
 from lightning_fed.strategies import ClientsStrategy
-from lightning_fed.strategies.ddp import adopt
+from lightning_fed.strategies.ddp import WithinClientStrategy, adopt
 from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
+from lightning_fed.trainer_arguments import as_callbacks, check_trainer_arguments, refusals_of_lightning
 
 __all__ = ["ClientsStrategy", "FederatedTrainer"]
 
@@ -52,6 +57,11 @@ class FederatedTrainer(pl.Trainer):
         gradient_sampler: The same for methods that average gradients over a cohort of its own (FedDANE).
         weighting: How messages are averaged: "examples", "uniform", "steps", or a function of
             (client_id, size, steps). By default the method's own.
+        aggregator: What stands in for these averages: a robust rule such as
+            :class:`lightning_fed.server.CoordinateMedian`, or :class:`lightning_fed.server.DifferentialPrivacy`. None
+            for the weighted means.
+        compression: What makes clients' messages small: :class:`lightning_fed.server.TopK` or
+            :class:`lightning_fed.server.QSGD`. None to send them as they are.
         engine: How the cohort is run. "sequential" trains one client after another through Lightning's own loop: any
             module, any hook. "vectorized" steps clients at once through ``torch.func``, and refuses modules and hooks
             that cannot be. "auto" takes "vectorized" where it can, and says which it took and why.
@@ -62,6 +72,17 @@ class FederatedTrainer(pl.Trainer):
             state, such as momentum, from the last round in which they took part ("keep").
         gradient_clip_on: What ``gradient_clip_val`` clips: the client's own gradient before the correction, or the
             corrected one.
+        on_client_error: What becomes of a client that fails: whose loader or ``training_step`` raises, whose loss or
+            update is not finite, or whose update is out of all proportion. "raise" stops the run and names the client,
+            the round, the local step and the cause. "drop" lets it leave the round, as if it had not been drawn; it is
+            warned of, counted and logged.
+        max_failed_share: The share of a round's clients, in (0, 1], that "drop" may drop; the run stops where more
+            fail, and where all do.
+        max_update_ratio: How many times the cohort's median norm a client's update may have; None for no limit.
+        client_states: Where what clients keep between their rounds lives. "memory" holds all of it, and copies it into
+            every checkpoint. "disk" appends it to files, to which checkpoints refer: memory then holds the states of
+            the clients at work. "auto" takes "disk" where states may come to more than 1 GiB, and says so.
+        client_states_dir: The folder for "disk"; by default ``client_states`` beside the checkpoints.
         callbacks: Callbacks; see :class:`lightning_fed.FederatedCallback` for hooks of rounds and clients.
         max_epochs: Lightning's name for ``max_rounds``.
         kwargs: Any other argument of :class:`pytorch_lightning.Trainer`.
@@ -92,12 +113,19 @@ class FederatedTrainer(pl.Trainer):
         sampler: Sampler | None = None,
         gradient_sampler: Sampler | None = None,
         weighting: Weighting | None = None,
+        aggregator: Aggregator | None = None,
+        compression: Compressor | None = None,
         engine: Literal["sequential", "vectorized", "auto"] = "sequential",
         chunk_size: int | None = None,
         seed: int | None = None,
         buffers: Literal["average", "server", "local"] = "average",
         local_optimizer_state: Literal["reset", "keep"] = "reset",
         gradient_clip_on: Literal["gradient", "corrected"] = "gradient",
+        client_states: Literal["memory", "disk", "auto"] = "auto",
+        client_states_dir: str | Path | None = None,
+        on_client_error: Literal["raise", "drop"] = "raise",
+        max_failed_share: float = MAX_FAILED_SHARE,
+        max_update_ratio: float | None = MAX_UPDATE_RATIO,
         callbacks: list[Callback] | Callback | None = None,
         max_epochs: int | None = None,
         **kwargs: Any,
@@ -113,6 +141,8 @@ class FederatedTrainer(pl.Trainer):
             sampler=sampler,
             gradient_sampler=gradient_sampler,
             weighting=weighting,
+            aggregator=aggregator,
+            compression=compression,
             engine=engine,
             chunk_size=chunk_size,
             seed=_seed(seed),
@@ -120,17 +150,28 @@ class FederatedTrainer(pl.Trainer):
             buffers=buffers,
             local_optimizer_state=local_optimizer_state,
             gradient_clip_on=gradient_clip_on,
+            client_states=client_states,
+            client_states_dir=client_states_dir,
+            on_client_error=on_client_error,
+            max_failed_share=max_failed_share,
+            max_update_ratio=max_update_ratio,
         )
+        check_trainer_arguments(kwargs, own=signature(FederatedTrainer.__init__).parameters)
         _refuse_steps(kwargs)
         check_strategy(kwargs.get("strategy", "auto"))
-        super().__init__(
-            callbacks=_with_defaults(callbacks, kwargs), max_epochs=_rounds(max_rounds, max_epochs), **kwargs
-        )
+        callbacks, rounds = _with_defaults(callbacks, kwargs), _rounds(max_rounds, max_epochs)
+        with refusals_of_lightning():
+            super().__init__(callbacks=callbacks, max_epochs=rounds, **kwargs)
         self.fit_loop: FederatedLoop = FederatedLoop(self, settings, self.fit_loop.min_epochs, self.fit_loop.max_epochs)
         if gradient_clip_on == "corrected" and self.gradient_clip_val:
             self.fit_loop.corrected_clip = (self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
             self.gradient_clip_val = None  # or Lightning would clip before the correction as well
         adopt(self)
+        if settings.drops_failed and isinstance(self.strategy, WithinClientStrategy):
+            raise FederatedError(
+                "on_client_error='drop' does not go with strategy='ddp', whose processes work on one client together"
+                " and stop together. Use strategy='clients', or leave on_client_error at 'raise'."
+            )
         if isinstance(self.strategy, UnwrappedDDPStrategy):  # Lightning's sampler would show some examples twice
             self._accelerator_connector.use_distributed_sampler = False
         install(self)
@@ -186,11 +227,32 @@ class FederatedTrainer(pl.Trainer):
                 " exactly one. Use parameter groups for different settings."
             ) from error
 
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any | None = None
+    ) -> None:
+        """Save a checkpoint of the last completed round; all processes must call it.
+
+        Nothing is saved after an exception between a round's server step and its end, where schedules and callbacks
+        have seen a part of the round only: a run that goes on from there would not be the same.
+
+        Args:
+            filepath: Where, a path or a URL.
+            weights_only: Whether to save the model's weights alone.
+            storage_options: As for the CheckpointIO plugin.
+        """
+        if self.interrupted and self.fit_loop.is_closing:
+            rank_zero_warn(f"{filepath} is not saved: the run was interrupted while round {self.fit_loop.round} ended.")
+            return
+        with self.fit_loop.kept_states.writing(filepath):
+            super().save_checkpoint(filepath, weights_only, storage_options)
+        if not weights_only and isinstance(self._checkpoint_connector, RoundCheckpointConnector):
+            self._checkpoint_connector.kept = (self.fit_loop.round, filepath)
+
 
 def _seed(seed: int | None) -> int:
     if seed is None:
         return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**128:
         raise FederatedError(f"seed must be an int >= 0, found {seed!r}.")
     return seed
 
@@ -200,9 +262,9 @@ def _rounds(max_rounds: int | None, max_epochs: int | None) -> int | None:
         raise FederatedError(
             f"max_rounds={max_rounds} and max_epochs={max_epochs} differ: they are two names for one number. Pass one."
         )
-    value = max_rounds if max_rounds is not None else max_epochs
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < -1):
-        raise FederatedError(f"max_rounds must be an int >= 0, or -1 for no limit, found {value!r}.")
+    value, name = (max_rounds, "max_rounds") if max_rounds is not None else (max_epochs, "max_epochs")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**63):
+        raise FederatedError(f"{name} must be an int >= 0, or -1 for no limit, found {value!r}.")
     return value
 
 
@@ -217,7 +279,7 @@ def _refuse_steps(kwargs: dict[str, Any]) -> None:
 
 def _with_defaults(callbacks: Sequence[Callback] | Callback | None, kwargs: dict[str, Any]) -> list[Callback]:
     """Add the callbacks that every federated run brings along."""
-    given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+    given = as_callbacks(callbacks)
     shows_progress = kwargs.get("enable_progress_bar") is not False and not kwargs.get("barebones")
     defaults: list[Callback] = [PlateauSchedulers()]
     if not any(isinstance(c, RoundLogger) for c in given):

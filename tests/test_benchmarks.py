@@ -1,8 +1,10 @@
 """The benchmark scripts run, compare like with like, and say what is missing."""
 
+import dataclasses
 import importlib
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +24,9 @@ def scripts(monkeypatch):
     yield importlib.import_module
     torch.set_num_threads(threads)
     logger.setLevel(level)
-    for name in [name for name in sys.modules if name == "workloads" or name.split(".")[0] == "systems"]:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "/").is_relative_to(BENCHMARKS):
+            del sys.modules[name]
 
 
 @pytest.fixture
@@ -175,3 +178,92 @@ def test_data_is_the_same_when_made_again(scripts, tmp_path):
     assert (first.x == second.x).all()
     assert list(first.offsets[:3]) == [0, 5, 11]
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["tiny.npz"]
+
+
+def test_every_workload_says_how_often_it_is_run(run, scripts, monkeypatch, tmp_path):
+    workloads, problem = scripts("workloads"), scripts("systems.problem")
+    own = dataclasses.replace(problem.WORKLOADS["tiny"], warmup=4, repeats=2)
+    monkeypatch.setitem(problem.WORKLOADS, "tiny", own)
+    _, (found,), _ = run("--system", "torch")
+    assert found["warmup"] == 4
+    asked = []
+    monkeypatch.setattr(
+        workloads, "_run_apart", lambda args, *named: asked.append(named) or line(named[1], 1.0, named[0])
+    )
+    run("--system", "torch", "pfl", "--results", str(tmp_path / "results.jsonl"))
+    assert asked == [("tiny", "torch", "FedAvg"), ("tiny", "pfl", "FedAvg")] * 2
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("method", ["FedAvg", "Scaffold"])
+def test_a_point_of_scale_is_measured(scripts, method):
+    scale = scripts("scale")
+    found = scale.measure(
+        scale.Point(method, cohort=4, population=4, parameters=2_000_000, chunk=2), rounds=1, warmup=1
+    )
+    assert found["parameters"] == pytest.approx(2_000_000, rel=0.01)
+    assert found["model_mb"] == pytest.approx(8, rel=0.01)
+    assert found["kept_mb"] == pytest.approx(4 * found["model_mb"] if method == "Scaffold" else 0, abs=0.1)
+    assert found["peak_above_mb"] > 3 * found["model_mb"] + found["kept_mb"]
+    assert found["s_per_round"] > 0
+
+
+def test_scale_writes_tables_and_a_figure(scripts, monkeypatch, tmp_path):
+    scale = scripts("scale")
+    page, results = tmp_path / "page.md", tmp_path / "results.jsonl"
+    page.write_text(
+        "".join(f"<!-- {n}:start -->\n<!-- {n}:end -->\n" for n in ("scale", *(f"scale-{a}" for a in scale.AXES)))
+    )
+
+    def fake(axis, point, rounds, warmup):
+        found = {
+            **dataclasses.asdict(point),
+            "wanted_parameters": point.parameters,
+            "wanted_rounds": point.rounds,
+            "model_mb": 2.0,
+            "kept_mb": 5.0,
+            "kept_clients": 7,
+        }
+        figures = {
+            "s_per_round": 1.5 / point.processes,
+            "peak_above_mb": 20.0,
+            "peak_rss_mb": 400.0,
+            "rounds": 5,
+            "warmup": 1,
+        }
+        return {"axis": axis, **found, **figures, "machine": {"cpu": "A CPU", "cores": 2}, "date": "2026-01-01"}
+
+    monkeypatch.setattr(scale, "_run_apart", fake)
+    arguments = ["--axis", *scale.AXES, "--up-to", "100000", "--results", str(results), "--render", str(page)]
+    assert scale.main(arguments) == 0
+    text = page.read_text()
+    assert "| FedAvg | 1,000 | 1.5000 | 1.50 | 20.0 | 5.0 | disk |" in text
+    assert "| Scaffold | 10,000 | 1.5000 | 750.00 | 20.0 | 5.0 | memory | 10.0 |" in text
+    assert "| Scaffold | 2 | 0.7500 | 7.50 | 400 | 2.00 |" in text
+    assert "1,000,000" not in text  # --up-to
+    assert "2026-01-01; A CPU, 2 cores. Medians of 5 rounds after 1 to warm up." in text
+    assert 0 < (tmp_path / "images" / "scale.png").stat().st_size < 100_000
+
+
+def test_a_point_that_fails_is_told(scripts, monkeypatch, tmp_path, capsys):
+    scale = scripts("scale")
+    monkeypatch.setattr(scale, "AXES", {"cohort": [scale.Point()]})
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    assert scale.main(["--axis", "cohort", "--results", str(tmp_path / "results.jsonl")]) == 1
+    assert "exit code" in json.loads(capsys.readouterr().out)["failed"]
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_soaks_are_written_to_a_page(scripts, tmp_path):
+    soak = scripts("soak")
+    page, results = tmp_path / "page.md", tmp_path / "results.jsonl"
+    page.write_text("<!-- soak:start -->\n<!-- soak:end -->\n")
+    assert soak.main(["--rounds", "10", "--cohort", "2", "--results", str(results), "--engine", "sequential"]) == 0
+    assert soak.main(["--results", str(results), "--render", str(page)]) == 0
+    assert "| Scaffold, sequential, states in memory | 10 | 2 | 1,000 |" in page.read_text()
+
+
+def test_the_page_has_a_place_for_all_figures(scripts):
+    page = (BENCHMARKS.parent / "docs" / "performance.md").read_text()
+    for name in ("workloads", "scale", "soak", *(f"scale-{axis}" for axis in scripts("scale").AXES)):
+        assert page.index(f"<!-- {name}:start -->") < page.index(f"<!-- {name}:end -->")

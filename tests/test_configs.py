@@ -17,7 +17,9 @@ from lightning_fed.models import MLPClassifier
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
-SECTIONS = {"algorithm": "trainer", "data": "data", "model": "model", "participation": "trainer", "measures": "trainer"}
+SECTIONS = {"data": "data", "model": "model"} | dict.fromkeys(
+    ("aggregation", "algorithm", "measures", "participation"), "trainer"
+)
 STACKED = sorted(path for path in CONFIGS.rglob("*.yaml") if path != QUICKSTART and path.parent.name != "tasks")
 METHODS = sorted(
     name
@@ -83,7 +85,8 @@ def test_what_a_config_names_is_what_is_made(path: Path) -> None:
     for name, value in (("model", cli.model), ("data", cli.datamodule)):
         if name in config:
             check(value, config[name])
-    for name in {"algorithm", "sampler", "heterogeneity", "weighting"} & set(config.get("trainer", {})):
+    parts = {"aggregator", "algorithm", "compression", "heterogeneity", "sampler", "weighting"}
+    for name in parts & set(config.get("trainer", {})):
         check(getattr(settings, name), config["trainer"][name])
     own = config.get("trainer", {}).get("callbacks+", [])
     for named in [*own, *read(QUICKSTART)["trainer"]["callbacks"]]:  # a stacked config adds callbacks, replacing none

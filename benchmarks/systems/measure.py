@@ -1,6 +1,10 @@
 """How a run is measured: times of rounds, and the memory of all its processes."""
 
+import argparse
+import contextlib
+import datetime
 import os
+import platform
 import resource
 import statistics
 import sys
@@ -13,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Outcome", "Settings", "Stopwatch", "peak_memory_mb", "usable_cores"]
+__all__ = ["Outcome", "Settings", "Stopwatch", "machine", "peak_memory_mb", "positive", "usable_cores"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,32 @@ class Stopwatch:
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine() -> dict[str, Any]:
+    """Return what a line of figures says of its origin: the processor, its usable cores, the date."""
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return {"machine": {"cpu": _cpu(), "cores": usable_cores()}, "date": today}
+
+
+def _cpu() -> str:
+    """Return the name of the processor."""
+    with contextlib.suppress(OSError):
+        for text in Path("/proc/cpuinfo").read_text().splitlines():
+            if text.startswith("model name"):
+                return " ".join(text.partition(":")[2].split())
+    return platform.processor() or platform.machine()
+
+
+def positive(text: str) -> int:
+    """Return an argument of the command line as a whole number above 0.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def peak_memory_mb() -> float:

@@ -38,6 +38,8 @@ class Workload:
         epochs: Local epochs.
         lr: The clients' learning rate.
         eval_rows: Examples that the final loss is taken over.
+        warmup: Rounds to warm up unless told otherwise.
+        repeats: Repeats of a comparison unless told otherwise.
     """
 
     data: str
@@ -47,14 +49,17 @@ class Workload:
     epochs: int = 1
     lr: float = 0.1
     eval_rows: int = 4000
+    warmup: int = 5
+    repeats: int = 3
 
 
 _MLP = (784, 300, 100, 62)
 WORKLOADS = {
     "W1": Workload("W1", _MLP, cohort=20, batch=20),
-    "W1x10": Workload("W1", _MLP, cohort=20, batch=20, epochs=10),
+    "W1x10": Workload("W1", _MLP, cohort=20, batch=20, epochs=10, warmup=2),
     "W2": Workload("W1", (784, 62), cohort=20, batch=20),
-    "W3": Workload("W3", (), cohort=4, batch=20, lr=0.001, eval_rows=200),
+    # A round takes ten seconds and all its batches have one shape: little varies from round to round
+    "W3": Workload("W3", (), cohort=4, batch=20, lr=0.001, eval_rows=200, warmup=2, repeats=1),
     "W4": Workload("W4", (60, 10), cohort=100, batch=10),
     # A client's examples are one batch, so that their order plays no role and losses agree up to rounding
     "tiny": Workload("tiny", (8, 6, 4), cohort=4, batch=20, epochs=2),

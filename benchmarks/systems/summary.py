@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GOALS", "combine", "insert", "read", "table", "tables"]
+__all__ = ["GOALS", "combine", "insert", "read", "table", "tables", "where"]
 
 Line = dict[str, Any]
 
@@ -16,7 +16,6 @@ GOALS = {"W1": 0.55, "W1x10": 0.5, "W2": 0.45, "W3": 0.58, "W4": 0.5}
 METHOD_GOALS = {"Mime": 2.3, "Scaffold": 1.25}
 """Time of a round at the most, as a ratio to FedAvg's."""
 
-START, END = "<!-- workloads:start -->", "<!-- workloads:end -->"
 _OWN, _REFERENCE = "lightning_fed", "torch"
 _LOSS_TOLERANCE = 0.03  # what the order of batches, which systems draw by themselves, does to the loss
 
@@ -75,10 +74,17 @@ def _is_timed(line: Line) -> bool:
     return "s_per_round" in line
 
 
-def read(path: Path) -> list[Line]:
-    """Return the lines of a file; of several lines of the same run, the last."""
+def read(path: Path, identity: Sequence[str] = ("workload", "system", "algorithm")) -> list[Line]:
+    """Return the lines of a file; of several with the same values of some keys, the last."""
     lines = [json.loads(text) for text in path.read_text().splitlines() if text.strip()]
-    return list({_identity(line): line for line in lines}.values())
+    return list({tuple(line[key] for key in identity): line for line in lines}.values())
+
+
+def where(lines: Iterable[Line]) -> str:
+    """Return the dates and machines of runs as the start of a sentence."""
+    lines = list(lines)
+    machines = sorted({f"{line['machine']['cpu']}, {line['machine']['cores']} cores" for line in lines})
+    return f"{' and '.join(sorted({line['date'] for line in lines}))}; {' and '.join(machines)}."
 
 
 def table(lines: Iterable[Line]) -> str:
@@ -128,20 +134,15 @@ def tables(lines: Sequence[Line]) -> str:
 
 
 def _heading(timed: Sequence[Line]) -> str:
-    machines = sorted({f"{line['machine']['cpu']}, {line['machine']['cores']} cores" for line in timed})
-    dates = sorted({line["date"] for line in timed})
     rounds = sorted({f"{line['rounds']} rounds after {line['warmup']}" for line in timed})
     repeats = sorted({line.get("repeats", 1) for line in timed})
     times = f"{' or '.join(map(str, repeats))} repeat{'s' * (repeats[-1] > 1)}"
     versions = sorted({f"{line['system']} {line['config']['version']}" for line in timed})
-    return (
-        f"{' and '.join(dates)}; {' and '.join(machines)}. Medians of {times} of {' or '.join(rounds)} to warm up."
-        f" {'; '.join(versions)}."
-    )
+    return f"{where(timed)} Medians of {times} of {' or '.join(rounds)} to warm up. {'; '.join(versions)}."
 
 
 def _goals(timed: Sequence[Line]) -> str:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("workload", "lightning_fed, x plain loop", "goal", "fastest peer, x plain loop", "Mime / FedAvg", "goal",
          "SCAFFOLD / FedAvg", "goal"),
         ("---",) * 8,
@@ -170,14 +171,15 @@ def _verdict(ratio: float, goal: float) -> str:
     return f"{goal}, {'met' if ratio <= goal else 'missed'}"
 
 
-def insert(page: Path, text: str) -> None:
-    """Replace what a page has between its markers.
+def insert(page: Path, text: str, name: str = "workloads") -> None:
+    """Replace what a page has between the markers of a name.
 
     Raises:
         SystemExit: If the page does not have them.
     """
-    before, start, rest = page.read_text().partition(START)
-    _, end, after = rest.partition(END)
+    first, last = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
+    before, start, rest = page.read_text().partition(first)
+    _, end, after = rest.partition(last)
     if not start or not end:
-        raise SystemExit(f"{page} has no lines {START} and {END} to put the table between.")
-    page.write_text(f"{before}{START}\n\n{text}\n\n{END}{after}")
+        raise SystemExit(f"{page} has no lines {first} and {last} to put the figures between.")
+    page.write_text(f"{before}{start}\n\n{text}\n\n{end}{after}")

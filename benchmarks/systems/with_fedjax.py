@@ -18,7 +18,7 @@ __all__ = ["run"]
 
 
 def run(problem: Problem, settings: Settings, stopwatch: Stopwatch) -> Outcome:
-    """Train on so many cores; before the clock, all rounds are run once, since every new batch size is compiled."""
+    """Train on so many cores; before the clock, all rounds are run once, since every new client size is compiled."""
     cores = settings.devices or (1 if problem.workload.layers else usable_cores())
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
@@ -48,7 +48,7 @@ def run(problem: Problem, settings: Settings, stopwatch: Stopwatch) -> Outcome:
 
     initial = [jax.numpy.asarray(_in_jax_layout(value)) for value in problem.initial()]
     state = method.init(initial)
-    for r in range(settings.total):
+    for r in range(settings.total if len(set(np.diff(problem.offsets))) > 1 else 1):
         state = train(state, r)
     state = method.init(initial)
     stopwatch.tick()

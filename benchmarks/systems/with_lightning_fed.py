@@ -17,7 +17,7 @@ from systems.measure import Outcome, Settings, Stopwatch, usable_cores
 from systems.networks import build, logits_of
 from systems.problem import Problem
 
-__all__ = ["run"]
+__all__ = ["Ticks", "make_method", "run"]
 
 
 def run(problem: Problem, settings: Settings, stopwatch: Stopwatch) -> Outcome | None:
@@ -32,7 +32,7 @@ def run(problem: Problem, settings: Settings, stopwatch: Stopwatch) -> Outcome |
     devices = settings.devices or (1 if on_gpu else min(usable_cores(), problem.workload.cohort))
     module = Module(problem)
     trainer = lightning_fed.FederatedTrainer(
-        algorithm=_algorithm(settings.algorithm), max_rounds=settings.total, local_epochs=problem.workload.epochs,
+        algorithm=make_method(settings.algorithm), max_rounds=settings.total, local_epochs=problem.workload.epochs,
         sampler=lambda seed, round, population=None: problem.cohort(round), seed=0, engine=settings.engine,
         accelerator=settings.accelerator, devices=devices, strategy="clients" if devices > 1 else "auto",
         callbacks=Ticks(stopwatch), logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -102,8 +102,12 @@ def _data(problem: Problem) -> lightning_fed.FederatedDataModule:
     )
 
 
-def _algorithm(name: str) -> algorithms.Algorithm:
-    """Return a method by name; Mime's base optimizer is SGD with momentum."""
+def make_method(name: str) -> algorithms.Algorithm:
+    """Return a method by name; Mime's base optimizer is SGD with momentum.
+
+    Raises:
+        SystemExit: If there is no method of this name.
+    """
     method = getattr(algorithms, name, None)
     if not (isinstance(method, type) and issubclass(method, algorithms.Algorithm)):
         raise SystemExit(f"--algorithm {name}: lightning_fed.algorithms has no method of this name.")

@@ -48,6 +48,10 @@ class Algorithm:
     full_grad_at: tuple[str, ...] = ()
     """Take full-batch client gradients before local work, at "x" and/or at server vectors of these names."""
 
+    full_grad_for: str = "both"
+    """Who reads them: everybody the average of the "cohort", each "client" its own, or "both". What nobody reads is not
+    kept, so that the memory of a round does not grow with the cohort."""
+
     grad_cohort: str = "same"
     """Who takes the full-batch gradients that are averaged: the training cohort ("same") or its "own" cohort."""
 

@@ -46,6 +46,7 @@ class MimeLite(Algorithm):
     """
 
     full_grad_at = ("x",)
+    full_grad_for = "cohort"
 
     def __init__(self, base: BaseOptimizer | None = None) -> None:
         if base is not None and not isinstance(base, BaseOptimizer):

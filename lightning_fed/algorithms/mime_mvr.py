@@ -49,6 +49,7 @@ class MimeMVR(Algorithm):
     """
 
     full_grad_at = ("x", "x_prev")
+    full_grad_for = "cohort"
 
     def __init__(
         self,

@@ -47,6 +47,8 @@ class Scaffold(Algorithm):
 
     reduces: Mapping[str, str] = {"delta": "uniform", "delta_c": "population"}
 
+    full_grad_for = "client"
+
     def __init__(self, option: Literal["ii", "i"] = "ii") -> None:
         self.option = choice(self, "option", option, "ii", "i")
         self.full_grad_at = ("x",) if option == "i" else ()

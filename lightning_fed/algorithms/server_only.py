@@ -27,6 +27,7 @@ class ServerOnly(Algorithm):
 
     local_work = False
     full_grad_at = ("x",)
+    full_grad_for = "client"
 
     def finish(self, y: Vector, run: Run) -> Update:
         """Send minus the full-batch gradient at x."""

@@ -37,6 +37,9 @@ class FederatedCallback(pl.Callback):
     ) -> None:
         """Called before a client's local work.
 
+        No ``on_client_end`` follows for a client that fails; :attr:`RoundReport.failed` says why. Where others rest on
+        what such a client did, the round is run again without it, and their hooks are called again.
+
         Args:
             trainer: The trainer.
             pl_module: The module.

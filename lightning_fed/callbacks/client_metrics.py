@@ -6,7 +6,7 @@ import pytorch_lightning as pl
 
 from lightning_fed._compat import is_overridden, rank_zero_warn
 from lightning_fed.callbacks.measure import ClientMeasure, write_table
-from lightning_fed.core.arguments import check_count, check_one_of
+from lightning_fed.core.arguments import check_count, check_one_of, check_texts
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
@@ -55,6 +55,7 @@ class ClientAccuracy(ClientMeasure):
         super().__init__(every_n_rounds, clients)
         check_one_of(type(self).__name__, "mode", mode, ("max", "min"))
         check_one_of(type(self).__name__, "on", on, ("val", "train"))
+        check_texts(type(self).__name__, monitor=monitor)
         self.monitor = monitor
         self.mode: Literal["max", "min"] = mode
         self.on: Literal["val", "train"] = on

@@ -8,6 +8,7 @@ from pytorch_lightning.callbacks import Callback, TQDMProgressBar
 
 from lightning_fed._compat import Tqdm, TrainerFn
 from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.core.arguments import check_count, check_flags
 from lightning_fed.core.rounds import ClientReport, RoundReport
 
 __all__ = ["RoundProgressBar"]
@@ -20,7 +21,18 @@ class RoundProgressBar(FederatedCallback, TQDMProgressBar):
 
     Args:
         refresh_rate: Redraw the metrics every so many rounds; 0 hides the bar.
+        process_position: The bar's line on the screen, counted from its own.
+        leave: Whether Lightning's own bars stay on the screen when they are done.
+
+    Raises:
+        FederatedError: If an argument is not allowed.
     """
+
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        check_count("RoundProgressBar", "refresh_rate", refresh_rate, least=0)
+        check_count("RoundProgressBar", "process_position", process_position, least=0)
+        check_flags("RoundProgressBar", leave=leave)
+        super().__init__(refresh_rate, process_position, leave)
 
     on_train_batch_start = Callback.on_train_batch_start
     on_train_batch_end = Callback.on_train_batch_end  # nothing to do per batch, and Lightning skips what is not there

@@ -3,11 +3,16 @@
 import math
 
 import pytorch_lightning as pl
+from pytorch_lightning.loggers import TensorBoardLogger
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from torch.utils.tensorboard import SummaryWriter
 
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.core.rounds import RoundReport
 
 __all__ = ["RoundLogger"]
+
+_RELEASED = ("server/update_norm", "round/seconds")  # follow from the models, or say nothing of clients' data
 
 
 class RoundLogger(FederatedCallback):
@@ -24,12 +29,25 @@ class RoundLogger(FederatedCallback):
     ``comm/bytes_down``       bytes sent to the cohort
     ``round/clients``         clients that took part
     ``round/dropped``         clients drawn but left out
+    ``round/failed``          clients that failed, with ``on_client_error="drop"`` only
     ``round/local_steps``     local steps taken by them all
     ``round/seconds``         wall time of the round without validation
+    ``privacy/epsilon``       the privacy spent so far, with differential privacy
     ========================= ===================================================================
+
+    With differential privacy, whose guarantee is about the models, only ``server/update_norm``, ``round/seconds`` and
+    ``privacy/epsilon`` are written: the others are made of what clients did.
 
     The values can be monitored by ``ModelCheckpoint`` and ``EarlyStopping`` under the same names.
     """
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let TensorBoard forget what an interrupted run wrote of rounds that are now done again."""
+        done = trainer.fit_loop.round
+        for logger in trainer.loggers if done and trainer.is_global_zero else ():
+            if isinstance(logger, TensorBoardLogger) and isinstance(logger.experiment, SummaryWriter):
+                start = Event(step=done + 1, session_log=SessionLog(status=SessionLog.START))
+                logger.experiment._get_file_writer().add_event(start)
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
         """Write the report."""
@@ -47,4 +65,8 @@ class RoundLogger(FederatedCallback):
             "round/local_steps": float(sum(r.steps.values())),
             "round/seconds": r.seconds,
         }
+        if (epsilon := trainer.fit_loop.epsilon) is not None:
+            values = {name: values[name] for name in _RELEASED} | {"privacy/epsilon": epsilon}
+        if trainer.fit_loop.settings.drops_failed:
+            values["round/failed"] = float(len(r.failed))
         trainer.fit_loop.log_round({name: value for name, value in values.items() if not math.isnan(value)})

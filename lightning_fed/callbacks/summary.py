@@ -1,14 +1,20 @@
 """A few lines at the end of a run: how good, how much, where, and how to go on."""
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import TensorBoardLogger
 
 from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.core.rounds import RoundReport
+from lightning_fed.core.types import ClientId
 
 __all__ = ["RunSummary"]
+
+_SHOWN = 5  # clients that failed, those that did so most often
 
 
 class RunSummary(FederatedCallback):
@@ -22,6 +28,11 @@ class RunSummary(FederatedCallback):
         self.resume_with = 'trainer.fit(model, data, ckpt_path="{path}")'
         self._last: dict[str, float] = {}
         self._best: dict[str, tuple[float, float]] = {}
+        self._failed: Counter[ClientId] = Counter()
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
+        """Count the clients that failed."""
+        self._failed.update(round_report.failed.keys())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the metrics of the server model."""
@@ -35,14 +46,16 @@ class RunSummary(FederatedCallback):
                 self._last[name] = value
                 self._best[name] = (min(low, value), max(high, value))
 
-    def state_dict(self) -> dict[str, object]:
-        """Return the metrics noted so far."""
-        return {"last": dict(self._last), "best": {k: list(v) for k, v in self._best.items()}}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the metrics and failures noted so far."""
+        failed = [[getattr(i, "item", lambda i=i: i)(), count] for i, count in self._failed.items()]
+        return {"last": dict(self._last), "best": {k: list(v) for k, v in self._best.items()}, "failed": failed}
 
-    def load_state_dict(self, state_dict: dict[str, dict[str, list[float]]]) -> None:
-        """Go on from a checkpoint's metrics."""
-        self._last = dict(state_dict["last"])  # type: ignore[arg-type]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint's metrics and failures."""
+        self._last = dict(state_dict["last"])
         self._best = {k: (v[0], v[1]) for k, v in state_dict["best"].items()}
+        self._failed = Counter(dict(state_dict.get("failed", [])))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the summary on the first rank."""
@@ -52,15 +65,26 @@ class RunSummary(FederatedCallback):
             return
         state = loop.state
         rows = [(name, self._metric(trainer, name)) for name in sorted(self._last)]
-        rows += [
-            ("method", repr(state.algorithm)),
-            ("rounds", str(state.round)),
-            ("clients seen", f"{state.seen} of {len(state.ids)}"),
-            ("bytes up / down", f"{_size(state.bytes_up)} / {_size(state.bytes_down)}"),
-            *self._places(trainer, log_dir),
-        ]
+        rows += [("method", repr(state.algorithm)), ("rounds", str(state.round))]
+        if (epsilon := loop.epsilon) is None:
+            rows += [
+                ("clients seen", f"{state.seen} of {len(state.ids)}"),
+                *self._failures(),
+                ("bytes up / down", f"{_size(state.bytes_up)} / {_size(state.bytes_down)}"),
+            ]
+        else:  # who took part is part of the secret
+            rows.append(("privacy", f"epsilon {epsilon:.4g} at delta {loop.settings.aggregator.delta:g}"))
+        rows += self._places(trainer, log_dir)
         width = max(len(name) for name, _ in rows)
         trainer.print("\n".join(["", "Federated run finished", *(f"  {name:<{width}}  {text}" for name, text in rows)]))
+
+    def _failures(self) -> list[tuple[str, str]]:
+        if not self._failed:
+            return []
+        worst = [f"{client_id!r} in {count}" for client_id, count in self._failed.most_common(_SHOWN)]
+        more = [f"{len(self._failed) - _SHOWN} more"] if len(self._failed) > _SHOWN else []
+        rounds = f"{self._failed.total()} times"
+        return [("clients failed", f"{len(self._failed)}, {rounds} in all: {', '.join([*worst, *more])}")]
 
     def _metric(self, trainer: pl.Trainer, name: str) -> str:
         low, high = self._best[name]

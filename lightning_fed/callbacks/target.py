@@ -7,7 +7,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 
 from lightning_fed._compat import rank_zero_info, rank_zero_warn
 from lightning_fed.callbacks.base import FederatedCallback
-from lightning_fed.core.arguments import check_number, check_one_of
+from lightning_fed.core.arguments import check_number, check_one_of, check_texts
 
 __all__ = ["TargetMetric"]
 
@@ -38,6 +38,7 @@ class TargetMetric(FederatedCallback):
     """
 
     def __init__(self, monitor: str, target: float, mode: Literal["max", "min"] = "max") -> None:
+        check_texts("TargetMetric", monitor=monitor)
         self.monitor = monitor
         self.target = check_number("TargetMetric", "target", target)
         self.mode = check_one_of("TargetMetric", "mode", mode, ("max", "min"))

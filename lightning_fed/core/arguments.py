@@ -1,26 +1,68 @@
 """Arguments that are refused by name."""
 
 import math
+import os
 from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["check_count", "check_fraction", "check_number", "check_one_of"]
+__all__ = [
+    "check_count",
+    "check_flags",
+    "check_fraction",
+    "check_number",
+    "check_numbers",
+    "check_one_of",
+    "check_paths",
+    "check_seed",
+    "check_texts",
+    "finite",
+]
 
 Choice = TypeVar("Choice")
 
+_LARGEST = 2**63 - 1  # what a tensor can count
 
-def check_count(owner: str, name: str, value: Any, least: int = 1) -> int:
-    """Return an argument that must be an integer of at least ``least``.
+
+def finite(value: Any) -> float:
+    """Return a finite real number as a float, and NaN for anything else, truth values and text included.
+
+    Example:
+        >>> finite(3), finite("3"), finite(10**400)
+        (3.0, nan, nan)
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def check_count(owner: str, name: str, value: Any, least: int = 1, most: int = _LARGEST) -> int:
+    """Return an argument that must be an integer of at least ``least``, and at most ``most``.
 
     Raises:
         FederatedError: If it is not; the message names ``owner``, argument and value.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise FederatedError(f"{owner}({name}={value!r}): {name} must be an integer of at least {least}.")
+    if int(value) > most:
+        limit = f"{most:,}" if most < _LARGEST else f"2**{most.bit_length()} - 1"
+        raise FederatedError(f"{owner}({name}={_short(value)}): {name} must be an integer of at most {limit}.")
     return int(value)
+
+
+def check_seed(owner: str, value: Any) -> int:
+    """Return an argument ``seed``, which must be an integer of at least 0 and may have up to 128 bits.
+
+    Raises:
+        FederatedError: If it is not; the message names ``owner``, argument and value.
+    """
+    return check_count(owner, "seed", value, least=0, most=2**128 - 1)
 
 
 def check_number(owner: str, name: str, value: Any, least: float = -math.inf, positive: bool = False) -> float:
@@ -29,12 +71,23 @@ def check_number(owner: str, name: str, value: Any, least: float = -math.inf, po
     Raises:
         FederatedError: If it is not; the message names ``owner``, argument and value.
     """
-    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    if not math.isfinite(number) or number < least or (positive and number <= 0):
+    number = finite(value)
+    if math.isnan(number) or number < least or (positive and number <= 0):
         bound = "" if math.isinf(least) else f" of at least {least:g}"
         kind = "positive finite" if positive else "finite"
-        raise FederatedError(f"{owner}({name}={value!r}): {name} must be a {kind} number{bound}.")
+        raise FederatedError(f"{owner}({name}={_short(value)}): {name} must be a {kind} number{bound}.")
     return number
+
+
+def check_numbers(owner: str, name: str, value: Any) -> list[float]:
+    """Return an argument that must be a list of finite numbers.
+
+    Raises:
+        FederatedError: If it is not; the message names ``owner``, argument and value.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise FederatedError(f"{owner}({name}={_short(value)}): {name} must be a list of finite numbers.")
+    return [check_number(owner, name, number) for number in value]
 
 
 def check_fraction(owner: str, name: str, value: Any) -> float:
@@ -43,9 +96,10 @@ def check_fraction(owner: str, name: str, value: Any) -> float:
     Raises:
         FederatedError: If it is not; the message names ``owner``, argument and value.
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < 1:
-        raise FederatedError(f"{owner}({name}={value!r}): {name} must lie in [0, 1), such as 0.2.")
-    return float(value)
+    share = finite(value)
+    if not 0 <= share < 1:
+        raise FederatedError(f"{owner}({name}={_short(value)}): {name} must lie in [0, 1), such as 0.2.")
+    return share
 
 
 def check_one_of(owner: str, name: str, value: Any, allowed: Sequence[Choice]) -> Choice:
@@ -54,6 +108,47 @@ def check_one_of(owner: str, name: str, value: Any, allowed: Sequence[Choice]) -
     Raises:
         FederatedError: If it is not; the message names ``owner``, argument, value and what is allowed.
     """
-    if value not in allowed:
-        raise FederatedError(f"{owner}({name}={value!r}): {name} must be {' or '.join(map(repr, allowed))}.")
-    return allowed[allowed.index(value)]
+    for choice in allowed:
+        if type(value) is type(choice) and value == choice:  # 1 is not True
+            return choice
+    raise FederatedError(f"{owner}({name}={_short(value)}): {name} must be {' or '.join(map(repr, allowed))}.")
+
+
+def check_flags(owner: str, **flags: Any) -> None:
+    """Refuse arguments, given by name, that must be True or False and are not.
+
+    Raises:
+        FederatedError: Naming ``owner``, argument and value.
+    """
+    for name, value in flags.items():
+        check_one_of(owner, name, value, (True, False))
+
+
+def check_texts(owner: str, **texts: Any) -> None:
+    """Refuse arguments, given by name, that must be non-empty strings and are not.
+
+    Raises:
+        FederatedError: Naming ``owner``, argument and value.
+    """
+    for name, value in texts.items():
+        if not isinstance(value, str) or not value:
+            raise FederatedError(f"{owner}({name}={_short(value)}): {name} must be a string, and not an empty one.")
+
+
+def check_paths(owner: str, **paths: Any) -> None:
+    """Refuse arguments, given by name, that must be paths and are not; whether there is a file is not asked.
+
+    Raises:
+        FederatedError: Naming ``owner``, argument and value.
+    """
+    for name, value in paths.items():
+        if not isinstance(value, str | os.PathLike) or not os.fspath(value) or isinstance(os.fspath(value), bytes):
+            raise FederatedError(f"{owner}({name}={_short(value)}): {name} must be a path, as a string or a Path.")
+
+
+def _short(value: Any) -> str:
+    """Show a value within a line; Python refuses to show integers of more than a few thousand digits."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length():,} bits"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -4,13 +4,12 @@ A server optimizer takes the direction and advances the statistics with the same
 during local steps and advances them once a round, which is why the two are apart.
 """
 
-import math
-from numbers import Real
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_fed.core.arguments import check_one_of, finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector
 
@@ -37,12 +36,11 @@ def number(owner: object, name: str, value: object, interval: str) -> float:
         lightning_fed.core.errors.FederatedError: SGD(beta=1): beta must be a finite number in [0, 1).
     """
     low, high = (float(bound) for bound in interval[1:-1].split(","))
-    if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value):
-        found = float(value)
-        above = found >= low if interval[0] == "[" else found > low
-        below = found <= high if interval[-1] == "]" else found < high
-        if above and below:
-            return found
+    found = finite(value)  # NaN is in no interval
+    above = found >= low if interval[0] == "[" else found > low
+    below = found <= high if interval[-1] == "]" else found < high
+    if above and below:
+        return found
     raise FederatedError(f"{type(owner).__name__}({name}={value!r}): {name} must be a finite number in {interval}.")
 
 
@@ -58,10 +56,7 @@ def choice(owner: object, name: str, value: _T, *allowed: _T) -> _T:
     Raises:
         FederatedError: If ``value`` is none of ``allowed``.
     """
-    if type(value) in {str, bool} and value in allowed:
-        return value
-    options = " or ".join(repr(v) for v in allowed)
-    raise FederatedError(f"{type(owner).__name__}({name}={value!r}): {name} must be {options}.")
+    return check_one_of(type(owner).__name__, name, value, allowed)
 
 
 class BaseOptimizer:
@@ -385,6 +380,7 @@ class Yogi(Adam):
         stats: Literal["new", "old"] = "new",
         bias_correction: bool = False,
     ) -> None:
+        choice(self, "bias_correction", bias_correction, True, False)
         super().__init__(beta1, beta2, eps, v0, stats, bias_correction)
 
     def _second(self, g: Tensor, v: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Errors that name what was found, what was expected and what to change."""
 
+from lightning_fed.core.types import ClientId
+
 __all__ = ["ClientError", "FederatedError"]
 
 
@@ -11,4 +13,13 @@ class ClientError(FederatedError):
     """A client that could not be trained; the message names the client, the round and the cause.
 
     A user's own exception stays reachable as ``__cause__``.
+
+    Args:
+        message: The message.
+        culprit: The client that is to blame, which ``on_client_error="drop"`` drops; None where it may not be the
+            client's own fault.
     """
+
+    def __init__(self, message: str, culprit: ClientId | None = None) -> None:
+        super().__init__(message)
+        self.culprit = culprit

@@ -149,7 +149,7 @@ class RoundReport:
     Attributes:
         round: The round, from 0.
         cohort: The ids of the clients that took part, in order.
-        dropped: The ids of those drawn that were left out: too slow, lost, or empty.
+        dropped: The ids of those drawn that were left out: too slow, lost, empty, or failed.
         sizes: Number of training examples by id.
         steps: Local steps by id.
         weights: Share in the average by id; they sum to one.
@@ -162,6 +162,7 @@ class RoundReport:
         bytes_up: Bytes sent by the clients.
         bytes_down: Bytes sent to the clients.
         seconds: Wall time of the round without validation.
+        failed: Why each client that failed left the round, by id; with ``on_client_error="drop"``.
     """
 
     round: int
@@ -178,3 +179,4 @@ class RoundReport:
     bytes_up: int
     bytes_down: int
     seconds: float
+    failed: Mapping[ClientId, str] = field(default_factory=dict)

@@ -27,6 +27,7 @@ class Purpose(IntEnum):
     SPEED = 10
     AVAILABILITY = 11
     MEASUREMENT = 12
+    COMPRESSION = 13
 
 
 def derive_seed(seed: int, purpose: Purpose, round: int = 0, client: int = 0) -> int:

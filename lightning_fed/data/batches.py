@@ -13,7 +13,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.data.batch_settings import Batches, BatchSettings
 from lightning_fed.data.examples import size_of
 
@@ -165,6 +165,10 @@ class TensorBatches(_IndexedBatches):
         order = self._order(generator, shuffle)
         return order if self.indices is None else self.indices[order]
 
+    def stored_rows(self) -> Tensor:
+        """Return the rows of the tensors that are the client's [n_i], in stored order."""
+        return torch.arange(self.size) if self.indices is None else self.indices
+
     def pick(self, chosen: Tensor) -> list[Tensor]:
         """Return one batch: some of the client's examples, as they are stored.
 
@@ -217,7 +221,7 @@ class LoaderBatches(_IndexedBatches):
             source: Any = self.dataset
             while isinstance(source, Subset):
                 source = source.dataset
-            raise FederatedError(
+            raise ClientError(
                 f"Examples of {type(source).__name__} do not make a batch: {str(error).splitlines()[-1]}. Turn"
                 " them into tensors in the data set, as with transform=torchvision.transforms.ToTensor() for images,"
                 " or give collate_fn."

@@ -38,6 +38,8 @@ class _Cifar(ImageDataModule):
         transform: BatchTransform | Sequence[BatchTransform] | None,
         augment: bool | BatchAugmentation | Sequence[BatchAugmentation],
     ) -> None:
+        if augment is None:
+            raise FederatedError(f"{type(self).__name__}(augment=None): augment must be False for none at all.")
         if isinstance(augment, bool):
             augment = [RandomCrop(padding=4), RandomFlip()] if augment else []
         super().__init__(

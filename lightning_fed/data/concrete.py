@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from lightning_fed.core.arguments import check_count, check_fraction
+from lightning_fed.core.arguments import check_flags, check_fraction, check_paths, check_seed, check_texts
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.columns import read_columns
 from lightning_fed.data.draws import equal_shares, random_state
@@ -57,13 +57,17 @@ class Concrete(StoredDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__(partition=partition, batch_size=batch_size)
+        check_paths("Concrete", root=root)
+        check_flags("Concrete", standardize_target=standardize_target)
+        if sort_by is not None:
+            check_texts("Concrete", sort_by=sort_by)
         self.root = root
         if partition is None:
             self.num_clients = num_clients
         self.sort_by = sort_by
         self.test_fraction = check_fraction("Concrete", "test_fraction", test_fraction)
         self.standardize_target = standardize_target
-        self.seed = check_count("Concrete", "seed", seed, least=0)
+        self.seed = check_seed("Concrete", seed)
 
     def _load(self) -> None:
         path = find(

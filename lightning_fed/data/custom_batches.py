@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batch_settings import Batches, BatchSettings
 from lightning_fed.data.batches import ClientBatches, LoaderBatches
@@ -103,7 +103,7 @@ def count_examples(batch: Any) -> int:
     """Return the first dimension of the first tensor in a batch of nested lists, tuples, mappings or dataclasses.
 
     Raises:
-        FederatedError: If there is no tensor with a first dimension.
+        ClientError: If there is no tensor with a first dimension.
 
     Example:
         >>> count_examples({"ids": ["a", "b"], "x": torch.zeros(2, 3)})
@@ -112,7 +112,7 @@ def count_examples(batch: Any) -> int:
     for tensor in _tensors(batch):
         if tensor.ndim > 0:
             return len(tensor)
-    raise FederatedError(f"A batch of type {type(batch).__name__} holds no tensor, so its examples cannot be counted.")
+    raise ClientError(f"A batch of type {type(batch).__name__} holds no tensor, so its examples cannot be counted.")
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

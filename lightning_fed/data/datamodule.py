@@ -9,14 +9,14 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fed.core.arguments import check_count
+from lightning_fed.core.arguments import check_count, check_flags
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batch_settings import BatchAugmentation, BatchSettings, BatchTransform, chain
 from lightning_fed.data.batches import ClientBatches, LoaderBatches, TensorBatches
 from lightning_fed.data.custom_batches import CustomBatches
 from lightning_fed.data.dataset import FederatedDataset, check_partition
-from lightning_fed.data.evaluation import evaluation_loader, transformed_loader
+from lightning_fed.data.evaluation import check_evaluation, evaluation_loader, transformed_loader
 from lightning_fed.data.examples import check_map_style, size_of
 from lightning_fed.data.optional_loader import defined_with_val
 from lightning_fed.data.partition import Partition, PartitionFunction
@@ -126,11 +126,14 @@ class FederatedDataModule(pl.LightningDataModule):
         for key in ("eval_batch_size", "full_batch_size"):
             if getattr(self, key) is not None:
                 check_count(name, key, getattr(self, key), least=1)
+        check_flags(name, shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.collate_fn = collate_fn
         self.num_workers = check_count(name, "num_workers", num_workers, least=0)
         self.pin_memory = pin_memory
+        if client_val is not None and not isinstance(client_val, Mapping):
+            raise FederatedError(f"{name}(client_val={client_val!r}): client_val must map client ids to data sets.")
         self.client_val = {} if client_val is None else client_val
         # Not under the arguments' names: `self.transform` of a subclass is usually a function of one example.
         self.batch_transform = chain(name, "transform", transform)
@@ -319,6 +322,10 @@ class FederatedDataModule(pl.LightningDataModule):
             raise FederatedError(f"{name} needs either clients=..., or both train=... and partition=...; {found}.")
         if self.train is not None:
             check_map_style(self.train, f"{name}(train=...)")
+        for key in ("val", "test", "predict"):
+            check_evaluation(name, key, getattr(self, key))
+        for client_id, dataset in self.client_val.items():
+            check_evaluation(name, f"client_val[{client_id!r}]", dataset)
         if self.partition is not None:
             check_partition(self.partition)
         if self.collate_fn is not None and not callable(self.collate_fn):

@@ -39,7 +39,7 @@ class FederatedDataset:
     """
 
     def __init__(self, clients: Sequence[Dataset[Any]] | Mapping[ClientId, Dataset[Any]]) -> None:
-        if isinstance(clients, Dataset) or not isinstance(clients, (Sequence, Mapping)):
+        if isinstance(clients, Dataset | str | bytes) or not isinstance(clients, Sequence | Mapping):
             raise FederatedError(
                 f"clients={type(clients).__name__}: give one data set per client, in a list or a mapping id -> data"
                 " set. To cut one data set into clients, use train=..., partition=... instead."

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from lightning_fed.core.arguments import check_flags, finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.examples import BareInputs
@@ -52,7 +53,8 @@ class Digits(FederatedDataModule):
         seed: int = 0,
         flatten: bool = False,
     ) -> None:
-        if not 0 < test_fraction < 1 - _VAL_FRACTION:
+        check_flags("Digits", flatten=flatten)
+        if not 0 < finite(test_fraction) < 1 - _VAL_FRACTION:
             raise FederatedError(f"Digits(test_fraction={test_fraction!r}): test_fraction must lie in (0, 0.9).")
         images, labels = _load()
         images = images.view(-1, 64) if flatten else images

@@ -10,8 +10,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batch_settings import BatchSettings, BatchTransform, Chain
 from lightning_fed.data.batches import TensorBatches
+from lightning_fed.data.examples import is_map_style
 
-__all__ = ["EvaluationLoader", "evaluation_loader", "transformed_loader"]
+__all__ = ["EvaluationLoader", "check_evaluation", "evaluation_loader", "transformed_loader"]
 
 
 class EvaluationLoader(DataLoader[Any]):
@@ -34,6 +35,22 @@ class EvaluationLoader(DataLoader[Any]):
             pin_memory=self.pin_memory,
             worker_init_fn=self.worker_init_fn,
         )
+
+
+def check_evaluation(owner: str, name: str, data: Any) -> None:
+    """Refuse an argument, unless it is None, that is no data set, no loader, and no list of these.
+
+    Raises:
+        FederatedError: Naming ``owner``, argument and what was found.
+    """
+    kinds = (Dataset, DataLoader)
+    several = isinstance(data, list | tuple) and any(isinstance(part, kinds) for part in data)
+    for part in data if several else (data,):
+        if part is not None and not isinstance(part, kinds) and not is_map_style(part):
+            raise FederatedError(
+                f"{owner}({name}=...) has a {type(part).__name__}: give a data set with __len__ and __getitem__, a"
+                " DataLoader, or a list of these."
+            )
 
 
 def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoader[Any]:

@@ -76,13 +76,19 @@ def size_of(dataset: Any) -> int:
     return len(dataset)
 
 
+def is_map_style(dataset: Any) -> bool:
+    """Whether examples can be counted and looked up by position; texts, mappings and classes are no data sets."""
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return sized and not isinstance(dataset, IterableDataset | str | bytes | Mapping | type)
+
+
 def check_map_style(dataset: Any, owner: str) -> None:
     """Refuse what cannot be counted and indexed.
 
     Raises:
         FederatedError: Naming ``owner`` and what was found.
     """
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    if not is_map_style(dataset):
         raise FederatedError(
             f"{owner} has a {type(dataset).__name__}, whose examples cannot be counted and shuffled: give a map-style"
             " Dataset with __len__ and __getitem__."

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from lightning_fed.core.arguments import check_count
+from lightning_fed.core.arguments import check_count, check_paths
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batch_settings import BatchAugmentation, BatchTransform
 from lightning_fed.data.datamodule import AnyDataset, FederatedDataModule
-from lightning_fed.data.stored import find
+from lightning_fed.data.stored import find, inside
 
 __all__ = ["ClientFolder", "ClientImages"]
 
@@ -56,7 +56,7 @@ class _Folders(FederatedDataModule):
         place = bisect_left(names, client_id) if isinstance(client_id, str) else len(names)  # type: ignore[type-var]
         if place == len(names) or names[place] != client_id:
             raise FederatedError(f"{type(self).__name__}: {self.root} has no client folder {client_id!r}.")
-        return Path(self.root) / str(client_id)
+        return inside(type(self).__name__, Path(self.root), Path(self.root) / str(client_id))
 
 
 class ClientFolder(_Folders):
@@ -88,6 +88,7 @@ class ClientFolder(_Folders):
         augment: BatchAugmentation | Sequence[BatchAugmentation] | None = None,
     ) -> None:
         super().__init__(batch_size=batch_size, transform=transform, augment=augment)
+        check_paths("ClientFolder", root=root)
         self.root = root
         self.cache_size = check_count("ClientFolder", "cache_size", cache_size, least=0)
         self._cache: OrderedDict[Path, TensorDataset] = OrderedDict()
@@ -127,11 +128,11 @@ class ClientFolder(_Folders):
             raise FederatedError(
                 f"ClientFolder: there is no train.npz (or train.pt) in {folder}. Write it, or remove the folder."
             )
-        return path
+        return inside("ClientFolder", Path(self.root), path)
 
     def _optional(self, folder: Path, part: str) -> TensorDataset | None:
         path = _choose(folder, part)
-        return None if path is None else read_examples(path)
+        return None if path is None else read_examples(inside("ClientFolder", Path(self.root), path))
 
 
 class ClientImages(_Folders):
@@ -164,12 +165,14 @@ class ClientImages(_Folders):
         num_workers: int = 0,
     ) -> None:
         super().__init__(batch_size=batch_size, num_workers=num_workers)
-        if isinstance(classes, str) or not classes or len(set(classes)) < len(classes):
+        check_paths("ClientImages", root=root, **({} if val_root is None else {"val_root": val_root}))
+        names = list(classes) if isinstance(classes, list | tuple) else []
+        if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
             raise FederatedError(f"ClientImages(classes={classes!r}): give a list of different names.")
         if image_transform is not None and not callable(image_transform):
             raise FederatedError(f"ClientImages(image_transform={image_transform!r}) must be a function of an image.")
         self.root = root
-        self.classes = list(classes)
+        self.classes = names
         self.val_root = val_root
         self.image_transform = image_transform
 
@@ -200,7 +203,8 @@ class _Images(Dataset[tuple[Tensor, int]]):
                 continue
             if entry.name not in numbers:
                 raise FederatedError(f"{entry}: {entry.name!r} is not among the classes {classes}.")
-            found = sorted(path for path in entry.iterdir() if path.suffix.lower() in _IMAGES)
+            files = sorted(path for path in entry.iterdir() if path.suffix.lower() in _IMAGES)
+            found = [inside("ClientImages", folder, path) for path in files]
             self.paths += found
             self.targets += [numbers[entry.name]] * len(found)
 

@@ -1,16 +1,14 @@
 """Functions of whole batches of images [B, C, H, W]: from bytes to floats, and random crops and flips."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fed.core.arguments import check_count
+from lightning_fed.core.arguments import check_count, check_numbers
 from lightning_fed.core.errors import FederatedError
 
 __all__ = ["Flatten", "Normalize", "RandomCrop", "RandomFlip", "ToFloat"]
@@ -90,13 +88,12 @@ class Normalize(_OfImages):
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        values = [*mean, *std]
-        if not len(mean) == len(std) > 0 or not all(isinstance(v, Real) and math.isfinite(v) for v in values):
+        self.mean = check_numbers("Normalize", "mean", mean)
+        self.std = check_numbers("Normalize", "std", std)
+        if not len(self.mean) == len(self.std) > 0:
             raise FederatedError(f"Normalize(mean={mean!r}, std={std!r}): give one finite number per channel in each.")
-        if min(std) <= 0:
+        if min(self.std) <= 0:
             raise FederatedError(f"Normalize(std={std!r}): standard deviations must be positive.")
-        self.mean = list(mean)
-        self.std = list(std)
 
     def _change(self, images: Tensor, *generator: torch.Generator) -> Tensor:
         channels = images.shape[1]

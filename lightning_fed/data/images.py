@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from lightning_fed.core.arguments import check_fraction
+from lightning_fed.core.arguments import check_flags, check_fraction, check_paths
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batch_settings import BatchAugmentation, BatchTransform, chain
 from lightning_fed.data.dataset import check_partition
@@ -67,8 +67,8 @@ class ImageDataModule(StoredDataModule):
             augment=augment,
         )
         check_partition(partition)
-        if not isinstance(root, (str, Path)):
-            raise FederatedError(f"{owner}(root={root!r}): root must be the path of a folder.")
+        check_paths(owner, root=root)
+        check_flags(owner, download=download, flatten=flatten)
         self.partition = partition
         self.root = Path(root)
         self.download = download

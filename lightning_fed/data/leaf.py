@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from lightning_fed.core.arguments import check_count, check_one_of
+from lightning_fed.core.arguments import check_count, check_flags, check_one_of, check_paths, check_texts
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.stored import StoredDataModule, find, listing, pool, read_json
@@ -125,6 +125,7 @@ class LeafDataModule(StoredDataModule):
     ) -> None:
         super().__init__(batch_size=batch_size)
         name = type(self).__name__
+        check_paths(name, train_path=train_path, **({} if test_path is None else {"test_path": test_path}))
         self.train_path = train_path
         self.test_path = test_path
         self.shape = shape
@@ -132,6 +133,8 @@ class LeafDataModule(StoredDataModule):
         self.num_classes = num_classes
         if num_classes is not None:
             check_count(name, "num_classes", num_classes, least=1)
+        if shape is not None and (not isinstance(shape, list | tuple) or not shape):
+            raise FederatedError(f"{name}(shape={shape!r}): shape must be a list of sizes, such as [1, 28, 28].")
         for size in shape or ():
             check_count(name, "shape", size, least=1)
 
@@ -204,6 +207,9 @@ class FEMNIST(LeafDataModule):
     )
 
     def __init__(self, root: str = "data", folder: str = "femnist", invert: bool = False, batch_size: int = 10) -> None:
+        check_paths("FEMNIST", root=root)
+        check_texts("FEMNIST", folder=folder)
+        check_flags("FEMNIST", invert=invert)
         base = Path(root) / folder
         super().__init__(
             str(base / "train"), str(base / "test"), shape=[1, 28, 28], num_classes=62, batch_size=batch_size

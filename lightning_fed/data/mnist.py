@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import check_one_of
+from lightning_fed.core.arguments import check_flags, check_one_of
 from lightning_fed.data.batch_settings import BatchAugmentation, BatchTransform
 from lightning_fed.data.idx import find_idx, read_idx
 from lightning_fed.data.image_transforms import ToFloat
@@ -202,6 +202,7 @@ class EMNIST(_IdxImages):
         self.classes = list(_CLASSES[self.split])
         self.num_classes = len(self.classes)
         self._first_label = int(self.split == "letters")
+        check_flags("EMNIST", black_on_white=black_on_white)
         self.black_on_white = black_on_white
         if num_clients is None:
             num_clients = 3400 if self.split in _BY_WRITER else 100

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import check_count, check_number
+from lightning_fed.core.arguments import check_count, check_number, check_seed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.draws import Ints, cut_by, log_gamma, random_state
@@ -74,7 +74,7 @@ class SeededPartition(Partition):
 
     def __init__(self, num_clients: int, seed: int = 0) -> None:
         self.num_clients = check_count(type(self).__name__, "num_clients", num_clients, least=1)
-        self.seed = check_count(type(self).__name__, "seed", seed, least=0)
+        self.seed = check_seed(type(self).__name__, seed)
 
     @abstractmethod
     def _owners(self, labels: Tensor) -> Tensor:
@@ -229,6 +229,10 @@ class ByKey(Partition):
     needs_labels = False
 
     def __init__(self, keys: Sequence[ClientId] | Tensor | str) -> None:
+        if not isinstance(keys, Sequence | Tensor | np.ndarray) or isinstance(keys, bytes) or not len(keys):
+            raise FederatedError(
+                f"ByKey(keys={keys!r}): keys must be a list with each example's client id, or an attribute's name."
+            )
         self.keys = keys
 
     def __call__(self, labels: Tensor) -> Parts:

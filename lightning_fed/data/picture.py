@@ -195,7 +195,7 @@ def _read(split: Split) -> tuple[Sequence[ClientId], list[Tensor]]:
         ids, parts = source.ids, source.targets()
     elif isinstance(source, Mapping):
         ids, parts = list(source), [_as_integers(part, client_id) for client_id, part in source.items()]
-    elif isinstance(source, Sequence) and not isinstance(source, str):
+    elif isinstance(source, Sequence) and not isinstance(source, str | bytes):
         ids, parts = range(len(source)), [_as_integers(part, client_id) for client_id, part in enumerate(source)]
     else:
         raise FederatedError(
@@ -227,10 +227,16 @@ def _as_integers(values: Any, client_id: ClientId) -> Tensor:
             f"Client {client_id!r} has a {type(values).__name__}: give its labels, or all data sets as a"
             " FederatedDataset."
         )
-    labels: Tensor = torch.as_tensor(values)
+    try:
+        labels = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FederatedError(
+            f"Client {client_id!r} has no labels in split, but {values!r}: give integers [n_i]."
+        ) from error
     if labels.ndim != 1 or (len(labels) and (labels.is_floating_point() or labels.is_complex())):
         raise FederatedError(
-            f"Client {client_id!r} has labels of {labels.dtype} and shape {list(labels.shape)}: give integers [n_i]."
+            f"Client {client_id!r} has labels of {labels.dtype} and shape {list(labels.shape)} in split: give integers"
+            " [n_i]."
         )
     return labels.detach().cpu().long()
 

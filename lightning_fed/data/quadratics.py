@@ -5,12 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch.utils.data import TensorDataset
 
-from lightning_fed.core.arguments import check_count, check_number
+from lightning_fed.core.arguments import check_count, check_number, check_numbers, check_seed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.draws import random_state
 
 __all__ = ["LeastSquares", "Quadratics"]
+
+_MAX_NUMBERS = 10**8  # float64, in memory
 
 
 class Quadratics(FederatedDataModule):
@@ -59,10 +61,10 @@ class Quadratics(FederatedDataModule):
         noise: float = 0.0,
         batch_size: int | None = None,
     ) -> None:
-        self.a = [check_number("Quadratics", "a", value) for value in a]
+        self.a = check_numbers("Quadratics", "a", a)
         self.G = check_number("Quadratics", "G", G, least=0)
         self.noise = check_number("Quadratics", "noise", noise, least=0)
-        self.rows = check_count("Quadratics", "rows", rows, least=1)
+        self.rows = check_count("Quadratics", "rows", rows, most=_MAX_NUMBERS)
         if not self.a or len(self.a) % 2 or sum(self.a) <= 0:
             raise FederatedError(
                 f"Quadratics(a={a!r}): a must hold an even number of second derivatives, one per client, with a"
@@ -139,7 +141,13 @@ class LeastSquares(FederatedDataModule):
         self.samples = check_count(name, "samples", samples, least=1)
         self.dissimilarity = check_number(name, "dissimilarity", dissimilarity, least=0)
         self.noise = check_number(name, "noise", noise, least=0)
-        self.seed = check_count(name, "seed", seed, least=0)
+        self.seed = check_seed(name, seed)
+        if num_clients * samples * (dim + 1) > _MAX_NUMBERS:
+            raise FederatedError(
+                f"LeastSquares(num_clients={num_clients}, dim={dim}, samples={samples}): that makes"
+                f" {num_clients * samples * (dim + 1):,} numbers, more than the {_MAX_NUMBERS:,} that this data set"
+                " keeps in memory. Lower num_clients, dim or samples."
+            )
         if num_clients * samples < dim:
             raise FederatedError(
                 f"LeastSquares(num_clients={num_clients}, dim={dim}, samples={samples}): {num_clients * samples:,}"

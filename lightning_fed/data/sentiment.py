@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_fed._compat import rank_zero_info
-from lightning_fed.core.arguments import check_count, check_fraction, check_one_of
+from lightning_fed.core.arguments import check_count, check_fraction, check_one_of, check_paths, check_seed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.draws import random_state
@@ -79,6 +79,7 @@ class Sentiment140(StoredDataModule):
         batch_size: int = 10,
     ) -> None:
         super().__init__(batch_size=batch_size)
+        check_paths("Sentiment140", root=root, **({} if embedding_file is None else {"embedding_file": embedding_file}))
         self.root = root
         self.source = check_one_of("Sentiment140", "source", source, ("csv", "leaf"))
         self.min_tweets = check_count("Sentiment140", "min_tweets", min_tweets, least=1)
@@ -93,7 +94,7 @@ class Sentiment140(StoredDataModule):
             if source == "leaf":
                 raise FederatedError("Sentiment140(source='leaf'): LEAF's files are split already; drop test_fraction.")
         self.test_fraction = test_fraction
-        self.seed = check_count("Sentiment140", "seed", seed, least=0)
+        self.seed = check_seed("Sentiment140", seed)
 
     def _load(self) -> None:
         train, test = self._read_leaf() if self.source == "leaf" else self._read_csv()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fed._compat import rank_zero_info
-from lightning_fed.core.arguments import check_count, check_fraction, check_one_of
+from lightning_fed.core.arguments import check_count, check_fraction, check_one_of, check_paths
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.dataset import FederatedDataset
@@ -136,6 +136,7 @@ class Shakespeare(StoredDataModule):
         batch_size: int = 10,
     ) -> None:
         super().__init__(batch_size=batch_size)
+        check_paths("Shakespeare", root=root)
         self.root = root
         self.source = check_one_of("Shakespeare", "source", source, tuple(_SOURCES))
         self.length = check_count("Shakespeare", "length", length, least=1)

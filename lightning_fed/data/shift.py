@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from lightning_fed.core.arguments import check_count, check_number, check_one_of
+from lightning_fed.core.arguments import check_number, check_one_of, check_seed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.draws import random_state, seed_words
 from lightning_fed.data.partition import Partition, PartitionFunction, Parts
@@ -81,7 +81,7 @@ class FeatureShift(Partition):
         self.rotation = _check_rotation(rotation)
         self.noise = check_number("FeatureShift", "noise", noise, least=0)
         self.angles = check_one_of("FeatureShift", "angles", angles, ("spaced", "drawn"))
-        self.seed = check_count("FeatureShift", "seed", seed, least=0)
+        self.seed = check_seed("FeatureShift", seed)
 
     @property
     def needs_labels(self) -> bool:  # type: ignore[override]  # as the partition says

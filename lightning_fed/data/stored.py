@@ -19,6 +19,7 @@ from lightning_fed.data.dataset import FederatedDataset
 __all__ = [
     "StoredDataModule",
     "find",
+    "inside",
     "listing",
     "pool",
     "read_json",
@@ -97,6 +98,19 @@ def find(owner: str, path: Path, get: str, put: str) -> Path:
     return path
 
 
+def inside(owner: str, root: Path, path: Path) -> Path:
+    """Return a path that must lie in a folder, wherever links lead.
+
+    Raises:
+        FederatedError: If it leads out of the folder; the message names both.
+    """
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise FederatedError(
+            f"{owner}: {path} leads out of {root}, to {path.resolve()}. Copy what it leads to into the folder."
+        )
+    return path
+
+
 def listing(owner: str, folder: Path, suffix: str) -> list[Path]:
     """Return the files in a folder whose names end in ``suffix``, by name.
 
@@ -126,7 +140,7 @@ def read_json(path: Path, text: str | None = None) -> Any:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise FederatedError(f"{path} is no valid JSON, at {place}: {error.msg}. Download or make it again.") from error
-    except (UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, a number of thousands of digits, too deep a nesting
         raise FederatedError(f"{path} is no valid JSON: {error}. Download or make it again.") from error
 
 

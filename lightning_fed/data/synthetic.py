@@ -7,12 +7,14 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from lightning_fed.core.arguments import check_count, check_number, check_one_of
+from lightning_fed.core.arguments import check_count, check_flags, check_number, check_one_of, check_seed, finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.draws import Floats, Ints, random_state
 
 __all__ = ["Synthetic"]
+
+_MAX_CLIENTS = 100_000  # all of them are drawn at once and kept: half a minute, and gigabytes
 
 
 class Synthetic(FederatedDataModule):
@@ -74,18 +76,19 @@ class Synthetic(FederatedDataModule):
     ) -> None:
         self.alpha = check_number("Synthetic", "alpha", alpha, least=0)
         self.beta = check_number("Synthetic", "beta", beta, least=0)
+        check_flags("Synthetic", iid=iid)
         if iid and (alpha or beta):
             raise FederatedError(
                 f"Synthetic(alpha={alpha!r}, beta={beta!r}, iid=True): clients that share one distribution have no"
                 " spread. Leave alpha and beta at 0, or drop iid."
             )
-        if not 0 < test_fraction < 0.9:
+        if not 0 < finite(test_fraction) < 0.9:
             raise FederatedError(f"Synthetic(test_fraction={test_fraction!r}): test_fraction must lie in (0, 0.9).")
         self.iid = iid
         self.spread = check_one_of("Synthetic", "spread", spread, ("std", "variance"))
         self.test_fraction = test_fraction
-        self.seed = check_count("Synthetic", "seed", seed, least=0)
-        numbers = range(check_count("Synthetic", "num_clients", num_clients, least=1))
+        self.seed = check_seed("Synthetic", seed)
+        numbers = range(check_count("Synthetic", "num_clients", num_clients, most=_MAX_CLIENTS))
         train, test = zip(*[self._split(*self._draw(k)) for k in numbers], strict=True)
         pooled = TensorDataset(*(torch.cat(parts) for parts in zip(*(part.tensors for part in test), strict=True)))
         super().__init__(

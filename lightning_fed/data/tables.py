@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_fed._compat import rank_zero_info
-from lightning_fed.core.arguments import check_count, check_fraction, check_one_of
+from lightning_fed.core.arguments import check_fraction, check_one_of, check_paths, check_seed, check_texts
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.columns import Columns, as_number, read_columns
@@ -72,9 +72,12 @@ class ClientTable(StoredDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__(batch_size=batch_size)
+        check_paths("ClientTable", path=path)
+        check_texts("ClientTable", client=client, target=target, **({} if split is None else {"split": split}))
         if Path(path).suffix not in _SUFFIXES:
             raise FederatedError(f"ClientTable(path={path!r}): path must end in {' or '.join(_SUFFIXES)}.")
-        if isinstance(features, str) or (features is not None and len(features) == 0):
+        named = features is None or (isinstance(features, list | tuple) and all(isinstance(f, str) for f in features))
+        if not named or (features is not None and len(features) == 0):
             raise FederatedError(f"ClientTable(features={features!r}): features must be a list of columns, or None.")
         roles = [client, target, *(features or []), *([] if split is None else [split])]
         if repeated := sorted({name for name in roles if roles.count(name) > 1}):
@@ -92,7 +95,7 @@ class ClientTable(StoredDataModule):
         self.targets = check_one_of("ClientTable", "targets", targets, ("classes", "values"))
         self.split = split
         self.val_fraction = val_fraction
-        self.seed = check_count("ClientTable", "seed", seed, least=0)
+        self.seed = check_seed("ClientTable", seed)
 
     def _load(self) -> None:
         path = find("ClientTable", Path(self.path), "Write the table there.", "Or correct path.")

@@ -29,6 +29,10 @@ class Traffic:
         once = {value.data_ptr() if value.numel() > 1 else name: value for name, value in send.items()}
         self._messages += _bytes(list(once.values()))
 
+    def add_bytes(self, size: int) -> None:
+        """Add the size of one client's messages where they are compressed."""
+        self._messages += size
+
     def merge(self, others: Iterable["Traffic"]) -> None:
         """Add what other processes have."""
         for other in others:
@@ -37,13 +41,14 @@ class Traffic:
             self.cohort_grad |= other.cohort_grad
             self.clients |= other.clients
 
-    def total(self, state: State, buffers: int, completed: int, everyone: int) -> tuple[int, int]:
+    def total(self, state: State, buffers: int, completed: int, refused: int, everyone: int) -> tuple[int, int]:
         """Return the bytes up and down.
 
         Args:
             state: The server state of the round.
             buffers: The bytes of one transfer of the module's buffers.
             completed: The clients that sent something back.
+            refused: Those that did so too, but whose messages, as large as the others', were not used.
             everyone: The clients that evaluate the population's loss; none if nobody asked for it.
         """
         involved = self.clients | self.gradient_clients
@@ -52,7 +57,8 @@ class Traffic:
         down = len(involved) * once + len(self.clients) * (then + buffers)
         down += max(0, everyone - len(involved)) * self._vector
         gradients = len(self.gradient_clients) * len(self.gradients | self.cohort_grad) * self._vector
-        return self._messages + gradients + completed * buffers + everyone * 8, down
+        messages = self._messages + self._messages // max(1, completed) * refused
+        return messages + gradients + (completed + refused) * buffers + everyone * 8, down
 
 
 class Drift:

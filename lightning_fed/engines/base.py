@@ -1,13 +1,16 @@
 """What every engine shares: what the server hands out, what comes back, and gradients that leave no trace."""
 
+import copy
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from torchmetrics import Metric
 
-from lightning_fed._compat import SIGTERMException
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import ClientError
@@ -17,11 +20,11 @@ from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_globa
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.core.watched import Watched
 from lightning_fed.data.batches import ClientBatches
+from lightning_fed.engines.faults import Faults, NamesClient
 from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.optim import FederatedOptimizer
 from lightning_fed.server.aggregation import Participant
-from lightning_fed.strategies.split import PeerError
 
 __all__ = ["ChunkResult", "Engine", "RoundInputs"]
 
@@ -79,6 +82,7 @@ class ChunkResult:
         reports: What each did.
         solver: The local optimizer's states that they keep, if they do.
         buffers: The module's buffers after each client's work; none where no client changes any.
+        faults: What is wrong with the clients of some rows, of which nothing may be used.
     """
 
     participants: Sequence[Participant]
@@ -90,6 +94,7 @@ class ChunkResult:
     reports: Sequence[ClientReport]
     solver: Sequence[State] = field(default_factory=list)
     buffers: Sequence[State] = field(default_factory=list)
+    faults: Mapping[int, ClientError] = field(default_factory=dict)
 
     def kept_by(self, row: int) -> State:
         """Return copies of what one client keeps, so that a row does not hold on to the whole chunk."""
@@ -129,7 +134,9 @@ class Engine(ABC):
         self.seed = seed
         self.shuffle = shuffle
         self.keeps_solver = keeps_solver
+        self.has_told = False  # that a chunk failed, and how it is found out why
         self.gradients = GradientPass(trainer, flat)
+        self._metrics = [m for m in trainer.lightning_module.modules() if isinstance(m, Metric)]
         self.split = self.gradients.split
 
     @abstractmethod
@@ -163,12 +170,23 @@ class Engine(ABC):
     def end_round(self) -> None:  # noqa: B027
         """Finish what is done once for all of this process's clients."""
 
+    def each_full_gradients(
+        self, inputs: RoundInputs, plans: Sequence[WorkPlan]
+    ) -> Iterator[tuple[WorkPlan, State | ClientError]]:
+        """Yield the full-batch gradients of clients one after the other, or why a client has none."""
+        for plan in plans:
+            try:
+                yield plan, self.full_gradients(inputs, plan)
+            except ClientError as error:
+                yield plan, error
+
     def full_gradients(self, inputs: RoundInputs, plan: WorkPlan) -> State:
         """Return a client's full-batch gradients at the points that the method names, before any local work."""
         index = plan.participant.index
         grads = {}
         with self.errors_of(plan, inputs.round, "its full-batch gradient"):
             for name in self.algorithm.full_grad_at:
+                self.trainer._signal_connector.check()
                 point = inputs.x if name == "x" else inputs.server[name]
                 grads[name] = self.gradient_at(point, plan.batches, inputs.round, index)
         return grads
@@ -187,48 +205,61 @@ class Engine(ABC):
         stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
         return self.gradients.hessian_vector(point, vector, batches.full(stream), batches.size, self.optimizer.decay)
 
-    def population_loss(self, x: Vector, clients: Iterator[tuple[int, ClientBatches]], round: int) -> tuple[float, int]:
-        """Return the sum of the loss over all examples of clients at ``x``, in eval mode, and their number."""
-        total, examples = torch.zeros((), dtype=torch.float64), 0
-        for index, batches in clients:
-            stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
-            total += self.gradients.loss(x, batches.unaugmented(stream)).cpu()
+    def population_loss(
+        self, x: Vector, clients: Iterable[tuple[int, ClientId]], round: int, faults: Faults
+    ) -> tuple[float, int]:
+        """Return the sum of the loss over all examples of clients at ``x``, in eval mode, and their number.
+
+        Args:
+            x: The parameters [P].
+            clients: Stored indices and ids.
+            round: The round.
+            faults: Takes note of clients that fail, which are left out.
+        """
+        total, examples = 0.0, 0
+        for index, client_id in clients:
+            self.trainer._signal_connector.check()
+            try:
+                with NamesClient(client_id, round, "the population's loss", lambda: None):
+                    batches = self.trainer.datamodule.client_batches(client_id)
+                    stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
+                    loss = float(self.gradients.loss(x, batches.unaugmented(stream)))
+                    if not math.isfinite(loss):
+                        raise ClientError(f"its loss is {loss:g}. Lower the rates, or look at its data.")
+            except ClientError as error:
+                faults.add(error)
+                continue
+            total += loss
             examples += batches.size
-        return sum(self.split.gather(float(total))), examples
+        return sum(self.split.gather(total)), examples
 
-    def errors_of(self, plan: WorkPlan, round: int, what: str) -> "_NamesClient":
+    def errors_of(self, plan: WorkPlan, round: int, what: str) -> NamesClient:
         """Put the client, the round and the local step in front of whatever goes wrong inside."""
-        return _NamesClient(self.optimizer, plan.participant, round, what)
+        return NamesClient(plan.participant.client_id, round, what, self.abandon)
 
-
-def check_finite(client_id: ClientId, norm: float, loss: float, steps: int, round: int) -> None:
-    """Refuse parameters that are not finite.
-
-    Raises:
-        ClientError: Naming the client, the round and what to look at.
-    """
-    if not norm < float("inf"):
-        raise ClientError(
-            f"Client {client_id!r} came back from round {round} with parameters that are not finite, after"
-            f" {steps} local steps (mean loss {loss:g}). Lower the learning rate, clip gradients, or look at its data."
-        )
-
-
-class _NamesClient:
-    """Put the client, the round and the local step in front of whatever goes wrong inside."""
-
-    def __init__(self, optimizer: FederatedOptimizer, who: Participant, round: int, what: str) -> None:
-        self.optimizer, self.who, self.round, self.what = optimizer, who, round, what
-
-    def __enter__(self) -> None:
-        """Start watching."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception) or isinstance(error, (SIGTERMException, PeerError)):
-            return
+    def abandon(self) -> int | None:
+        """End the local work of a client that failed; return the local steps it had taken, None if it was at none."""
         work, self.optimizer.work = self.optimizer.work, None
-        at = f", local step {work.num_steps + 1}" if work is not None else ""
-        text = str(error) if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
-        raise ClientError(
-            f"Client {self.who.client_id!r} failed in {self.what} in round {self.round}{at}: {text}"
-        ) from error
+        return None if work is None else work.num_steps
+
+    def undo_point(self) -> Callable[[], None]:
+        """Return a function that takes back what clients log from here on, and tidies up after one that failed."""
+        module, results = self.trainer.lightning_module, self.trainer.fit_loop.epoch_loop._results
+        undo_results, hook = results.undo_point(), module._current_fx_name
+        metrics = [(metric, _state_of(metric)) for metric in self._metrics]
+
+        def undo() -> None:
+            undo_results()
+            module._current_fx_name = hook
+            for metric, state in metrics:
+                vars(metric).update(copy.deepcopy(state))
+            for p in self.flat.params:
+                p.grad = None
+
+        return undo
+
+
+def _state_of(metric: Metric) -> dict[str, Any]:
+    """Return copies of what a metric object has seen so far."""
+    kept = (*metric.metric_state, "_update_count", "_computed", "_forward_cache")
+    return copy.deepcopy({name: vars(metric)[name] for name in kept})

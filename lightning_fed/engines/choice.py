@@ -1,10 +1,11 @@
 """Which engine runs the cohort."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from lightning_fed._compat import rank_zero_info
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.client_loop import ClientEpochLoop
 from lightning_fed.engines.plan import WorkPlan
@@ -13,12 +14,14 @@ from lightning_fed.engines.vectorized import VectorizedEngine
 
 __all__ = ["make_engine"]
 
+_TRIED = 10  # clients that fail in a trial step, before the module is to blame
+
 
 def make_engine(
     name: str,
     chunk_size: int | None,
     epoch_loop: ClientEpochLoop,
-    first: Callable[[], WorkPlan],
+    some: Callable[[], Iterator[WorkPlan]],
     options: dict[str, Any],
 ) -> Engine:
     """Return the engine of a name; "auto" takes the vectorized one wherever it can run the module, and says so.
@@ -27,7 +30,7 @@ def make_engine(
         name: "sequential", "vectorized" or "auto".
         chunk_size: How many clients the vectorized engine runs at once.
         epoch_loop: The training epoch loop of the sequential engine.
-        first: Returns some client's work, to try the vectorized engine out on.
+        some: Yields clients' work, to try the vectorized engine out on.
         options: What every engine takes.
 
     Raises:
@@ -37,7 +40,7 @@ def make_engine(
         return SequentialEngine(epoch_loop, **options)
     try:
         engine = VectorizedEngine(chunk_size, **options)
-        engine.try_out(first())
+        _try_out(engine, some())
     except FederatedError as error:
         if name != "auto":
             raise
@@ -50,6 +53,27 @@ def make_engine(
             " agreed."
         )
     return engine
+
+
+def _try_out(engine: VectorizedEngine, plans: Iterator[WorkPlan]) -> None:
+    """Try a step on a client that can take one.
+
+    Raises:
+        FederatedError: If the module cannot be run on several clients at once.
+        ClientError: If no client that was tried can take a step.
+    """
+    failure: ClientError | None = None
+    for plan in islice(plans, _TRIED):
+        try:
+            with engine.errors_of(plan, 0, "a trial step"):
+                engine.try_out(plan)
+            return
+        except ClientError as error:
+            if isinstance(error.__cause__, FederatedError) and not isinstance(error.__cause__, ClientError):
+                raise error.__cause__ from error.__cause__.__cause__
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 def _decapitalised(text: str) -> str:

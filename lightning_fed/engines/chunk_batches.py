@@ -16,7 +16,7 @@ from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.hooks import TRANSFER_HOOKS
 from lightning_fed.engines.plan import WorkPlan
 
-__all__ = ["BatchGroup", "ChunkBatches", "chunk_batches"]
+__all__ = ["BatchGroup", "ChunkBatches", "chunk_batches", "has_transfer_hooks", "on_device"]
 
 _GATHERED = 2**26  # bytes of a local epoch that are looked up at once
 
@@ -73,16 +73,8 @@ def chunk_batches(
         shuffle: Whether local epochs visit batches in random order.
         by_index: Whether clients at different places of their local epochs must be kept apart.
     """
-    hooked = any(
-        is_overridden(hook, owner, base)
-        for hook in TRANSFER_HOOKS
-        for owner, base in (
-            (trainer.lightning_module, pl.LightningModule),
-            (trainer.datamodule, pl.LightningDataModule),
-        )
-    )
     first = plans[0].batches
-    shares = not hooked and all(
+    shares = not has_transfer_hooks(trainer) and all(
         isinstance(plan.batches, TensorBatches) and plan.batches.is_plain and plan.batches.tensors is first.tensors
         for plan in plans
         if isinstance(first, TensorBatches)
@@ -92,6 +84,18 @@ def chunk_batches(
             return _OneClient(trainer, first, plans[0], streams[0], shuffle)
         return _SharedTensors(trainer, first.tensors, plans, streams, shuffle, by_index)
     return _AnyBatches(trainer, plans, streams, shuffle, by_index)
+
+
+def has_transfer_hooks(trainer: pl.Trainer) -> bool:
+    """Whether module or data module do something of their own to a batch on its way to the device."""
+    return any(
+        is_overridden(hook, owner, base)
+        for hook in TRANSFER_HOOKS
+        for owner, base in (
+            (trainer.lightning_module, pl.LightningModule),
+            (trainer.datamodule, pl.LightningDataModule),
+        )
+    )
 
 
 class _AnyBatches:
@@ -137,7 +141,7 @@ class _OneClient:
         size = batches.settings.batch_size
         for length in plan.epochs:
             rows = batches.epoch_rows(stream, shuffle)[: length * size]
-            epoch = _on_device(trainer, [t.index_select(0, rows.to(t.device)) for t in batches.tensors])
+            epoch = on_device(trainer, [t.index_select(0, rows.to(t.device)) for t in batches.tensors])
             for i, batch in enumerate(zip(*(t.split(size) for t in epoch), strict=True)):
                 yield _Alone((0,), slice(0, 1), list(batch), len(batch[0]), i)
 
@@ -172,11 +176,11 @@ class _SharedTensors:
     def _group(self, clients: Sequence[int], size: int, k: int, active: int) -> BatchGroup:
         rows = torch.cat([self._rows[client][k][1] for client in clients])
         picked = [t.index_select(0, rows.to(t.device)) for t in self.tensors]
-        batch = _on_device(self.trainer, [t.view(len(clients), size, *t.shape[1:]) for t in picked])
+        batch = on_device(self.trainer, [t.view(len(clients), size, *t.shape[1:]) for t in picked])
         return BatchGroup(clients, _chosen(clients, active), batch, size, self._rows[clients[0]][k][0])
 
 
-def _on_device(trainer: pl.Trainer, tensors: list[Tensor]) -> list[Tensor]:
+def on_device(trainer: pl.Trainer, tensors: list[Tensor]) -> list[Tensor]:
     """Convert and move tensors as Lightning does where nobody has transfer hooks."""
     converted: list[Tensor] = trainer.precision_plugin.convert_input(tensors)
     device = trainer.strategy.root_device

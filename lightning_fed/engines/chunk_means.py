@@ -1,6 +1,6 @@
 """Example-weighted means of losses and logged values, client by client and over all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +69,23 @@ class ChunkMeans:
                 weights[client] += weight
         return totals, weights
 
-    def add_to(self, means: dict[str, LoggedMean]) -> None:
-        """Add what the chunk's clients logged to the means of the round."""
+    def losses_of(self, row: int) -> list[float]:
+        """Return the loss of each local step of one client."""
+        return [float(loss.reshape(-1)[at.index(row)]) for at, loss, _ in self._entries[""] if row in at]
+
+    def add_to(self, means: dict[str, LoggedMean], without: Collection[int] = ()) -> None:
+        """Add what the chunk's clients logged to the means of the round.
+
+        Args:
+            means: The means of the round.
+            without: The rows of clients that are left out.
+        """
         for name, options in self._options.items():
             totals, weights = self._sums[f".{name}"]
+            for row in without:
+                totals[row], weights[row] = 0.0, 0
+            if not any(weights):
+                continue
             mean = means.setdefault(name, LoggedMean(options))
             mean.total += sum(totals)
             mean.weight += sum(weights)

@@ -165,6 +165,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self._results: RoundResults = RoundResults()
         self._loss: Tensor | None = None
         self._loss_examples = 0
+        self._losses: list[Tensor] = []
         self._split = BatchSplit()
         self.own_examples = 0  # that this process has seen of the client at work, counted in every local epoch
 
@@ -190,7 +191,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         return False
 
     def _broadcast_sigterm_tensor(self) -> None:
-        """Do nothing: the loop looks for a signal once a round."""
+        """Do nothing: every process looks for a signal of its own at every step, and tells the others afterwards."""
 
     def prepare(self) -> None:
         """Find out, once a fit, which hooks anybody uses."""
@@ -228,6 +229,14 @@ class ClientEpochLoop(_TrainingEpochLoop):
         """Start the running mean of a client's loss."""
         self._loss = torch.zeros((), dtype=accumulation_dtype(device), device=device)
         self._loss_examples = self.own_examples = 0
+        self._losses = []
+
+    @property
+    def step_losses(self) -> list[float]:
+        """The mean loss of each local step of the client at work."""
+        size = self.trainer.accumulate_grad_batches
+        losses = [float(loss) * size for loss in self._losses]
+        return [sum(part) / len(part) for part in (losses[i : i + size] for i in range(0, len(losses), size))]
 
     def close_client(self) -> tuple[float, dict[str, float]]:
         """Return the client's mean loss and the means of what it logged."""
@@ -243,6 +252,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         """Train on one batch."""
         trainer, connector = self.trainer, self.trainer._logger_connector
         assert isinstance(data_fetcher, ClientFetcher)
+        trainer._signal_connector.check()
         data_fetcher._start_profiler()
         try:
             batch, batch_idx, _ = next(data_fetcher)
@@ -301,6 +311,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         if loss is not None and self._loss is not None:
             self._loss.add_(loss, alpha=examples * self.trainer.accumulate_grad_batches)
             self._loss_examples += examples
+            self._losses.append(loss)  # looked at only if something is wrong with them
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Save nothing: the round says it all."""

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from lightning_fed._compat import is_param_in_hook_signature, rank_zero_warn
+from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.engines.traces import Found, Traces, Values, marks
@@ -76,7 +77,7 @@ class FunctionalStep:
         self._held: Sequence[Tensor] | None = None  # the views that the module's parameters look at
         self.traces = Traces()
         self.is_hot = False  # whether batches of this shape recur, so that a trace pays
-        self._is_checked = False
+        self.is_checked = False
         self._marks: dict[tuple[str, str], Any] = {}
 
     def gradients(
@@ -128,7 +129,7 @@ class FunctionalStep:
             loss, values = self._loss(lambda: self.module.training_step(*arguments))
             grads = torch.autograd.grad(loss, self.flat.params, allow_unused=True)
         whole = [torch.zeros_like(v) if g is None else g for g, v in zip(grads, views, strict=True)]
-        return whole, loss.detach(), self._logged(self._with_sizes(values))
+        return whole, loss.detach(), self.logged(self._with_sizes(values))
 
     def _one(self, flat: Sequence[Tensor], spec: Any, batch_idx: int) -> Found:
         take = grad(self._loss_at(spec, batch_idx), has_aux=True)
@@ -155,16 +156,16 @@ class FunctionalStep:
             found = function(*flat)
         else:
             found = trace(*flat)
-            if not self._is_checked and not self._is_right(found[1], lambda: function(*flat)[1]):
+            if not self.is_checked and not self.is_right(found[1], function(*flat)[1]):
                 found = function(*flat)
         grads, loss, values = found
-        return grads, loss, self._logged(values)
+        return grads, loss, self.logged(values)
 
-    def _is_right(self, loss: Tensor, real: Callable[[], Tensor]) -> bool:
+    def is_right(self, loss: Tensor, real: Tensor) -> bool:
         """Compare what a trace gives with what the module gives, once a round; the module is right."""
-        self._is_checked = True
+        self.is_checked = True
         tolerance = 1e-3 if torch.finfo(loss.dtype).bits >= 32 else 5e-2
-        if torch.allclose(real(), loss, rtol=tolerance, atol=1e-6, equal_nan=True):
+        if torch.allclose(real, loss, rtol=tolerance, atol=1e-6, equal_nan=True):
             return True
         self.traces.forbid()
         rank_zero_warn(
@@ -173,10 +174,10 @@ class FunctionalStep:
         )
         return False
 
-    def begin_round(self) -> None:
-        """Forget the traces if an attribute of the module has changed since they were made."""
-        self._is_checked = False
-        if self.traces.allowed and (now := marks(self.module)) != self._marks:
+    def begin_round(self, algorithm: Algorithm) -> None:
+        """Forget the traces if an attribute of the module or of the method has changed since they were made."""
+        self.is_checked = False
+        if self.traces.allowed and (now := marks(self.module, algorithm)) != self._marks:
             self.traces.drop()
             self._marks = now
 
@@ -192,43 +193,35 @@ class FunctionalStep:
     def _with_sizes(self, values: dict[str, Tensor]) -> Values:
         return {name: (value, self._sizes[name]) for name, value in values.items()}
 
-    def _logged(self, values: Values) -> dict[str, Logged]:
+    def logged(self, values: Values) -> dict[str, Logged]:
+        """Return logged values with the options they were logged with."""
         return {name: Logged(value, self._options[name], size) for name, (value, size) in values.items()}
 
-    def step_in_place(
-        self, views: Sequence[Tensor], batch: Any, batch_idx: int, rate: float, alone: bool
-    ) -> tuple[Tensor, dict[str, Logged]] | None:
-        """Take a plain step along the gradients in one go, if it is traced.
+    def take(
+        self, views: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, alone: bool, shared: bool = False
+    ) -> Found:
+        """Return gradients, loss and logged values as a pure function, to be traced.
 
         Args:
-            views: One tensor per parameter, [S, *shape]; [*shape] of a single client. They are changed.
-            batch: The clients' batches, every tensor [S, B, ...]; [B, ...] of a single client.
-            batch_idx: Their index in the local epoch.
-            rate: The learning rate.
+            views: One tensor per parameter, [S, *shape]; [*shape] of a single client, or if ``shared``.
+            leaves: The tensors of the clients' batches [S, B, ...]; [B, ...] of a single client.
+            spec: What puts a batch together.
             alone: Whether it is a single client.
-
-        Returns:
-            Losses and logged values as :meth:`gradients`, or None if no step was taken.
+            shared: Whether all clients are at the same point.
         """
-        leaves, spec = flatten(batch)
-        key = ("step", alone, batch_idx if self.reads_index else 0, spec, *(leaf.shape for leaf in leaves))
-        if not (self.is_hot and self.traces.allowed):
-            return None
+        flat = (*views, *leaves)
+        return self._one(flat, spec, 0) if alone else self._many(flat, spec, 0, shared)
 
-        def function(*flat: Tensor) -> Found:
-            return self._one(flat, spec, batch_idx) if alone else self._many(flat, spec, batch_idx, shared=False)
-
-        flat = [*views, *leaves]
-        trace = self.traces.get_step(key, function, flat, len(views))
-        if trace is None:
-            return None
-        before = None if self._is_checked else [view.clone() for view in views]
-        _, loss, values = trace(*flat, -rate)
-        if before is not None and not self._is_right(loss, lambda: function(*before, *leaves)[1]):
-            for view, value in zip(views, before, strict=True):
-                view.copy_(value)
-            return None
-        return loss, self._logged(values)
+    def loss_of_first(
+        self, views: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int, alone: bool
+    ) -> Tensor:
+        """Return the module's own loss of the first client, to compare a trace's with."""
+        first = (views, leaves) if alone else ([v[0] for v in views], [leaf[0] for leaf in leaves])
+        self.flat.point_to(first[0])
+        self._held = None
+        arguments = self._arguments(unflatten(first[1], spec), batch_idx)
+        loss, _ = self._loss(lambda: self.module.training_step(*arguments))
+        return loss.detach()
 
     def _arguments(self, batch: Any, batch_idx: int) -> tuple[Any, ...]:
         return (batch, batch_idx) if self._takes_index else (batch,)

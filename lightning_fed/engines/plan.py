@@ -6,15 +6,19 @@ from dataclasses import dataclass, replace
 import pytorch_lightning as pl
 
 from lightning_fed._compat import rank_zero_warn
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches import ClientBatches
+from lightning_fed.engines.faults import Faults, NamesClient
 from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.population import Population
 from lightning_fed.server.sampling import Sampler, draw
 from lightning_fed.settings import Settings, cut
 
 __all__ = ["Planner", "WorkPlan"]
+
+_TRIED = 10  # clients whose data cannot be made, before the first round
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,35 +49,53 @@ class Planner:
     def __init__(self, trainer: pl.Trainer, settings: Settings, population: Population, seed: int) -> None:
         self.trainer, self.settings, self.population, self.seed = trainer, settings, population, seed
 
-    def cohort(self, round: int) -> tuple[list[WorkPlan], list[ClientId]]:
-        """Return a round's work, and the ids that were drawn but are left out."""
+    def cohort(self, round: int, faults: Faults) -> tuple[list[WorkPlan], list[ClientId]]:
+        """Return a round's work, and the ids that were drawn but are left out.
+
+        Args:
+            round: The round.
+            faults: Takes note of clients whose data cannot be built.
+        """
         drawn = self._draw(self.settings.sampler, self.seed, round)
-        plans = self._plan(drawn, round)
+        plans = self._plan(drawn, round, faults)
         if self.settings.heterogeneity is not None:
             plans = self._completed(plans, round)
-        if self.settings.algorithm.full_grad_at and not self.gradient_cohort(round, plans):
+        if self.settings.algorithm.full_grad_at and not self.gradient_cohort(round, plans, faults):
             plans = []  # without the cohort's gradient there is no step to take
         kept = {plan.participant.client_id for plan in plans}
         return plans, [client_id for client_id in drawn if client_id not in kept]
 
-    def gradient_cohort(self, round: int, cohort: list[WorkPlan]) -> list[WorkPlan]:
+    def gradient_cohort(self, round: int, cohort: list[WorkPlan], faults: Faults) -> list[WorkPlan]:
         """Return the clients whose full-batch gradients are averaged."""
         if self.settings.algorithm.grad_cohort == "same":
             return cohort
         seed = derive_seed(self.seed, Purpose.GRADIENT_COHORT)
-        return self._plan(self._draw(self.settings.gradient_sampler, seed, round), round)
+        return self._plan(self._draw(self.settings.gradient_sampler, seed, round), round, faults)
 
-    def first(self) -> WorkPlan:
-        """Return the work of the first client that has examples, to try things out on."""
-        sized = (i for i in self.population if self.trainer.datamodule.client_batches(i).size > 0)
-        return self._plan({next(sized): 1}, 0)[0]
+    def some(self) -> Iterator[WorkPlan]:
+        """Yield the work of the first few clients that have examples, to try things out on.
 
-    def everyone(self, wanted: Callable[[int], bool]) -> Iterator[tuple[int, ClientBatches]]:
-        """Yield stored index and data of every client whose index is wanted."""
+        Raises:
+            ClientError: If the data of none of them can be made.
+        """
+        failures: list[ClientError] = []
+        for client_id in self.population:
+            try:
+                batches, _ = self._build(client_id, 0)
+                plans = self._plan({client_id: 1}, 0, Faults()) if batches.size else []
+            except ClientError as error:
+                failures.append(error)
+                if len(failures) in (_TRIED, len(self.population)):
+                    raise
+                continue
+            yield from plans
+
+    def everyone(self, wanted: Callable[[int], bool]) -> Iterator[tuple[int, ClientId]]:
+        """Yield stored index and id of every client whose index is wanted."""
         for client_id in self.population:
             index = self.population.index_of(client_id)
             if wanted(index):
-                yield index, self.trainer.datamodule.client_batches(client_id)
+                yield index, client_id
 
     def _draw(self, sampler: Sampler, seed: int, round: int) -> dict[ClientId, int]:
         """Draw ids, with how often each came up."""
@@ -82,20 +104,36 @@ class Planner:
             drawn[client_id] = drawn.get(client_id, 0) + 1
         return drawn
 
-    def _plan(self, drawn: dict[ClientId, int], round: int) -> list[WorkPlan]:
+    def _plan(self, drawn: dict[ClientId, int], round: int, faults: Faults) -> list[WorkPlan]:
         """Plan the work asked of each client; one drawn twice is trained once."""
         accumulated = self.trainer.accumulate_grad_batches
         plans = []
         for client_id, count in drawn.items():
-            index, batches = self.population.index_of(client_id), self.trainer.datamodule.client_batches(client_id)
+            index = self.population.index_of(client_id)
+            try:
+                batches, length = self._build(client_id, round)
+            except ClientError as error:
+                faults.add(error)
+                continue
             if batches.size == 0:
                 rank_zero_warn(f"Client {client_id!r} is empty: it is left out of round {round}.")
                 continue
-            num_batches = _limit(batches.num_batches(), self.trainer.limit_train_batches)
+            num_batches = _limit(length, self.trainer.limit_train_batches)
             steps = self.settings.steps(num_batches, accumulated)
             member = Participant(client_id, index, batches.size, count, steps)
             plans.append(WorkPlan(member, batches, cut(steps, num_batches, accumulated)))
         return plans
+
+    def _build(self, client_id: ClientId, round: int) -> tuple[ClientBatches, int]:
+        """Return a client's data, and its number of batches; what a module refuses by name is refused here too."""
+        try:
+            with NamesClient(client_id, round, "the making of its data", lambda: None):
+                batches = self.trainer.datamodule.client_batches(client_id)
+                return batches, batches.num_batches() if batches.size else 0
+        except ClientError as error:
+            if error.culprit is None and isinstance(error.__cause__, FederatedError):
+                raise error.__cause__ from None
+            raise
 
     def _completed(self, plans: list[WorkPlan], round: int) -> list[WorkPlan]:
         """Cut the work to what heterogeneity lets clients complete."""

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_fed.core.errors import ClientError
 from lightning_fed.engines.plan import WorkPlan
+from lightning_fed.stopping import Failure
 
 __all__ = ["Ranks", "deal", "metrics_alone"]
 
@@ -63,27 +63,24 @@ class Ranks:
     def exchange(self, work: Callable[[], Record]) -> list[Record]:
         """Do this process's part, and return what everybody's part came to.
 
-        What goes wrong in one process is raised in all: nobody waits for one that is gone.
+        What goes wrong in one process is raised in all: nobody waits for one that is gone. So is a request to stop.
 
         Args:
             work: Returns this process's record.
 
         Raises:
             ClientError: If another process failed.
+            SIGTERMException: If one was told to stop, and no other failed; KeyboardInterrupt likewise.
         """
         if self.size == 1:
             return [work()]
         record, failure = None, None
         try:
             record = work()
-        except Exception as error:
+        except BaseException as error:
             failure = error
-        parts = self.gather((record, None if failure is None else str(failure)))
-        if failure is not None:
-            raise failure
-        for rank, (_, text) in enumerate(parts):
-            if text is not None:
-                raise ClientError(f"Process {rank} failed: {text}")
+        parts = self.gather((record, Failure.of(failure)))
+        Failure.raise_first([part for _, part in parts], failure)
         return [part for part, _ in parts]
 
     def gather_at_zero(self, record: Any) -> list[Any]:
@@ -102,6 +99,25 @@ class Ranks:
         dist.all_reduce(whole)
         for tensor, total in zip(tensors, whole.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(total.view_as(tensor))
+
+    def columns(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this process's share of the columns of everybody's rows [S, p], in the order of ranks.
+
+        Args:
+            rows: This process's rows [n, P], of the same dtype everywhere.
+            counts: How many rows each process has.
+        """
+        if self.size == 1:
+            return rows
+        parts = rows.tensor_split(self.size, dim=1)
+        widths = [part.shape[1] for part in parts]
+        mine = widths[self.rank]
+        sent = torch.cat([part.reshape(-1) for part in parts])
+        received = sent.new_empty(sum(counts) * mine)
+        dist.all_to_all_single(
+            received, sent, [count * mine for count in counts], [len(rows) * width for width in widths]
+        )
+        return received.view(sum(counts), mine)
 
     def is_home_of(self, index: int) -> bool:
         """Whether this process keeps the state of the client with this stored index."""

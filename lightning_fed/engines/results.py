@@ -1,6 +1,6 @@
 """What ``self.log`` collects: over a round, per client and over the cohort; over an evaluation; in all processes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -242,6 +242,29 @@ class RoundResults(SharedResults):
 
     def _client_size(self, batch_size: int | None) -> int:
         return batch_size if batch_size is not None else (self.batch_size or 1)
+
+    def undo_point(self) -> Callable[[], None]:
+        """Return a function that takes back what is logged from here on; between clients only."""
+        kept = {key: dict(vars(item)) for key, item in self.items()}  # values are replaced, never written to
+
+        def undo() -> None:
+            for key in [key for key in self if key not in kept]:
+                del self[key]
+                self._means.pop(key, None)
+            for key, attributes in kept.items():
+                vars(self[key]).update(attributes)
+            for mean in self._means.values():
+                mean.total, mean.weight = torch.zeros_like(mean.total), 0
+            self.batch = self.batch_size = None
+            self._registering = False
+
+        return undo
+
+    def forget_clients(self) -> None:
+        """Forget all that was logged in local steps in this round."""
+        for key in [key for key, item in self.items() if item.meta.fx not in _PER_ROUND]:
+            del self[key]
+        self._means.clear()
 
     def close_client(self) -> dict[str, float]:
         """Add the client's means to the round's and return them by name."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -9,22 +10,29 @@ import torch
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BufferMean
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport, Cohort, RoundReport
+from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State, Weighting
 from lightning_fed.core.watched import Watched
 from lightning_fed.engines.account import Drift, Traffic
+from lightning_fed.engines.attempts import run_sound
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs
+from lightning_fed.engines.faults import Faults
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.ranks import Ranks, deal
 from lightning_fed.optim import overrides
-from lightning_fed.server.aggregation import Aggregation, accumulation_dtype, weights_of
+from lightning_fed.server.aggregation import Aggregation
+from lightning_fed.server.aggregator import FULL_GRAD, Aggregator
+from lightning_fed.server.compression import Compressor, compress
 from lightning_fed.server.population import Population
 from lightning_fed.server.server import Server
 
 __all__ = ["Round"]
 
-_BUFFER, _SOLVER = "buffer.", "solver."  # what a client keeps beside the method's own state
+_KEPT_BYTES = 2**30  # of full-batch gradients that are kept from their average to the clients' work
+# what a client keeps beside the method's own state
+_BUFFER, _SOLVER, _RESIDUAL = "buffer.", "solver.", "residual."
 
 
 class Round:
@@ -39,6 +47,9 @@ class Round:
         gradient_plans: The work of those whose full-batch gradients are averaged, if the method asks for them.
         dropped: Ids drawn but left out, for the report.
         ranks: The processes that share the work.
+        aggregator: What puts messages together; None for their weighted means.
+        faults: The clients that have failed in this round, which are left out.
+        compressor: What makes messages small, if anything does.
     """
 
     def __init__(
@@ -51,28 +62,49 @@ class Round:
         gradient_plans: Sequence[WorkPlan] = (),
         dropped: Sequence[ClientId] = (),
         ranks: Ranks | None = None,
+        aggregator: Aggregator | None = None,
+        faults: Faults | None = None,
+        compressor: Compressor | None = None,
     ) -> None:
         self.engine, self.server, self.weighting, self.population = engine, server, weighting, population
         self.algorithm: Algorithm = server.algorithm
+        self.faults = faults or Faults()
+        self._cohort_asked = {plan.participant.client_id for plan in plans}
+        self._gradients_asked = {plan.participant.client_id for plan in gradient_plans}
+        if self.faults.causes:
+            plans, gradient_plans = self._without_failed(plans), self._without_failed(gradient_plans)
+            self._cohort_asked |= self.faults.causes.keys() & set(dropped)
+            self._gradients_asked |= self.faults.causes.keys() - self._cohort_asked if gradient_plans else set()
         self.plans, self.gradient_plans, self.dropped = plans, gradient_plans, tuple(dropped)
         self.ranks = ranks or Ranks()
+        self._compressor = compressor
         self._keeps_state = (
-            overrides(self.algorithm, "init_client") or engine.keeps_solver or engine.buffers.mode == "local"
+            overrides(self.algorithm, "init_client")
+            or engine.keeps_solver
+            or engine.buffers.mode == "local"
+            or (compressor is not None and compressor.error_feedback)
         )
         self._owners = deal([*plans, *gradient_plans], self.ranks.size, self._keeps_state)
         self.mine = [plan for plan in plans if self._is_mine(plan)]
         members = [plan.participant for plan in plans]
-        self._aggregation = Aggregation(
+        self._aggregation_of = Aggregation if aggregator is None else aggregator.of_round
+        self._aggregation = self._aggregation_of(
             self.algorithm.reduces, weighting, members, len(population), self.algorithm.local_work
         )
         self._rule = self.algorithm.reduces.get("delta", "examples")
         self._cohort = Cohort(len(plans), len(population), server.round)
         self._cohort.advance_solver = engine.optimizer.advance_solver
         self._traffic = Traffic(self.algorithm, server.x)
+        self._traffic.clients = {population.index_of(i) for i in self.faults.causes.keys() & self._cohort_asked}
         self._inputs = self._make_inputs(server.state, {}, {})
         self._reports: dict[ClientId, ClientReport] = {}
         self._buffers = BufferMean()
         self._drift = Drift()
+        self._is_spoiled = False
+        self._gradient_norms: dict[str, dict[ClientId, float]] = {}  # by point, of gradients that are not averaged
+
+    def _without_failed(self, plans: Sequence[WorkPlan]) -> Sequence[WorkPlan]:
+        return [plan for plan in plans if plan.participant.client_id not in self.faults.causes]
 
     def _is_mine(self, plan: WorkPlan) -> bool:
         return self._owners[plan.participant.index] == self.ranks.rank
@@ -89,27 +121,125 @@ class Round:
             mean_examples=self.population.mean_size if known else math.nan,
         )
 
-    def take_gradients(self) -> None:
-        """Take full-batch gradients at the points that the method names, and average those of the gradient cohort."""
-        members = [plan.participant for plan in self.gradient_plans]
-        weights = {m.index: w for m, w in zip(members, weights_of(self.weighting, members), strict=True)}
-        mine = {p.participant.index: p for p in [*self.plans, *self.gradient_plans] if self._is_mine(p)}
-        x, full = self.server.x, {}
-        total = {name: torch.zeros_like(x, dtype=accumulation_dtype(x.device)) for name in self.algorithm.full_grad_at}
+    def take_gradients(self) -> bool:
+        """Take full-batch gradients at the points that the method names, and average those of the gradient cohort.
 
-        def take() -> None:
-            for index, plan in mine.items():
-                full[index] = self.engine.full_gradients(self._inputs, plan)
-            for index, weight in weights.items():
-                for name in total if index in mine else ():
-                    total[name].add_(full[index][name], alpha=weight)
+        Returns:
+            Whether all clients came back; if not, there is no average, and the round is to be run without them.
+        """
+        members = {plan.participant.index: plan.participant for plan in self.gradient_plans}
+        keeps = self._keeps_gradients
+        plans = [*self.gradient_plans, *(self.plans if keeps else ())]
+        mine = {p.participant.index: p for p in plans if self._is_mine(p)}
+        x, full, points = self.server.x, {}, self.algorithm.full_grad_at
+        norms: dict[str, dict[ClientId, float]] = {point: {} for point in points}
+        reduces = {FULL_GRAD + point: "weighting" for point in points}
+        means = self._aggregation_of(reduces, self.weighting, list(members.values()), len(self.population), False)
 
-        self.ranks.exchange(take)
-        self.ranks.sum(list(total.values()))
-        mean = {name: value.to(x.dtype) for name, value in total.items()}
+        def take() -> dict[str, Any]:
+            for plan, found in self.engine.each_full_gradients(self._inputs, list(mine.values())):
+                index = plan.participant.index
+                try:
+                    if isinstance(found, ClientError):
+                        raise found
+                    for point, norm in norms.items():
+                        norm[plan.participant.client_id] = self._norm_of(found[point], plan, point)
+                    if index in members:
+                        send = {FULL_GRAD + point: gradient for point, gradient in found.items()}
+                        means.add(index, members[index].steps, send)
+                except ClientError as error:
+                    self.faults.add(error)
+                else:
+                    full.update({index: found} if keeps else {})
+            return {**means.outline(), "failed": self.faults.causes, "norms": norms}
+
+        outlines = self.ranks.exchange(take)
+        for point in points:
+            everybodys = {i: norm for outline in outlines for i, norm in outline["norms"][point].items()}
+            self.faults.add_outliers(everybodys, f"a full-batch gradient at {point}", x)
+        if self.has_lost_any([outline["failed"] for outline in outlines]):
+            return False
+        if self.ranks.size > 1:
+            means.reduce(outlines, self.ranks, x)
+        found, _ = means.mean(x)
+        mean = {point: found[FULL_GRAD + point] for point in points}
         self._inputs = self._make_inputs(self.server.state, full, mean)
         self._cohort.grad = Watched(mean, self._traffic.gradients)
-        self._traffic.gradient_clients = {member.index for member in members}
+        self._traffic.gradient_clients = set(members)
+        return True
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether every client's own full-batch gradients are kept from their average to its local work.
+
+        Beyond a gigabyte they are taken anew then, which takes as long again but keeps memory within bounds.
+        """
+        points, x = len(self.algorithm.full_grad_at), self.server.x
+        size = len(self.plans) * points * x.numel() * x.element_size()
+        return self.algorithm.full_grad_for == "both" and size <= _KEPT_BYTES
+
+    def _own_gradients(self, plans: Sequence[WorkPlan]) -> dict[int, State]:
+        """Return the full-batch gradients of clients about to work, where these are theirs to read.
+
+        Raises:
+            ClientError: If a client has none.
+        """
+        kept = self._inputs.full_grad
+        if self.algorithm.full_grad_for == "cohort":
+            return {}
+        missing = [plan for plan in plans if plan.participant.index not in kept]
+        found = {}
+        for plan, gradients in self.engine.each_full_gradients(self._inputs, missing):
+            if isinstance(gradients, ClientError):
+                raise gradients
+            found[plan.participant.index] = gradients
+            for point, gradient in gradients.items():
+                norms = self._gradient_norms.setdefault(point, {})
+                norms[plan.participant.client_id] = self._norm_of(gradient, plan, point)
+        return {**{i: kept[i] for i in (p.participant.index for p in plans) if i in kept}, **found}
+
+    def _norm_of(self, gradient: torch.Tensor, plan: WorkPlan, point: str) -> float:
+        norm = float(torch.linalg.vector_norm(gradient))
+        if not math.isfinite(norm):
+            raise ClientError(
+                f"Client {plan.participant.client_id!r} came back from round {self.server.round} with a full-batch"
+                f" gradient at {point} that is not finite. Lower the learning rate, or look at its data.",
+                plan.participant.client_id,
+            )
+        return norm
+
+    def has_lost_any(self, failed: Sequence[Mapping[ClientId, str]]) -> bool:
+        """Return whether a client failed that was to work in this round, in whichever process.
+
+        Args:
+            failed: The causes by client id, of every process.
+
+        Raises:
+            ClientError: If too many did.
+        """
+        self.faults.merge(failed)
+        if not self.faults.causes:
+            return False
+        for asked in (self._cohort_asked, self._gradients_asked):
+            self.faults.check(self.faults.causes.keys() & asked, len(asked))
+        return any(plan.participant.client_id in self.faults.causes for plan in [*self.plans, *self.gradient_plans])
+
+    def is_spoiled(self) -> bool:
+        """Return whether other clients' work, or the sum of messages, rests on a client that failed; after a merge.
+
+        Raises:
+            ClientError: If too many clients failed, or one whose update is out of all proportion is not to be dropped.
+        """
+        if self._is_spoiled or any(plan.participant.client_id in self.faults.causes for plan in self.gradient_plans):
+            return True
+        norms = {"an update": {i: report.update_norm for i, report in self._reports.items() if report.steps}}
+        for point, of_clients in self._gradient_norms.items():
+            known = {i: of_clients[i] for i in self._reports if i in of_clients}
+            norms[f"a full-batch gradient at {point}"] = known
+        outliers = {i for what, known in norms.items() for i in self.faults.add_outliers(known, what, self.server.x)}
+        self.faults.refused |= outliers
+        self.has_lost_any([])
+        return bool(outliers)
 
     @property
     def server_state(self) -> State:
@@ -122,8 +252,32 @@ class Round:
         state = self.algorithm.begin_round(self.server.x, self.server.state, self._cohort)
         self._inputs = self._make_inputs(state, self._inputs.full_grad, self._inputs.cohort_grad.unwatched())
 
-    def train(self, plans: Sequence[WorkPlan]) -> ChunkResult:
-        """Train the clients of a chunk, and take in what they send."""
+    def train(self, plans: Sequence[WorkPlan]) -> ChunkResult | None:
+        """Train the clients of a chunk, and take in what they send; return None if all of them failed.
+
+        Raises:
+            ClientError: If a client fails and is not to be dropped, or something fails that is no client's own fault.
+        """
+        self._traffic.clients.update(plan.participant.index for plan in plans)
+        result = run_sound(self._run, plans, self.engine, self.faults)
+        if result is None:
+            return None
+        for error in result.faults.values():
+            self.faults.add(error)
+        for row, report in enumerate(result.reports):
+            if row not in result.faults:
+                try:
+                    if report.steps or not self.algorithm.local_work:
+                        self._take_in(result, row)
+                except ClientError as error:
+                    self.faults.add(error)
+                    self._is_spoiled = True  # what it logged is among what others did
+                else:
+                    self._reports[report.client_id] = report
+        return result
+
+    def _run(self, plans: Sequence[WorkPlan]) -> ChunkResult:
+        """Hand out what the clients of a chunk keep, and train them."""
         buffers = self.engine.buffers
         kept = [self.server.client_state(plan.participant.index) for plan in plans]
         if buffers.mode == "local" and buffers.server:
@@ -134,25 +288,28 @@ class Round:
         else:
             buffers.write(self.server.buffers)
         solvers = [{k: v for k, v in own.items() if k.startswith(_SOLVER)} for own in kept]
-        states = [{k: v for k, v in own.items() if not k.startswith((_BUFFER, _SOLVER))} for own in kept]
-        result = self.engine.run(self._inputs, plans, states, solvers)
-        for row, (plan, report) in enumerate(zip(plans, result.reports, strict=True)):
-            self._reports[report.client_id] = report
-            self._traffic.clients.add(plan.participant.index)
-            if report.steps or not self.algorithm.local_work:
-                self._take_in(result, row, states[row])
-        return result
+        states = [{k: v for k, v in own.items() if not k.startswith((_BUFFER, _SOLVER, _RESIDUAL))} for own in kept]
+        self._states = {plan.participant.index: state for plan, state in zip(plans, states, strict=True)}
+        inputs = self._inputs
+        if self.algorithm.full_grad_at:
+            inputs = replace(inputs, full_grad=self._own_gradients(plans))
+        return self.engine.run(inputs, plans, states, solvers)
 
-    def _take_in(self, result: ChunkResult, row: int, state: State) -> None:
+    def _take_in(self, result: ChunkResult, row: int) -> None:
         who, buffers, report = result.participants[row], self.engine.buffers, result.reports[row]
         send = {name: value[row] for name, value in result.send.items()}
-        self._aggregation.add(who.index, report.steps, send, result.y[row] if result.sends_delta else None)
-        keep = result.kept_by(row) or state
+        sums_models = result.sends_delta and self._aggregation.sums_models and self._compressor is None
+        residuals: State = {}
+        if self._compressor is not None:
+            send, residuals = self._compressed(self._compressor, who.index, send)
+        self._aggregation.add(who.index, report.steps, send, result.y[row] if sums_models else None)
+        keep = result.kept_by(row) or self._states[who.index]
         if keep and not self._keeps_state and self.ranks.size > 1:
             raise FederatedError(
                 f"{type(self.algorithm).__name__}.finish keeps {sorted(keep)} without an init_client that says what a"
                 " new client has: several processes would not know where to look for it. Override init_client."
             )
+        keep = {**keep, **residuals}
         if result.solver:
             keep = {**keep, **result.solver[row]}
         if buffers.mode == "local" and result.buffers:
@@ -160,10 +317,20 @@ class Round:
         self.server.clients.stage(who.index, keep)
         if buffers.mode != "server" and result.buffers:
             self._buffers.add(result.buffers[row], who.size * who.count)
-        self._traffic.take_in(send)
+        if self._compressor is None:
+            self._traffic.take_in(send)
         weight = self._aggregation.weight(who.index, self._rule)
-        summed = result.sends_delta and self._rule != "population"  # the aggregation has the sum of the changes
+        summed = sums_models and self._rule != "population"  # the aggregation has the sum of the changes
         self._drift.add(report.update_norm, weight, None if summed else result.delta[row])
+
+    def _compressed(self, compressor: Compressor, index: int, send: State) -> tuple[State, State]:
+        """Return what the server gets of a client's messages, and what the client keeps of what it does not get."""
+        stream = generator(self.server.seed, Purpose.COMPRESSION, self.server.round, index)
+        kept = self.server.client_state(index) if compressor.error_feedback else {}
+        own = {name.removeprefix(_RESIDUAL): value for name, value in kept.items() if name.startswith(_RESIDUAL)}
+        got, residuals, size = compress(compressor, send, own, stream)
+        self._traffic.add_bytes(size)
+        return got, {_RESIDUAL + name: value for name, value in residuals.items()}
 
     def outline(self) -> dict[str, Any]:
         """Return what other processes need of this one's part, apart from the sums of messages."""
@@ -173,6 +340,9 @@ class Round:
             "buffers": self._buffers,
             "drift": self._drift.outline(),
             "traffic": self._traffic,
+            "failed": self.faults.causes,
+            "is_spoiled": self._is_spoiled,
+            "gradient_norms": self._gradient_norms,
         }
 
     def merge(self, outlines: Sequence[Mapping[str, Any]]) -> None:
@@ -183,15 +353,21 @@ class Round:
         """
         rank, ranks, x = self.ranks.rank, self.ranks, self.server.x
         if ranks.size == 1:
+            self.has_lost_any([])
             return
         others = [outline for i, outline in enumerate(outlines) if i != rank]
         reports = {i: report for outline in outlines for i, report in outline["reports"].items()}
         cohort = [plan.participant.client_id for plan in self.plans]
         self._reports = {client_id: reports[client_id] for client_id in cohort if client_id in reports}
-        self._aggregation.reduce([outline["aggregation"] for outline in outlines], ranks.sum, x)
+        self._aggregation.reduce([outline["aggregation"] for outline in outlines], ranks, x)
         ranks.sum(self._drift.merge([outline["drift"] for outline in outlines], x))
         self._buffers.merge(outline["buffers"] for outline in others)
         self._traffic.merge(outline["traffic"] for outline in others)
+        self._is_spoiled = any(outline["is_spoiled"] for outline in outlines)
+        for outline in others:
+            for point, norms in outline["gradient_norms"].items():
+                self._gradient_norms.setdefault(point, {}).update(norms)
+        self.has_lost_any([outline["failed"] for outline in others])
 
     def close(self, metrics: Mapping[str, float], seconds: float) -> RoundReport:
         """Average the messages, take the server's step, and report.
@@ -203,17 +379,29 @@ class Round:
         done = [i for i, r in self._reports.items() if r.steps or not self.algorithm.local_work]
         self._cohort.size = len(done)
         drift = self._drift.value(self._aggregation.change(self.server.x)) if done else math.nan
-        mean, models = self._aggregation.mean(self.server.x) if done else ({}, None)
+        is_step = bool(done) or not self._aggregation.needs_clients
+        mean, models = self._aggregation.mean(self.server.x) if is_step else ({}, None)
         number, inputs = self.server.round, self._inputs
+        for name, value in mean.items():
+            if not bool(torch.isfinite(value).all()):
+                raise FederatedError(
+                    f"The mean of the clients' message {name!r} is not finite in round {number}, though every update"
+                    f" is. Look at {type(self.algorithm).__name__}.finish, or lower the learning rate."
+                )
         everyone = len(self.population) if self.algorithm.population_loss and self.plans else 0
         up, down = self._traffic.total(
-            inputs.server.unwatched(), self.engine.buffers.bytes, completed=len(done), everyone=everyone
+            inputs.server.unwatched(),
+            self.engine.buffers.bytes,
+            completed=len(done),
+            refused=len(self.faults.refused),
+            everyone=everyone,
         )
         norm = self.server.close_round(
             mean, models, inputs.server.unwatched(), self._cohort, self._buffers.result(self.server.buffers)
         )
         self.server.count([self.population.index_of(i) for i in self._reports], up, down)
         reports = self._reports
+        failed = {i: self.faults.causes[i] for i in sorted(self.faults.causes, key=self.population.index_of)}
         weights = {
             p.participant.client_id: self._aggregation.weight(p.participant.index, self._rule) for p in self.plans
         }
@@ -222,7 +410,7 @@ class Round:
         return RoundReport(
             round=number,
             cohort=tuple(reports),
-            dropped=self.dropped,
+            dropped=(*self.dropped, *(i for i in failed if i in self._cohort_asked and i not in self.dropped)),
             sizes=MappingProxyType({i: r.size for i, r in reports.items()}),
             steps=MappingProxyType({i: r.steps for i, r in reports.items()}),
             weights=MappingProxyType({i: weights[i] / total if i in done else 0.0 for i in reports}),
@@ -234,4 +422,5 @@ class Round:
             bytes_up=up,
             bytes_down=down,
             seconds=seconds,
+            failed=MappingProxyType(failed),
         )

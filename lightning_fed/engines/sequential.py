@@ -1,6 +1,7 @@
 """The sequential engine: one client after another through Lightning's own loop. Any module, any hook; the reference."""
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -13,8 +14,9 @@ from lightning_fed.core.errors import ClientError
 from lightning_fed.core.rounds import ClientReport, Run, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import State
-from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, check_finite
+from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs
 from lightning_fed.engines.client_loop import ClientEpochLoop, ClientFetcher
+from lightning_fed.engines.faults import fault_of
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.optim import LocalWork, solver_entries
 
@@ -64,8 +66,11 @@ class SequentialEngine(Engine):
             update = self.algorithm.finish(self.flat.y, run)
             norm = float(torch.linalg.vector_norm(run.delta))
         num_steps = int(run.num_steps)
-        check_finite(who.client_id, norm, loss, num_steps, inputs.round)
         report = ClientReport(who.client_id, who.size, num_steps, loss, metrics, norm, time.perf_counter() - started)
+        if not math.isfinite(norm + loss):
+            fault = fault_of(report, self.epoch_loop.step_losses, inputs.round)
+            if fault is not None:
+                raise fault
         return ChunkResult(
             participants=[who],
             y=self.flat.y[None],

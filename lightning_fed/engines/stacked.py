@@ -134,12 +134,12 @@ class StackedWork:
         x = inputs.x
         self.stack, self._spans = stack, stack.spans
         self.y = stack.y[: len(sizes)].copy_(x)
-        self._examples = torch.tensor(sizes, dtype=x.dtype, device=x.device)
-        self._corrects = overrides(algorithm, "correct")
+        self.examples = torch.tensor(sizes, dtype=x.dtype, device=x.device)
+        self.corrects = overrides(algorithm, "correct")
         self._advances = overrides(algorithm, "advance")
         self._injects = optimizer.injects(algorithm)
         self._skipped = frozenset() if self._injects else unused
-        self._decay, self._rates = optimizer.decay, optimizer.rates
+        self.decay, self._rates = optimizer.decay, optimizer.rates
         self.local = self._init_local()
         self._path = torch.zeros_like(self.y) if optimizer.tracks(algorithm) else None
         stands_still = optimizer.needs_path(algorithm) and 0 in self._rates
@@ -147,9 +147,12 @@ class StackedWork:
         self._solver: list[dict[str, Tensor]] | None = None
         if algorithm.uses_solver_state:
             self._solver = solver_entries(algorithm.solver_state(inputs.server, self.local), len(self.layout.sizes))
-        decays = any(self._decay) and not self._injects
+        decays = any(self.decay) and not self._injects
         self._is_uniform = len(set(self._rates)) == 1 and not decays and not self._skipped
         self._base = None if optimizer.is_plain else _Stacked(optimizer)
+        summed = self._path is not None or self._still is not None
+        self.is_plain = self._base is None and clip is None and not (self._advances or self._skipped or summed)
+        self.is_plain = self.is_plain and len(set(self._rates)) == 1  # steps are nothing but a rate times a direction
         self._steps: list[Step] = []
         self.active = 0
         self.narrow(len(sizes))
@@ -159,7 +162,7 @@ class StackedWork:
             return {}
         local = _each(
             lambda client, _: dict(self.algorithm.init_local(self.inputs.x, self.inputs.server, client).items()),
-            (self.clients, self._examples),
+            (self.clients, self.examples),
         )
         return {name: value.clone() for name, value in local.items()}
 
@@ -175,14 +178,14 @@ class StackedWork:
         self.columns, self.views, self.alone = cut.columns, cut.views, cut.alone
         if self._base is not None:
             self._base.narrow(self.columns)
-        if self._corrects or self._advances:
+        if self.corrects or self._advances:
             self._steps = self._make_steps()
 
     def _make_steps(self) -> list[Step]:
         """Cut everything that ``correct`` may read into columns, one :class:`Step` per parameter."""
         inputs, layout = self.inputs, self.layout
         x, server, cohort_grad = inputs.per_parameter(layout, flat=True)
-        examples = self._examples[: self.active, None]
+        examples = self.examples[: self.active, None]
         columns: tuple[Sequence[Any], ...] = (
             x,
             server,
@@ -252,7 +255,7 @@ class StackedWork:
         if self._is_uniform:
             torch._foreach_add_(self.columns, list(grads), alpha=-self._rates[0])
             return
-        for i, (y, g, rate, decay) in enumerate(zip(self.columns, grads, self._rates, self._decay, strict=True)):
+        for i, (y, g, rate, decay) in enumerate(zip(self.columns, grads, self._rates, self.decay, strict=True)):
             if i in self._skipped:
                 continue
             if decay and not self._injects:
@@ -261,8 +264,8 @@ class StackedWork:
 
     def _corrected(self, i: int, g: Tensor, anchor: Tensor | None) -> Tensor:
         y = self.columns[i]
-        g = g.add(y, alpha=self._decay[i]) if self._decay[i] else g
-        if not (self._corrects or self._advances):
+        g = g.add(y, alpha=self.decay[i]) if self.decay[i] else g
+        if not (self.corrects or self._advances):
             return g
         step = self._steps[i]
         step.anchor_grad = anchor
@@ -332,7 +335,7 @@ class StackedWork:
             local={name: value[0] for name, value in self.local.items()},
             full_grad={name: value[0] for name, value in self.full_grad.items()},
             cohort_grad=self.inputs.cohort_grad,
-            num_examples=float(self._examples[0]),
+            num_examples=float(self.examples[0]),
             mean_examples=self.inputs.mean_examples,
             num_steps=self.num_steps[0],
             lr_sum=lr_sum,
@@ -359,7 +362,7 @@ class StackedWork:
             "client": self.clients,
             "local": self.local,
             "full_grad": self.full_grad,
-            "num_examples": self._examples,
+            "num_examples": self.examples,
             "num_steps": steps,
             "lr_sum": lr_sum,
         }

@@ -1,5 +1,6 @@
 """Graphs of functions of tensors that are called over and over: what PyTorch does, without the Python around it."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -8,9 +9,11 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fed._compat import rank_zero_warn
-from lightning_fed.engines.graphs import simplify, update_in_place
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.base_optimizers import BaseOptimizer
+from lightning_fed.engines.graphs import StepGraphs, same, simplify, split_step, use_bindings
 
-__all__ = ["PASSING", "Traces", "marks"]
+__all__ = ["PASSING", "TracedStep", "Traces", "marks"]
 
 Values: TypeAlias = dict[str, tuple[Tensor, int | None]]
 """What was logged by name: the value, and the ``batch_size`` given with it."""
@@ -33,19 +36,22 @@ class Traces:
     def __init__(self) -> None:
         self.allowed = True
         self._made: dict[Any, Callable[..., Found]] = {}
+        self._steps: dict[Any, TracedStep | None] = {}
 
     def __len__(self) -> int:
         """The number of traces."""
-        return len(self._made)
+        return len(self._made) + sum(step is not None for step in self._steps.values())
 
     def forbid(self) -> None:
         """Drop all traces and make no others."""
         self.allowed = False
         self._made.clear()
+        self._steps.clear()
 
     def drop(self) -> None:
         """Drop all traces; they are made anew."""
         self._made.clear()
+        self._steps.clear()
 
     def get(self, key: Any, function: Callable[..., Found], flat: Sequence[Tensor]) -> Callable[..., Found] | None:
         """Return the trace of a function, None if there can be none.
@@ -63,23 +69,59 @@ class Traces:
         return self._made[key]
 
     def get_step(
-        self, key: Any, function: Callable[..., Found], flat: Sequence[Tensor], count: int
-    ) -> Callable[..., Found] | None:
-        """Return the trace of a function that steps its first ``count`` tensors by a factor, its last argument.
+        self,
+        key: Any,
+        function: Callable[..., Found],
+        flat: Sequence[Tensor],
+        count: int,
+        constants: int,
+        notes: dict[str, set[str]],
+    ) -> "TracedStep | None":
+        """Return the trace of a function that moves its first ``count`` tensors along what it returns first.
 
-        It returns no gradients. Otherwise as :meth:`get`.
+        Args:
+            key: What decides the function and the shapes.
+            function: From tensors to directions, loss and logged values.
+            flat: The tensors.
+            count: The number of parameters, which come first.
+            constants: The number of tensors that stay as they are from step to step, which come last.
+            notes: What the function notes of what it reads.
+
+        Returns:
+            None if there can be none.
         """
-        if key not in self._made:
-            if not self.allowed or (traced := self._trace(function, flat)) is None:
+        if key not in self._steps:
+            if not self.allowed:
                 return None
-            module, sizes = traced
-            update_in_place(module.graph, count)
-            module.recompile()
-            self._made[key] = _Call(module.forward, sizes)
-        return self._made[key]
+            self._steps[key] = self._make_step(function, flat, count, constants, notes)
+        return self._steps[key]
+
+    def _make_step(
+        self,
+        function: Callable[..., Found],
+        flat: Sequence[Tensor],
+        count: int,
+        constants: int,
+        notes: dict[str, set[str]],
+    ) -> "TracedStep | None":
+        # a correction that cannot be traced leaves the gradients, which are traced by themselves
+        traced = self._trace(function, flat, may_fail=constants > 0)
+        if traced is None:
+            return None
+        module, sizes = traced
+        whole = fx.GraphModule(module, copy.deepcopy(module.graph))
+        graphs = split_step(module.graph, count, constants)
+        if graphs is None:
+            return None
+        return TracedStep(whole, graphs, count, sizes, {name: set(read) for name, read in notes.items()})
+
+    def is_same(self, step: "TracedStep", function: Callable[..., Found], flat: Sequence[Tensor]) -> bool:
+        """Whether a step is traced to the same graph with tensors of other sizes."""
+        traced = self._trace(function, flat, may_fail=True)
+        return traced is not None and same(traced[0], step.whole)
 
     def _trace(
-        self, function: Callable[..., Found], flat: Sequence[Tensor]
+        self, function: Callable[..., Found], flat: Sequence[Tensor], may_fail: bool = False
     ) -> tuple[fx.GraphModule, dict[str, int | None]] | None:
         sizes: dict[str, int | None] = {}
 
@@ -92,6 +134,10 @@ class Traces:
             with torch.no_grad():
                 module = make_fx(outputs)(*flat)
         except Exception as error:
+            with torch.no_grad():
+                function(*flat)  # what is wrong with the batch is no fault of the trace's, and is raised here
+            if may_fail:
+                return None
             self.forbid()
             rank_zero_warn(f"Local steps run untraced, which is slower: {type(error).__name__} in tracing ({error}).")
             return None
@@ -127,16 +173,62 @@ class _Call:
         return out[: self._start], out[self._start], values
 
 
-def marks(module: nn.Module) -> dict[tuple[str, str], Any]:
+class TracedStep:
+    """A traced local step.
+
+    Args:
+        whole: The trace as it was made.
+        graphs: The same, in two parts.
+        count: The number of parameters.
+        sizes: The ``batch_size`` of each logged value, by name.
+        notes: What it reads of the server state and of the cohort's gradients.
+
+    Attributes:
+        fits_any_size: Whether it is the same for every number of examples; None as long as nobody has looked.
+        sizes_seen: The shapes of batches for which its loss was compared with the module's.
+    """
+
+    def __init__(
+        self,
+        whole: fx.GraphModule,
+        graphs: StepGraphs,
+        count: int,
+        sizes: dict[str, int | None],
+        notes: dict[str, set[str]],
+    ) -> None:
+        self.whole, self.has_sum, self.notes = whole, graphs.has_sum, notes
+        self.fits_any_size: bool | None = None
+        self.sizes_seen: set[Any] = set()
+        self._count, self._sizes = count, sizes
+        for graph in (graphs.once, graphs.step):
+            use_bindings(graph)
+        self._once = fx.GraphModule(whole, graphs.once).forward
+        self._step = fx.GraphModule(whole, graphs.step).forward
+
+    def once(self, constants: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
+        """Return the constant part of every parameter's direction, and what a step takes after the batch."""
+        with torch.no_grad():
+            out = self._once(*constants)
+        return out[: self._count], out[self._count :]
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, Values]:
+        """Move the parameters, and return the loss and the logged values."""
+        with torch.no_grad():
+            loss, *logged = self._step(*arguments)
+        return loss, {name: (value, size) for (name, size), value in zip(self._sizes.items(), logged, strict=True)}
+
+
+def marks(module: nn.Module, algorithm: Algorithm | None = None) -> dict[tuple[str, str], Any]:
     """Return, by module and attribute, what changes when an attribute is set, a collection grows, a tensor is written.
 
-    Parameters and buffers are not looked at.
+    Parameters and buffers are not looked at. The same of a method and its base optimizer, if one is given.
     """
+    owners: list[tuple[str, Any]] = list(module.named_modules())
+    if algorithm is not None:
+        parts = [value for value in vars(algorithm).values() if isinstance(value, BaseOptimizer)]
+        owners += [("algorithm", algorithm), *((f"algorithm.{i}", part) for i, part in enumerate(parts))]
     return {
-        (name, key): _mark(value)
-        for name, part in module.named_modules()
-        for key, value in vars(part).items()
-        if key not in PASSING
+        (name, key): _mark(value) for name, part in owners for key, value in vars(part).items() if key not in PASSING
     }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.engines.functional import FunctionalStep, stack_batches
 from lightning_fed.engines.gradients import buffer_owners
@@ -40,6 +40,7 @@ class Trial:
 
         Raises:
             FederatedError: Naming what the module does that clients run at once cannot do, and the way out.
+            ClientError: If the batch gives no gradient to go by.
         """
         step = self.step
         pair = [v.detach().expand(2, *v.shape) for v in step.flat.views]
@@ -58,6 +59,7 @@ class Trial:
                 raise
             except Exception as error:
                 self._check_metrics(before)
+                step.unused_parameters(batch, batch_idx)  # what fails for one client alone is raised as it is
                 text = " ".join(str(error).split())
                 raise self._refusal(f"it cannot be run for several clients at once ({text[:300]})") from error
             finally:
@@ -67,6 +69,8 @@ class Trial:
         """Compare with the gradient of one client, as a guard against operations that ``vmap`` gets wrong."""
         single, _, _ = self.step.gradient_of_one(self.step.flat.views, batch, batch_idx)
         scale = max(float(g.abs().max()) for g in single) or 1.0
+        if not all(bool(torch.isfinite(g).all()) for g in single):
+            raise ClientError("its first gradient is not finite, so nothing can be compared with it.")
         for name, one, other in zip(self.step.flat.names, single, grads, strict=True):
             if not torch.allclose(one, other, rtol=1e-2, atol=1e-2 * scale, equal_nan=True):
                 raise self._refusal(f"the gradient of {name!r} of several clients at once differs from that of one")

@@ -1,22 +1,28 @@
 """The vectorized engine: clients of a cohort at once, through ``torch.func``."""
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, capture_random_state, derive_seed, generator, seed_global
 from lightning_fed.core.types import State, Vector
 from lightning_fed.data.batches import ClientBatches, TensorBatches
-from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, check_finite
-from lightning_fed.engines.chunk_batches import BatchGroup, chunk_batches
+from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs
+from lightning_fed.engines.chunk_batches import BatchGroup, chunk_batches, has_transfer_hooks, on_device
 from lightning_fed.engines.chunk_means import ChunkMeans, LoggedMean
+from lightning_fed.engines.faults import fault_of
+from lightning_fed.engines.full_gradients import FullGradients
 from lightning_fed.engines.functional import FunctionalStep
+from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.hooks import overridden_hooks
+from lightning_fed.engines.local_steps import BoundSteps, LocalSteps
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.stacked import ELEMENTWISE, Clipping, Stack, StackedWork
 from lightning_fed.engines.trial import Trial
@@ -42,7 +48,10 @@ class VectorizedEngine(Engine):
         check_settings(self)
         self.chunk_size = chunk_size or _chunk_size(self.flat.y)
         self.step = FunctionalStep(self.trainer, self.flat)
+        self.steps = LocalSteps(self.step, self.algorithm, self.trainer.datamodule.batch_size)
+        self.full = FullGradients(self.step)
         self._row: tuple[ChunkResult, int] | None = None
+        self._steps_taken: int | None = None  # by the clients at work
         self._stack: Stack | None = None
         self._logged: dict[str, LoggedMean] = {}
 
@@ -62,7 +71,7 @@ class VectorizedEngine(Engine):
 
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
         """Yield the clients that are run together."""
-        self.step.begin_round()
+        self.step.begin_round(self.algorithm)
         return (plans[i : i + self.chunk_size] for i in range(0, len(plans), self.chunk_size))
 
     @property
@@ -100,17 +109,21 @@ class VectorizedEngine(Engine):
             )
             means = ChunkMeans(len(plans))
             self._train(inputs, sorted_plans, work, means)
+            self._steps_taken = None
             delta, send, keep, sends_delta = work.finish()
         loss, metrics = means.of_clients(back)
-        means.add_to(self._logged)
         y, delta = in_order(work.y), in_order(delta)
         norms = torch.linalg.vector_norm(delta, dim=1).tolist()
         seconds = (time.perf_counter() - started) / len(plans)
-        reports = []
+        reports: list[ClientReport] = []
+        faults: dict[int, ClientError] = {}
         for i, plan in enumerate(plans):
             who = plan.participant
-            check_finite(who.client_id, norms[i], loss[i], who.steps, inputs.round)
             reports.append(ClientReport(who.client_id, who.size, who.steps, loss[i], metrics[i], norms[i], seconds))
+            if not math.isfinite(norms[i] + loss[i]):
+                fault = fault_of(reports[i], means.losses_of(back[i]), inputs.round)
+                faults |= {} if fault is None else {i: fault}
+        means.add_to(self._logged, {back[i] for i in faults})
         return ChunkResult(
             participants=[plan.participant for plan in plans],
             y=y,
@@ -119,6 +132,7 @@ class VectorizedEngine(Engine):
             keep={name: in_order(value) for name, value in keep.items()},
             sends_delta=sends_delta,
             reports=reports,
+            faults=faults,
         )
 
     def _stack_for(self, count: int) -> Stack:
@@ -135,13 +149,86 @@ class VectorizedEngine(Engine):
         streams = [generator(self.seed, Purpose.BATCHES, inputs.round, plan.participant.index) for plan in plans]
         batches = chunk_batches(self.trainer, plans, streams, self.shuffle, self.step.reads_index)
         anchor = self._anchor(inputs)
-        active = len(plans)
+        active, bound = 0, None
         with self.step.recording():
             for k in range(steps[0]):
-                while steps[active - 1] <= k:
-                    active -= 1
-                work.narrow(active)
-                self._step(work, batches.step(active), anchor, means)
+                self._steps_taken = k
+                self.trainer._signal_connector.check()
+                now = active or len(plans)
+                while steps[now - 1] <= k:
+                    now -= 1
+                if now != active:
+                    active = now
+                    work.narrow(active)
+                    bound = self.steps.bind(work)
+                groups = batches.step(active)
+                if bound is None or not self._take_traced(bound, groups, means):
+                    self._step(work, groups, anchor, means)
+
+    def _take_traced(self, bound: BoundSteps, groups: Sequence[BatchGroup], means: ChunkMeans) -> bool:
+        """Take a step in one go, where there is a trace of it."""
+        if len(groups) > 1:
+            return False
+        (group,) = groups
+        found = bound.take(group.first if bound.alone else group.batch, group.batch_idx, group.examples)
+        if found is not None:
+            means.add(group, *found)
+        return found is not None
+
+    def each_full_gradients(
+        self, inputs: RoundInputs, plans: Sequence[WorkPlan]
+    ) -> Iterator[tuple[WorkPlan, State | ClientError]]:
+        """Yield the full-batch gradients of clients, at once where all of a chunk have one batch of the same size."""
+        for i in range(0, len(plans), self.chunk_size):
+            chunk = plans[i : i + self.chunk_size]
+            found = self._gradients_at_once(inputs, chunk)
+            yield from super().each_full_gradients(inputs, chunk) if found is None else zip(chunk, found, strict=True)
+
+    def _gradients_at_once(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> list[State] | None:
+        """Return the full-batch gradients of clients that have one batch of one size, None if they have not."""
+        batches = [plan.batches for plan in plans if isinstance(plan.batches, TensorBatches)]
+        if len(plans) == 1 or len(batches) < len(plans) or has_transfer_hooks(self.trainer):
+            return None
+        tensors, size = batches[0].tensors, batches[0].size
+        if size > batches[0].settings.full_batch_size or not all(
+            self._traces_gradients(b) and b.size == size and b.tensors is tensors for b in batches
+        ):
+            return None
+        rows = torch.cat([b.stored_rows() for b in batches])
+        picked = [t.index_select(0, rows.to(t.device)) for t in tensors]
+        batch = on_device(self.trainer, [t.view(len(plans), size, *t.shape[1:]) for t in picked])
+        grads: dict[str, Tensor] = {}
+        with self.gradients.silent(), self.step.recording():
+            for name in self.algorithm.full_grad_at:
+                point = inputs.x if name == "x" else inputs.server[name]
+                found = self.full.of_many(point, batch)
+                if found is None or not bool(torch.isfinite(found).all()):
+                    return None  # whoever is to blame is found one by one
+                grads[name] = self._add_decay(found, point)
+        return [{name: value[row] for name, value in grads.items()} for row in range(len(plans))]
+
+    def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
+        """Return a client's full-batch gradient [P] at a point [P]; through a trace where there is one."""
+        if self._traces_gradients(batches):
+            stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
+            prepared = ((prepare_batch(self.trainer, batch), n) for batch, n in batches.full(stream))
+            with self.gradients.silent(), self.step.recording():
+                found = self.full.of_one(point, prepared, batches.size)
+            if found is not None:
+                return self._add_decay(found, point)
+        return super().gradient_at(point, batches, round, index)
+
+    def _traces_gradients(self, batches: ClientBatches) -> bool:
+        return self.step.traces.allowed and not self.step.reads_index and _is_rows(batches)
+
+    def _add_decay(self, grads: Tensor, point: Vector) -> Tensor:
+        """Add the gradient of coupled weight decay at a point [P] to gradients [..., P]."""
+        sizes = self.flat.layout.sizes
+        parts = zip(grads.split(sizes, dim=-1), point.split(sizes), self.optimizer.decay, strict=True)
+        for part, at, decay in parts:
+            if decay:
+                part.add_(at, alpha=decay)
+        return grads
 
     def _anchor(self, inputs: RoundInputs) -> list[Tensor] | None:
         name = self.algorithm.anchor_at
@@ -153,8 +240,6 @@ class VectorizedEngine(Engine):
         self, work: StackedWork, groups: Sequence[BatchGroup], anchor: list[Tensor] | None, means: ChunkMeans
     ) -> None:
         self.step.is_hot = self._recurs(work, groups)
-        if work.takes_raw and len(groups) == 1 and self._step_in_place(work, groups[0], means):
-            return
         if work.active == 1:
             self._step_alone(work, groups[0], anchor, means)
             return
@@ -177,15 +262,6 @@ class VectorizedEngine(Engine):
         everybody = work.active in (1, len(work.y))
         full = len(groups) == 1 and groups[0].examples == self.trainer.datamodule.batch_size
         return everybody and full and not self.step.reads_index
-
-    def _step_in_place(self, work: StackedWork, group: BatchGroup, means: ChunkMeans) -> bool:
-        """Step along the gradients without forming them, where a trace can."""
-        alone = work.active == 1
-        views, batch = (work.alone, group.first) if alone else (work.views, group.batch)
-        found = self.step.step_in_place(views, batch, group.batch_idx, work.rate, alone)
-        if found is not None:
-            means.add(group, *found)
-        return found is not None
 
     def _step_alone(self, work: StackedWork, group: BatchGroup, anchor: list[Tensor] | None, means: ChunkMeans) -> None:
         restore = capture_random_state(self.flat.y.device) if anchor is not None and self.step.is_random else None
@@ -238,6 +314,21 @@ class VectorizedEngine(Engine):
         module._current_fx_name = previous
         self._logged = {}
         self._row = None
+
+    def abandon(self) -> int | None:
+        """End the local work of clients that failed; return the local steps they had taken, None if at none."""
+        taken, self._steps_taken = self._steps_taken, None
+        return taken
+
+    def undo_point(self) -> Callable[[], None]:
+        """Return a function that takes back what clients log from here on, and tidies up after one that failed."""
+        undo, logged = super().undo_point(), {name: replace(mean) for name, mean in self._logged.items()}
+
+        def undo_all() -> None:
+            undo()
+            self._logged = {name: replace(mean) for name, mean in logged.items()}
+
+        return undo_all
 
     def _errors_of(self, plans: Sequence[WorkPlan], round: int) -> Any:
         if len(plans) == 1:

@@ -1,10 +1,12 @@
 """Dissimilarity of the clients' gradients at one point."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
+from torch import Tensor
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Vector
@@ -63,7 +65,7 @@ def gradient_dissimilarity(gradients: Iterable[tuple[Vector, float]]) -> Gradien
         (2.0, 7.0, 1.4)
     """
     mean, total, spread, squares = torch.zeros(()), 0.0, 0.0, 0.0
-    for gradient, weight in gradients:
+    for gradient, weight in _pairs(gradients):
         if weight <= 0:
             continue
         wide = gradient.to(torch.float64 if gradient.device.type != "mps" else torch.float32)
@@ -73,5 +75,23 @@ def gradient_dissimilarity(gradients: Iterable[tuple[Vector, float]]) -> Gradien
         squares += weight * float(wide.dot(wide))
         mean = mean + change * (weight / total)
     if total == 0:
-        raise FederatedError("gradient_dissimilarity got no gradient of positive weight: there is nothing to compare.")
+        raise FederatedError(
+            "gradient_dissimilarity(gradients=...) got no gradient of positive weight: there is nothing to compare."
+        )
     return GradientDissimilarities(spread / total, squares / total, float(torch.linalg.vector_norm(mean)))
+
+
+def _pairs(gradients: Iterable[tuple[Vector, float]]) -> Iterator[tuple[Vector, float]]:
+    """Yield the pairs, one at a time, once each is seen to be a vector and a number."""
+    if not isinstance(gradients, Iterable):
+        raise FederatedError(
+            f"gradient_dissimilarity(gradients={gradients!r}): gradients must be an iterable of pairs."
+        )
+    for pair in gradients:
+        known = isinstance(pair, tuple | list) and len(pair) == 2
+        if not known or not isinstance(pair[0], Tensor) or pair[0].ndim != 1 or not isinstance(pair[1], Real):
+            raise FederatedError(
+                f"gradient_dissimilarity(gradients=...) got {pair!r}: gradients must be pairs of a vector [P] and a"
+                " weight."
+            )
+        yield pair[0], float(pair[1])

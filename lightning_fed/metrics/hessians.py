@@ -7,6 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_fed.core.arguments import check_count, check_fraction, check_numbers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Vector
 
@@ -46,13 +47,14 @@ def extreme_eigenvalue(
         max_iterations: Stop after so many products.
 
     Raises:
-        FederatedError: If a product is not finite.
+        FederatedError: If an argument is not allowed, or a product is not finite.
 
     Example:
         >>> diagonal = torch.tensor([1.0, -5.0, 3.0])
         >>> round(extreme_eigenvalue(lambda v: diagonal * v, start=torch.ones(3)).value, 4)
         -5.0
     """
+    _check("extreme_eigenvalue", [product], start, tolerance, max_iterations)
     basis = [start / torch.linalg.vector_norm(start)]
     alphas: list[float] = []
     betas: list[float] = []
@@ -109,11 +111,21 @@ def hessian_dissimilarity(
     Returns:
         For each client the eigenvalue of largest absolute value of its difference from the mean.
 
+    Raises:
+        FederatedError: If an argument is not allowed, or a product is not finite.
+
     Example:
         >>> [e.value for e in hessian_dissimilarity([lambda v: 3 * v, lambda v: 1 * v], start=torch.ones(1))]
         [1.0, -1.0]
     """
-    shares = torch.tensor([1.0] * len(products) if weights is None else weights, dtype=torch.float64)
+    _check("hessian_dissimilarity", products, start, tolerance, max_iterations)
+    given = [1.0] * len(products) if weights is None else check_numbers("hessian_dissimilarity", "weights", weights)
+    if len(given) != len(products) or min(given) < 0 or not any(given):
+        raise FederatedError(
+            f"hessian_dissimilarity(weights={weights!r}): weights must be {len(products)} numbers, one for each client,"
+            " none of them negative and not all zero."
+        )
+    shares = torch.tensor(given, dtype=torch.float64)
     shares = shares / shares.sum()
 
     def difference(i: int, v: Vector) -> Tensor:
@@ -126,3 +138,16 @@ def hessian_dissimilarity(
         extreme_eigenvalue(lambda v, i=i: difference(i, v), start, tolerance, max_iterations)  # type: ignore[misc]
         for i in range(len(products))
     ]
+
+
+def _check(owner: str, products: Sequence[Product], start: Vector, tolerance: float, max_iterations: int) -> None:
+    """Refuse arguments that no iteration could begin with."""
+    what = "product" if owner == "extreme_eigenvalue" else "products"
+    if not isinstance(products, Sequence) or not products or not all(callable(product) for product in products):
+        raise FederatedError(f"{owner}({what}=...) got {products!r}: {what} must map a vector [P] to a vector [P].")
+    if not isinstance(start, Tensor) or start.ndim != 1 or not start.is_floating_point() or not bool(start.any()):
+        raise FederatedError(
+            f"{owner}(start=...) got {start!r}: start must be a vector [P] of real numbers, not all 0."
+        )
+    check_fraction(owner, "tolerance", tolerance)
+    check_count(owner, "max_iterations", max_iterations)

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Literal
 
 import torch
 
+from lightning_fed.core.arguments import check_one_of
 from lightning_fed.core.errors import FederatedError
 
 __all__ = ["Spread", "spread"]
@@ -52,9 +54,12 @@ def spread(values: Sequence[float], mode: Literal["max", "min"] = "max") -> Spre
         >>> spread([0.9, 0.5, 0.7, 0.9]).worst_10
         0.5
     """
+    check_one_of("spread", "mode", mode, ("max", "min"))
+    if not isinstance(values, list | tuple) or not all(isinstance(v, Real) for v in values):  # of a diverged run: NaN
+        raise FederatedError(f"spread(values={values!r}): values must be a list of numbers.")
     if not values:
-        raise FederatedError("spread() got no values: there is no client to compare.")
-    found = torch.tensor(values, dtype=torch.float64)
+        raise FederatedError("spread(values=[]) got no values: there is no client to compare.")
+    found = torch.tensor([float(value) for value in values], dtype=torch.float64)
     worst = found.sort(descending=mode == "min").values[: math.ceil(len(values) / 10)]
     p10, p90 = torch.quantile(found, torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
     return Spread(float(found.mean()), float(found.std(correction=0)), float(worst.mean()), p10, p90)

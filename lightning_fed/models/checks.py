@@ -1,6 +1,7 @@
 """What models refuse by name: arguments that are not allowed, and batches that do not fit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
@@ -10,7 +11,7 @@ from torch import Tensor
 from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["as_images", "check_floating", "check_widths"]
+__all__ = ["as_images", "check_floating", "check_widths", "sized"]
 
 
 def check_widths(owner: str, name: str, values: Any) -> list[int]:
@@ -19,9 +20,27 @@ def check_widths(owner: str, name: str, values: Any) -> list[int]:
     Raises:
         FederatedError: If it is not; the message names ``owner``, argument and value.
     """
-    if not isinstance(values, Sequence) or isinstance(values, str):
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise FederatedError(f"{owner}({name}={values!r}): {name} must be a list of positive integers.")
     return [check_count(owner, f"{name}[{i}]", value) for i, value in enumerate(values)]
+
+
+@contextmanager
+def sized(owner: str, **sizes: Any) -> Iterator[None]:
+    """Make layers inside; where torch finds no memory for them, the error is ours.
+
+    Args:
+        owner: The model, for the message.
+        sizes: The arguments that decide the size of the layers.
+
+    Raises:
+        FederatedError: Naming ``owner`` and the sizes.
+    """
+    try:
+        yield
+    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
+        shown = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
+        raise FederatedError(f"{owner}({shown}): layers of this size do not fit into memory. Lower them.") from error
 
 
 def check_floating(module: pl.LightningModule, x: Tensor) -> None:

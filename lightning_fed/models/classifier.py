@@ -11,7 +11,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed.core.arguments import check_count, check_fraction, check_number
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.models.checks import check_floating, check_widths
+from lightning_fed.models.checks import check_floating, check_widths, sized
 
 __all__ = ["Classifier", "MLPClassifier"]
 
@@ -48,6 +48,8 @@ class Classifier(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters(ignore=["net"])
         owner = type(self).__name__
+        if not isinstance(net, nn.Module):
+            raise FederatedError(f"{owner}(net={net!r}): net must be a torch.nn.Module, from inputs to logits.")
         check_count(owner, "num_classes", num_classes, least=2)
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             check_number(owner, name, value, least=0)
@@ -162,10 +164,12 @@ class MLPClassifier(Classifier):
         check_fraction(owner, "dropout", dropout)
         layers: list[nn.Module] = [nn.Flatten()]
         width = check_count(owner, "in_features", in_features)
-        for next_width in check_widths(owner, "hidden", hidden):
-            layers += [nn.Linear(width, next_width), nn.ReLU(), nn.Dropout(dropout)]
-            width = next_width
-        net = nn.Sequential(*layers, nn.Linear(width, num_classes))
+        widths = check_widths(owner, "hidden", hidden)
+        with sized(owner, in_features=in_features, num_classes=num_classes, hidden=hidden):
+            for next_width in widths:
+                layers += [nn.Linear(width, next_width), nn.ReLU(), nn.Dropout(dropout)]
+                width = next_width
+            net = nn.Sequential(*layers, nn.Linear(width, num_classes))
         super().__init__(net, num_classes, lr, momentum, weight_decay)
         self._in_features = in_features
 

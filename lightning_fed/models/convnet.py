@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_fed.core.arguments import check_count, check_fraction, check_one_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.models.checks import as_images, check_widths
+from lightning_fed.models.checks import as_images, check_widths, sized
 from lightning_fed.models.classifier import Classifier
 
 __all__ = ["CifarCNN", "ConvNet", "EmnistCNN", "MnistCNN"]
@@ -70,24 +70,28 @@ class ConvNet(Classifier):
         check_fraction(owner, "dropout", dropout)
         size, width = check_count(owner, "image_size", image_size), check_count(owner, "in_channels", in_channels)
         outputs = check_widths(owner, "channels", channels)
+        units = check_widths(owner, "hidden", hidden)
         layers: list[nn.Module] = []
-        for n, output in enumerate(outputs, start=1):
-            layers += [nn.Conv2d(width, output, kernel_size, padding=padding), nn.ReLU()]
-            width, size = output, size if padding == "same" else size - kernel_size + 1
-            if pool == "each" or n == len(outputs):
-                layers.append(nn.MaxPool2d(2))
-                size //= 2
-        if size < 1:
-            raise FederatedError(
-                f"{owner}(image_size={image_size}): images of {image_size} x {image_size} have no pixels left after"
-                f" {len(outputs)} convolutions and their pooling. Set padding='same', fewer channels or pool='last'."
-            )
-        layers += [nn.Dropout(conv_dropout), nn.Flatten()]
-        width *= size * size
-        for output in check_widths(owner, "hidden", hidden):
-            layers += [nn.Linear(width, output), nn.ReLU(), nn.Dropout(dropout)]
-            width = output
-        net = nn.Sequential(*layers, nn.Linear(width, num_classes))
+        sizes = {"image_size": image_size, "in_channels": in_channels, "channels": channels, "hidden": hidden}
+        with sized(owner, **sizes, kernel_size=kernel_size, num_classes=num_classes):
+            for n, output in enumerate(outputs, start=1):
+                layers += [nn.Conv2d(width, output, kernel_size, padding=padding), nn.ReLU()]
+                width, size = output, size if padding == "same" else size - kernel_size + 1
+                if pool == "each" or n == len(outputs):
+                    layers.append(nn.MaxPool2d(2))
+                    size //= 2
+            if size < 1:
+                raise FederatedError(
+                    f"{owner}(image_size={image_size}): images of {image_size} x {image_size} have no pixels left"
+                    f" after {len(outputs)} convolutions and their pooling. Set padding='same', fewer channels or"
+                    " pool='last'."
+                )
+            layers += [nn.Dropout(conv_dropout), nn.Flatten()]
+            width *= size * size
+            for output in units:
+                layers += [nn.Linear(width, output), nn.ReLU(), nn.Dropout(dropout)]
+                width = output
+            net = nn.Sequential(*layers, nn.Linear(width, num_classes))
         super().__init__(net, num_classes, lr, momentum, weight_decay)
         self._shape = (in_channels, image_size)
 

@@ -7,11 +7,14 @@ import torch
 from numpy.lib.format import read_array
 from torch import Tensor, nn
 
-from lightning_fed.core.arguments import check_count
+from lightning_fed.core.arguments import check_count, check_flags
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.models.checks import sized
 from lightning_fed.models.classifier import Classifier
 
 __all__ = ["CharLSTM", "SentimentLSTM"]
+
+_MAX_LAYERS = 100  # they are made one by one
 
 
 class CharLSTM(Classifier):
@@ -123,6 +126,7 @@ class SentimentLSTM(Classifier):
     ) -> None:
         owner = type(self).__name__
         check_count(owner, "num_classes", num_classes, least=2)
+        check_flags(owner, freeze_embedding=freeze_embedding)
         net = _StackedLSTM(owner, vocab_size, embedding_dim, hidden_size, num_layers, num_classes)
         if vectors is not None:
             net.embedding.weight.data.copy_(_read_vectors(owner, vectors, (vocab_size, embedding_dim)))
@@ -139,13 +143,14 @@ class _StackedLSTM(nn.Module):
     ) -> None:
         super().__init__()
         self.owner = owner
-        check_count(owner, "hidden_size", hidden_size)
-        check_count(owner, "num_layers", num_layers)
-        self.embedding = nn.Embedding(
-            check_count(owner, "vocab_size", vocab_size), check_count(owner, "embedding_dim", embedding_dim)
-        )
-        self.lstm = nn.LSTM(embedding_dim, hidden_size, num_layers, batch_first=True)
-        self.head = nn.Linear(hidden_size, outputs)
+        check_count(owner, "vocab_size", vocab_size)
+        sizes = {"embedding_dim": embedding_dim, "hidden_size": hidden_size, "num_layers": num_layers}
+        for name, size in sizes.items():
+            check_count(owner, name, size, most=_MAX_LAYERS if name == "num_layers" else 2**31)
+        with sized(owner, vocab_size=vocab_size, num_classes=outputs, **sizes):
+            self.embedding = nn.Embedding(vocab_size, embedding_dim)
+            self.lstm = nn.LSTM(embedding_dim, hidden_size, num_layers, batch_first=True)
+            self.head = nn.Linear(hidden_size, outputs)
 
     def forward(self, codes: Tensor, every_position: bool = False) -> Tensor:
         if codes.ndim != 2 or codes.shape[1] == 0 or codes.is_floating_point():

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import MeanAbsoluteError
 
-from lightning_fed.core.arguments import check_count, check_number
+from lightning_fed.core.arguments import check_count, check_flags, check_number, check_numbers
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.models.checks import sized
 
 __all__ = ["LinearRegression", "Quadratic"]
 
@@ -82,13 +83,15 @@ class LinearRegression(_KnownOptimum):
         owner = type(self).__name__
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
             check_number(owner, name, value, least=0)
-        self.linear = nn.Linear(
-            check_count(owner, "in_features", in_features), check_count(owner, "out_features", out_features), bias=bias
-        )
+        check_count(owner, "in_features", in_features)
+        check_count(owner, "out_features", out_features)
+        check_flags(owner, bias=bias)
+        with sized(owner, in_features=in_features, out_features=out_features):
+            self.linear = nn.Linear(in_features, out_features, bias=bias)
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
         count = sum(parameter.numel() for parameter in self.parameters())
-        if optimum is not None and len(optimum) != count:
+        if optimum is not None and len(check_numbers(owner, "optimum", optimum)) != count:
             raise FederatedError(
                 f"LinearRegression(optimum=...) holds {len(optimum)} numbers and the model has {count} parameters: give"
                 " the weight's rows, then the bias, or set bias=False."
@@ -146,7 +149,10 @@ class Quadratic(_KnownOptimum):
         super().__init__()
         self.save_hyperparameters()
         check_number(type(self).__name__, "lr", lr, least=0)
-        self.x = nn.Parameter(torch.tensor(x0, dtype=torch.float64))
+        x = check_number(type(self).__name__, "x0", x0)
+        if optimum is not None:
+            check_number(type(self).__name__, "optimum", optimum)
+        self.x = nn.Parameter(torch.tensor(x, dtype=torch.float64))
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the loss of each row [B]."""

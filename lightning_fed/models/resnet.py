@@ -11,7 +11,7 @@ from torchvision.models.resnet import BasicBlock
 
 from lightning_fed.core.arguments import check_count, check_one_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.models.checks import as_images
+from lightning_fed.models.checks import as_images, sized
 from lightning_fed.models.classifier import Classifier
 
 __all__ = ["ResNet"]
@@ -74,7 +74,9 @@ class ResNet(Classifier):
                 f" {groups} equal groups. Set groups to a power of two up to {widths[0]}."
             )
         normalize: _Norm = nn.BatchNorm2d if norm == "batch" else partial(nn.GroupNorm, groups)
-        super().__init__(_network(depth, in_channels, num_classes, normalize), num_classes, lr, momentum, weight_decay)
+        with sized(owner, num_classes=num_classes, in_channels=in_channels):
+            net = _network(depth, in_channels, num_classes, normalize)
+        super().__init__(net, num_classes, lr, momentum, weight_decay)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, num_classes] of images [B, in_channels, height, width]."""

@@ -1,9 +1,9 @@
 """Weighted means of client messages, summed in float64."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,9 +11,19 @@ from torch import Tensor
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 
-__all__ = ["Aggregation", "Participant", "accumulation_dtype", "weights_of"]
+__all__ = [
+    "WEIGHTINGS",
+    "Aggregation",
+    "Alone",
+    "Exchange",
+    "Participant",
+    "accumulation_dtype",
+    "no_weight",
+    "raw_weight",
+    "weights_of",
+]
 
-_NAMES = ("examples", "uniform", "steps")
+WEIGHTINGS = ("examples", "uniform", "steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,44 @@ class Participant:
     steps: int = 0
 
 
+class Exchange(Protocol):
+    """The processes that share the clients of a round.
+
+    Attributes:
+        rank: This process, from 0.
+        size: The number of processes.
+    """
+
+    rank: int
+    size: int
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors of one dtype by their sums over all processes."""
+        ...
+
+    def columns(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this process's share of the columns of everybody's rows, in the order of processes.
+
+        Args:
+            rows: This process's rows [n, P].
+            counts: How many rows each process has.
+        """
+        ...
+
+
+class Alone:
+    """A single process, which exchanges nothing."""
+
+    rank, size = 0, 1
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Leave the tensors as they are."""
+
+    def columns(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return all columns."""
+        return rows
+
+
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """The dtype of sums over clients: float64 wherever the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -50,14 +98,14 @@ def weights_of(weighting: Weighting, cohort: Sequence[Participant]) -> list[floa
     Raises:
         FederatedError: If the name is unknown, or a weight is negative or not finite, or all are zero.
     """
-    raw = [_raw(weighting, p, p.steps) for p in cohort]
+    raw = [raw_weight(weighting, p, p.steps) for p in cohort]
     total = sum(raw)
     if total <= 0:
-        raise _all_zero([p.client_id for p in cohort])
+        raise no_weight([p.client_id for p in cohort])
     return [w / total for w in raw]
 
 
-def _raw(weighting: Weighting, member: Participant, steps: int) -> float:
+def raw_weight(weighting: Weighting, member: Participant, steps: int) -> float:
     """Return a client's weight before normalisation, times how often it was drawn."""
     if callable(weighting):
         weight = float(weighting(member.client_id, member.size, steps))
@@ -67,14 +115,15 @@ def _raw(weighting: Weighting, member: Participant, steps: int) -> float:
                 f" {member.size} examples and {steps} steps."
             )
         return weight * member.count
-    if weighting not in _NAMES:
+    if weighting not in WEIGHTINGS:
         raise FederatedError(
-            f"weighting must be one of {_NAMES} or a function of (client_id, size, steps), found {weighting!r}."
+            f"weighting must be one of {WEIGHTINGS} or a function of (client_id, size, steps), found {weighting!r}."
         )
     return float({"examples": member.size, "uniform": 1, "steps": steps}[weighting] * member.count)
 
 
-def _all_zero(clients: Sequence[ClientId]) -> FederatedError:
+def no_weight(clients: Sequence[ClientId]) -> FederatedError:
+    """Return the error that these clients have weight zero, all of them."""
     return FederatedError(f"weighting must give weights that are not all zero, found zeros for the clients {clients}.")
 
 
@@ -89,6 +138,12 @@ class Aggregation:
         population: The number of clients, N.
         local_work: Whether the method has local work.
     """
+
+    sums_models: bool = True
+    """Whether client parameters are summed where the message "delta" is their change; else the message is."""
+
+    needs_clients: bool = True
+    """Whether a round in which nobody took part changes nothing."""
 
     def __init__(
         self,
@@ -106,9 +161,9 @@ class Aggregation:
         self._rules: dict[str, Weighting] = {k: rules[k] for k in rules if k in {*reduces.values(), "examples"}}
         self._totals = dict.fromkeys(self._rules, 0.0)
         for rule, weighs in self._rules.items():
-            self._totals[rule] = sum(_raw(weighs, p, p.steps) for p in self._members.values())
+            self._totals[rule] = sum(raw_weight(weighs, p, p.steps) for p in self._members.values())
             if self._members and self._totals[rule] <= 0:
-                raise _all_zero([p.client_id for p in self._members.values()])
+                raise no_weight([p.client_id for p in self._members.values()])
         self._given = dict.fromkeys(self._rules, 0.0)
         self._added: list[int] = []
         self._models_weight = 0.0
@@ -122,7 +177,7 @@ class Aggregation:
             return 1.0 / self.population
         if index not in self._members:
             return 0.0
-        return _raw(self._rules[rule], self._members[index], self._steps[index]) / self._totals[rule]
+        return raw_weight(self._rules[rule], self._members[index], self._steps[index]) / self._totals[rule]
 
     def add(self, index: int, steps: int, send: State, model: Vector | None = None) -> None:
         """Add one client's messages.
@@ -136,11 +191,7 @@ class Aggregation:
         Raises:
             FederatedError: If the messages are not those that the method declared.
         """
-        if send.keys() != self.reduces.keys():
-            raise FederatedError(
-                f"finish() sent the messages {sorted(send)}, but `reduces` declares {sorted(self.reduces)}: declare how"
-                " each message is averaged, and send each of them."
-            )
+        self._check_names(send)
         self._steps[index] = steps
         self._added.append(index)
         for rule in self._given:
@@ -154,6 +205,13 @@ class Aggregation:
                 self._has_other_delta |= name == "delta"
                 self._sums[name] = _add(self._sums.get(name), value, w)
 
+    def _check_names(self, send: State) -> None:
+        if send.keys() != self.reduces.keys():
+            raise FederatedError(
+                f"finish() sent the messages {sorted(send)}, but `reduces` declares {sorted(self.reduces)}: declare how"
+                " each message is averaged, and send each of them."
+            )
+
     def outline(self) -> dict[str, Any]:
         """Return what other processes need to know before the sums are reduced: numbers and shapes."""
         return {
@@ -165,14 +223,12 @@ class Aggregation:
             "has_models": self._models is not None,
         }
 
-    def reduce(
-        self, outlines: Sequence[Mapping[str, Any]], sum_: Callable[[Sequence[Tensor]], None], x: Vector
-    ) -> None:
+    def reduce(self, outlines: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
         """Add up what all processes have.
 
         Args:
             outlines: Everybody's :meth:`outline`.
-            sum_: Replaces tensors by their sums over all processes.
+            ranks: The processes.
             x: The server parameters [P].
         """
         for outline in outlines:
@@ -187,7 +243,7 @@ class Aggregation:
         if any(outline["has_models"] for outline in outlines) and self._models is None:
             self._models = torch.zeros(x.shape, **options)
         models = [] if self._models is None else [self._models]
-        sum_([self._sums[name] for name in sorted(self._sums)] + models)
+        ranks.sum([self._sums[name] for name in sorted(self._sums)] + models)
 
     def change(self, x: Vector) -> Vector | None:
         """Return the weighted sum of ``y - x`` [P] over the clients whose models are summed, None if there are none."""
@@ -203,7 +259,7 @@ class Aggregation:
             FederatedError: If the weights of the steps taken are all zero.
         """
         if self._members and self._given.get("weighting", 1.0) <= 0:
-            raise _all_zero([member.client_id for member in self._members.values()])
+            raise no_weight([member.client_id for member in self._members.values()])
         # clients that took fewer steps than planned, or none at all, may have left the weights short of one
         scale = {
             rule: 1.0 if abs(given - 1.0) < 1e-9 or given == 0 else 1.0 / given for rule, given in self._given.items()

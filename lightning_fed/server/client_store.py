@@ -1,21 +1,62 @@
 """What clients keep between their rounds, by stored index."""
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from lightning_fed.core.types import State
 
-__all__ = ["ClientStore"]
+__all__ = ["ClientStore", "MemoryClientStore"]
 
 
-class ClientStore:
-    """Kept client states in memory; only clients that took part have one.
+class ClientStore(ABC):
+    """Kept client states; only clients that took part have one.
 
     States written during a round are staged and become visible with :meth:`commit`, together with the server's step:
     a checkpoint taken in the middle of a round then holds the state after the last completed one.
     """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of clients with a kept state."""
+
+    @abstractmethod
+    def get(self, index: int) -> State | None:
+        """Return a client's committed state, or None if it has none yet."""
+
+    @abstractmethod
+    def stage(self, index: int, state: State) -> None:
+        """Hold a client's new state until the round is complete; an empty one is not held."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Make the staged states the kept ones."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forget the staged states."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[int, State]:
+        """Return all committed states, in memory."""
+
+    @abstractmethod
+    def load_state_dict(
+        self, states: Mapping[int, Any], device: torch.device, is_mine: Callable[[int], bool] = lambda index: True
+    ) -> None:
+        """Replace all states.
+
+        Args:
+            states: States by stored index.
+            device: Where states are read to.
+            is_mine: Which clients' states this process keeps; others are left out.
+        """
+
+
+class MemoryClientStore(ClientStore):
+    """Kept client states in memory, where they were made."""
 
     def __init__(self) -> None:
         self._states: dict[int, State] = {}
@@ -30,7 +71,7 @@ class ClientStore:
         return self._states.get(index)
 
     def stage(self, index: int, state: State) -> None:
-        """Hold a client's new state until the round is complete."""
+        """Hold a client's new state until the round is complete; an empty one is not held."""
         if state:
             self._staged[index] = {name: value.detach() for name, value in state.items()}
 
@@ -48,7 +89,7 @@ class ClientStore:
         return dict(self._states)
 
     def load_state_dict(
-        self, states: dict[int, Any], device: torch.device, is_mine: Callable[[int], bool] = lambda index: True
+        self, states: Mapping[int, Any], device: torch.device, is_mine: Callable[[int], bool] = lambda index: True
     ) -> None:
         """Replace all states by those of the clients that are this process's own."""
         self._staged = {}

@@ -4,12 +4,12 @@ import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from lightning_fed.core.arguments import finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 
@@ -23,32 +23,30 @@ class ClientWeights:
         source: "examples", a mapping from id to weight, or the path of a JSON object or a CSV file with the columns
             ``client`` and ``weight``. In files, ids are compared as text.
         most: The largest weight allowed.
+        name: The argument that the weights came in, as errors name it.
 
     Raises:
         FederatedError: If the file is missing or not of these forms, or a weight is negative, too large or not finite.
     """
 
-    def __init__(self, source: str | Mapping[ClientId, float], most: float = math.inf) -> None:
+    def __init__(self, source: str | Mapping[ClientId, float], most: float = math.inf, name: str = "weights") -> None:
         self.source = source
         self._most = most
         self._weights: dict[ClientId, float] | None = None
         self._from_file = isinstance(source, str) and source != "examples"
         if isinstance(source, str):
-            self._weights = None if source == "examples" else _read(Path(source))
+            self._weights = None if source == "examples" else _read(Path(source), name)
         elif isinstance(source, Mapping):
             self._weights = dict(source)
         else:
-            raise FederatedError(f"weights must be 'examples', a mapping or a path, found {source!r}.")
+            raise FederatedError(f"{name} must be 'examples', a mapping or a path, found {source!r}.")
         for client_id, weight in (self._weights or {}).items():
-            if (
-                isinstance(weight, bool)
-                or not isinstance(weight, Real)
-                or not 0 <= weight <= most
-                or weight == math.inf
-            ):
+            if isinstance(client_id, bool) or not isinstance(client_id, int | str):
+                raise FederatedError(f"{name}: a client id must be an int or a str, found {client_id!r}.")
+            if not 0 <= finite(weight) <= most:
                 allowed = f"in [0, {most:g}]" if most < math.inf else "finite and at least 0"
                 raise FederatedError(
-                    f"The weight of client {client_id!r} must be a number {allowed}, found {weight!r}."
+                    f"{name}: the weight of client {client_id!r} must be a number {allowed}, found {weight!r}."
                 )
         self._cache: tuple[Sequence[ClientId], Tensor] | None = None
 
@@ -82,9 +80,9 @@ class ClientWeights:
         return text if len(text) <= 60 or isinstance(self.source, str) else f"{text[:57]}..."
 
 
-def _read(path: Path) -> dict[ClientId, float]:
+def _read(path: Path, name: str) -> dict[ClientId, float]:
     if not path.is_file():
-        raise FederatedError(f"There is no file {str(path)!r} with client weights.")
+        raise FederatedError(f"There is no file {str(path)!r} with client weights, as {name} would have it.")
     try:
         if path.suffix.lower() == ".json":
             pairs = json.loads(path.read_text(), object_pairs_hook=list)

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from lightning_fed.core.arguments import finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, generator
 
@@ -55,17 +56,17 @@ class SystemsHeterogeneity:
         deadline: float | None = None,
         speed_spread: float = 0.5,
     ) -> None:
+        owner = "SystemsHeterogeneity"
         if policy not in ("keep", "drop"):
             raise FederatedError(f"policy must be 'keep' or 'drop', found {policy!r}.")
         for name, value, allowed, fits in (
-            ("stragglers", stragglers, "in [0, 1]", lambda v: 0 <= v <= 1),
-            ("dropout", dropout, "in [0, 1)", lambda v: 0 <= v < 1),
-            ("deadline", deadline, "positive and finite, or None", lambda v: v is None or 0 < v < math.inf),
-            ("speed_spread", speed_spread, "finite and at least 0", lambda v: 0 <= v < math.inf),
+            ("stragglers", stragglers, "in [0, 1]", 0 <= finite(stragglers) <= 1),
+            ("dropout", dropout, "in [0, 1)", 0 <= finite(dropout) < 1),
+            ("deadline", deadline, "positive and finite, or None", deadline is None or finite(deadline) > 0),
+            ("speed_spread", speed_spread, "finite and at least 0", finite(speed_spread) >= 0),
         ):
-            number = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-            if not number or not fits(value):
-                raise FederatedError(f"SystemsHeterogeneity({name}={value!r}): {name} must be {allowed}.")
+            if not fits:
+                raise FederatedError(f"{owner}({name}={value!r}): {name} must be {allowed}.")
         self.stragglers = stragglers
         self.policy = policy
         self.dropout = dropout

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fed.core.base_optimizers import Adagrad, Adam, BaseOptimizer, RMSProp, SGDm, Yogi, number
+from lightning_fed.core.base_optimizers import Adagrad, Adam, BaseOptimizer, RMSProp, SGDm, Yogi, choice, number
 from lightning_fed.core.errors import FederatedError
 
 __all__ = ["FedAdagrad", "FedAdam", "FedAvgM", "FedRMSProp", "FedYogi"]
@@ -24,7 +24,12 @@ class _ServerOptimizer(Optimizer):
     """
 
     def __init__(self, params: Params, lr: float | Tensor, **options: Any) -> None:
-        super().__init__(params, {"lr": lr, **options})
+        try:
+            super().__init__(params, {"lr": lr, **options})
+        except (TypeError, ValueError) as error:
+            if isinstance(error, FederatedError):
+                raise
+            raise FederatedError(f"{type(self).__name__}(params=...): params must be tensors ({error}).") from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, its hyper-parameters checked.
@@ -37,6 +42,8 @@ class _ServerOptimizer(Optimizer):
         number(self, "lr", group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"], "[0, inf)")
         if "tau" in group:
             number(self, "tau", group["tau"], "(0, inf)")
+        if "bias_correction" in group:
+            choice(self, "bias_correction", group["bias_correction"], True, False)
         try:
             self._rule(group)
         except FederatedError as error:

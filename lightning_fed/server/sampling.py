@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
+from lightning_fed.core.arguments import check_flags, finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
 from lightning_fed.core.types import ClientId
@@ -48,6 +49,8 @@ class _CountingSampler:
             raise FederatedError(f"clients_per_round must be an int or a float, found {k!r} ({type(k).__name__}).")
         if isinstance(k, int) and k < 1:
             raise FederatedError(f"clients_per_round must be at least 1 client, found {k}.")
+        if isinstance(k, int) and k >= 2**63:
+            raise FederatedError(f"clients_per_round must be fewer than 2**63 clients, found {k.bit_length()} bits.")
         if isinstance(k, float) and not 0 < k <= 1:
             raise FederatedError(
                 f"clients_per_round as a share must lie in (0, 1], found {k}. For a count pass an int."
@@ -150,6 +153,7 @@ class WeightedSampler(_CountingSampler):
         replacement: bool = True,
     ) -> None:
         super().__init__(clients_per_round)
+        check_flags("WeightedSampler", replacement=replacement)
         self.weights = ClientWeights(weights)
         self.replacement = replacement
 
@@ -196,13 +200,16 @@ class BernoulliSampler:
     """
 
     def __init__(self, probability: float | Mapping[ClientId, float] | str) -> None:
-        if isinstance(probability, bool) or (
-            isinstance(probability, int | float) and not (math.isfinite(probability) and 0 < probability <= 1)
-        ):
-            raise FederatedError(f"BernoulliSampler(probability={probability!r}): it must lie in (0, 1].")
+        if not isinstance(probability, str | Mapping) and not 0 < finite(probability) <= 1:
+            raise FederatedError(
+                f"BernoulliSampler(probability={probability!r}): it must lie in (0, 1], or be a mapping from client id,"
+                " or the path of a file."
+            )
         self.probability = probability
-        self._probability = float(probability) if isinstance(probability, int | float) else 0.0
-        self._weights = None if isinstance(probability, int | float) else ClientWeights(probability, most=1.0)
+        self._probability = 0.0 if isinstance(probability, str | Mapping) else float(probability)
+        self._weights = (
+            ClientWeights(probability, most=1.0, name="probability") if isinstance(probability, str | Mapping) else None
+        )
 
     def __call__(self, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
         """Return the cohort of a round, in the population's order."""
@@ -235,9 +242,9 @@ class AvailabilitySampler(_CountingSampler):
         self, clients_per_round: int | float, rounds_per_day: float = 24.0, low: float = 0.1, high: float = 0.9
     ) -> None:
         super().__init__(clients_per_round)
-        if not 0 <= low <= high <= 1:
+        if not 0 <= finite(low) <= finite(high) <= 1:
             raise FederatedError(f"AvailabilitySampler needs 0 <= low <= high <= 1, found low={low!r}, high={high!r}.")
-        if not (math.isfinite(rounds_per_day) and rounds_per_day > 0):
+        if not finite(rounds_per_day) > 0:
             raise FederatedError(f"rounds_per_day must be positive and finite, found {rounds_per_day!r}.")
         self.rounds_per_day, self.low, self.high = rounds_per_day, low, high
 

@@ -1,6 +1,6 @@
 """Everything that outlives a round: x, the server state, the clients' kept states, the server optimizer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,20 +10,27 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.rounds import Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
-from lightning_fed.server.client_store import ClientStore
+from lightning_fed.server.aggregation import WEIGHTINGS
+from lightning_fed.server.client_store import ClientStore, MemoryClientStore
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, ServerStep
 
-__all__ = ["Server", "resolve_weighting"]
+__all__ = ["FORMAT", "Server", "resolve_weighting"]
+
+FORMAT = 1  # of :meth:`Server.state_dict`, one more with every change that an older version could not read
 
 
 def resolve_weighting(algorithm: Algorithm, weighting: Weighting | None) -> Weighting:
     """Return the run's weighting.
 
     Raises:
-        FederatedError: If one is given to a method whose averages are fixed by its derivation.
+        FederatedError: If it is no weighting, or given to a method whose averages are fixed by its derivation.
     """
     if weighting is None:
         return algorithm.default_weighting
+    if weighting not in WEIGHTINGS and (not callable(weighting) or isinstance(weighting, type)):
+        raise FederatedError(
+            f"weighting must be one of {WEIGHTINGS} or a function of (client_id, size, steps), found {weighting!r}."
+        )
     if "weighting" not in algorithm.reduces.values():
         raise FederatedError(
             f"weighting={weighting!r} does not apply to {type(algorithm).__name__}: its averages are"
@@ -61,7 +68,7 @@ class Server:
         self.round = 0
         self.step = ServerStep(build_optimizer, x, layout, build_scheduler)
         self.state: State = algorithm.init_server(self.x.clone())
-        self.clients = ClientStore()
+        self.clients: ClientStore = MemoryClientStore()
         self.buffers: State = {}
         self.seen = 0
         self.bytes_up = 0
@@ -115,10 +122,14 @@ class Server:
         self.bytes_up += bytes_up
         self.bytes_down += bytes_down
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last completed round; plain containers and tensors only."""
+    def state_dict(self, client_states: Mapping[Any, Any] | None = None) -> dict[str, Any]:
+        """Return the state after the last completed round; plain containers and tensors only.
+
+        Args:
+            client_states: What stands for the clients' kept states, if not all of them.
+        """
         return {
-            "format": 1,
+            "format": FORMAT,
             "round": self.round,
             "seed": self.seed,
             "algorithm": type(self.algorithm).__name__,
@@ -126,7 +137,7 @@ class Server:
             "clients": len(self.ids) if self.ids == range(len(self.ids)) else [_plain(i) for i in self.ids],
             "step": self.step.state_dict(),
             "state": dict(self.state),
-            "client_states": self.clients.state_dict(),
+            "client_states": self.clients.state_dict() if client_states is None else client_states,
             "buffers": dict(self.buffers),
             "seen": torch.tensor(sorted(self._seen), dtype=torch.int64),
             "bytes": [self.bytes_up, self.bytes_down],
@@ -145,7 +156,7 @@ class Server:
         Raises:
             FederatedError: If the checkpoint is of another method, other options, clients or model.
         """
-        mine = self.state_dict()
+        mine = self.state_dict({})
         for key, what in _IDENTITY.items():
             if saved[key] != mine[key] and not (key == "seed" and any_seed):
                 raise FederatedError(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
+from lightning_fed.stopping import Failure
 
 __all__ = ["NO_EXAMPLES", "BatchSplit", "PeerError", "part_of"]
 
@@ -106,6 +107,7 @@ class BatchSplit:
 
         Raises:
             ClientError: If another process failed.
+            SIGTERMException: If one was told to stop, and no other failed; KeyboardInterrupt likewise.
         """
         if self.size == 1:
             yield
@@ -114,13 +116,10 @@ class BatchSplit:
             yield
             self._confirm()
         except PeerError:
-            texts = self._gather(None)
-            rank = next(rank for rank, text in enumerate(texts) if text is not None)
-            raise ClientError(f"Process {rank} failed: {texts[rank]}") from None
-        except Exception as error:
+            Failure.raise_first(self._gather(None))
+        except BaseException as error:
             self._sum([None] * len(self._params), failed=True)
-            self._gather(str(error))
-            raise
+            Failure.raise_first(self._gather(Failure.of(error)), error)
 
     def _confirm(self) -> None:
         """Go on only if nobody failed."""

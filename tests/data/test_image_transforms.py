@@ -108,7 +108,7 @@ def test_images_stay_on_their_device(function):
     [
         (lambda: Normalize([0.5], [0.5, 0.5]), "one finite number per channel"),
         (lambda: Normalize([], []), "one finite number per channel"),
-        (lambda: Normalize([float("nan")], [1.0]), "one finite number per channel"),
+        (lambda: Normalize([float("nan")], [1.0]), "mean must be a finite number"),
         (lambda: Normalize([0.5], [0.0]), "must be positive"),
         (lambda: RandomCrop(padding=-1), r"RandomCrop\(padding=-1\)"),
         (lambda: Normalize([0.5] * 3, [1.0] * 3)(images(2, channels=2)), "for 3 channels, and the images have 2"),

@@ -199,7 +199,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def together(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What each of two processes comes to in every case."""
-    first, second = in_processes(partial(work, folder), folder, timeout=150)
+    first, second = in_processes(partial(work, folder), folder, timeout=400)
     assert not first.error, first.trace
     assert not second.error, second.trace
     return first.value, second.value

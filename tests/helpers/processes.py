@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Outcome", "in_processes"]
+__all__ = ["Outcome", "environment", "free_port", "in_processes"]
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,7 @@ def in_processes(work: Callable[[], Any], folder: Path, count: int = 2, timeout:
         count: The number of processes.
         timeout: After so many seconds they are ended, and the test fails.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     processes = [
         context.Process(target=_run, args=(work, folder / f"rank-{rank}.pickle", rank, count, port), daemon=True)
@@ -60,8 +58,16 @@ def in_processes(work: Callable[[], Any], folder: Path, count: int = 2, timeout:
     return [pickle.loads((folder / f"rank-{rank}.pickle").read_bytes()) for rank in range(count)]
 
 
-def _run(work: Callable[[], Any], path: Path, rank: int, count: int, port: int) -> None:
-    os.environ |= {
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def environment(rank: int, count: int, port: int) -> dict[str, str]:
+    """Return the environment in which a process finds the others."""
+    return {
         "TORCHELASTIC_RUN_ID": "tests",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -71,6 +77,10 @@ def _run(work: Callable[[], Any], path: Path, rank: int, count: int, port: int) 
         "LOCAL_WORLD_SIZE": str(count),
         "GROUP_RANK": "0",
     }
+
+
+def _run(work: Callable[[], Any], path: Path, rank: int, count: int, port: int) -> None:
+    os.environ |= environment(rank, count, port)
     torch.set_num_threads(1)
     try:
         outcome = Outcome(work())

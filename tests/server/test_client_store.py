@@ -1,14 +1,32 @@
-"""Kept client states: staged, committed, discarded, saved and loaded."""
+"""Kept client states, in memory and on disk: staged, committed, discarded, saved and loaded."""
 
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 import torch
 
-from lightning_fed.server.client_store import ClientStore
+from lightning_fed.server.client_store import ClientStore, MemoryClientStore
+from lightning_fed.server.disk_store import DiskClientStore
 
 CPU = torch.device("cpu")
+Make = Callable[[], ClientStore]
 
 
-def test_staged_states_become_visible_with_the_commit() -> None:
-    store = ClientStore()
+@pytest.fixture(params=["memory", "disk"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    numbers = iter(range(1, 100))
+
+    def make() -> ClientStore:
+        if request.param == "memory":
+            return MemoryClientStore()
+        return DiskClientStore(tmp_path, f"{next(numbers):06d}-00000000", 10, CPU)
+
+    return make
+
+
+def test_staged_states_become_visible_with_the_commit(make: Make) -> None:
+    store = make()
     store.stage(4, {"c_i": torch.tensor([1.0])})
     assert store.get(4) is None
     assert len(store) == 0
@@ -18,8 +36,8 @@ def test_staged_states_become_visible_with_the_commit() -> None:
     assert store.get(4)["c_i"].tolist() == [1.0]
 
 
-def test_the_old_state_is_seen_until_the_commit() -> None:
-    store = ClientStore()
+def test_the_old_state_is_seen_until_the_commit(make: Make) -> None:
+    store = make()
     for value in (1.0, 2.0):
         store.stage(0, {"c_i": torch.tensor([value])})
         if value == 2.0:
@@ -29,8 +47,8 @@ def test_the_old_state_is_seen_until_the_commit() -> None:
     assert store.get(0)["c_i"].tolist() == [2.0]
 
 
-def test_a_commit_leaves_the_others_alone_and_happens_once() -> None:
-    store = ClientStore()
+def test_a_commit_leaves_the_others_alone_and_happens_once(make: Make) -> None:
+    store = make()
     store.stage(0, {"h": torch.tensor(1.0)})
     store.stage(1, {"h": torch.tensor(2.0)})
     store.commit()
@@ -40,8 +58,8 @@ def test_a_commit_leaves_the_others_alone_and_happens_once() -> None:
     assert {i: float(state["h"]) for i, state in store.state_dict().items()} == {0: 1.0, 1: 3.0}
 
 
-def test_discarded_states_never_come() -> None:
-    store = ClientStore()
+def test_discarded_states_never_come(make: Make) -> None:
+    store = make()
     store.stage(0, {"h": torch.tensor(1.0)})
     store.commit()
     store.stage(0, {"h": torch.tensor(2.0)})
@@ -52,23 +70,23 @@ def test_discarded_states_never_come() -> None:
     assert store.get(1) is None
 
 
-def test_clients_without_state_take_no_room() -> None:
-    store = ClientStore()
+def test_clients_without_state_take_no_room(make: Make) -> None:
+    store = make()
     store.stage(0, {})
     store.commit()
     assert store.get(0) is None
     assert len(store) == 0
 
 
-def test_states_are_detached() -> None:
-    store, w = ClientStore(), torch.ones(2, requires_grad=True)
+def test_states_are_detached(make: Make) -> None:
+    store, w = make(), torch.ones(2, requires_grad=True)
     store.stage(0, {"h": 2 * w})
     store.commit()
     assert not store.get(0)["h"].requires_grad
 
 
-def test_loading_replaces_everything() -> None:
-    store, other = ClientStore(), ClientStore()
+def test_loading_replaces_everything(make: Make) -> None:
+    store, other = make(), make()
     store.stage(3, {"h": torch.tensor([1.0])})
     store.commit()
     other.stage(5, {"h": torch.tensor([9.0])})
@@ -80,8 +98,8 @@ def test_loading_replaces_everything() -> None:
     assert torch.equal(other.get(3)["h"], store.get(3)["h"])
 
 
-def test_what_was_saved_does_not_change_with_the_store() -> None:
-    store = ClientStore()
+def test_what_was_saved_does_not_change_with_the_store(make: Make) -> None:
+    store = make()
     store.stage(0, {"h": torch.tensor(1.0)})
     store.commit()
     saved = store.state_dict()
@@ -92,7 +110,35 @@ def test_what_was_saved_does_not_change_with_the_store() -> None:
     assert float(saved[0]["h"]) == 1.0
 
 
-def test_indices_come_back_as_ints() -> None:
-    store = ClientStore()
+def test_indices_come_back_as_ints(make: Make) -> None:
+    store = make()
     store.load_state_dict({"7": {"h": torch.tensor(1.0)}}, CPU)
     assert float(store.get(7)["h"]) == 1.0
+
+
+def test_names_shapes_types_and_bits_come_back(make: Make) -> None:
+    store = make()
+    rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    state = {
+        "row": rows[1], "column": rows[:, 1], "again": rows[1], "nan": torch.tensor([torch.nan, -0.0, torch.inf]),
+        "half": rows[0].bfloat16(), "count": torch.tensor(3), "flags": torch.tensor([True, False]),
+        "none": torch.empty(0, 2),
+    }  # fmt: skip
+    store.stage(9, state)
+    store.commit()
+    kept = store.get(9)
+    assert kept.keys() == state.keys()
+    for name, value in state.items():
+        assert (kept[name].shape, kept[name].dtype) == (value.shape, value.dtype)
+        assert kept[name].numpy(force=True).tobytes() == value.numpy().tobytes() if name != "half" else True
+    assert torch.equal(kept["half"], state["half"])
+
+
+def test_clients_may_keep_states_of_different_shapes(make: Make) -> None:
+    store = make()
+    for index in range(3):
+        store.stage(index, {f"v{index}": torch.full((index,), 1.0 * index)})
+    store.commit()
+    assert {i: {k: v.tolist() for k, v in s.items()} for i, s in store.state_dict().items()} == {
+        0: {"v0": []}, 1: {"v1": [1.0]}, 2: {"v2": [2.0, 2.0]},
+    }  # fmt: skip

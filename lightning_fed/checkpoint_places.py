@@ -1,0 +1,103 @@
+"""Where a run's checkpoints lie: the newest one to go on from, and a place for the one of a run that is stopped."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+from lightning_fed._compat import rank_zero_info
+from lightning_fed.checkpoint_io import by_age, fault_of, link, local_path, remove_leftovers, resumable
+
+__all__ = ["keep_last_round", "newest", "tidy_folders"]
+
+
+def tidy_folders(trainer: pl.Trainer) -> None:
+    """Remove what killed saves left in the folders of a run, and let links to checkpoints never lead to nothing."""
+    for callback in _keepers(trainer):
+        if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
+            callback._link_checkpoint = _link_checkpoint  # type: ignore[method-assign]
+    if trainer.is_global_zero:
+        folders = {local_path(place) for c in _keepers(trainer) if (place := c.dirpath)}
+        for folder in sorted(f for f in {*folders, local_path(trainer.default_root_dir)} if f is not None):
+            for gone in remove_leftovers(folder):
+                rank_zero_info(f"Removed {gone}, which a save that was killed left.")
+
+
+def newest(trainer: pl.Trainer) -> str | None:
+    """Return the newest checkpoint that a run can go on from; None if there is none.
+
+    It is looked for where the trainer's ModelCheckpoints write and where a stopped job of SLURM's was saved; then, if
+    the logger numbers its versions by itself, in its former versions. A damaged one is returned too: to go on from an
+    older one is for the user to say.
+    """
+    unnumbered = [logger for logger in trainer.loggers if getattr(logger, "_version", 0) is None]
+    folders = [local_path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)) for callback in _keepers(trainer)]
+    root = local_path(trainer.default_root_dir)
+    stopped = sorted(root.glob("hpc_ckpt_*.ckpt")) if root is not None else []
+    found = [*stopped, *(file for folder in folders if folder is not None for file in by_age(folder))]
+    if not found and unnumbered and folders:
+        numbered = [f for f in folders if f is not None and f.match("version_*/checkpoints")]
+        former = [other for folder in numbered for other in folder.parent.parent.glob("version_*/checkpoints")]
+        found = [file for folder in former for file in by_age(folder)]
+    for file in sorted(found, key=lambda file: -file.stat().st_mtime_ns):
+        if fault_of(file) is not None or resumable(file):
+            return str(file)
+    return None
+
+
+def keep_last_round(trainer: pl.Trainer, round: int, kept: tuple[int, Any] | None) -> None:
+    """Save the last completed round of a run that is being stopped, unless a checkpoint holds it; all must call it.
+
+    It becomes the ``last.ckpt`` of the first ModelCheckpoint that keeps whole checkpoints.
+
+    Args:
+        trainer: The trainer.
+        round: The number of completed rounds.
+        kept: The completed rounds of the newest whole checkpoint, and its path.
+    """
+    path = kept[1] if kept is not None and kept[0] == round and _exists(trainer, kept[1]) else None
+    keeper = next(_keepers(trainer), None)
+    if path is None and round > 0 and keeper is not None and not trainer.fast_dev_run:
+        path = _place(trainer, keeper, None if kept is None else str(kept[1]))
+        if keeper.save_last:
+            keeper.last_model_path = path
+        trainer.save_checkpoint(path)
+    if path is not None:
+        rank_zero_info(f"Stopped after {round} completed rounds, which {path} holds. Go on with ckpt_path='last'.")
+    else:
+        why = "; no ModelCheckpoint saves more than weights, so no checkpoint holds them" if round else ""
+        rank_zero_info(f"Stopped after {round} completed rounds{why}.")
+
+
+def _keepers(trainer: pl.Trainer) -> Iterator[ModelCheckpoint]:
+    """Yield the callbacks that write checkpoints a run can go on from."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and not callback.save_weights_only:
+            yield callback
+
+
+def _place(trainer: pl.Trainer, keeper: ModelCheckpoint, resumed: str | None) -> str:
+    """Return a path for the last checkpoint that does not write over one of another run."""
+    candidates = keeper._monitor_candidates(trainer)
+    path, version = keeper.format_checkpoint_name(candidates, keeper.CHECKPOINT_NAME_LAST), keeper.STARTING_VERSION
+    own = {keeper.last_model_path, resumed}
+    while path not in own and keeper.file_exists(path, trainer):
+        path = keeper.format_checkpoint_name(candidates, keeper.CHECKPOINT_NAME_LAST, ver=version)
+        version += 1
+    return path
+
+
+def _exists(trainer: pl.Trainer, path: Any) -> bool:
+    """Whether a checkpoint is still there, as the first process sees it."""
+    file = local_path(path)
+    return bool(trainer.strategy.broadcast(file is None or file.exists()))
+
+
+def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+    """Link to a checkpoint, at no moment to nothing."""
+    if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+        link(Path(filepath), Path(linkpath))
+    trainer.strategy.barrier()

@@ -1,0 +1,176 @@
+"""Clients that fail: who is to blame, and what becomes of the round."""
+
+import math
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+
+import torch
+
+from lightning_fed._compat import MisconfigurationException, SIGTERMException, call
+from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.rounds import ClientReport
+from lightning_fed.core.types import ClientId
+from lightning_fed.strategies.split import PeerError
+
+__all__ = ["Faults", "NamesClient", "fault_of"]
+
+_SHOWN = 5  # causes that one message lists
+_NOT_A_CLIENTS = (MisconfigurationException, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+
+class Faults:
+    """The clients that failed in a round so far, and why.
+
+    A client that fails leaves the whole round: nothing of it is averaged, and what it keeps stays as it was. The round
+    is then what it would have been had the client not been drawn.
+
+    Args:
+        drops: Whether clients that fail leave the round; if not, the run stops at the first one.
+        max_share: The share of the clients asked that may fail before the run stops all the same.
+        max_ratio: The ratio of a client's update norm to the cohort's median at which the client has failed too; None
+            for no such limit.
+        round: The round, from 0.
+    """
+
+    def __init__(
+        self, drops: bool = False, max_share: float = 0.0, max_ratio: float | None = None, round: int = 0
+    ) -> None:
+        self.drops, self.max_share, self.max_ratio, self.round = drops, max_share, max_ratio, round
+        self.causes: dict[ClientId, str] = {}
+        self.refused: set[ClientId] = set()  # those of them whose messages had all been sent
+        self._first: ClientError | None = None
+
+    def add(self, error: ClientError) -> None:
+        """Take note of a client that failed.
+
+        Raises:
+            ClientError: The error itself, if the run is to stop, or if no client is to blame for it.
+        """
+        if not self.drops or error.culprit is None:
+            raise error
+        self.causes.setdefault(error.culprit, str(error))
+        self._first = self._first or error
+
+    def merge(self, parts: Iterable[Mapping[ClientId, str]]) -> None:
+        """Take in everybody's :attr:`causes`, the same way in every process."""
+        self.causes = {client_id: cause for part in [self.causes, *parts] for client_id, cause in part.items()}
+
+    def check(self, failed: Iterable[ClientId], asked: int) -> None:
+        """End the run if too many clients failed.
+
+        Args:
+            failed: Those that failed.
+            asked: The number of clients that were to do one thing together, these among them.
+
+        Raises:
+            ClientError: If all of them failed, or a larger share than allowed; it names them and the causes.
+        """
+        failed = sorted(failed, key=str)
+        if not failed or (len(failed) < asked and len(failed) <= self.max_share * asked):
+            return
+        causes = "".join(f"\n- {self.causes[client_id]}" for client_id in failed[:_SHOWN])
+        more = f"\n- and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
+        limit = f", more than max_failed_share={self.max_share:g} allows" if len(failed) < asked else ""
+        raise ClientError(
+            f"{len(failed)} of {asked} clients failed in round {self.round}{limit}:{causes}{more}"
+        ) from self._first
+
+    def add_outliers(self, norms: Mapping[ClientId, float], what: str, x: torch.Tensor) -> set[ClientId]:
+        """Take note of the clients that are out of all proportion, and return them.
+
+        The median is that of the cohort, but no less than what rounding does to the parameters.
+
+        Args:
+            norms: The norm of what each client that completed came back with.
+            what: What that is.
+            x: The server parameters [P].
+
+        Raises:
+            ClientError: Naming the first of them, if clients are not dropped.
+        """
+        if self.max_ratio is None or not norms:
+            return set()
+        middle = median(norms.values())
+        if max(norms.values()) <= self.max_ratio * middle:
+            return set()
+        middle = max(middle, torch.finfo(x.dtype).eps * float(torch.linalg.vector_norm(x)))
+        outliers = {client_id: norm for client_id, norm in norms.items() if norm > self.max_ratio * middle > 0}
+        for client_id, norm in outliers.items():
+            self.add(
+                ClientError(
+                    f"Client {client_id!r} came back from round {self.round} with {what} of norm {norm:.3g},"
+                    f" {norm / middle:.3g} times the cohort's median of {middle:.3g};"
+                    f" max_update_ratio={self.max_ratio:g} allows less. Look at its data, clip gradients, or raise the"
+                    " limit.",
+                    client_id,
+                )
+            )
+        return set(outliers)
+
+
+def fault_of(report: ClientReport, losses: Sequence[float], round: int) -> ClientError | None:
+    """Return what is wrong with a client whose loss or update is not finite, None if both are.
+
+    Args:
+        report: What it did.
+        losses: The loss of each of its local steps, as far as it is known.
+        round: The round.
+    """
+    is_moved = math.isfinite(report.update_norm)
+    if is_moved and (report.steps == 0 or math.isfinite(report.loss)):
+        return None
+    what = "a loss that is not finite" if is_moved else "parameters that are not finite"
+    first = next((k for k, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    where = "" if first is None else f"; its loss was first {losses[first]:g} at local step {first + 1}"
+    return ClientError(
+        f"Client {report.client_id!r} came back from round {round} with {what}, after {report.steps} local"
+        f" steps{where}. Lower the learning rate, clip gradients, or look at its data.",
+        report.client_id,
+    )
+
+
+class NamesClient:
+    """Put the client, the round and the local step in front of whatever goes wrong inside.
+
+    Args:
+        client_id: The client at work.
+        round: The round.
+        what: What it is at.
+        steps: Returns the local steps that it has taken, None if it is not at these; asked once, at the end.
+    """
+
+    def __init__(self, client_id: ClientId, round: int, what: str, steps: Callable[[], int | None]) -> None:
+        self.client_id, self.round, self.what, self.steps = client_id, round, what, steps
+
+    def __enter__(self) -> None:
+        """Start watching."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Raise what went wrong anew, with the names in front.
+
+        Raises:
+            ClientError: From the error, unless that asks the run to stop.
+        """
+        if not isinstance(error, Exception) or isinstance(error, (SIGTERMException, PeerError)):
+            return
+        steps = self.steps()
+        at = "" if steps is None else f", local step {steps + 1}"
+        text = str(error) if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
+        raise ClientError(
+            f"Client {self.client_id!r} failed in {self.what} in round {self.round}{at}: {text}",
+            self.client_id if _is_clients_own(error) else None,
+        ) from error
+
+
+def _is_clients_own(error: Exception) -> bool:
+    """Whether a client's data, or what the module makes of it, is to blame.
+
+    Settings that are refused, memory that runs out, a GPU that has given up, and callbacks are nobody's own.
+    """
+    if isinstance(error, FederatedError):
+        return isinstance(error, ClientError)
+    if isinstance(error, _NOT_A_CLIENTS) or "DefaultCPUAllocator" in str(error):
+        return False
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return all(frame.f_code is not call._call_callback_hooks.__code__ for frame in frames)

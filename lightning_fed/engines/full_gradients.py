@@ -1,0 +1,113 @@
+"""Full-batch gradients through traces: products are added straight into the sum over a client's batches."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fed.core.types import Vector
+from lightning_fed.engines.functional import FunctionalStep, flatten
+from lightning_fed.engines.local_steps import kinds, resized
+from lightning_fed.engines.traces import Found, TracedStep
+
+__all__ = ["FullGradients"]
+
+_SIZES = (5, 3, 2)  # examples in the batches that a trace is made of, and compared with
+
+
+class FullGradients:
+    """Sums of gradients over batches at a fixed point, as traced graphs that add to them.
+
+    Args:
+        step: The module's step.
+    """
+
+    def __init__(self, step: FunctionalStep) -> None:
+        self.step = step
+        self.layout = step.flat.layout
+
+    def of_one(self, point: Vector, batches: Iterable[tuple[Any, int]], size: int) -> Vector | None:
+        """Return the mean gradient [P] over one client's examples, None if it cannot be traced.
+
+        Args:
+            point: The parameters [P].
+            batches: (batch, examples in it) pairs, on the device.
+            size: The number of examples.
+        """
+        out = torch.zeros_like(point)
+        views = self.layout.views(out)
+        for batch, examples in batches:
+            leaves, spec = flatten(batch)
+            traced = self._polymorphic(views, leaves, spec, point, examples)
+            if traced is None or not self._add(traced, views, leaves, spec, point, examples / size, alone=True):
+                return None
+        return out
+
+    def of_many(self, point: Vector, batch: Any) -> Tensor | None:
+        """Return the gradients [S, P] of several clients on a batch each, None if they cannot be traced.
+
+        Args:
+            point: The parameters [P].
+            batch: The clients' batches, every tensor [S, B, ...].
+        """
+        leaves, spec = flatten(batch)
+        count = len(leaves[0])
+        out = point.new_zeros(count, len(point))
+        columns = zip(out.split(self.layout.sizes, dim=1), self.layout.shapes, strict=True)
+        views = [column.view(count, *shape) for column, shape in columns]
+        key = ("sum", False, spec, *kinds(leaves))
+        traced = self._get(key, views, leaves, spec, point, alone=False)
+        return out if traced and self._add(traced, views, leaves, spec, point, 1.0, alone=False) else None
+
+    def _add(
+        self,
+        traced: TracedStep,
+        views: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        spec: Any,
+        point: Vector,
+        factor: float,
+        alone: bool,
+    ) -> bool:
+        """Add a batch's gradients to the sums; return False if the module's loss is another than the trace's."""
+        _, once = traced.once([point])
+        loss, _ = traced(*views, *leaves, *once, factor)
+        size = leaves[0].shape
+        if self.step.is_checked and size in traced.sizes_seen:
+            return True
+        traced.sizes_seen.add(size)
+        at = self.layout.views(point)
+        expected = self.step.loss_of_first(at, leaves if alone else [leaf[0] for leaf in leaves], spec, 0, True)
+        return self.step.is_right(loss if alone else loss[0], expected)
+
+    def _polymorphic(
+        self, views: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, point: Vector, examples: int
+    ) -> TracedStep | None:
+        """Return the graph for batches of any number of examples, made of small ones, if it is the same for these."""
+        if examples < 2 or any(len(leaf) != examples for leaf in leaves):
+            return None
+        small = [resized(leaves, size) for size in _SIZES]
+        traced = self._get(("sum", True, spec, *kinds(small[0])), views, small[0], spec, point, alone=True)
+        if traced is not None and traced.fits_any_size is None:
+            traced.fits_any_size = all(
+                self.step.traces.is_same(traced, self._function(len(part), spec, True), [*views, *part, point])
+                for part in small[1:]
+            )
+        return traced if traced is not None and traced.fits_any_size else None
+
+    def _get(
+        self, key: Any, views: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, point: Vector, alone: bool
+    ) -> TracedStep | None:
+        function = self._function(len(leaves), spec, alone)
+        return self.step.traces.get_step(key, function, [*views, *leaves, point], len(views), 1, {})
+
+    def _function(self, num_leaves: int, spec: Any, alone: bool) -> Callable[..., Found]:
+        """Return gradients, loss and logged values as a function of sums (not read), batch and point."""
+        step, n = self.step, len(self.layout.shapes)
+
+        def function(*flat: Tensor) -> Found:
+            leaves, point = flat[n : n + num_leaves], self.layout.views(flat[-1])
+            return step.take(point, leaves, spec, alone, shared=not alone)
+
+        return function

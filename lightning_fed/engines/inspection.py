@@ -1,0 +1,156 @@
+"""What callbacks may ask of a run, without leaving a trace in it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytorch_lightning as pl
+
+from lightning_fed.core.buffers import Buffers
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.flat import FlatParameters
+from lightning_fed.core.seeds import preserved_random_state
+from lightning_fed.core.types import ClientId, State, Vector
+from lightning_fed.data.batches import ClientBatches
+from lightning_fed.engines.base import Engine
+from lightning_fed.engines.evaluation import ClientEvaluation, validation_batches
+from lightning_fed.engines.ranks import Ranks
+from lightning_fed.engines.round import Round
+from lightning_fed.optim import FederatedOptimizer
+from lightning_fed.server.population import Population
+from lightning_fed.server.server import Server
+
+__all__ = ["Inspection"]
+
+
+class Inspection:
+    """The side of :class:`lightning_fed.FederatedLoop` that callbacks look at: ``trainer.fit_loop.full_gradient(...)``.
+
+    What is measured leaves no trace, and is a function of (seed, round, client).
+    """
+
+    trainer: pl.Trainer
+    population: Population | None
+    _state: Server | None
+    _restored: dict[str, Any] | None
+    _flat: FlatParameters | None
+    _work: Round | None
+    _buffers: Buffers
+    _engine: Engine
+    _optimizer: FederatedOptimizer
+    _ranks: Ranks
+
+    @property
+    def round(self) -> int:
+        """The number of completed rounds."""
+        if self._restored is not None:
+            return int(self._restored["round"])
+        return 0 if self._state is None else self._state.round
+
+    @property
+    def state(self) -> Server:
+        """The server's side of the run.
+
+        Raises:
+            FederatedError: Before the first fit.
+        """
+        if self._state is None:
+            raise FederatedError("There is no server state before trainer.fit().")
+        return self._state
+
+    @property
+    def server(self) -> State:
+        """The method's server state after the last completed round, by name."""
+        return self.state.state
+
+    @property
+    def round_state(self) -> State:
+        """The server state that clients read in the current round; outside of one, :attr:`server`."""
+        return self.server if self._work is None else self._work.server_state
+
+    def full_gradient(self, client_id: ClientId, point: Vector) -> Vector:
+        """Return the full-batch gradient [P] of a client's training loss at a point [P], for callbacks that measure.
+
+        It leaves no trace, and is a function of (seed, round, client) like every other gradient.
+        """
+        batches, index = self._client(client_id)
+        with preserved_random_state(point.device):
+            return self._engine.gradient_at(point, batches, self.round, index)
+
+    def hessian_vector(self, client_id: ClientId, point: Vector, vector: Vector) -> Vector:
+        """Return the full-batch Hessian of a client's training loss at a point [P], times a vector [P].
+
+        The Hessian is that of :meth:`full_gradient`, with the same dropout masks for every vector.
+
+        Raises:
+            FederatedError: If the model has an operation that cannot be differentiated twice.
+        """
+        batches, index = self._client(client_id)
+        with preserved_random_state(point.device):
+            return self._engine.hessian_vector_at(point, vector, batches, self.round, index)
+
+    def evaluate_client(self, client_id: ClientId, on: str = "val", steps: int = 0) -> dict[str, float]:
+        """Return what ``validation_step`` logs of the server model on one client's own examples, by name.
+
+        It leaves no trace, and is a function of (seed, round, client).
+
+        Args:
+            client_id: The client.
+            on: "val" for the client's own validation set, "train" for its training set.
+            steps: Local steps of fine-tuning on the client's training set, with the user's optimizer, before that.
+
+        Raises:
+            FederatedError: If the client has no validation set, or ``validation_step`` logs nothing.
+        """
+        train, index = self._client(client_id)
+        examples = train if on == "train" else validation_batches(self.trainer.datamodule, client_id)
+        state = self.state
+        return ClientEvaluation(self._engine).run(
+            state.shown(), state.buffers, examples, train, steps, self.round, index
+        )
+
+    def gather(self, record: Any) -> list[Any]:
+        """Return the record of every process, in the order of ranks, for callbacks that measure; all must call it."""
+        return self._ranks.gather(record)
+
+    def client_state(self, client_id: ClientId) -> State | None:
+        """Return what a client keeps after the last completed round; None where another process holds it."""
+        assert self.population is not None
+        index = self.population.index_of(client_id)
+        return self.state.client_state(index) if self._ranks.is_home_of(index) else None
+
+    def _client(self, client_id: ClientId) -> tuple[ClientBatches, int]:
+        assert self.population is not None
+        return self.trainer.datamodule.client_batches(client_id), self.population.index_of(client_id)
+
+    @property
+    def local_steps(self) -> int:
+        """The optimizer steps that the client at work has taken so far in this round."""
+        work = self._optimizer.work
+        return 0 if work is None else work.num_steps
+
+    def show_server_model(self) -> None:
+        """Let the module hold the server model, also in the middle of a client's work."""
+        if self._flat is not None and self._state is not None:
+            self._flat.y.copy_(self._state.shown())
+            self._flat.restore()
+            self._buffers.write(self._state.buffers)
+
+    @property
+    def client_model(self) -> tuple[Vector, State] | None:
+        """The parameters [P] and buffers of the client whose hooks are called, if training."""
+        return None if self._flat is None else (self._engine.parameters_at_work.clone(), self._buffers.read())
+
+    @contextmanager
+    def showing_server_model(self) -> Iterator[None]:
+        """Let the module hold the server model inside, and afterwards what it held before."""
+        if self._flat is None:
+            yield
+            return
+        y, buffers = self._flat.y.clone(), self._buffers.read()
+        self.show_server_model()
+        try:
+            yield
+        finally:
+            self._flat.y.copy_(y)
+            self._buffers.write(buffers)

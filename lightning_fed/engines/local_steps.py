@@ -1,0 +1,245 @@
+"""Local steps of plain SGD in one go: gradients, the method's correction and the update, as one traced graph."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.rounds import Step
+from lightning_fed.core.types import State, Vector
+from lightning_fed.core.watched import Watched
+from lightning_fed.engines.functional import FunctionalStep, Logged, flatten
+from lightning_fed.engines.stacked import StackedWork
+from lightning_fed.engines.traces import Found, TracedStep
+
+__all__ = ["BoundSteps", "LocalSteps", "kinds", "resized"]
+
+
+class LocalSteps:
+    """The traced local steps of a method.
+
+    Args:
+        step: The module's step.
+        algorithm: The method.
+        batch_size: The examples in a full batch; None where batches have no size in common.
+    """
+
+    def __init__(self, step: FunctionalStep, algorithm: Algorithm, batch_size: int | None) -> None:
+        self.step, self.algorithm, self.batch_size = step, algorithm, batch_size
+
+    def bind(self, work: StackedWork) -> "BoundSteps | None":
+        """Return the steps of the clients at work, None if they cannot be traced."""
+        everybody = work.active in (1, len(work.y))
+        if not (everybody and work.is_plain and self.step.traces.allowed) or self.step.reads_index:
+            return None
+        return BoundSteps(self, work)
+
+
+class BoundSteps:
+    """The traced local steps of some clients.
+
+    Args:
+        steps: The method's.
+        work: The clients' parameters and states.
+    """
+
+    def __init__(self, steps: LocalSteps, work: StackedWork) -> None:
+        self._steps, self._step, self._work = steps, steps.step, work
+        self.alone = work.active == 1
+        self._layout = work.layout
+        self._views = work.alone if self.alone else work.views
+        self._constants = _Constants(work, steps.algorithm, self.alone)
+        self._fixed = self._constants.tensors
+        self._y = work.y[0] if self.alone else work.y[: work.active]
+        self._made: dict[TracedStep, tuple[Sequence[Any], Vector | None]] = {}
+        self._found: dict[Any, TracedStep | None] = {}
+
+    def take(self, batch: Any, batch_idx: int, examples: int) -> tuple[Tensor, dict[str, Logged]] | None:
+        """Take a step.
+
+        Args:
+            batch: The clients' batches, every tensor [S, B, ...]; [B, ...] of a single client.
+            batch_idx: Their index in the local epoch.
+            examples: The examples in each.
+
+        Returns:
+            The losses and what was logged, or None if no step was taken, since it cannot be traced.
+        """
+        leaves, spec = flatten(batch)
+        key = (spec, *kinds(leaves))
+        if key not in self._found:
+            self._found[key] = self._trace(leaves, spec, examples)
+        traced = self._found[key]
+        if traced is None or not self._step.traces.allowed:
+            return None
+        if traced not in self._made:
+            self._made[traced] = self._run_once(traced)
+        once, total = self._made[traced]
+        rate = -self._work.rate
+        expected = None
+        if not self._step.is_checked or key not in traced.sizes_seen:
+            traced.sizes_seen.add(key)
+            expected, before = (
+                self._step.loss_of_first(self._views, leaves, spec, batch_idx, self.alone),
+                self._y.clone(),
+            )
+        loss, values = traced(*self._views, *leaves, *once, rate)
+        if expected is not None and not self._step.is_right(loss if self.alone else loss[0], expected):
+            self._y.copy_(before)
+            return None
+        if total is not None:
+            self._y.add_(total, alpha=rate)
+        return loss, self._step.logged(values)
+
+    def _run_once(self, traced: TracedStep) -> tuple[Sequence[Tensor], Vector | None]:
+        """Return what a graph needs beside parameters and batch, and the constant part of all directions."""
+        inputs = self._work.inputs
+        inputs.server.read |= traced.notes["server"]
+        inputs.cohort_grad.read |= traced.notes["cohort_grad"]
+        sums, once = traced.once(self._fixed)
+        if not traced.has_sum:
+            return once, None
+        lead = (1,) if self.alone else (self._work.active,)
+        parts = [
+            torch.zeros(*lead, shape.numel(), dtype=self._y.dtype, device=self._y.device)
+            if part is None
+            else part.expand(*lead, *shape).reshape(*lead, -1)
+            for part, shape in zip(sums, self._layout.shapes, strict=True)
+        ]
+        total = torch.cat(parts, dim=1)
+        return once, total[0] if self.alone else total
+
+    def _trace(self, leaves: Sequence[Tensor], spec: Any, examples: int) -> TracedStep | None:
+        """Return the graph for batches such as these, if there is one.
+
+        What is traced is a function of the step alone: full batches, and those of a single client with fewer examples,
+        where the graph is the same for every number of them.
+        """
+        full = self._steps.batch_size
+        if full is None or examples > full:
+            return None
+        key = ("step", spec, self._constants.key)
+        if examples == full:
+            return self._get((*key, *kinds(leaves)), leaves, spec)
+        if not self.alone or min(examples, full - 1) < 2 or any(len(leaf) != examples for leaf in leaves):
+            return None
+        whole = resized(leaves, full)
+        traced = self._get((*key, *kinds(whole)), whole, spec)
+        if traced is None:
+            return None
+        if traced.fits_any_size is None:
+            others = [resized(leaves, size) for size in (full - 1, 2)]
+            traced.fits_any_size = all(
+                self._step.traces.is_same(traced, self._function(len(leaves), spec), self._flat(other))
+                for other in others
+            )
+        return traced if traced.fits_any_size else None
+
+    def _get(self, key: Any, leaves: Sequence[Tensor], spec: Any) -> TracedStep | None:
+        function, notes = self._function(len(leaves), spec), self._constants.notes
+        return self._step.traces.get_step(key, function, self._flat(leaves), len(self._views), len(self._fixed), notes)
+
+    def _flat(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        return [*self._views, *leaves, *self._fixed]
+
+    def _function(self, num_leaves: int, spec: Any) -> Callable[..., Found]:
+        """Return the step as a function of parameters, batch and constants: to directions, loss and logged values."""
+        step, constants, work, n = self._step, self._constants, self._work, len(self._views)
+
+        def function(*flat: Tensor) -> Found:
+            views, leaves, fixed = flat[:n], flat[n : n + num_leaves], flat[n + num_leaves :]
+            grads, loss, values = step.take(views, leaves, spec, self.alone)
+            grads = [g.add(y, alpha=d) if d else g for g, y, d in zip(grads, views, work.decay, strict=True)]
+            if not constants.corrects:
+                return grads, loss, values
+            own, point = constants.unpack(fixed)
+            if point is not None:
+                found, _, _ = step.take(point, leaves, spec, self.alone, shared=True)
+                anchors = [g.add(v, alpha=d) if d else g for g, v, d in zip(found, point, work.decay, strict=True)]
+                for each, anchor in zip(own, anchors, strict=True):
+                    each.anchor_grad = anchor
+            directions = [self._steps.algorithm.correct(g, y, s) for g, y, s in zip(grads, views, own, strict=True)]
+            return directions, loss, values
+
+        return function
+
+
+class _Constants:
+    """What ``correct`` may read that stays as it is from step to step, as tensors in a fixed order.
+
+    Args:
+        work: The clients' work.
+        algorithm: The method.
+        alone: Whether a single client is at work.
+    """
+
+    def __init__(self, work: StackedWork, algorithm: Algorithm, alone: bool) -> None:
+        self.corrects, self.alone, self.layout, self.count = work.corrects, alone, work.layout, work.active
+        self.anchor_at = algorithm.anchor_at
+        self.notes: dict[str, set[str]] = {"server": set(), "cohort_grad": set()}
+        self._states: dict[str, Sequence[str]] = {}
+        self.tensors: list[Tensor] = []
+        self.key: tuple[Any, ...] = (alone, work.active, tuple(work.decay))
+        if not self.corrects:
+            return
+        inputs, own = work.inputs, (lambda v: v[0]) if alone else (lambda v: v[: work.active])
+        examples, mean = own(work.examples), torch.tensor(inputs.mean_examples, dtype=inputs.x.dtype)
+        self.tensors = [inputs.x, examples, mean.to(inputs.x.device)]
+        for name, state, is_own in (
+            ("server", inputs.server.unwatched(), False),
+            ("cohort_grad", inputs.cohort_grad.unwatched(), False),
+            ("client", work.clients, True),
+            ("local", work.local, True),
+            ("full_grad", work.full_grad, True),
+        ):
+            self._states[name] = tuple(state)
+            self.tensors += [own(value) if is_own else value for value in state.values()]
+        names = tuple(self._states.items())
+        self.key = (*self.key, names, *[(t.shape, t.dtype) for t in self.tensors])
+
+    def unpack(self, tensors: Sequence[Tensor]) -> tuple[list[Step], list[Tensor] | None]:
+        """Return one :class:`Step` per parameter, and the parameters at the anchor, if there is one."""
+        x, examples, mean = tensors[:3]
+        rest = iter(tensors[3:])
+        states = {name: {key: next(rest) for key in keys} for name, keys in self._states.items()}
+        steps = []
+        cut = {
+            name: self.layout.state_views(state) if self.alone or name in self.notes else self._own(state)
+            for name, state in states.items()
+        }
+        for i, (part, shape) in enumerate(zip(self.layout.views(x), self.layout.shapes, strict=True)):
+            size = examples if self.alone else examples.view(-1, *[1] * len(shape))
+            server = Watched(cut["server"][i], self.notes["server"])
+            grads = Watched(cut["cohort_grad"][i], self.notes["cohort_grad"])
+            client, local, full_grad = (cut[name][i] for name in ("client", "local", "full_grad"))
+            steps.append(Step(part, server, client, local, None, full_grad, grads, size, mean))
+        if self.anchor_at is None:
+            return steps, None
+        return steps, self.layout.views(x if self.anchor_at == "x" else states["server"][self.anchor_at])
+
+    def _own(self, state: State) -> list[State]:
+        """Cut the clients' states: vectors [S, P] into [S, *shape], a number per client [S] into [S, 1, ...]."""
+        layout, count = self.layout, self.count
+        return [
+            {
+                name: self._cut(value, i) if value.shape == (count, layout.numel) else value.view(-1, *[1] * len(shape))
+                for name, value in state.items()
+            }
+            for i, shape in enumerate(layout.shapes)
+        ]
+
+    def _cut(self, value: Tensor, i: int) -> Tensor:
+        start, layout = sum(self.layout.sizes[:i]), self.layout
+        return value[:, start : start + layout.sizes[i]].view(self.count, *layout.shapes[i])
+
+
+def resized(leaves: Sequence[Tensor], size: int) -> list[Tensor]:
+    """Return a batch of so many examples, made of those of another."""
+    return [leaf.index_select(0, torch.arange(size, device=leaf.device) % len(leaf)) for leaf in leaves]
+
+
+def kinds(leaves: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return what tells the tensors of batches apart."""
+    return [(leaf.shape, leaf.dtype) for leaf in leaves]

@@ -1,0 +1,139 @@
+"""A traced local step, taken apart: what is done once, what goes straight into the parameters, what must wait."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lightning_fed.engines.graphs import StepGraphs, same, simplify, split_step, use_bindings
+
+W, B = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+X = torch.randn(5, 4, dtype=torch.float64)
+C = [torch.randn(3, 4, dtype=torch.float64), torch.randn(3, dtype=torch.float64)]
+RATE = -0.1
+
+
+def split(function: Callable[..., list[Tensor]], constants: Sequence[Tensor] = ()) -> tuple[StepGraphs, fx.GraphModule]:
+    module = make_fx(function)(W, B, X, *constants)
+    simplify(module.graph)
+    graphs = split_step(module.graph, 2, len(constants))
+    assert graphs is not None
+    return graphs, module
+
+
+def moved(function: Callable[..., list[Tensor]], constants: Sequence[Tensor] = (), bind: bool = True) -> list[Tensor]:
+    """Take one step through the graphs."""
+    graphs, module = split(function, constants)
+    for graph in (graphs.once, graphs.step) if bind else ():
+        use_bindings(graph)
+    out = fx.GraphModule(module, graphs.once)(*constants)
+    w, b = W.clone(), B.clone()
+    fx.GraphModule(module, graphs.step)(w, b, X, *out[2:], RATE)
+    for parameter, total in zip((w, b), out[:2], strict=True):
+        if total is not None:
+            parameter.add_(total, alpha=RATE)
+    return [w, b]
+
+
+def forward(w: Tensor, b: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of half the squares of a linear layer."""
+    z = torch.addmm(b, x, w.t())
+    return z.t() @ x, z.sum(0)
+
+
+def plain(w: Tensor, b: Tensor, x: Tensor) -> list[Tensor]:
+    return [*forward(w, b, x), b.sum()]
+
+
+def svrg(w: Tensor, b: Tensor, x: Tensor, c: Tensor, d: Tensor) -> list[Tensor]:
+    at_c = forward(c, d, x)
+    return [g - a + 0.5 * e for g, a, e in zip(forward(w, b, x), at_c, (c, d), strict=True)]
+
+
+def proximal(w: Tensor, b: Tensor, x: Tensor, c: Tensor, d: Tensor) -> list[Tensor]:
+    return [g + 0.3 * (y - e) for g, y, e in zip(forward(w, b, x), (w, b), (c, d), strict=True)]
+
+
+def scaled(w: Tensor, b: Tensor, x: Tensor, c: Tensor, d: Tensor) -> list[Tensor]:
+    return [-(g / 4.0 - c.sum() * g) for g in forward(w, b, x)]
+
+
+def decayed_twice(w: Tensor, b: Tensor, x: Tensor) -> list[Tensor]:
+    return [(g + 0.1 * y) * 2.0 + y for g, y in zip(forward(w, b, x), (w, b), strict=True)]
+
+
+def entangled(w: Tensor, b: Tensor, x: Tensor) -> list[Tensor]:
+    g, h = forward(w, b, x)
+    return [g + b[:, None].expand(3, 4), h + w[:, 0]]
+
+
+def broadcast(w: Tensor, b: Tensor, x: Tensor, c: Tensor, d: Tensor) -> list[Tensor]:
+    g, h = forward(w, b, x)
+    return [g + d[:, None], h + h.mean()]
+
+
+@pytest.mark.parametrize("bind", [True, False])
+@pytest.mark.parametrize(
+    ("function", "constants"),
+    [(plain, []), (svrg, C), (proximal, C), (scaled, C), (decayed_twice, []), (entangled, []), (broadcast, C)],
+)
+def test_the_parameters_move_as_along_the_directions(
+    function: Callable[..., list[Tensor]], constants: list[Tensor], bind: bool
+) -> None:
+    directions = function(W, B, X, *constants)
+    expected = [W + RATE * directions[0], B + RATE * directions[1]]
+    for found, wanted in zip(moved(function, constants, bind), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+
+
+def targets(graph: fx.Graph) -> list[str]:
+    return [str(node.target).removeprefix("aten.") for node in graph.nodes if node.op == "call_function"]
+
+
+def test_products_are_added_without_being_formed_and_constants_only_once() -> None:
+    graphs, _ = split(svrg, C)
+    step = targets(graphs.step)
+    assert step.count("addmm_.default") == 2
+    assert "mm.default" not in step
+    assert "sub.Tensor" not in step
+    assert "mul.Tensor" in targets(graphs.once)
+
+
+def test_a_multiple_of_the_parameter_rides_along_with_the_product() -> None:
+    graphs, _ = split(decayed_twice)
+    step = targets(graphs.step)
+    assert step.count("mul_.Tensor") == 1  # of the bias, whose gradient is no product
+    assert "mul.Tensor" not in step
+
+
+def test_what_writes_to_constants_is_left_alone() -> None:
+    def writes(w: Tensor, b: Tensor, x: Tensor, c: Tensor, d: Tensor) -> list[Tensor]:
+        return [*forward(w, b, x), (c + 1.0).add_(d[:, None])]
+
+    module = make_fx(writes)(W, B, X, *C)
+    assert split_step(module.graph, 2, 2) is None
+
+
+def trace(function: Callable[..., Any], size: int) -> fx.GraphModule:
+    return make_fx(function)(W, X[:size])
+
+
+def test_traces_are_the_same_unless_a_size_is_part_of_them() -> None:
+    def any_size(w: Tensor, x: Tensor) -> Tensor:
+        return torch.relu(x @ w.t()).mean()
+
+    def with_size(w: Tensor, x: Tensor) -> Tensor:
+        return (x @ w.t()).sum() / len(x)
+
+    def with_number(w: Tensor, x: Tensor) -> Tensor:
+        return (x @ w.t()).sum() * torch.tensor(float(len(x)))
+
+    def with_branch(w: Tensor, x: Tensor) -> Tensor:
+        return (x @ w.t()).sum() if len(x) > 3 else (x @ w.t()).mean()
+
+    assert same(trace(any_size, 5), trace(any_size, 2))
+    for function in (with_size, with_number, with_branch):
+        assert not same(trace(function, 5), trace(function, 2))

@@ -1,0 +1,128 @@
+"""Whole local steps are traced where they can be, and are the method's own."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fed import FederatedCallback
+from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedProx, Mime, MimeMVR, Scaffold, ServerOnly, SGDm
+from lightning_fed.engines.traces import TracedStep
+from tests.helpers.engines import Ordinary, assert_agree, run
+from tests.helpers.training import data
+
+UNEVEN = partial(data, (14, 7, 11, 6, 10, 9))  # last batches of 1 to 3 examples
+ENGINES: list[tuple[str, dict[str, Any]]] = [("sequential", {}), ("vectorized", {"chunk_size": 1})]
+DECAYED = partial(torch.optim.SGD, lr=0.05, weight_decay=0.01)
+
+
+@pytest.fixture
+def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of examples of traced batches, in order."""
+    sizes: list[int] = []
+    take = TracedStep.__call__
+
+    def count(self: TracedStep, *arguments: Any) -> Any:
+        sizes.append(max(len(a) for a in arguments if isinstance(a, Tensor) and a.dtype == torch.int64))
+        return take(self, *arguments)
+
+    monkeypatch.setattr(TracedStep, "__call__", count)
+    return sizes
+
+
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, lr=0.05), DECAYED])
+@pytest.mark.parametrize("chunk_size", [1, 64])
+@pytest.mark.parametrize(
+    "algorithm",
+    [FedAvg(), Scaffold(), FedProx(mu=0.1), Mime(SGDm()), MimeMVR(a=0.5), FedDane(mu=0.1), ServerOnly()],
+    ids=repr,
+)
+def test_the_correction_is_part_of_the_trace(
+    algorithm: Algorithm, chunk_size: int, optimizer: Any, steps_taken: list[int]
+) -> None:
+    local = {"local_epochs": 2} if algorithm.local_work else {"local_epochs": None}
+    options = {"algorithm": algorithm, "max_rounds": 4, "datamodule": UNEVEN, **local}
+    runs = [
+        run(engine, partial(Ordinary, optimizer), **more, **options)
+        for engine, more in (("sequential", {}), ("vectorized", {"chunk_size": chunk_size}))
+    ]
+    assert steps_taken
+    assert_agree(*runs)
+
+
+def test_batches_with_fewer_examples_are_traced_where_the_graph_is_the_same(steps_taken: list[int]) -> None:
+    runs = [run(engine, datamodule=UNEVEN, algorithm=Scaffold(), **more) for engine, more in ENGINES]
+    assert set(steps_taken) == {2, 3, 4}
+    assert_agree(*runs)
+
+
+class SizedLoss(Ordinary):
+    """Its loss depends on the number of examples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y, reduction="sum") / (len(y) + 1)
+        self.log("train_loss", loss)
+        return loss
+
+
+def test_batches_with_fewer_examples_go_untraced_where_it_is_not(steps_taken: list[int]) -> None:
+    runs = [run(engine, SizedLoss, datamodule=UNEVEN, algorithm=Mime(SGDm()), **more) for engine, more in ENGINES]
+    assert set(steps_taken) == {4}
+    assert_agree(*runs)
+
+
+class Threshold(Ordinary):
+    """Its loss is another one for large batches, which small ones do not show."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y) * (2.0 if len(y) > 6 else 1.0)
+        self.log("train_loss", loss)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*gives another loss than when it was traced")
+def test_a_size_that_changes_the_loss_is_seen_when_it_first_comes() -> None:
+    runs = [run(engine, Threshold, datamodule=UNEVEN, algorithm=Mime(SGDm()), **more) for engine, more in ENGINES]
+    assert_agree(*runs)
+
+
+class Shifted(Algorithm):
+    """A correction with a hyper-parameter."""
+
+    def __init__(self, shift: float = 0.1) -> None:
+        self.shift = shift
+
+    def correct(self, g: Tensor, y: Tensor, step: Any) -> Tensor:
+        return g + self.shift * (y - step.x)
+
+
+class Raise(FederatedCallback):
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        trainer.fit_loop.settings.algorithm.shift = 0.1 * (1 + round)
+
+
+def test_a_hyper_parameter_of_the_method_that_changes_between_rounds_is_heeded() -> None:
+    runs = [
+        run(engine, algorithm=Shifted(), max_rounds=4, callbacks=[Raise()], local_epochs=2)
+        for engine in ("sequential", "vectorized")
+    ]
+    assert_agree(*runs)
+
+
+class LooksAtNumbers(Algorithm):
+    """A correction that takes a number out of a tensor, which a trace cannot hold."""
+
+    def correct(self, g: Tensor, y: Tensor, step: Any) -> Tensor:
+        return g * (2.0 if float(step.x.sum()) > 0 else 0.5)
+
+
+def test_a_correction_that_cannot_be_traced_runs_beside_traced_gradients(steps_taken: list[int]) -> None:
+    runs = [run(engine, algorithm=LooksAtNumbers(), **more) for engine, more in ENGINES]
+    assert not steps_taken
+    assert len(runs[1].fit_loop._engine.step.traces) > 0
+    assert_agree(*runs)

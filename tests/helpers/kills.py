@@ -1,0 +1,200 @@
+"""Runs in processes of their own that are struck at a chosen moment: killed, told to stop, or failed by the disk."""
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_fed import FederatedCallback, checkpoint_io, stopping
+from tests.helpers.processes import environment, free_port
+
+__all__ = ["EXITS", "KINDS", "WHERE", "BlowError", "Places", "Strike", "struck", "struck_together"]
+
+SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
+KINDS = (*SIGNALS, "exception", "disk full")
+WHERE = ("hook", "step", "write", "flush", "rename", "renamed")
+EXITS = {"SIGKILL": -signal.SIGKILL, "SIGTERM": 0, "SIGINT": 1, "exception": 1, "disk full": 1}
+
+
+class BlowError(Exception):
+    """An exception of the user's own code."""
+
+
+@dataclass(frozen=True)
+class Strike:
+    """What happens to a process, and when.
+
+    Attributes:
+        kind: One of :data:`KINDS`.
+        where: One of :data:`WHERE`.
+        at: The number of the moment, from 0, of those of its sort.
+        share: The share of a write that is done before the blow.
+    """
+
+    kind: str
+    where: str
+    at: int
+    share: float = 0.5
+
+
+class Places(FederatedCallback):
+    """Calls a function wherever callbacks are heard."""
+
+    def __init__(self, moment: Callable[[str, str], Any]) -> None:
+        self.moment = moment
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        self.moment("hook", "round start")
+
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        self.moment("hook", "client start")
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        self.moment("hook", "client end")
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        self.moment("hook", "round end")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.moment("hook", "validation end")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.moment("hook", "epoch end")
+
+
+class _Moments:
+    """Counts the moments of a run: hooks, local steps, and every write, flush and rename of a checkpoint.
+
+    Args:
+        strike: What happens at which of them; nothing if None.
+        seen: Where the names of moments are noted.
+    """
+
+    def __init__(self, strike: Strike | None, seen: Path) -> None:
+        self.strike, self.seen, self.counts = strike, seen, dict.fromkeys(WHERE, 0)
+
+    def __call__(self, where: str, name: str = "") -> bool:
+        """Count a moment; return whether the disk fails at it."""
+        falls = self.falls(where)
+        self.counts[where] += 1
+        if self.strike is None or not falls:
+            return False
+        self.seen.write_text(name or where)
+        if self.strike.kind == "disk full":
+            return True
+        if self.strike.kind == "exception":
+            raise BlowError(name or where)
+        os.kill(os.getpid(), SIGNALS[self.strike.kind])
+        return False
+
+    def falls(self, where: str) -> bool:
+        """Whether the strike falls at the next moment of a sort; a full disk stays full."""
+        if self.strike is None or where != self.strike.where:
+            return False
+        late = self.counts[where] - self.strike.at
+        return late >= 0 if self.strike.kind == "disk full" else late == 0
+
+    def listen(self) -> None:
+        """Let everything that is a moment call this, in this process."""
+        check, write = stopping.RoundSignalConnector.check, checkpoint_io._Stream.write
+        fsync, replace = os.fsync, os.replace
+
+        def counted_check(connector: Any) -> None:
+            self("step")
+            check(connector)
+
+        def counted_write(stream: Any, data: Any) -> int:
+            data = bytes(data)
+            part = data[: int(len(data) * self.strike.share)] if self.strike and self.falls("write") else b""
+            stream._stream.write(part)
+            if part:
+                stream._stream.flush()
+            data = data[len(part) :]
+            if self("write"):
+                stream.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return len(part) + write(stream, data) if len(data) else len(part)
+
+        def counted_fsync(handle: int) -> None:
+            if self("flush"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fsync(handle)
+
+        def counted_replace(source: Any, target: Any) -> None:
+            self("rename")
+            replace(source, target)
+            self("renamed")
+
+        stopping.RoundSignalConnector.check = counted_check
+        checkpoint_io._Stream.write = counted_write
+        checkpoint_io.os = _Os(counted_fsync, counted_replace)
+
+
+class _Os:
+    """The module ``os`` with two functions of its own."""
+
+    def __init__(self, fsync: Callable[[int], None], replace: Callable[[Any, Any], None]) -> None:
+        self.fsync, self.replace = fsync, replace
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+def struck(work: Callable[[Places], Any], strike: Strike | None, folder: Path) -> tuple[int, str]:
+    """Run a fit in a process of its own, and strike it.
+
+    Args:
+        work: Runs the fit, given a callback that the trainer must have.
+        strike: What happens and when; nothing if None.
+        folder: For what is noted of the run.
+
+    Returns:
+        The exit code, and at what the strike fell; nothing if the run ended before. Without a strike, how many moments
+        of each sort there were, as JSON.
+    """
+    ((code, seen),) = struck_together(work, [strike], folder)
+    return code, seen
+
+
+def struck_together(
+    work: Callable[[Places], Any], blows: Sequence[Strike | None], folder: Path, timeout: float = 60.0
+) -> list[tuple[int, str]]:
+    """Run a fit in as many processes as there are strikes, which may be None; return the same as :func:`struck`."""
+    context, port, count = multiprocessing.get_context("fork"), free_port(), len(blows)
+    notes = [folder / f"seen-{rank}" for rank in range(count)]
+    processes = []
+    for rank, (strike, seen) in enumerate(zip(blows, notes, strict=True)):
+        seen.unlink(missing_ok=True)
+        around = environment(rank, count, port) if count > 1 else {}
+        processes.append(context.Process(target=_run, args=(work, strike, seen, around), daemon=True))
+        processes[-1].start()
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+    assert not late, f"processes {late} of {count} hang after {blows}"
+    return [(p.exitcode or 0, n.read_text() if n.exists() else "") for p, n in zip(processes, notes, strict=True)]
+
+
+def _run(work: Callable[[Places], Any], strike: Strike | None, seen: Path, around: dict[str, str]) -> None:
+    os.environ |= around
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with open(os.devnull, "w") as nowhere:
+        sys.stderr = sys.stdout = nowhere
+        moments = _Moments(strike, seen)
+        moments.listen()
+        work(Places(moments))
+        if strike is None:
+            seen.write_text(json.dumps(moments.counts))

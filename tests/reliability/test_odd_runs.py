@@ -1,0 +1,198 @@
+"""Odd but legal runs work, and runs that cannot work are refused before anybody trains."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from lightning_fed import FederatedDataModule, FederatedError
+from lightning_fed.algorithms import FedAvg, FedDyn, FedNova, Mime, Scaffold, SGDm
+from lightning_fed.data import Dirichlet, Iid
+from lightning_fed.models import MLPClassifier
+from lightning_fed.server import RoundRobinSampler
+from tests.helpers.training import FEATURES, Net, classification, clients, data, parameters, trainer
+
+METHODS = [FedAvg(), Scaffold(), FedDyn(0.1), FedNova(), Mime(SGDm())]
+both = pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+every = pytest.mark.parametrize("algorithm", METHODS, ids=lambda a: type(a).__name__)
+
+
+class Slope(pl.LightningModule):
+    """A model with one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return (self.w * x - y).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def works(datamodule: FederatedDataModule, model: Any = None, **options: Any) -> Any:
+    """Fit, and check that every round counted and the parameters moved and are finite."""
+    model = Net(dropout=0.0) if model is None else model
+    before = parameters(model).clone()
+    (run := trainer(**{"clients_per_round": 1.0, **options})).fit(model, datamodule)
+    assert run.fit_loop.round == 3
+    assert bool(parameters(model).isfinite().all())
+    assert not torch.equal(parameters(model), before)
+    return run
+
+
+# ------------------------------------------------------------------ odd but legal
+
+
+@both
+@every
+def test_one_client(algorithm: Any, engine: str) -> None:
+    works(data(sizes=(7,)), algorithm=algorithm, engine=engine)
+
+
+@both
+@every
+def test_one_sample_each(algorithm: Any, engine: str) -> None:
+    works(data(sizes=(1, 1, 1)), algorithm=algorithm, engine=engine)
+
+
+@both
+@every
+def test_one_client_with_one_sample(algorithm: Any, engine: str) -> None:
+    works(data(sizes=(1,)), algorithm=algorithm, engine=engine)
+
+
+@both
+@every
+def test_a_model_with_one_parameter(algorithm: Any, engine: str) -> None:
+    pairs = [TensorDataset(torch.ones(4), torch.full((4,), float(k + 1))) for k in range(3)]
+    works(FederatedDataModule(clients=pairs, batch_size=2), Slope(), algorithm=algorithm, engine=engine)
+
+
+@both
+@pytest.mark.parametrize("everyone", [6, 1.0, None], ids=str)
+def test_a_cohort_of_everyone(everyone: Any, engine: str) -> None:
+    run = works(data(), engine=engine, clients_per_round=everyone)
+    assert run.fit_loop.state.seen == 6
+
+
+def test_a_class_that_validation_or_training_misses() -> None:
+    x, y = classification(40, 5).tensors
+    for absent in range(3):
+        rest = TensorDataset(x[y != absent], y[y != absent])
+        model = MLPClassifier(in_features=FEATURES, num_classes=3, hidden=[])
+        works(data(val=rest), model)
+        works(FederatedDataModule(train=rest, partition=Iid(3), val=TensorDataset(x, y)), model)
+
+
+def test_a_validation_set_of_one_sample() -> None:
+    run = works(data(val=classification(1, 5)))
+    assert math.isfinite(run.callback_metrics["val_loss"])
+
+
+def test_clients_without_examples_beside_one_with_some() -> None:
+    run = works(data(sizes=(0, 5, 0)))
+    assert run.fit_loop.state.seen == 1
+
+
+def test_a_batch_larger_than_all_data_and_steps_beyond_them() -> None:
+    works(data(sizes=(3, 2), batch_size=10**9))
+    works(data(sizes=(3, 2), batch_size=2), local_steps=7)
+
+
+def test_no_rounds_leave_the_model_as_it_is() -> None:
+    before = parameters(model := Net()).clone()
+    trainer(max_rounds=0).fit(model, data())
+    assert torch.equal(parameters(model), before)
+
+
+def test_ids_of_any_kind_and_a_large_seed() -> None:
+    ids = ["", " ", "ä/ö", "../x", "0", 7, -1]
+    works(FederatedDataModule(clients=dict(zip(ids, clients((3,) * 7), strict=True))), seed=2**100)
+
+
+# ------------------------------------------------------------------ refused before anybody trains
+
+
+class Trained(Net):
+    """A module that nobody may train."""
+
+    test_step = Net.validation_step
+
+    def training_step(self, *_: Any) -> Tensor:
+        pytest.fail("a client was trained")
+
+
+class Frozen(Trained):
+    """A module without anything to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class Manual(Trained):
+    """A module that steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Endless(Dataset[Any]):
+    """A data set that cannot be counted."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(1)
+
+
+TENSORS = classification(20, 0)
+FLOATS = TensorDataset(torch.randn(20, FEATURES), torch.randn(20))
+REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
+    "no data": ("FederatedDataModule, found no datamodule", lambda: trainer().fit(Trained())),
+    "a loader": ("found no datamodule", lambda: trainer().fit(Trained(), torch.utils.data.DataLoader(TENSORS))),
+    "no clients": ("client", lambda: trainer().fit(Trained(), FederatedDataModule(clients=[]))),
+    "empty clients": ("client", lambda: trainer().fit(Trained(), data(sizes=(0, 0)))),
+    "too many wanted": ("clients_per_round=9", lambda: trainer(clients_per_round=9).fit(Trained(), data())),
+    "too many in turn": ("clients_per_round=9", lambda: trainer(sampler=RoundRobinSampler(9)).fit(Trained(), data())),
+    "a stranger": ("'bob'", lambda: trainer(sampler=lambda seed, round: ["bob"]).fit(Trained(), data())),
+    "no list": ("sampler must return a list", lambda: trainer(sampler=lambda s, r: 3).fit(Trained(), data())),
+    "a stranger's validation": ("'bob'", lambda: data(client_val={"bob": TENSORS})),
+    "clients and a partition": ("either clients", lambda: FederatedDataModule(clients=[TENSORS], partition=Iid(2))),
+    "no partition": ("found train alone", lambda: FederatedDataModule(train=TENSORS)),
+    "no length": ("Endless", lambda: FederatedDataModule(clients=[Endless()])),
+    "no classes": ("integer", lambda: FederatedDataModule(train=FLOATS, partition=Dirichlet(3, 0.5)).clients),
+    "more clients than examples": (
+        "needs at least 99 examples",
+        lambda: FederatedDataModule(train=TENSORS, partition=Iid(99)).clients,
+    ),
+    "indices beyond": (
+        "gave indices from 99 to 99 for 20 examples",
+        lambda: FederatedDataModule(train=TENSORS, partition=lambda y: [torch.tensor([99])]).clients,
+    ),
+    "nothing to train": ("no trainable parameter", lambda: trainer().fit(Frozen(), data())),
+    "manual": ("manual optimization", lambda: trainer().fit(Manual(), data())),
+    "steps and rounds": ("max_steps=5", lambda: trainer(max_steps=5)),
+    "two names": ("max_rounds=3 and max_epochs=4 differ", lambda: trainer(max_rounds=3, max_epochs=4)),
+    "two works": ("not both", lambda: trainer(local_steps=3, local_epochs=3)),
+    "validation within": ("val_check_interval", lambda: trainer(val_check_interval=0.5).fit(Trained(), data())),
+    "no test set": ("no test set", lambda: trainer().test(Trained(), data())),
+    "no checkpoint": (r"gone\.ckpt", lambda: trainer().fit(Trained(), data(), ckpt_path="gone.ckpt")),
+    "an empty checkpoint": (r"empty\.ckpt", lambda: trainer().fit(Trained(), data(), ckpt_path="empty.ckpt")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_before_anybody_trains(name: str) -> None:
+    Path("empty.ckpt").touch()
+    message, attempt = REFUSED[name]
+    with pytest.raises(FederatedError, match=message):
+        attempt()
