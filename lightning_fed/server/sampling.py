@@ -47,10 +47,8 @@ class _CountingSampler:
         k = clients_per_round
         if isinstance(k, bool) or not isinstance(k, int | float):
             raise FederatedError(f"clients_per_round must be an int or a float, found {k!r} ({type(k).__name__}).")
-        if isinstance(k, int) and k < 1:
-            raise FederatedError(f"clients_per_round must be at least 1 client, found {k}.")
-        if isinstance(k, int) and k >= 2**63:
-            raise FederatedError(f"clients_per_round must be fewer than 2**63 clients, found {k.bit_length()} bits.")
+        if isinstance(k, int) and not 1 <= k < 2**63:
+            raise FederatedError(f"clients_per_round must be at least 1 client, and fewer than 2**63, found {k}.")
         if isinstance(k, float) and not 0 < k <= 1:
             raise FederatedError(
                 f"clients_per_round as a share must lie in (0, 1], found {k}. For a count pass an int."
