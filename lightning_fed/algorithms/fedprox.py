@@ -82,7 +82,7 @@ class FedProx(Algorithm):
                 f"FedProx(adaptive={given!r}): adaptive must be None, True or {{'step': 0.1, 'patience': 5}}."
             )
         rule = {"step": 0.1, "patience": 5, **({} if given is True else given)}
-        if unknown := sorted(rule.keys() - {"step", "patience"}):
+        if unknown := sorted(map(str, rule.keys() - {"step", "patience"})):
             raise FederatedError(f"FedProx(adaptive=...): unknown {unknown}; allowed are 'step' and 'patience'.")
         patience = number(self, "adaptive['patience']", rule["patience"], "[1, inf)")
         if not patience.is_integer():

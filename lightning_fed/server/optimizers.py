@@ -41,7 +41,7 @@ class _ServerOptimizer(Optimizer):
         group = self.param_groups[-1]
         number(self, "lr", group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"], "[0, inf)")
         if "tau" in group:
-            number(self, "tau", group["tau"], "(0, inf)")
+            number(self, "tau", group["tau"], "(0, 1e150]")  # its square is a number too
         if "bias_correction" in group:
             choice(self, "bias_correction", group["bias_correction"], True, False)
         try:

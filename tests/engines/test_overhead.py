@@ -3,6 +3,7 @@
 When a change makes a count smaller, lower it here; it should not grow without a reason.
 """
 
+import gc
 import sys
 from dataclasses import astuple, dataclass
 from functools import lru_cache
@@ -83,10 +84,13 @@ class CountCalls(FederatedCallback):
 
     def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
         self.count = 0
+        gc.collect()
+        gc.disable()  # what other tests left behind runs code when it is collected
         sys.setprofile(self._seen)
 
     def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
         sys.setprofile(None)
+        gc.enable()
 
     def _seen(self, frame: Any, event: str, argument: Any) -> None:
         self.count += event == "call"
