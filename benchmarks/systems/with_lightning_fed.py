@@ -29,8 +29,8 @@ def run(problem: Problem, settings: Settings, stopwatch: Stopwatch) -> Outcome |
     logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
     torch.set_num_threads(1)
     on_gpu = settings.accelerator == "gpu"
-    devices = settings.devices or (1 if on_gpu else min(usable_cores(), problem.workload.cohort))
     module = Module(problem)
+    devices = settings.devices or (1 if on_gpu else _processes(problem, module))
     trainer = lightning_fed.FederatedTrainer(
         algorithm=make_method(settings.algorithm), max_rounds=settings.total, local_epochs=problem.workload.epochs,
         sampler=lambda seed, round, population=None: problem.cohort(round), seed=0, engine=settings.engine,
@@ -51,6 +51,13 @@ def run(problem: Problem, settings: Settings, stopwatch: Stopwatch) -> Outcome |
         "accelerator": settings.accelerator,
     }
     return Outcome(logits_of(module.net), config)
+
+
+def _processes(problem: Problem, module: "Module") -> int:
+    """Return one process per core; one in all where a round is over sooner than several have agreed on it."""
+    examples = problem.workload.cohort * len(problem.x) // problem.num_clients
+    work = sum(p.numel() for p in module.parameters()) * examples * problem.workload.epochs
+    return min(usable_cores(), problem.workload.cohort, 1 + work // 10**7)
 
 
 class Module(pl.LightningModule):

@@ -52,9 +52,11 @@ def derive_seed(seed: int, purpose: Purpose, round: int = 0, client: int = 0) ->
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
-def generator(seed: int, purpose: Purpose, round: int = 0, client: int = 0) -> torch.Generator:
-    """Return a fresh CPU generator for one random stream; see :func:`derive_seed`."""
-    return torch.Generator().manual_seed(derive_seed(seed, purpose, round, client))
+def generator(
+    seed: int, purpose: Purpose, round: int = 0, client: int = 0, reuse: torch.Generator | None = None
+) -> torch.Generator:
+    """Return a CPU generator for one random stream, a fresh one unless given one; see :func:`derive_seed`."""
+    return (reuse or torch.Generator()).manual_seed(derive_seed(seed, purpose, round, client))
 
 
 def seed_global(seed: int, device: torch.device | None = None) -> None:

@@ -1,9 +1,9 @@
 """The batches of several clients, step by step, stacked where they have the same shape."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import pytorch_lightning as pl
 import torch
@@ -18,6 +18,9 @@ from lightning_fed.engines.plan import WorkPlan
 
 __all__ = ["BatchGroup", "ChunkBatches", "chunk_batches", "has_transfer_hooks", "on_device"]
 
+Stream: TypeAlias = Callable[..., torch.Generator]
+"""Makes the generator of a client's batch orders; seeds another one if given ``reuse``."""
+
 _GATHERED = 2**26  # bytes of a local epoch that are looked up at once
 
 
@@ -31,6 +34,7 @@ class BatchGroup:
         batch: Their batches, every tensor stacked to [n, B, ...].
         examples: The examples in each batch.
         batch_idx: The index of the batch in the local epoch.
+        is_rows: Whether the tensors are rows of the same ones in every group, so that the examples tell their shapes.
     """
 
     clients: Sequence[int]
@@ -38,6 +42,7 @@ class BatchGroup:
     batch: Any
     examples: int
     batch_idx: int
+    is_rows: bool = False
 
     @property
     def first(self) -> Any:
@@ -62,14 +67,14 @@ class ChunkBatches(Protocol):
 
 
 def chunk_batches(
-    trainer: pl.Trainer, plans: Sequence[WorkPlan], streams: Sequence[torch.Generator], shuffle: bool, by_index: bool
+    trainer: pl.Trainer, plans: Sequence[WorkPlan], streams: Sequence[Stream], shuffle: bool, by_index: bool
 ) -> ChunkBatches:
     """Return the batches of a chunk; straight out of the tensors where all clients are cut out of the same ones.
 
     Args:
         trainer: The trainer, whose transfer hooks every batch goes through.
         plans: The clients' work, those with the most steps first.
-        streams: The generators of their batch orders.
+        streams: What makes the generators of their batch orders.
         shuffle: Whether local epochs visit batches in random order.
         by_index: Whether clients at different places of their local epochs must be kept apart.
     """
@@ -105,7 +110,7 @@ class _AnyBatches:
         self,
         trainer: pl.Trainer,
         plans: Sequence[WorkPlan],
-        streams: Sequence[torch.Generator],
+        streams: Sequence[Stream],
         shuffle: bool,
         by_index: bool,
     ) -> None:
@@ -130,20 +135,20 @@ class _OneClient:
     """Batches of a single client that are rows of tensors: one lookup for a whole local epoch."""
 
     def __init__(
-        self, trainer: pl.Trainer, batches: TensorBatches, plan: WorkPlan, stream: torch.Generator, shuffle: bool
+        self, trainer: pl.Trainer, batches: TensorBatches, plan: WorkPlan, stream: Stream, shuffle: bool
     ) -> None:
         self._groups = iter(self._make(trainer, batches, plan, stream, shuffle))
 
     @staticmethod
     def _make(
-        trainer: pl.Trainer, batches: TensorBatches, plan: WorkPlan, stream: torch.Generator, shuffle: bool
+        trainer: pl.Trainer, batches: TensorBatches, plan: WorkPlan, make_stream: Stream, shuffle: bool
     ) -> Iterator[BatchGroup]:
-        size = batches.settings.batch_size
+        size, stream = batches.settings.batch_size, make_stream()
         for length in plan.epochs:
             rows = batches.epoch_rows(stream, shuffle)[: length * size]
             epoch = on_device(trainer, [t.index_select(0, rows.to(t.device)) for t in batches.tensors])
             for i, batch in enumerate(zip(*(t.split(size) for t in epoch), strict=True)):
-                yield _Alone((0,), slice(0, 1), list(batch), len(batch[0]), i)
+                yield _Alone((0,), slice(0, 1), list(batch), len(batch[0]), i, is_rows=True)
 
     def step(self, active: int) -> list[BatchGroup]:
         return [next(self._groups)]
@@ -157,13 +162,14 @@ class _SharedTensors:
         trainer: pl.Trainer,
         tensors: Sequence[Tensor],
         plans: Sequence[WorkPlan],
-        streams: Sequence[torch.Generator],
+        streams: Sequence[Stream],
         shuffle: bool,
         by_index: bool,
     ) -> None:
         self.trainer, self.tensors, self.by_index = trainer, tensors, by_index
         self._step = 0
-        self._rows = [_epoch_rows(plan, stream, shuffle) for plan, stream in zip(plans, streams, strict=True)]
+        one = torch.Generator()  # whose orders are drawn right away, client by client
+        self._rows = [_epoch_rows(plan, s(reuse=one), shuffle) for plan, s in zip(plans, streams, strict=True)]
 
     def step(self, active: int) -> list[BatchGroup]:
         k, self._step = self._step, self._step + 1
@@ -177,7 +183,7 @@ class _SharedTensors:
         rows = torch.cat([self._rows[client][k][1] for client in clients])
         picked = [t.index_select(0, rows.to(t.device)) for t in self.tensors]
         batch = on_device(self.trainer, [t.view(len(clients), size, *t.shape[1:]) for t in picked])
-        return BatchGroup(clients, _chosen(clients, active), batch, size, self._rows[clients[0]][k][0])
+        return BatchGroup(clients, _chosen(clients, active), batch, size, self._rows[clients[0]][k][0], is_rows=True)
 
 
 def on_device(trainer: pl.Trainer, tensors: list[Tensor]) -> list[Tensor]:
@@ -191,8 +197,9 @@ def _bytes_of(batches: TensorBatches) -> int:
     return batches.size * sum(t.element_size() * (t.numel() // max(1, len(t))) for t in batches.tensors)
 
 
-def _batches(plan: WorkPlan, stream: torch.Generator, shuffle: bool) -> Iterator[tuple[int, Any, int]]:
+def _batches(plan: WorkPlan, make_stream: Stream, shuffle: bool) -> Iterator[tuple[int, Any, int]]:
     """Yield (index in its local epoch, batch, examples in it) for all of a client's local epochs."""
+    stream = make_stream()
     for length in plan.epochs:
         for i, (batch, examples) in enumerate(islice(plan.batches.epoch(stream, shuffle), length)):
             yield i, batch, examples
@@ -203,9 +210,10 @@ def _epoch_rows(plan: WorkPlan, stream: torch.Generator, shuffle: bool) -> list[
     batches = plan.batches
     assert isinstance(batches, TensorBatches)
     out: list[tuple[int, Tensor]] = []
+    size = batches.settings.batch_size
     for length in plan.epochs:
-        parts = batches.epoch_rows(stream, shuffle).split(batches.settings.batch_size)
-        out += enumerate(parts[:length])
+        rows = batches.epoch_rows(stream, shuffle)
+        out += enumerate(rows.split(size)[:length] if len(rows) > size else (rows,)[:length])
     return out
 
 

@@ -51,18 +51,24 @@ class ChunkMeans:
 
     def of_clients(self, back: Sequence[int]) -> tuple[list[float], list[dict[str, float]]]:
         """Return each client's mean loss and its means of what it logged, in the order ``back``."""
-        self._sums = {key: self._sum(entries) for key, entries in self._entries.items()}
+        values: dict[tuple[int, ...], list[float]] = {}  # a loss that is logged too is the same tensor
+        self._sums = {key: self._sum(entries, values) for key, entries in self._entries.items()}
         means: list[dict[str, float]] = [
             {key: totals[i] / weights[i] for key, (totals, weights) in self._sums.items() if weights[i]} for i in back
         ]
         loss = [own.pop("", float("nan")) for own in means]
         return loss, [{key[1:]: value for key, value in own.items()} for own in means]
 
-    def _sum(self, entries: Sequence[tuple[Sequence[int], Tensor, int]]) -> tuple[list[float], list[int]]:
+    def _sum(
+        self, entries: Sequence[tuple[Sequence[int], Tensor, int]], known: dict[tuple[int, ...], list[float]]
+    ) -> tuple[list[float], list[int]]:
         totals, weights = [0.0] * self._count, [0] * self._count
         if not entries:
             return totals, weights
-        values = iter(torch.cat([value.reshape(-1) for _, value, _ in entries]).tolist())
+        tensors = tuple(id(value) for _, value, _ in entries)
+        if tensors not in known:
+            known[tensors] = torch.cat([value.reshape(-1) for _, value, _ in entries]).tolist()
+        values = iter(known[tensors])
         for clients, _, weight in entries:
             for client in clients:
                 totals[client] += weight * next(values)

@@ -220,7 +220,8 @@ class FunctionalStep:
         self.flat.point_to(first[0])
         self._held = None
         arguments = self._arguments(unflatten(first[1], spec), batch_idx)
-        loss, _ = self._loss(lambda: self.module.training_step(*arguments))
+        with torch.enable_grad():
+            loss, _ = self._loss(lambda: self.module.training_step(*arguments))
         return loss.detach()
 
     def _arguments(self, batch: Any, batch_idx: int) -> tuple[Any, ...]:

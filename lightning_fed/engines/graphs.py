@@ -1,5 +1,6 @@
 """Rewrites of traced local steps: what is the same for every step is done once, products go into the parameters."""
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["StepGraphs", "same", "simplify", "split_step", "use_bindings"]
+__all__ = ["StepGraphs", "same", "simplify", "split_step", "use_bindings", "use_onednn"]
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.expand.default)
@@ -57,6 +58,43 @@ _BOUND: dict[Any, Any] = {
     _aten.addmm_.default: Tensor.addmm_,
     _aten.baddbmm_.default: Tensor.baddbmm_,
 }
+
+
+_ONEDNN = 2**15
+"""Weights of a layer from which oneDNN multiplies faster than the library that PyTorch asks otherwise."""
+
+
+def use_onednn(graph: fx.Graph) -> None:
+    """Let oneDNN take the forward passes of large linear layers on a CPU, in float32, where PyTorch is built with it.
+
+    On AMD processors they take two thirds to four fifths of the time. Which layers is a matter of their size alone, and
+    not of a trial, so that every run has the same bits.
+    """
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return
+    for node in graph.find_nodes(op="call_function", target=_aten.addmm.default):
+        bias, rows, columns = node.args
+        if node.kwargs or columns.target is not _aten.t.default:
+            continue
+        weight = columns.args[0]
+        values = [part.meta.get("val") for part in (bias, rows, weight)]
+        if _numel(weight) >= _ONEDNN and all(_is_plain(value) for value in values):
+            after = next(iter(node.users))
+            is_relu = len(node.users) == 1 and after.target is _aten.relu.default
+            if is_relu:
+                after.replace_all_uses_with(node)
+            node.target = torch.ops.mkldnn._linear_pointwise.default
+            node.args = (rows, weight, bias, "relu" if is_relu else "none", [], "")
+    _erase_unused(graph)
+
+
+def _is_plain(value: Any) -> bool:
+    known = isinstance(value, Tensor) and value.device.type == "cpu"
+    return known and value.dtype is torch.float32 and value.is_contiguous()
+
+
+def _numel(node: fx.Node) -> int:
+    return math.prod(_shape(node) or (0,))
 
 
 def use_bindings(graph: fx.Graph) -> None:

@@ -1,6 +1,7 @@
 """Local steps of plain SGD in one go: gradients, the method's correction and the update, as one traced graph."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.rounds import Step
 from lightning_fed.core.types import State, Vector
 from lightning_fed.core.watched import Watched
+from lightning_fed.engines.chunk_batches import BatchGroup
 from lightning_fed.engines.functional import FunctionalStep, Logged, flatten
 from lightning_fed.engines.stacked import StackedWork
 from lightning_fed.engines.traces import Found, TracedStep
@@ -37,6 +39,21 @@ class LocalSteps:
         return BoundSteps(self, work)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A traced step, and what stays as it is from step to step.
+
+    Attributes:
+        step: The step.
+        rest: What it takes after parameters and batch.
+        total: The constant part of all directions, if there is one: [P] of a single client, else [S, P].
+    """
+
+    step: TracedStep
+    rest: Sequence[Any]
+    total: Vector | None
+
+
 class BoundSteps:
     """The traced local steps of some clients.
 
@@ -53,54 +70,64 @@ class BoundSteps:
         self._constants = _Constants(work, steps.algorithm, self.alone)
         self._fixed = self._constants.tensors
         self._y = work.y[0] if self.alone else work.y[: work.active]
-        self._made: dict[TracedStep, tuple[Sequence[Any], Vector | None]] = {}
+        self._rate = -work.rate
+        self._ready: dict[int, _Ready] = {}
+        self._made: dict[TracedStep, _Ready] = {}
         self._found: dict[Any, TracedStep | None] = {}
 
-    def take(self, batch: Any, batch_idx: int, examples: int) -> tuple[Tensor, dict[str, Logged]] | None:
-        """Take a step.
+    def take(self, group: BatchGroup) -> tuple[Tensor, dict[str, Logged]] | None:
+        """Take a step, without gradients.
 
         Args:
-            batch: The clients' batches, every tensor [S, B, ...]; [B, ...] of a single client.
-            batch_idx: Their index in the local epoch.
-            examples: The examples in each.
+            group: The batches of the clients at work.
 
         Returns:
             The losses and what was logged, or None if no step was taken, since it cannot be traced.
         """
-        leaves, spec = flatten(batch)
+        leaves, spec = flatten(group.first if self.alone else group.batch)
+        ready = self._ready.get(group.examples) if group.is_rows else None
+        if ready is None:
+            return self._take_first(group, leaves, spec)
+        loss, values = ready.step(*self._views, *leaves, *ready.rest)
+        if ready.total is not None:
+            self._y.add_(ready.total, alpha=self._rate)
+        return loss, self._step.logged(values)
+
+    def _take_first(self, group: BatchGroup, leaves: Sequence[Tensor], spec: Any) -> Any:
+        """Do the same with batches of a shape that is new to these clients, or may be."""
         key = (spec, *kinds(leaves))
         if key not in self._found:
-            self._found[key] = self._trace(leaves, spec, examples)
+            self._found[key] = self._trace(leaves, spec, group.examples)
         traced = self._found[key]
         if traced is None or not self._step.traces.allowed:
             return None
         if traced not in self._made:
             self._made[traced] = self._run_once(traced)
-        once, total = self._made[traced]
-        rate = -self._work.rate
+        ready = self._made[traced]
         expected = None
         if not self._step.is_checked or key not in traced.sizes_seen:
             traced.sizes_seen.add(key)
-            expected, before = (
-                self._step.loss_of_first(self._views, leaves, spec, batch_idx, self.alone),
-                self._y.clone(),
-            )
-        loss, values = traced(*self._views, *leaves, *once, rate)
+            expected = self._step.loss_of_first(self._views, leaves, spec, group.batch_idx, self.alone)
+            before = self._y.clone()
+        loss, values = traced(*self._views, *leaves, *ready.rest)
         if expected is not None and not self._step.is_right(loss if self.alone else loss[0], expected):
             self._y.copy_(before)
+            self._ready.clear()
             return None
-        if total is not None:
-            self._y.add_(total, alpha=rate)
+        if ready.total is not None:
+            self._y.add_(ready.total, alpha=self._rate)
+        if group.is_rows:
+            self._ready[group.examples] = ready
         return loss, self._step.logged(values)
 
-    def _run_once(self, traced: TracedStep) -> tuple[Sequence[Tensor], Vector | None]:
-        """Return what a graph needs beside parameters and batch, and the constant part of all directions."""
+    def _run_once(self, traced: TracedStep) -> "_Ready":
+        """Work out what stays as it is from step to step."""
         inputs = self._work.inputs
         inputs.server.read |= traced.notes["server"]
         inputs.cohort_grad.read |= traced.notes["cohort_grad"]
         sums, once = traced.once(self._fixed)
         if not traced.has_sum:
-            return once, None
+            return _Ready(traced, (*once, self._rate), None)
         lead = (1,) if self.alone else (self._work.active,)
         parts = [
             torch.zeros(*lead, shape.numel(), dtype=self._y.dtype, device=self._y.device)
@@ -109,7 +136,7 @@ class BoundSteps:
             for part, shape in zip(sums, self._layout.shapes, strict=True)
         ]
         total = torch.cat(parts, dim=1)
-        return once, total[0] if self.alone else total
+        return _Ready(traced, (*once, self._rate), total[0] if self.alone else total)
 
     def _trace(self, leaves: Sequence[Tensor], spec: Any, examples: int) -> TracedStep | None:
         """Return the graph for batches such as these, if there is one.

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lightning_fed._compat import rank_zero_warn
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.base_optimizers import BaseOptimizer
-from lightning_fed.engines.graphs import StepGraphs, same, simplify, split_step, use_bindings
+from lightning_fed.engines.graphs import StepGraphs, same, simplify, split_step, use_bindings, use_onednn
 
 __all__ = ["PASSING", "TracedStep", "Traces", "marks"]
 
@@ -200,6 +200,7 @@ class TracedStep:
         self.fits_any_size: bool | None = None
         self.sizes_seen: set[Any] = set()
         self._count, self._sizes = count, sizes
+        use_onednn(graphs.step)
         for graph in (graphs.once, graphs.step):
             use_bindings(graph)
         self._once = fx.GraphModule(whole, graphs.once).forward
@@ -212,9 +213,8 @@ class TracedStep:
         return out[: self._count], out[self._count :]
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, Values]:
-        """Move the parameters, and return the loss and the logged values."""
-        with torch.no_grad():
-            loss, *logged = self._step(*arguments)
+        """Move the parameters, and return the loss and the logged values; to be called without gradients."""
+        loss, *logged = self._step(*arguments)
         return loss, {name: (value, size) for (name, size), value in zip(self._sizes.items(), logged, strict=True)}
 
 

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class VectorizedEngine(Engine):
         """
         if not plan.epochs:
             return  # there is no local work
-        stream = generator(self.seed, Purpose.BATCHES, 0, plan.participant.index)
+        stream = partial(generator, self.seed, Purpose.BATCHES, 0, plan.participant.index)
         with self.gradients.silent():
             batches = chunk_batches(self.trainer, [plan], [stream], self.shuffle, by_index=True)
             (group,) = batches.step(1)
@@ -146,11 +147,11 @@ class VectorizedEngine(Engine):
         steps = [plan.participant.steps for plan in plans]
         if self.step.is_random or not all(_is_rows(plan.batches) for plan in plans):
             seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, plans[0].participant.index), device)
-        streams = [generator(self.seed, Purpose.BATCHES, inputs.round, plan.participant.index) for plan in plans]
+        streams = [partial(generator, self.seed, Purpose.BATCHES, inputs.round, p.participant.index) for p in plans]
         batches = chunk_batches(self.trainer, plans, streams, self.shuffle, self.step.reads_index)
         anchor = self._anchor(inputs)
         active, bound = 0, None
-        with self.step.recording():
+        with self.step.recording(), torch.no_grad():
             for k in range(steps[0]):
                 self._steps_taken = k
                 self.trainer._signal_connector.check()
@@ -170,7 +171,7 @@ class VectorizedEngine(Engine):
         if len(groups) > 1:
             return False
         (group,) = groups
-        found = bound.take(group.first if bound.alone else group.batch, group.batch_idx, group.examples)
+        found = bound.take(group)
         if found is not None:
             means.add(group, *found)
         return found is not None

@@ -1,6 +1,5 @@
 """What the strategies of several processes share: Lightning's DDP without its wrapper around the module."""
 
-import torch
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_fed._compat import _sync_module_states
@@ -19,9 +18,3 @@ class UnwrappedDDPStrategy(DDPStrategy):
         """Give every process the same initial model, and no wrapper."""
         assert self.model is not None
         _sync_module_states(self.model)
-
-    def setup_environment(self) -> None:
-        """Join the processes, and take this one's share of the threads of a CPU."""
-        super().setup_environment()
-        if self.root_device.type == "cpu":
-            torch.set_num_threads(max(1, torch.get_num_threads() // self.num_processes))

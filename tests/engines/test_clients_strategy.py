@@ -400,13 +400,20 @@ def test_the_command_line_starts_processes() -> None:
     assert_close(dict(one), dict(two), rtol=1e-4)
 
 
-def test_threads_are_shared(tmp_path: Path) -> None:
-    def threads() -> int:
-        torch.set_num_threads(4)
-        end(max_rounds=1, **TWO)
-        return torch.get_num_threads()
-
-    assert [value_of(outcome) for outcome in in_processes(threads, tmp_path)] == [2, 2]
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [None, 2])
+def test_threads_are_shared_unless_their_number_is_given(
+    given: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", str(given))
+    script = tmp_path / "script.py"
+    script.write_text(
+        SCRIPT.replace("STRATEGY", "clients") + "    import torch\n    print('threads', torch.get_num_threads())\n"
+    )
+    share = given or max(1, len(os.sched_getaffinity(0)) // 2)
+    assert started(str(script)).count(f"threads {share}") == 2
 
 
 def test_the_strategy_may_be_given_as_an_object() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lightning_fed.engines.graphs import StepGraphs, same, simplify, split_step, use_bindings
+from lightning_fed.engines.graphs import StepGraphs, same, simplify, split_step, use_bindings, use_onednn
 
 W, B = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
 X = torch.randn(5, 4, dtype=torch.float64)
@@ -137,3 +137,24 @@ def test_traces_are_the_same_unless_a_size_is_part_of_them() -> None:
     assert same(trace(any_size, 5), trace(any_size, 2))
     for function in (with_size, with_number, with_branch):
         assert not same(trace(function, 5), trace(function, 2))
+
+
+def relus(x: Tensor, w: Tensor, b: Tensor, v: Tensor, c: Tensor) -> list[Tensor]:
+    z = torch.addmm(b, x, w.t())
+    return [torch.addmm(c, torch.relu(z), v.t()), torch.relu(torch.addmm(b, x, w.t())), z]
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "layers"), [(512, torch.float32, 2), (64, torch.float32, 0), (512, torch.float64, 0)]
+)
+def test_onednn_takes_large_layers_in_float32_and_gives_the_same(width, dtype, layers):
+    tensors = [0.1 * torch.randn(*shape, dtype=dtype) for shape in ((20, width), (64, width), (64,), (3, 64), (3,))]
+    module = make_fx(relus)(*tensors)
+    expected = module(*tensors)
+    use_onednn(module.graph)
+    use_bindings(module.graph)
+    module.recompile()
+    assert module.code.count("mkldnn") == layers
+    if layers:  # one of them feeds a ReLU alone, the other one is asked for itself
+        assert module.code.count("'relu'") == 1
+    torch.testing.assert_close(module(*tensors), expected)
