@@ -3,6 +3,8 @@
 Tested with pytorch-lightning 2.6.6; a missing name fails here, at import, and names the version found.
 """
 
+import warnings
+
 import pytorch_lightning as pl
 
 try:
@@ -30,6 +32,9 @@ except ImportError as error:
         f"lightning_fed builds on internals of pytorch-lightning 2.6 that version {pl.__version__} does not have"
         f" ({error}). Install a tested version: pip install 'pytorch-lightning>=2.6.6,<2.7'."
     ) from error
+
+# Lightning 2.6 asks PyTorch's tree specs in a way that newer releases call deprecated: nothing a user could change
+warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 __all__ = [
     "ClosureResult",

@@ -9,6 +9,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_fed.algorithms.base import Algorithm
@@ -196,6 +197,12 @@ def check_module(trainer: pl.Trainer) -> None:
         )
     if "dataloader_iter" in module.training_step.__code__.co_varnames[: module.training_step.__code__.co_argcount]:
         raise FederatedError(f"{name}.training_step(dataloader_iter) is not supported: take `batch` instead.")
+    lazy = next((key for key, parameter in module.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        raise FederatedError(
+            f"{name}.{lazy} has no shape yet, and all clients start from the same parameters. Give the layer its sizes,"
+            " or run an example through the module before the fit."
+        )
 
 
 def check_optimizers(optimizers: list[Optimizer], module: pl.LightningModule) -> Optimizer:

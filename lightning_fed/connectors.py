@@ -7,12 +7,19 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import EarlyStopping
 from torch import Tensor
 
-from lightning_fed._compat import TrainerFn, _CheckpointConnector, _LoggerConnector, rank_zero_info
+from lightning_fed._compat import (
+    MisconfigurationException,
+    TrainerFn,
+    _CheckpointConnector,
+    _LoggerConnector,
+    rank_zero_info,
+)
 from lightning_fed.checkpoint_io import AtomicCheckpointIO
 from lightning_fed.checkpoint_places import newest, tidy_folders
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.evaluation_loop import SharedEvaluationLoop
 from lightning_fed.engines.results import EvaluationResults
+from lightning_fed.restoring import check_optimizer_states, restored_from
 from lightning_fed.server.server import FORMAT
 from lightning_fed.stopping import RoundSignalConnector
 
@@ -37,14 +44,29 @@ class RoundCheckpointConnector(_CheckpointConnector):
             super().resume_start(checkpoint_path, weights_only=weights_only)
         except KeyError as error:
             raise FederatedError(f"{checkpoint_path} is no Lightning checkpoint: it has no entry {error}.") from error
-        checkpoint = self._loaded_checkpoint
-        if not checkpoint or not is_fit:
-            return
+        if self._loaded_checkpoint and is_fit:
+            self._take(self._loaded_checkpoint, checkpoint_path)
+
+    def _restore_modules_and_callbacks(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        """Load the checkpoint into module, data module and callbacks, or say what of it does not fit."""
+        with restored_from(checkpoint_path, "the model and the callbacks"):
+            super()._restore_modules_and_callbacks(checkpoint_path, weights_only=weights_only)
+
+    def restore_training_state(self) -> None:
+        """Load loops, optimizers and schedules, or say what of the checkpoint does not fit."""
+        with restored_from(self.trainer.ckpt_path, "optimizers and schedules"):
+            super().restore_training_state()
+            for optimizer in self.trainer.optimizers if self._loaded_checkpoint else ():
+                check_optimizer_states(optimizer, "the local optimizer")
+
+    def _take(self, checkpoint: dict[str, Any], checkpoint_path: Any) -> None:
+        """Look at a checkpoint before it is restored, and leave nothing but weights in one of no federated run."""
         self._check_shapes(checkpoint, checkpoint_path)
         loops = checkpoint.get("loops") or {}
         saved = loops.get("fit_loop", {}).get("state_dict", {})
         if "format" in saved:
             self._check_whole(checkpoint, saved["format"], checkpoint_path)
+            self._check_rounds(int(saved["round"]), checkpoint_path)
             self.kept = (int(saved["round"]), checkpoint_path)
             return
         rank_zero_info(f"{checkpoint_path} holds no federated run: training starts at round 0 from its weights.")
@@ -69,6 +91,19 @@ class RoundCheckpointConnector(_CheckpointConnector):
                     f"{path} is of another model: {name!r} has shape {tuple(other.shape)} there and"
                     f" {tuple(value.shape)} in {type(module).__name__}."
                 )
+
+    def _check_rounds(self, done: int, path: Any) -> None:
+        """Refuse a checkpoint with more rounds than are asked for.
+
+        Raises:
+            FederatedError: Naming both numbers.
+        """
+        wanted = self.trainer.fit_loop.max_epochs
+        if wanted is not None and -1 < wanted < done:
+            raise FederatedError(
+                f"{path} holds {done} completed rounds, more than max_rounds={wanted}. Raise max_rounds, or resume from"
+                " an earlier checkpoint."
+            )
 
     @staticmethod
     def _check_whole(checkpoint: Mapping[str, Any], found: Any, path: Any) -> None:
@@ -116,7 +151,10 @@ class RoundCheckpointConnector(_CheckpointConnector):
         """Find the checkpoint that "last" is: the newest of the run, be it called so or not."""
         if ckpt_path == "last" and state_fn == TrainerFn.FITTING and (found := newest(self.trainer)) is not None:
             return found
-        return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
+        try:
+            return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
+        except (ValueError, MisconfigurationException) as error:
+            raise FederatedError(f"ckpt_path={ckpt_path!r}: {error}") from error
 
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the server model, whatever the module holds in the middle of a client's work."""

@@ -42,6 +42,7 @@ from lightning_fed.engines.plan import Planner
 from lightning_fed.engines.ranks import Ranks, metrics_alone
 from lightning_fed.engines.round import Round
 from lightning_fed.optim import FederatedOptimizer
+from lightning_fed.restoring import check_optimizer_states, restored_from
 from lightning_fed.server.client_store import ClientStore
 from lightning_fed.server.population import Population
 from lightning_fed.server.privacy import DifferentialPrivacy
@@ -258,9 +259,11 @@ class FederatedLoop(Inspection, _FitLoop):
         restored, self._restored = self._restored, None
         carried: ClientStore | None = None
         if restored is not None:
-            s.check_transport(restored.get("transport", {}))
-            state.load_state_dict({**restored, "client_states": {}}, any_seed=not s.seed_is_given)
-            metrics = {name: torch.tensor(value) for name, value in restored["metrics"].items()}
+            with restored_from(self.trainer.ckpt_path, "the state of the server"):
+                s.check_transport(restored.get("transport", {}))
+                state.load_state_dict({**restored, "client_states": {}}, any_seed=not s.seed_is_given)
+                check_optimizer_states(state.step.optimizer, "the server's optimizer")
+                metrics = {name: torch.tensor(value) for name, value in restored["metrics"].items()}
             self.trainer._logger_connector._callback_metrics.update(metrics)
         elif kept is not None and kept.round > 0:
             if module is not self._module:
@@ -273,7 +276,8 @@ class FederatedLoop(Inspection, _FitLoop):
             carried = kept.clients
         self.kept_states.open(state, self._ranks, carried, flat, s)
         if restored is not None:
-            self.kept_states.load(state, restored["client_states"], self._ranks.is_home_of)
+            with restored_from(self.trainer.ckpt_path, "client states"):
+                self.kept_states.load(state, restored["client_states"], self._ranks.is_home_of)
         self._module = module
         return state
 

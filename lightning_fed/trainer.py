@@ -15,6 +15,7 @@ from lightning_fed.callbacks import RoundLogger, RoundProgressBar, RunSummary
 from lightning_fed.callbacks.schedulers import PlateauSchedulers
 from lightning_fed.checks import check_strategy, check_trainer
 from lightning_fed.connectors import RoundCheckpointConnector, install
+from lightning_fed.core.arguments import check_paths
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Weighting
 from lightning_fed.loop import FederatedLoop
@@ -28,6 +29,7 @@ from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import WithinClientStrategy, adopt
 from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 from lightning_fed.trainer_arguments import as_callbacks, check_trainer_arguments, refusals_of_lightning
+from lightning_fed.trainer_calls import check_call, checked
 
 __all__ = ["ClientsStrategy", "FederatedTrainer"]
 
@@ -202,7 +204,7 @@ class FederatedTrainer(pl.Trainer):
         Args:
             model: Any LightningModule with automatic optimization and one optimizer.
             train_dataloaders: The data module, if it is given by position.
-            val_dataloaders: As for Lightning; the data module's validation set is the usual place.
+            val_dataloaders: Refused, since the data module has the validation set.
             datamodule: The data module: a :class:`lightning_fed.FederatedDataModule`.
             ckpt_path: A checkpoint to go on from; "best", "last" and "hpc" are as for Lightning.
             weights_only: Whether loading may only make tensors and plain containers; PyTorch's default, True, if None.
@@ -210,11 +212,11 @@ class FederatedTrainer(pl.Trainer):
         Raises:
             FederatedError: If settings, model, data or checkpoint cannot be federated; before the first round.
         """
-        if any(cls.__module__.startswith("lightning.pytorch") for cls in type(model).__mro__):
+        check_call("fit", self, model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
+        if val_dataloaders is not None:
             raise FederatedError(
-                f"{type(model).__name__} derives from lightning.pytorch.LightningModule, another class than the"
-                " pytorch_lightning.LightningModule that this trainer drives. Write `import pytorch_lightning as pl`"
-                " where the module says `import lightning as L`."
+                "fit(val_dataloaders=...) does not go with a data module, which has the validation set:"
+                " FederatedDataModule(val=...), a data set or a loader."
             )
         check_trainer(self)
         try:
@@ -226,6 +228,10 @@ class FederatedTrainer(pl.Trainer):
                 f"{type(model).__name__}.configure_optimizers() returned several optimizers; federated training needs"
                 " exactly one. Use parameter groups for different settings."
             ) from error
+
+    validate = checked(pl.Trainer.validate)
+    test = checked(pl.Trainer.test)
+    predict = checked(pl.Trainer.predict)
 
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any | None = None
@@ -239,10 +245,16 @@ class FederatedTrainer(pl.Trainer):
             filepath: Where, a path or a URL.
             weights_only: Whether to save the model's weights alone.
             storage_options: As for the CheckpointIO plugin.
+
+        Raises:
+            FederatedError: If that is no path, or there is nothing to save.
         """
         if self.interrupted and self.fit_loop.is_closing:
             rank_zero_warn(f"{filepath} is not saved: the run was interrupted while round {self.fit_loop.round} ended.")
             return
+        check_paths(type(self).__name__ + ".save_checkpoint", filepath=filepath)
+        if self.model is None:
+            raise FederatedError("save_checkpoint: there is nothing to save before the trainer has seen a model.")
         with self.fit_loop.kept_states.writing(filepath):
             super().save_checkpoint(filepath, weights_only, storage_options)
         if not weights_only and isinstance(self._checkpoint_connector, RoundCheckpointConnector):

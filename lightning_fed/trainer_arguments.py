@@ -49,7 +49,7 @@ def check_trainer_arguments(arguments: Mapping[str, Any], own: Iterable[str]) ->
     hints = _hints()
     for name, value in arguments.items():
         if name not in hints:
-            close = get_close_matches(name, {*hints, *own}, n=1)
+            close = get_close_matches(name, own, n=1) or get_close_matches(name, hints, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise FederatedError(f"FederatedTrainer has no argument {name!r}.{hint}")
         if name not in _ELSEWHERE and not _fits(value, hints[name]):

@@ -156,6 +156,21 @@ def test_data_that_is_no_federation() -> None:
         trainer().fit(seeded(), DataLoader(classification(8, 0)))
     with pytest.raises(FederatedError, match="needs a FederatedDataModule, found a LightningDataModule"):
         trainer().fit(seeded(), pl.LightningDataModule())
+    with pytest.raises(FederatedError, match=r"val_dataloaders=.*FederatedDataModule\(val="):
+        trainer().fit(seeded(), data(), DataLoader(classification(8, 0)))
+
+
+def test_layers_without_sizes_yet() -> None:
+    class Lazy(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.LazyLinear(3)
+
+    with pytest.raises(FederatedError, match=r"Lazy\.head\.weight has no shape yet.*run an example through"):
+        fit(Lazy(), num_sanity_val_steps=0)
+    model = seeded(Lazy)
+    model(torch.zeros(1, 6))
+    fit(model)
 
 
 def test_a_hyper_parameter_that_no_checkpoint_could_be_read_back_with() -> None:

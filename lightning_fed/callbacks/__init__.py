@@ -2,7 +2,7 @@
 
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.callbacks.client_metrics import ClientAccuracy, PersonalizedAccuracy
-from lightning_fed.callbacks.client_paths import LocalDrift, UpdateCosine
+from lightning_fed.callbacks.client_paths import LocalDrift, LocalIterates, UpdateCosine
 from lightning_fed.callbacks.control_variates import ControlVariateError
 from lightning_fed.callbacks.dissimilarity import GradientDissimilarity, HessianDissimilarity
 from lightning_fed.callbacks.inexactness import Inexactness
@@ -22,6 +22,7 @@ __all__ = [
     "HessianDissimilarity",
     "Inexactness",
     "LocalDrift",
+    "LocalIterates",
     "Measure",
     "PersonalizedAccuracy",
     "RoundLogger",

@@ -7,11 +7,14 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_fed.callbacks.measure import Measure, write_table
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.metrics import PairwiseCosine
 
-__all__ = ["LocalDrift", "UpdateCosine"]
+__all__ = ["LocalDrift", "LocalIterates", "UpdateCosine"]
+
+_MOST_PARAMETERS = 64  # that are written for every local step
 
 
 class LocalDrift(Measure):
@@ -87,6 +90,74 @@ class LocalDrift(Measure):
     def _by_step(self) -> list[list[float]]:
         longest = max(map(len, self.paths.values()), default=0)
         return [[path[k] for path in self.paths.values() if k < len(path)] for k in range(longest)]
+
+
+class LocalIterates(Measure):
+    r"""Write down the cohort's models after every local step, for models with few parameters.
+
+    ``iterates/round_<completed rounds>.csv`` in the log directory has a row for every iterate :math:`y_{i,k}`: client,
+    step, and the parameters x0, x1, ... in flat order. The server's model has the name "server", with step 0 before the
+    round and 1 after it. It needs the engine "sequential", which knows single steps.
+
+    Args:
+        every_n_rounds: Write in every n-th round.
+
+    Attributes:
+        paths: The iterates by client id, the starting point first, of the last round that was written.
+
+    Raises:
+        FederatedError: If the number is not positive; when training starts, if the model has too many parameters.
+    """
+
+    def __init__(self, every_n_rounds: int = 1) -> None:
+        super().__init__(every_n_rounds)
+        self.paths: dict[ClientId, list[list[float]]] = {}
+        self._path: list[torch.Tensor] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse models that are too large to write down."""
+        size = trainer.fit_loop.state.x.numel()
+        if size > _MOST_PARAMETERS:
+            raise FederatedError(
+                f"LocalIterates writes every parameter at every local step: at most {_MOST_PARAMETERS} of them, and the"
+                f" model has {size:,}. LocalDrift measures distances instead."
+            )
+
+    def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
+        """Start anew if this round is written."""
+        if self.is_due(round + 1):
+            self.paths = {}
+            self._start = trainer.fit_loop.state.x.clone()
+
+    def on_client_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int, client_id: ClientId
+    ) -> None:
+        """Start a client's path at the server's model."""
+        self._path = [trainer.fit_loop.state.x.clone()]
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the model if this batch made an optimizer step."""
+        loop = trainer.fit_loop
+        if self.is_due(loop.round + 1) and loop.local_steps == len(self._path):
+            self._path.append(loop.client_model[0].clone())
+
+    def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
+        """Keep the client's path."""
+        if self.is_due(trainer.fit_loop.round + 1):
+            self.paths[client_report.client_id] = torch.stack(self._path).tolist()
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
+        """Write the paths."""
+        loop = trainer.fit_loop
+        if not self.is_due(loop.round):
+            return
+        self.paths = {i: path for part in loop.gather(self.paths) for i, path in part.items()}
+        server = [self._start.tolist(), loop.state.x.tolist()]
+        rows = [(i, k, *y) for i, path in (*self.paths.items(), ("server", server)) for k, y in enumerate(path)]
+        names = [f"x{place}" for place in range(len(server[0]))]
+        write_table(trainer, "iterates", ("client", "step", *names), rows)
 
 
 class UpdateCosine(Measure):

@@ -31,6 +31,7 @@ class RoundLogger(FederatedCallback):
     ``round/dropped``         clients drawn but left out
     ``round/failed``          clients that failed, with ``on_client_error="drop"`` only
     ``round/local_steps``     local steps taken by them all
+    ``round/gradients``       gradients of single examples that they computed, full-batch and second ones included
     ``round/seconds``         wall time of the round without validation
     ``privacy/epsilon``       the privacy spent so far, with differential privacy
     ========================= ===================================================================
@@ -63,6 +64,7 @@ class RoundLogger(FederatedCallback):
             "round/clients": float(len(r.cohort)),
             "round/dropped": float(len(r.dropped)),
             "round/local_steps": float(sum(r.steps.values())),
+            "round/gradients": float(r.gradients),
             "round/seconds": r.seconds,
         }
         if (epsilon := trainer.fit_loop.epsilon) is not None:

@@ -65,6 +65,8 @@ class RunSummary(FederatedCallback):
             return
         state = loop.state
         rows = [(name, self._metric(trainer, name)) for name in sorted(self._last)]
+        if not rows and (loss := trainer.callback_metrics.get("client/loss")) is not None:  # nothing was validated
+            rows.append(("client/loss", f"{float(loss):.4f} in the last round, on the clients' training data"))
         rows += [("method", repr(state.algorithm)), ("rounds", str(state.round))]
         if (epsilon := loop.epsilon) is None:
             rows += [
@@ -99,7 +101,7 @@ class RunSummary(FederatedCallback):
             rows.append(("logs", _relative(log_dir)))
         checkpoint = trainer.checkpoint_callback
         if isinstance(checkpoint, ModelCheckpoint):
-            if checkpoint.best_model_path:
+            if checkpoint.best_model_path and checkpoint.monitor:  # without one, Lightning calls the last the best
                 rows.append(("best checkpoint", _relative(checkpoint.best_model_path)))
             if last := checkpoint.last_model_path or checkpoint._last_checkpoint_saved:
                 rows.append(("last checkpoint", _relative(last)))

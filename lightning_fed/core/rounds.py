@@ -163,6 +163,8 @@ class RoundReport:
         bytes_down: Bytes sent to the clients.
         seconds: Wall time of the round without validation.
         failed: Why each client that failed left the round, by id; with ``on_client_error="drop"``.
+        gradients: Gradients of single examples that the clients computed: those of local steps, twice where the method
+            takes a second one on every batch, and those of full-batch gradients.
     """
 
     round: int
@@ -180,3 +182,4 @@ class RoundReport:
     bytes_down: int
     seconds: float
     failed: Mapping[ClientId, str] = field(default_factory=dict)
+    gradients: int = 0

@@ -33,6 +33,13 @@ class ClientBatches(ABC):
     def num_batches(self) -> int:
         """Return the number of training batches in one local epoch."""
 
+    def num_examples(self, num_batches: int) -> int:
+        """Return the number of examples in the first so many batches of a local epoch.
+
+        Unless a subclass knows better, batches are taken to be alike.
+        """
+        return round(self.size * min(1.0, num_batches / max(1, self.num_batches())))
+
     @abstractmethod
     def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
         """Yield the batches of one local epoch, augmented and transformed, each with the number of examples in it.
@@ -66,6 +73,10 @@ class _IndexedBatches(ClientBatches):
     def num_batches(self) -> int:
         """Return the number of training batches in one local epoch."""
         return -(-self._epoch_size() // self.settings.batch_size)
+
+    def num_examples(self, num_batches: int) -> int:
+        """Return the number of examples in the first so many batches of a local epoch; the last one may be smaller."""
+        return min(num_batches * self.settings.batch_size, self._epoch_size())
 
     def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
         """Yield the batches of one local epoch."""
@@ -163,7 +174,7 @@ class TensorBatches(_IndexedBatches):
     def epoch_rows(self, generator: torch.Generator, shuffle: bool = True) -> Tensor:
         """Return the rows of the tensors that :meth:`epoch` visits, in order; for plain batches."""
         order = self._order(generator, shuffle)
-        return order if self.indices is None else self.indices[order]
+        return order if self.indices is None else self.indices.index_select(0, order)
 
     def stored_rows(self) -> Tensor:
         """Return the rows of the tensors that are the client's [n_i], in stored order."""

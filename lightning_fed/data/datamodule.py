@@ -19,7 +19,7 @@ from lightning_fed.data.dataset import FederatedDataset, check_partition
 from lightning_fed.data.evaluation import check_evaluation, evaluation_loader, transformed_loader
 from lightning_fed.data.examples import check_map_style, size_of
 from lightning_fed.data.optional_loader import defined_with_val
-from lightning_fed.data.partition import Partition, PartitionFunction
+from lightning_fed.data.partition import Partition, PartitionFunction, check_client_id
 
 __all__ = ["FederatedDataModule"]
 
@@ -256,8 +256,12 @@ class FederatedDataModule(pl.LightningDataModule):
         return LoaderBatches(self._map_style(client_id), self._settings()).loader(generator)
 
     def client_val_dataset(self, client_id: ClientId) -> AnyDataset | None:
-        """Return a client's own validation set, or None if it has none."""
-        return self.client_val.get(client_id)
+        """Return a client's own validation set, or None if it has none.
+
+        Raises:
+            FederatedError: If that can be no client's id.
+        """
+        return self.client_val.get(check_client_id(client_id))
 
     # What the server model is evaluated on
 

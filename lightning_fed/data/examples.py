@@ -93,6 +93,11 @@ def check_map_style(dataset: Any, owner: str) -> None:
             f"{owner} has a {type(dataset).__name__}, whose examples cannot be counted and shuffled: give a map-style"
             " Dataset with __len__ and __getitem__."
         )
+    if isinstance(dataset, tuple) and any(hasattr(part, "shape") for part in dataset):
+        raise FederatedError(
+            f"{owner} has a tuple of {len(dataset)} arrays, which would be {len(dataset)} examples: give"
+            " torch.utils.data.TensorDataset(inputs, labels), whose examples are pairs."
+        )
 
 
 def column_of(dataset: Any, name: str, owner: str) -> list[Any]:

@@ -1,7 +1,7 @@
 """Partitions deal one data set out to clients: labels in, each client's indices out."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from numbers import Integral
 from typing import Any, TypeAlias
 
@@ -249,6 +249,8 @@ class ByKey(Partition):
                 f"{self!r} names an attribute of a data set: give it to FederatedDataModule(train=..., partition=...),"
                 " or pass the keys themselves."
             )
+        if not isinstance(labels, Sized) or (isinstance(labels, Tensor) and labels.ndim == 0):
+            raise FederatedError(f"{self!r} needs something of length n, found {type(labels).__name__}.")
         keys = self.keys.tolist() if hasattr(self.keys, "tolist") else self.keys
         if len(keys) != len(labels):
             raise FederatedError(f"{self!r} for {len(labels):,} examples: give one key per example.")
@@ -285,7 +287,12 @@ def check_client_id(client_id: Any) -> ClientId:
 
 
 def _check_labels(partition: Partition, values: Any) -> Tensor:
-    labels: Tensor = torch.as_tensor(values)
+    try:
+        labels: Tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise FederatedError(
+            f"{partition!r} needs one label per example [n]; found {type(values).__name__}."
+        ) from error
     if labels.ndim != 1 or len(labels) == 0:
         raise FederatedError(f"{partition!r} needs one label per example [n], n > 0; found shape {list(labels.shape)}.")
     if partition.needs_labels and (labels.is_floating_point() or labels.is_complex()):

@@ -7,8 +7,24 @@ import torch
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.types import State
+from lightning_fed.engines.plan import WorkPlan
 
-__all__ = ["Drift", "Traffic"]
+__all__ = ["Drift", "Traffic", "gradients_computed"]
+
+
+def gradients_computed(algorithm: Algorithm, plans: Sequence[WorkPlan], gradient_plans: Sequence[WorkPlan]) -> int:
+    """Return how many gradients of single examples a round takes.
+
+    Args:
+        algorithm: The method, which may take a second gradient on every batch, and full-batch gradients.
+        plans: The work of the clients that completed it.
+        gradient_plans: That of the clients whose full-batch gradients are averaged.
+    """
+    local = sum(plan.batches.num_examples(batches) for plan in plans for batches in plan.epochs)
+    own = plans if algorithm.full_grad_for != "cohort" else ()
+    sizes = {plan.participant.index: plan.participant.size for plan in (*gradient_plans, *own)}
+    per_batch = 1 if algorithm.anchor_at is None else 2
+    return per_batch * local + len(algorithm.full_grad_at) * sum(sizes.values())
 
 
 class Traffic:

@@ -5,7 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
+from torch import Tensor
 
+from lightning_fed.core.arguments import check_count, check_one_of
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
@@ -72,8 +74,12 @@ class Inspection:
         """Return the full-batch gradient [P] of a client's training loss at a point [P], for callbacks that measure.
 
         It leaves no trace, and is a function of (seed, round, client) like every other gradient.
+
+        Raises:
+            FederatedError: If there is no such client, or the point is no vector of the model's size.
         """
         batches, index = self._client(client_id)
+        self._check_vectors("full_gradient", point=point)
         with preserved_random_state(point.device):
             return self._engine.gradient_at(point, batches, self.round, index)
 
@@ -83,9 +89,11 @@ class Inspection:
         The Hessian is that of :meth:`full_gradient`, with the same dropout masks for every vector.
 
         Raises:
-            FederatedError: If the model has an operation that cannot be differentiated twice.
+            FederatedError: If the model has an operation that cannot be differentiated twice, or point or vector are
+                not of the model's size.
         """
         batches, index = self._client(client_id)
+        self._check_vectors("hessian_vector", point=point, vector=vector)
         with preserved_random_state(point.device):
             return self._engine.hessian_vector_at(point, vector, batches, self.round, index)
 
@@ -103,11 +111,20 @@ class Inspection:
             FederatedError: If the client has no validation set, or ``validation_step`` logs nothing.
         """
         train, index = self._client(client_id)
+        check_one_of("evaluate_client", "on", on, ("val", "train"))
+        steps = check_count("evaluate_client", "steps", steps, least=0)
         examples = train if on == "train" else validation_batches(self.trainer.datamodule, client_id)
         state = self.state
         return ClientEvaluation(self._engine).run(
             state.shown(), state.buffers, examples, train, steps, self.round, index
         )
+
+    def _check_vectors(self, owner: str, **vectors: Any) -> None:
+        size = self.state.x.numel()
+        for name, vector in vectors.items():
+            if not isinstance(vector, Tensor) or vector.shape != (size,) or not vector.is_floating_point():
+                found = f"shape {list(vector.shape)}" if isinstance(vector, Tensor) else type(vector).__name__
+                raise FederatedError(f"{owner}({name}=...): {name} must be a vector of {size:,} floats, found {found}.")
 
     def gather(self, record: Any) -> list[Any]:
         """Return the record of every process, in the order of ranks, for callbacks that measure; all must call it."""

@@ -95,10 +95,10 @@ class KeptStates:
         if count is not None and rounds is not None and rounds >= 0:
             most = min(most, rounds * count(most))
         chosen = "disk" if size * most > MEMORY_LIMIT else "memory"
-        if size:
+        if chosen == "disk":
             rank_zero_info(
-                f"Client states are kept {'on disk' if chosen == 'disk' else 'in memory'}: {most:,} of {size:,} bytes"
-                f" are {size * most / 2**20:,.1f} MiB, the limit is {MEMORY_LIMIT / 2**20:,.0f} MiB."
+                f"Client states go to disk: {most:,} of {size:,} bytes are {size * most / 2**20:,.1f} MiB, above the"
+                f" limit of {MEMORY_LIMIT / 2**20:,.0f} MiB."
             )
         return chosen
 
@@ -266,7 +266,7 @@ class KeptStates:
         try:
             yield
             if folder is not None and self._needed is not None:  # all processes are past what they do in a round
-                folder.collect(self._needed, self._prefix, self._size)
+                folder.collect_if_due(self._needed, self._prefix, self._size)
         finally:
             self.checkpoint = None
             if borrowed is not None:

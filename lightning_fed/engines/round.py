@@ -15,10 +15,11 @@ from lightning_fed.core.rounds import ClientReport, Cohort, RoundReport
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State, Weighting
 from lightning_fed.core.watched import Watched
-from lightning_fed.engines.account import Drift, Traffic
+from lightning_fed.engines.account import Drift, Traffic, gradients_computed
 from lightning_fed.engines.attempts import run_sound
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs
 from lightning_fed.engines.faults import Faults
+from lightning_fed.engines.kept_parts import KeptParts, parts_of, residuals_of
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.ranks import Ranks, deal
 from lightning_fed.optim import overrides
@@ -31,8 +32,6 @@ from lightning_fed.server.server import Server
 __all__ = ["Round"]
 
 _KEPT_BYTES = 2**30  # of full-batch gradients that are kept from their average to the clients' work
-# what a client keeps beside the method's own state
-_BUFFER, _SOLVER, _RESIDUAL = "buffer.", "solver.", "residual."
 
 
 class Round:
@@ -279,16 +278,11 @@ class Round:
     def _run(self, plans: Sequence[WorkPlan]) -> ChunkResult:
         """Hand out what the clients of a chunk keep, and train them."""
         buffers = self.engine.buffers
-        kept = [self.server.client_state(plan.participant.index) for plan in plans]
-        if buffers.mode == "local" and buffers.server:
-            (own,) = kept  # the engines that run several clients at once refuse buffers that clients keep
-            buffers.write(
-                {k.removeprefix(_BUFFER): v for k, v in own.items() if k.startswith(_BUFFER)} or self.server.buffers
-            )
-        else:
-            buffers.write(self.server.buffers)
-        solvers = [{k: v for k, v in own.items() if k.startswith(_SOLVER)} for own in kept]
-        states = [{k: v for k, v in own.items() if not k.startswith((_BUFFER, _SOLVER, _RESIDUAL))} for own in kept]
+        kept = [parts_of(self.server, plan.participant.index) for plan in plans]
+        own = kept[0].buffers if buffers.mode == "local" else {}  # engines that run several at once refuse the mode
+        buffers.write(own or self.server.buffers)
+        solvers = [parts.solver if self.engine.keeps_solver else {} for parts in kept]
+        states = [parts.own for parts in kept]
         self._states = {plan.participant.index: state for plan, state in zip(plans, states, strict=True)}
         inputs = self._inputs
         if self.algorithm.full_grad_at:
@@ -309,12 +303,10 @@ class Round:
                 f"{type(self.algorithm).__name__}.finish keeps {sorted(keep)} without an init_client that says what a"
                 " new client has: several processes would not know where to look for it. Override init_client."
             )
-        keep = {**keep, **residuals}
-        if result.solver:
-            keep = {**keep, **result.solver[row]}
+        parts = KeptParts(keep, residuals=residuals, solver=result.solver[row] if result.solver else {})
         if buffers.mode == "local" and result.buffers:
-            keep = {**keep, **{_BUFFER + name: value for name, value in result.buffers[row].items()}}
-        self.server.clients.stage(who.index, keep)
+            parts.buffers = result.buffers[row]
+        self.server.clients.stage(who.index, parts.joined())
         if buffers.mode != "server" and result.buffers:
             self._buffers.add(result.buffers[row], who.size * who.count)
         if self._compressor is None:
@@ -326,11 +318,10 @@ class Round:
     def _compressed(self, compressor: Compressor, index: int, send: State) -> tuple[State, State]:
         """Return what the server gets of a client's messages, and what the client keeps of what it does not get."""
         stream = generator(self.server.seed, Purpose.COMPRESSION, self.server.round, index)
-        kept = self.server.client_state(index) if compressor.error_feedback else {}
-        own = {name.removeprefix(_RESIDUAL): value for name, value in kept.items() if name.startswith(_RESIDUAL)}
+        own = residuals_of(self.server, index, send) if compressor.error_feedback else {}
         got, residuals, size = compress(compressor, send, own, stream)
         self._traffic.add_bytes(size)
-        return got, {_RESIDUAL + name: value for name, value in residuals.items()}
+        return got, residuals
 
     def outline(self) -> dict[str, Any]:
         """Return what other processes need of this one's part, apart from the sums of messages."""
@@ -383,7 +374,7 @@ class Round:
         mean, models = self._aggregation.mean(self.server.x) if is_step else ({}, None)
         number, inputs = self.server.round, self._inputs
         for name, value in mean.items():
-            if not bool(torch.isfinite(value).all()):
+            if not (math.isfinite(float(value.sum())) or bool(torch.isfinite(value).all())):  # the sum is soon had
                 raise FederatedError(
                     f"The mean of the clients' message {name!r} is not finite in round {number}, though every update"
                     f" is. Look at {type(self.algorithm).__name__}.finish, or lower the learning rate."
@@ -423,4 +414,7 @@ class Round:
             bytes_down=down,
             seconds=seconds,
             failed=MappingProxyType(failed),
+            gradients=gradients_computed(
+                self.algorithm, [p for p in self.plans if p.participant.client_id in reports], self.gradient_plans
+            ),
         )

@@ -45,6 +45,9 @@ class Participant:
     steps: int = 0
 
 
+_ROUNDING = 1e-9  # by which weights that sum to one may miss it
+
+
 class Exchange(Protocol):
     """The processes that share the clients of a round.
 
@@ -169,6 +172,7 @@ class Aggregation:
         self._models_weight = 0.0
         self._sums: State = {}
         self._models: Tensor | None = None
+        self._change: Tensor | None = None  # known once everything has been added
         self._has_other_delta = False
 
     def weight(self, index: int, rule: str) -> float:
@@ -247,7 +251,10 @@ class Aggregation:
 
     def change(self, x: Vector) -> Vector | None:
         """Return the weighted sum of ``y - x`` [P] over the clients whose models are summed, None if there are none."""
-        return None if self._models is None else self._models - self._models_weight * x
+        if self._change is None and self._models is not None:
+            is_whole = abs(self._models_weight - 1.0) < _ROUNDING
+            self._change = self._models - (x if is_whole else self._models_weight * x)
+        return self._change
 
     def mean(self, x: Vector) -> tuple[State, Vector | None]:
         """Return the averages, and the mean of the client models itself where "delta" is their change.
@@ -262,15 +269,20 @@ class Aggregation:
             raise no_weight([member.client_id for member in self._members.values()])
         # clients that took fewer steps than planned, or none at all, may have left the weights short of one
         scale = {
-            rule: 1.0 if abs(given - 1.0) < 1e-9 or given == 0 else 1.0 / given for rule, given in self._given.items()
+            rule: 1.0 if abs(given - 1.0) < _ROUNDING or given == 0 else 1.0 / given
+            for rule, given in self._given.items()
         }
-        means = {name: value * scale.get(self.reduces[name], 1.0) for name, value in self._sums.items()}
+        factors = {name: scale.get(self.reduces[name], 1.0) for name in self._sums}
+        means = {name: value if factors[name] == 1.0 else value * factors[name] for name, value in self._sums.items()}
         models = None
         if self._models is not None:
-            models = self._models * scale[self.reduces["delta"]]
+            factor = scale[self.reduces["delta"]]
+            models = self._models if factor == 1.0 else self._models * factor
             if self._has_other_delta:
                 share = self._models_weight * scale[self.reduces["delta"]]
                 means["delta"] = means["delta"] + (models - share * x)
+            elif factor == 1.0 and self._change is not None and abs(self._models_weight - 1.0) < _ROUNDING:
+                means["delta"] = self._change
             else:
                 means["delta"] = models - x
         cast = {name: value.to(x.dtype) for name, value in means.items()}

@@ -83,7 +83,7 @@ class DiskClientStore(ClientStore):
             return None
         data = self._read(index)
         try:
-            return {name: value.to(self.device) for name, value in load(data).items()}
+            return {name: value.to(self.device) for name, value in sorted(load(data).items())}  # which has no order
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             name = self._parts[int(place["segment"])].segment.name
             raise FederatedError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import check_number
+from lightning_fed.core.arguments import check_count, check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.aggregation import Aggregation, Exchange, Participant, accumulation_dtype
@@ -105,7 +105,17 @@ class DifferentialPrivacy(Aggregator):
         return bound
 
     def epsilon(self, rounds: int) -> float:
-        r"""Return :math:`\varepsilon` after so many rounds, of an aggregator that belongs to a run."""
+        r"""Return :math:`\varepsilon` after so many rounds, of an aggregator that belongs to a run.
+
+        Raises:
+            FederatedError: If it belongs to none, or that is no number of rounds.
+        """
+        if self._rdp is None:
+            raise FederatedError(
+                f"{self!r} belongs to no run: how much is spent depends on the sampler. Ask"
+                " trainer.fit_loop.settings.aggregator.epsilon(rounds=...)."
+            )
+        rounds = check_count(type(self).__name__ + ".epsilon", "rounds", rounds, least=0)
         if rounds == 0:
             return 0.0
         with warnings.catch_warnings():  # at the first or last order it is a bound all the same

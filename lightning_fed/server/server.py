@@ -1,6 +1,7 @@
 """Everything that outlives a round: x, the server state, the clients' kept states, the server optimizer."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lightning_fed.core.rounds import Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.aggregation import WEIGHTINGS
 from lightning_fed.server.client_store import ClientStore, MemoryClientStore
+from lightning_fed.server.seen import Seen
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, ServerStep
 
 __all__ = ["FORMAT", "Server", "resolve_weighting"]
@@ -70,19 +72,28 @@ class Server:
         self.state: State = algorithm.init_server(self.x.clone())
         self.clients: ClientStore = MemoryClientStore()
         self.buffers: State = {}
-        self.seen = 0
         self.bytes_up = 0
         self.bytes_down = 0
-        self._seen: set[int] = set()
+        self._seen = Seen(len(ids))
 
     @property
     def x(self) -> Vector:
         """The server parameters [P]."""
         return self.step.x
 
+    @property
+    def seen(self) -> int:
+        """The number of clients that have taken part."""
+        return len(self._seen)
+
     def shown(self) -> Vector:
         """The parameters [P] that validation and checkpoints show."""
         return self.algorithm.evaluate_at(self.x, self.state)
+
+    @cached_property
+    def new_client(self) -> State:
+        """What a new client keeps, as names, shapes and types without values."""
+        return {name: value.to("meta") for name, value in self.algorithm.init_client(self.x).items()}
 
     def client_state(self, index: int) -> State:
         """Return a client's kept state, a fresh one for a client that has not taken part yet."""
@@ -117,8 +128,7 @@ class Server:
 
     def count(self, indices: Sequence[int], bytes_up: int, bytes_down: int) -> None:
         """Add a round to the run's totals: clients seen, bytes up and down."""
-        self._seen.update(indices)
-        self.seen = len(self._seen)
+        self._seen.add(indices)
         self.bytes_up += bytes_up
         self.bytes_down += bytes_down
 
@@ -139,7 +149,7 @@ class Server:
             "state": dict(self.state),
             "client_states": self.clients.state_dict() if client_states is None else client_states,
             "buffers": dict(self.buffers),
-            "seen": torch.tensor(sorted(self._seen), dtype=torch.int64),
+            "seen": self._seen.indices(),
             "bytes": [self.bytes_up, self.bytes_down],
         }
 
@@ -169,14 +179,20 @@ class Server:
                 f"The checkpoint holds {saved['step']['x'].numel():,} trainable parameters, the model has"
                 f" {self.x.numel():,}. Resume with the same model and the same frozen parameters."
             )
+        for name, value in self.state.items():
+            if (there := saved["state"].get(name, value)).shape != value.shape:
+                raise FederatedError(
+                    f"The checkpoint's server state {name!r} has shape {list(there.shape)}, this run's"
+                    f" {list(value.shape)}. Resume with the method it was written with."
+                )
         device = self.x.device
         self.round, self.seed = int(saved["round"]), int(saved["seed"])
         self.step.load_state_dict(saved["step"])
         self.state = {name: value.to(device) for name, value in saved["state"].items()}
         self.clients.load_state_dict(saved["client_states"], device, is_mine)
         self.buffers = {name: value.to(device) for name, value in saved["buffers"].items()}
-        self._seen = set(saved["seen"].tolist())
-        self.seen = len(self._seen)
+        self._seen = Seen(len(self.ids))
+        self._seen.add(saved["seen"].tolist())
         self.bytes_up, self.bytes_down = saved["bytes"]
 
 

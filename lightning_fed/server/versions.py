@@ -19,6 +19,7 @@ from lightning_fed.server.segments import INDEX, STATES, Segment, sync_folder
 __all__ = ["Reference", "StoreFolder", "Version", "find_store", "is_reference"]
 
 _FORMAT = 1
+_GARBAGE = 8  # at most one in so many versions is garbage when a checkpoint has been saved
 _VERSION = re.compile(r"round-\d{6,}-[0-9a-f]{16}")
 _SEGMENT_FILE = re.compile(rf"(\d{{6}}-[0-9a-f]{{8}}-\d{{4}}-\d{{6}})({re.escape(STATES)}|{re.escape(INDEX)})")
 
@@ -79,6 +80,7 @@ class StoreFolder:
         self._lock = FileLock(path / "lock", thread_local=False)
         self._awaited: set[str] = set()  # versions whose checkpoint was not seen yet
         self._read: dict[Path, tuple[tuple[int, ...], str | None]] = {}
+        self._written = self._kept = 0  # versions since the garbage was collected, and that were left then
 
     # ------------------------------------------------------------------ one run at a time
 
@@ -122,6 +124,7 @@ class StoreFolder:
         name = f"round-{round:06d}-{secrets.token_hex(8)}"
         self._put(name, version)
         self._awaited.add(name)
+        self._written += 1
         return name
 
     def _put(self, name: str, version: Version) -> None:
@@ -180,6 +183,15 @@ class StoreFolder:
 
     # ------------------------------------------------------------------ garbage
 
+    def collect_if_due(self, live: Iterable[str] = (), prefix: str = "", ranks: int = 1) -> None:
+        """Call :meth:`collect`, unless only few of the versions can have become garbage since it was last called.
+
+        It looks at all versions and checkpoints there are. A run that keeps thousands of checkpoints would spend more
+        time there with every one that it adds.
+        """
+        if _GARBAGE * self._written >= self._kept:
+            self.collect(live, prefix, ranks)
+
     def collect(self, live: Iterable[str] = (), prefix: str = "", ranks: int = 1) -> None:
         """Remove the versions that no checkpoint refers to, and the segments that nobody needs.
 
@@ -194,6 +206,7 @@ class StoreFolder:
         except FederatedError:
             return  # a damaged version may need anything
         wanted = self._wanted(versions)
+        self._written, self._kept = 0, len(wanted)
         for name in versions.keys() - wanted:
             (self.path / f"{name}.json").unlink(missing_ok=True)
         needed.update(segment.name for name in wanted for segment in versions[name].segments)

@@ -487,6 +487,8 @@ class Stream(IterableDataset):
         ({"clients": tensors(3)}, r"clients=TensorDataset"),
         ({"clients": [tensors(1), Stream()]}, r"Client 1 has a Stream.*map-style"),
         ({"train": Stream(), "partition": Iid(1)}, r"train=...\) has a Stream"),
+        ({"train": (torch.ones(3), torch.ones(3)), "partition": Iid(1)}, r"tuple of 2 arrays.*TensorDataset\(inputs"),
+        ({"clients": {"ann": (torch.ones(3), torch.ones(3))}}, r"Client 'ann' has a tuple of 2 arrays"),
         ({"train": tensors(3), "partition": Iid}, r"Iid is a class"),
         ({"train": tensors(3), "partition": "iid"}, r"partition='iid'"),
         ({"clients": [tensors(1)], "batch_size": 0}, r"batch_size=0.*at least 1"),

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from lightning_fed import FederatedCallback, checkpoint_io, stopping
+from lightning_fed.server import segments, versions
 from tests.helpers.processes import environment, free_port
 
-__all__ = ["EXITS", "KINDS", "WHERE", "BlowError", "Places", "Strike", "struck", "struck_together"]
+__all__ = ["EXITS", "KINDS", "WHERE", "BlowError", "Places", "Strike", "killed_after", "struck", "struck_together"]
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 KINDS = (*SIGNALS, "exception", "disk full")
@@ -72,7 +73,7 @@ class Places(FederatedCallback):
 
 
 class _Moments:
-    """Counts the moments of a run: hooks, local steps, and every write, flush and rename of a checkpoint.
+    """Counts the moments of a run: hooks, local steps, and every write, flush and rename of a checkpoint or store.
 
     Args:
         strike: What happens at which of them; nothing if None.
@@ -106,7 +107,7 @@ class _Moments:
     def listen(self) -> None:
         """Let everything that is a moment call this, in this process."""
         check, write = stopping.RoundSignalConnector.check, checkpoint_io._Stream.write
-        fsync, replace = os.fsync, os.replace
+        append, fsync, replace = segments._write, os.fsync, os.replace
 
         def counted_check(connector: Any) -> None:
             self("step")
@@ -123,6 +124,13 @@ class _Moments:
                 stream.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return len(part) + write(stream, data) if len(data) else len(part)
 
+        def counted_append(file: Any, data: bytes, offset: int) -> None:
+            if self.strike and self.falls("write"):
+                append(file, data[: int(len(data) * self.strike.share)], offset)
+            if self("write"):
+                raise segments._failure(file, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            append(file, data, offset)
+
         def counted_fsync(handle: int) -> None:
             if self("flush"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -135,7 +143,8 @@ class _Moments:
 
         stopping.RoundSignalConnector.check = counted_check
         checkpoint_io._Stream.write = counted_write
-        checkpoint_io.os = _Os(counted_fsync, counted_replace)
+        segments._write = counted_append
+        checkpoint_io.os = segments.os = versions.os = _Os(counted_fsync, counted_replace)
 
 
 class _Os:
@@ -184,6 +193,24 @@ def struck_together(
         process.kill()
     assert not late, f"processes {late} of {count} hang after {blows}"
     return [(p.exitcode or 0, n.read_text() if n.exists() else "") for p, n in zip(processes, notes, strict=True)]
+
+
+def killed_after(work: Callable[[], Any], seconds: float) -> int | None:
+    """Run something in a process of its own, and kill it from outside; return its exit code if it ended before."""
+    process = multiprocessing.get_context("fork").Process(target=_run_quietly, args=(work,), daemon=True)
+    process.start()
+    process.join(seconds)
+    code = process.exitcode
+    process.kill()
+    process.join()
+    return code
+
+
+def _run_quietly(work: Callable[[], Any]) -> None:
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as nowhere:
+        sys.stderr = sys.stdout = nowhere
+        work()
 
 
 def _run(work: Callable[[Places], Any], strike: Strike | None, seen: Path, around: dict[str, str]) -> None:

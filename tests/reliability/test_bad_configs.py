@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from lightning_fed.cli import main
 from lightning_fed.data import Digits
 from lightning_fed.models import MLPClassifier
 
-QUICKSTART = Path(__file__).parent.parent.parent / "configs" / "quickstart.yaml"
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+QUICKSTART = CONFIGS / "quickstart.yaml"
 MODULES = {"trainer": FederatedTrainer, "model": MLPClassifier, "data": Digits}
 
 
@@ -61,6 +63,31 @@ def test_a_key_refuses_a_mapping_of_nonsense(
     path: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert path[-1] in refusal(changed(tmp_path, *path, value={"what": "is this"}), capsys=capsys)
+
+
+def leaves(config: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield where a configuration has a value that is neither a mapping nor a list of mappings."""
+    for key, value in config.items() if isinstance(config, dict) else enumerate(config):
+        if isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], dict)):
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key)
+
+
+STACKED = sorted(f for f in CONFIGS.glob("*/*.yaml") if f.parent.name not in ("tasks", "papers"))
+VALUES = [(file, path) for file in STACKED for path in leaves(yaml.safe_load(file.read_text()))]
+
+
+@pytest.mark.parametrize(("file", "path"), VALUES, ids=lambda v: v.stem if isinstance(v, Path) else str(v[-1]))
+def test_a_value_of_a_configuration_to_stack_refuses_a_mapping_of_nonsense(
+    file: Path, path: tuple[Any, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = place = yaml.safe_load(file.read_text())
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = {"what": "is this"}
+    (tmp_path / "changed.yaml").write_text(yaml.safe_dump(config))
+    assert str(path[-1]) in refusal(QUICKSTART, "--config", str(tmp_path / "changed.yaml"), capsys=capsys)
 
 
 WRONG: list[tuple[tuple[str, ...], Any, str]] = [

@@ -1,9 +1,12 @@
 """Files from elsewhere run nothing, whatever they hold, and what runs write loads without running anything."""
 
 import json
+import math
 import pickle
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +15,20 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from packaging.requirements import Requirement
+from pytorch_lightning.callbacks import EarlyStopping
 from torch import nn
 
 from lightning_fed import FederatedError
+from lightning_fed.algorithms import Scaffold
 from lightning_fed.cli import main
 from lightning_fed.data import ClientFolder, ClientImages, ClientTable, LeafDataModule, Sentiment140, Shakespeare
 from lightning_fed.models import Classifier, MLPClassifier, SentimentLSTM
-from lightning_fed.server import WeightedSampler
-from tests.helpers.training import Net, data, trainer
+from lightning_fed.server import FedAdam, WeightedSampler
+from tests.helpers.training import Net, data, seeded, trainer
 
 ROOT = Path(__file__).parent.parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+RUN = ("loops", "fit_loop", "state_dict")
 INSTANTIATOR = "pytorch_lightning.cli.instantiate_module"
 
 
@@ -119,6 +125,77 @@ def test_a_hostile_checkpoint_on_the_command_line_runs_nothing(write: Callable[.
     args = ["--trainer.logger", "false", "--trainer.enable_model_summary", "false", "--trainer.accelerator", "cpu"]
     with pytest.raises(SystemExit, match=r"hostile\.ckpt"):
         main([command, "--config", QUICKSTART, *args, "--ckpt_path", write(state_dict=Hostile())])
+
+
+class Scheduled(Net):
+    """A module with a schedule, whose checkpoints hold something in every part."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3)}
+
+
+def resume(rounds: int, path: str | None = None) -> pl.Trainer:
+    options = {"algorithm": Scaffold(), "server_optimizer": lambda p: FedAdam(p, lr=0.1)}
+    run = trainer(max_rounds=rounds, local_optimizer_state="keep", callbacks=EarlyStopping("val_loss"), **options)
+    run.fit(seeded(Scheduled), data(), ckpt_path=path)
+    return run
+
+
+LEAVE = object()
+PARTS: list[tuple[Any, ...]] = [
+    *((name,) for name in ("state_dict", "loops", "optimizer_states", "lr_schedulers", "pytorch-lightning_version")),
+    *(("state_dict", "head.weight"), ("state_dict", "head.bias")),
+    *(("loops", "fit_loop"), ("loops", "fit_loop", "state_dict"), ("optimizer_states", 0), ("lr_schedulers", 0)),
+    *(("optimizer_states", 0, name) for name in ("state", "param_groups")),
+    *((*RUN, name) for name in ("round", "seed", "algorithm", "options", "clients", "step", "state", "client_states")),
+    *((*RUN, name) for name in ("buffers", "seen", "bytes", "metrics", "transport", "format")),
+    *((*RUN, "step", name) for name in ("x", "optimizer", "classes")),
+    *((*RUN, "step", "optimizer", name) for name in ("state", "param_groups")),
+    *((*RUN, "client_states", 3), (*RUN, "client_states", 3, "c_i")),
+]
+JUNK = [LEAVE, None, "x", [], -5, 10**30, math.nan, torch.zeros(3), torch.tensor([10**12]), {"x": [None]}]
+
+
+@pytest.mark.parametrize("place", PARTS, ids=lambda place: ".".join(map(str, place[-3:])))
+def test_a_part_of_a_checkpoint_that_was_changed_is_told_of_the_checkpoint(place: tuple[Any, ...]) -> None:
+    resume(2).save_checkpoint("whole.ckpt")
+    for junk in JUNK:
+        changed = part = torch.load("whole.ckpt", weights_only=True)
+        for name in place[:-1]:
+            part = part[name]
+        part[place[-1]] = junk
+        if junk is LEAVE:
+            del part[place[-1]]
+        torch.save(changed, "changed.ckpt")
+        with suppress_refusal() as told:
+            resume(3, "changed.ckpt")
+        assert all(re.search("checkpoint|changed.ckpt", text) for text in told), (junk, told)
+
+
+@contextmanager
+def suppress_refusal() -> Iterator[list[str]]:
+    """Let a refusal pass, and yield a list that has its text at the end."""
+    told: list[str] = []
+    try:
+        yield told
+    except FederatedError as error:
+        told.append(str(error))
+
+
+def test_a_checkpoint_of_another_servers_state_is_refused() -> None:
+    resume(2).save_checkpoint("whole.ckpt")
+    changed = torch.load("whole.ckpt", weights_only=True)
+    changed["loops"]["fit_loop"]["state_dict"]["state"]["c"] = torch.zeros(3)
+    torch.save(changed, "changed.ckpt")
+    with pytest.raises(FederatedError, match=r"server state 'c' has shape \[3\], this run's \[155\]"):
+        resume(3, "changed.ckpt")
+
+
+def test_a_checkpoint_with_more_rounds_than_wanted_is_told_of_max_rounds() -> None:
+    resume(3).save_checkpoint("whole.ckpt")
+    with pytest.raises(FederatedError, match=r"whole\.ckpt holds 3 completed rounds, more than max_rounds=2"):
+        resume(2, "whole.ckpt")
 
 
 HYPER_PARAMETERS = [

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -17,8 +18,20 @@ from lightning_fed import FederatedDataModule, FederatedTrainer, algorithms
 from lightning_fed.checkpoint_io import fault_of
 from lightning_fed.data import Dirichlet
 from lightning_fed.models import MLPClassifier
-from lightning_fed.server import BernoulliSampler, FedAdam, FedAvgM, FedYogi, RoundRobinSampler, UniformSampler
-from tests.helpers.kills import EXITS, KINDS, WHERE, Places, Strike, struck_together
+from lightning_fed.server import (
+    BernoulliSampler,
+    CoordinateMedian,
+    FedAdam,
+    FedAvgM,
+    FedYogi,
+    RoundRobinSampler,
+    SystemsHeterogeneity,
+    TopK,
+    UniformSampler,
+)
+from lightning_fed.server.disk_store import DiskClientStore
+from lightning_fed.server.versions import StoreFolder, is_reference
+from tests.helpers.kills import EXITS, KINDS, WHERE, Places, Strike, killed_after, struck_together
 from tests.helpers.training import QUIET, same
 
 ROUNDS, BLOWS = 12, 8
@@ -73,6 +86,11 @@ def end(folder: Path) -> dict[str, Any]:
         for name in WHEREABOUTS:
             state.pop(name, None)
     run = found["loops"]["fit_loop"]["state_dict"]
+    if is_reference(run["client_states"]):
+        version = StoreFolder(folder / "client_states").read(run["client_states"]["version"])
+        store = DiskClientStore(folder / "client_states", "", version.clients, torch.device("cpu"))
+        store.load_segments(list(version.segments))
+        run["client_states"] = store.state_dict()
     run["metrics"] = {name: value for name, value in run["metrics"].items() if "seconds" not in name}
     return {**found, "loops": run}
 
@@ -111,6 +129,7 @@ def survive(
     return fallen
 
 
+BEST = {"monitor": "val_acc", "mode": "max", "save_last": True}
 RUNS = {
     "last": {},
     "link": {"keep": {"save_last": "link"}},
@@ -119,6 +138,9 @@ RUNS = {
     "vectorized": {"engine": "vectorized", "keep": {"save_last": "link"}},
     "full gradients": {"algorithm": algorithms.MimeLite()},
     "kept optimizers": {"algorithm": algorithms.FedDyn(0.1), "local_optimizer_state": "keep"},
+    "states on disk": {"client_states": "disk", "local_optimizer_state": "keep", "keep": {"save_top_k": 2, **BEST}},
+    "stragglers": {"heterogeneity": SystemsHeterogeneity(stragglers=0.3, dropout=0.3)},
+    "compressed": {"compression": TopK(0.2), "aggregator": CoordinateMedian(), "engine": "auto"},
 }
 
 
@@ -128,6 +150,23 @@ def test_a_run_struck_again_and_again_ends_with_the_same_bits(name: str, tmp_pat
     digits()  # before the processes part
     fallen = survive(lambda folder, places: work(folder, places, **options), tmp_path, list(RUNS).index(name), BLOWS)
     assert len(fallen) == BLOWS, fallen
+
+
+def test_a_run_killed_from_outside_at_any_time_ends_with_the_same_bits(tmp_path: Path) -> None:
+    digits()
+    stream = random.Random(0)
+    options = {"client_states": "disk", "max_rounds": 40}
+    started = time.perf_counter()
+    assert killed_after(partial(work, tmp_path / "whole", **options), 60) == 0
+    whole, kills = time.perf_counter() - started, 0
+    while (
+        killed_after(partial(work, tmp_path / "hurt", **options), stream.uniform(0.02, 0.2 + 0.05 * kills) * whole)
+        is None
+    ):
+        kills += 1
+        assert all(fault_of(file) is None for file in (tmp_path / "hurt").glob("*.ckpt"))
+    assert kills > 2
+    assert same(end(tmp_path / "hurt"), end(tmp_path / "whole"))
 
 
 BOTH = {
@@ -200,6 +239,7 @@ def test_whatever_is_combined_ends_with_the_same_bits(method: int, engine: str, 
         "clients_per_round": None,
         "precision": PRECISIONS[number // 3 % len(PRECISIONS)],
         "keep": {"save_last": "link" if number % 2 else True},
+        "client_states": "disk" if (number // 4 + number) % 2 else "memory",
     }
     if not METHODS[method].local_work:
         options["local_epochs"] = None

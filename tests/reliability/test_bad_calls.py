@@ -1,0 +1,207 @@
+"""Every public method that users call refuses junk by name, as constructors do; nobody is trained by then."""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fed import FederatedDataModule, FederatedDataset, FederatedError, FederatedTrainer
+from lightning_fed import data as parts
+from lightning_fed.algorithms import Scaffold
+from lightning_fed.server import BernoulliSampler, DifferentialPrivacy
+from tests.helpers.training import Net, classification, data, seeded, trainer
+
+
+class Odd:
+    """What no argument could be."""
+
+
+class Tested(Net):
+    """A module for every stage, whom nobody may train or evaluate."""
+
+    def training_step(self, *_: Any) -> None:
+        pytest.fail("a client was trained")
+
+    validation_step = test_step = predict_step = training_step
+
+
+HUGE = 10**400
+JUNK = (
+    *(None, True, "x", "", b"x", -1, 0, 1.5, math.nan, math.inf, 1j, HUGE, 10**15),
+    *(Odd(), Odd, [], {}, [None], ["x"], {"a": None}, (1, "x"), torch.zeros(3), torch.zeros(())),
+)
+NOTHING = (None,)
+PATHS = ("x",)
+LOADERS = (
+    [],
+    {},
+    [None],
+    ["x"],
+    {"a": None},
+    (1, "x"),
+)  # an empty one is legal; what is in it is a matter of the steps
+CLIENTS = (0, True)  # ids of clients that there are: to Python, True is 1
+PARTITIONS: dict[str, Any] = {
+    "Dirichlet": parts.Dirichlet(3, 0.5),
+    "BalancedDirichlet": parts.BalancedDirichlet(3, 1.0),
+    "ByKey": parts.ByKey([0] * 10),
+    "ClassesPerClient": parts.ClassesPerClient(3, 2),
+    "Iid": parts.Iid(3),
+    "LogNormalSizes": parts.LogNormalSizes(3, 1.0),
+    "PowerLaw": parts.PowerLaw(3),
+    "QuantitySkew": parts.QuantitySkew(3, 1.0),
+    "Shards": parts.Shards(3),
+    "Similarity": parts.Similarity(3, 0.5),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> FederatedTrainer:
+    run = FITTED.setdefault("run", trainer(max_rounds=1, algorithm=Scaffold()))
+    if run.fit_loop.round == 0:
+        run.fit(seeded(), data())
+    return run
+
+
+FITTED: dict[str, FederatedTrainer] = {}
+
+
+def loop() -> Any:
+    return FITTED["run"].fit_loop
+
+
+def module() -> FederatedDataModule:
+    return data()
+
+
+def dataset() -> FederatedDataset:
+    return FederatedDataset([classification(4, 0), classification(5, 1)])
+
+
+def private() -> Any:
+    run = trainer(sampler=BernoulliSampler(0.5), clients_per_round=None, aggregator=DifferentialPrivacy(1.0, 1.0, 1e-5))
+    return run.fit_loop.settings.aggregator
+
+
+Call = tuple[Callable[[Any], Any], tuple[Any, ...]]
+CALLS: dict[str, Call] = {  # what is called with junk, and what of the junk is none
+    "fit.model": (lambda v: trainer().fit(v, data()), ()),
+    "fit.train_dataloaders": (lambda v: trainer().fit(Tested(), v), ()),
+    "fit.val_dataloaders": (lambda v: trainer(max_rounds=0).fit(Tested(), data(), v), NOTHING),
+    "fit.datamodule": (lambda v: trainer().fit(Tested(), datamodule=v), ()),
+    "fit.ckpt_path": (lambda v: trainer(max_rounds=0).fit(Tested(), data(), ckpt_path=v), NOTHING),
+    "fit.weights_only": (lambda v: trainer(max_rounds=0).fit(Tested(), data(), weights_only=v), (None, True)),
+    "validate.model": (lambda v: trainer().validate(v, data()), ()),
+    "test.model": (lambda v: trainer().test(v, data()), ()),
+    "predict.model": (lambda v: trainer().predict(v, data()), ()),
+    "validate.dataloaders": (lambda v: trainer().validate(Tested(), v), (*LOADERS, *JUNK[-2:])),
+    "test.dataloaders": (lambda v: trainer().test(Tested(), v), (*LOADERS, *JUNK[-2:])),
+    "predict.dataloaders": (lambda v: trainer().predict(Tested(), v), (*LOADERS, *JUNK[-2:])),
+    "validate.datamodule": (lambda v: trainer().validate(Tested(), datamodule=v), ()),
+    "validate.ckpt_path": (lambda v: trainer().validate(Tested(), data(), ckpt_path=v), NOTHING),
+    "save_checkpoint.filepath": (lambda v: FITTED["run"].save_checkpoint(v), PATHS),
+    "max_rounds": (lambda v: setattr(trainer(), "max_rounds", v), (None, -1, 0, 10**15)),
+    "client_dataset.client_id": (lambda v: module().client_dataset(v), CLIENTS),
+    "client_size.client_id": (lambda v: module().client_size(v), CLIENTS),
+    "client_batches.client_id": (lambda v: module().client_batches(v), CLIENTS),
+    "client_val_dataset.client_id": (lambda v: module().client_val_dataset(v), ("x", "", -1, 0, 10**15, HUGE)),
+    "set_clients.clients": (lambda v: module().set_clients(v), ([], {})),  # a fit refuses it
+    "FederatedDataset.size": (lambda v: dataset().size(v), CLIENTS),
+    "FederatedDataset.dataset": (lambda v: dataset().dataset(v), CLIENTS),
+    "client_state.client_id": (lambda v: loop().client_state(v), CLIENTS),
+    "full_gradient.client_id": (lambda v: loop().full_gradient(v, loop().state.x), CLIENTS),
+    "full_gradient.point": (lambda v: loop().full_gradient(0, v), ()),
+    "hessian_vector.vector": (lambda v: loop().hessian_vector(0, loop().state.x, v), ()),
+    "evaluate_client.client_id": (lambda v: loop().evaluate_client(v, on="train"), CLIENTS),
+    "evaluate_client.on": (lambda v: loop().evaluate_client(0, on=v), ()),
+    "evaluate_client.steps": (lambda v: loop().evaluate_client(0, on="train", steps=v), (0, 10**15)),
+    "epsilon.rounds": (lambda v: private().epsilon(v), (0, 10**15)),
+    **{
+        f"{name}.labels": (
+            lambda v, cut=cut: cut(v),
+            (torch.zeros(3),) if name in ("Iid", "LogNormalSizes", "QuantitySkew") else (),
+        )
+        for name, cut in PARTITIONS.items()
+    },
+}
+
+
+def legal(name: str, value: Any) -> bool:
+    return any(
+        value is other or (type(value) is type(other) and repr(value) == repr(other)) for other in CALLS[name][1]
+    )
+
+
+def attempt(name: str, value: Any) -> FederatedError | None:
+    """Call with junk, and return the refusal; anything but a refusal fails."""
+    started = time.process_time()
+    shown = "10**400" if type(value) is int and value == HUGE else repr(value)
+    refusal = None
+    try:
+        CALLS[name][0](value)
+    except FederatedError as error:
+        refusal = error
+    except Exception as error:
+        pytest.fail(f"{name}={shown} ends in {type(error).__name__}: {error}")
+    assert time.process_time() - started < 2, f"{name}={shown} takes too long"
+    return refusal
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.ERROR, logger="pytorch_lightning")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_junk_is_refused(name: str) -> None:
+    for value in JUNK:
+        if not legal(name, value):
+            assert attempt(name, value) is not None, f"{name} takes {value!r}"
+
+
+LIGHT = [
+    name for name in CALLS if not name.startswith(("fit.", "validate.", "test.", "predict.", "save_", "evaluate_"))
+]
+simple = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=3))
+anything = st.one_of(simple, st.lists(simple, max_size=3), st.dictionaries(st.text(max_size=3), simple, max_size=2))
+
+
+@settings(max_examples=300, deadline=None)
+@given(name=st.sampled_from(LIGHT), value=anything)
+def test_anything_is_taken_or_refused(name: str, value: Any) -> None:
+    attempt(name, value)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_a_stage_without_data_is_told_so(stage: str) -> None:
+    with pytest.raises(FederatedError, match=f"FederatedTrainer.{stage} has no data"):
+        getattr(trainer(), stage)(Tested())
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_a_class_in_place_of_a_model_is_told_how_to_make_one(stage: str) -> None:
+    with pytest.raises(FederatedError, match=r"must be a LightningModule; write Tested\(\)"):
+        getattr(trainer(), stage)(Tested, data())
+
+
+def test_best_is_refused_where_there_is_none() -> None:
+    with pytest.raises(FederatedError, match="ckpt_path='best'"):
+        trainer().validate(Tested(), data(), ckpt_path="best")
+
+
+def test_nothing_is_saved_before_a_model_was_seen() -> None:
+    with pytest.raises(FederatedError, match="nothing to save"):
+        trainer().save_checkpoint("x.ckpt")
+
+
+def test_an_aggregator_of_no_run_knows_no_epsilon() -> None:
+    with pytest.raises(FederatedError, match="belongs to no run"):
+        DifferentialPrivacy(1.0, 1.0, 1e-5).epsilon(3)

@@ -1,0 +1,37 @@
+import tracemalloc
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_fed.server.seen import Seen
+
+
+@given(st.integers(1, 70).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.lists(st.integers(0, n - 1))))))
+def test_it_is_a_set(case: tuple[int, list[list[int]]]) -> None:
+    num_clients, rounds = case
+    seen, wanted = Seen(num_clients), set[int]()
+    for indices in rounds:
+        seen.add(indices)
+        wanted.update(indices)
+        assert len(seen) == len(wanted)
+    assert seen.indices().tolist() == sorted(wanted)
+    assert seen.indices().dtype == torch.int64
+
+
+def test_a_million_clients_take_an_eighth_of_a_megabyte() -> None:
+    tracemalloc.start()
+    seen = Seen(10**6)
+    for start in range(0, 10**6, 10**5):
+        seen.add(range(start, start + 10**5))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(seen) == 10**6
+    assert held < 130_000
+
+
+@pytest.mark.parametrize("index", [-1, 8, 10**12])
+def test_a_client_that_there_is_not_is_no_member(index: int) -> None:
+    with pytest.raises(IndexError):
+        Seen(8).add([index])

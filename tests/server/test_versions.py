@@ -1,0 +1,58 @@
+"""Versions of client states: what is garbage goes soon, and looking for it does not cost more with every checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fed.server.versions import StoreFolder, Version
+
+
+def checkpoint(folder: StoreFolder, number: int) -> Path:
+    """Write a version and a checkpoint that refers to it, as a run does, and return the checkpoint."""
+    path = folder.path.parent / f"{number}.ckpt"
+    name = folder.write(number, Version((f"../{path.name}",), {}, 9, ()))
+    states = {"path": folder.path.name, "version": name}
+    torch.save({"loops": {"fit_loop": {"state_dict": {"client_states": states}}}}, path)
+    folder.collect_if_due()
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> StoreFolder:
+    (tmp_path / "client_states").mkdir()
+    return StoreFolder(tmp_path / "client_states")
+
+
+def versions(folder: StoreFolder) -> int:
+    return len(list(folder.path.glob("*.json")))
+
+
+def test_what_is_read_for_a_checkpoint_does_not_grow_with_those_kept(
+    folder: StoreFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, reads = StoreFolder.read, []
+    monkeypatch.setattr(StoreFolder, "read", lambda self, name: reads.append(name) or read(self, name))
+    counts = []
+    for number in range(400):
+        checkpoint(folder, number)
+        counts.append(len(reads))
+    assert versions(folder) == 400
+    early, late = counts[199] - counts[99], counts[399] - counts[299]
+    assert late < 1.5 * early < 1.5 * 100 * 12
+
+
+def test_of_many_checkpoints_few_that_are_gone_are_remembered(folder: StoreFolder) -> None:
+    paths = [checkpoint(folder, number) for number in range(80)]
+    for path in paths[:40]:
+        path.unlink()
+    for number in range(80, 90):
+        checkpoint(folder, number)
+    assert 50 <= versions(folder) < 60
+
+
+def test_of_a_single_checkpoint_nothing_but_its_own_version_is_left(folder: StoreFolder) -> None:
+    for number in range(5):
+        path = checkpoint(folder, number)
+        assert versions(folder) == 1
+        path.unlink()
