@@ -15,6 +15,7 @@ from lightning_fed.engines.functional import batch_shape, first_batch, stack_bat
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.hooks import TRANSFER_HOOKS
 from lightning_fed.engines.plan import WorkPlan
+from lightning_fed.engines.resident import ResidentData
 
 __all__ = ["BatchGroup", "ChunkBatches", "chunk_batches", "has_transfer_hooks", "on_device"]
 
@@ -67,7 +68,12 @@ class ChunkBatches(Protocol):
 
 
 def chunk_batches(
-    trainer: pl.Trainer, plans: Sequence[WorkPlan], streams: Sequence[Stream], shuffle: bool, by_index: bool
+    trainer: pl.Trainer,
+    plans: Sequence[WorkPlan],
+    streams: Sequence[Stream],
+    shuffle: bool,
+    by_index: bool,
+    resident: ResidentData,
 ) -> ChunkBatches:
     """Return the batches of a chunk; straight out of the tensors where all clients are cut out of the same ones.
 
@@ -77,6 +83,7 @@ def chunk_batches(
         streams: What makes the generators of their batch orders.
         shuffle: Whether local epochs visit batches in random order.
         by_index: Whether clients at different places of their local epochs must be kept apart.
+        resident: The data on the device.
     """
     first = plans[0].batches
     shares = not has_transfer_hooks(trainer) and all(
@@ -86,8 +93,8 @@ def chunk_batches(
     )
     if shares and isinstance(first, TensorBatches):
         if len(plans) == 1 and _bytes_of(first) <= _GATHERED:
-            return _OneClient(trainer, first, plans[0], streams[0], shuffle)
-        return _SharedTensors(trainer, first.tensors, plans, streams, shuffle, by_index)
+            return _OneClient(trainer, first, plans[0], streams[0], shuffle, resident)
+        return _SharedTensors(trainer, first.tensors, plans, streams, shuffle, by_index, resident)
     return _AnyBatches(trainer, plans, streams, shuffle, by_index)
 
 
@@ -135,18 +142,29 @@ class _OneClient:
     """Batches of a single client that are rows of tensors: one lookup for a whole local epoch."""
 
     def __init__(
-        self, trainer: pl.Trainer, batches: TensorBatches, plan: WorkPlan, stream: Stream, shuffle: bool
+        self,
+        trainer: pl.Trainer,
+        batches: TensorBatches,
+        plan: WorkPlan,
+        stream: Stream,
+        shuffle: bool,
+        resident: ResidentData,
     ) -> None:
-        self._groups = iter(self._make(trainer, batches, plan, stream, shuffle))
+        self._groups = iter(self._make(trainer, batches, plan, stream, shuffle, resident))
 
     @staticmethod
     def _make(
-        trainer: pl.Trainer, batches: TensorBatches, plan: WorkPlan, make_stream: Stream, shuffle: bool
+        trainer: pl.Trainer,
+        batches: TensorBatches,
+        plan: WorkPlan,
+        make_stream: Stream,
+        shuffle: bool,
+        resident: ResidentData,
     ) -> Iterator[BatchGroup]:
-        size, stream = batches.settings.batch_size, make_stream()
+        size, stream, tensors = batches.settings.batch_size, make_stream(), resident.of(batches.tensors)
         for length in plan.epochs:
             rows = batches.epoch_rows(stream, shuffle)[: length * size]
-            epoch = on_device(trainer, [t.index_select(0, rows.to(t.device)) for t in batches.tensors])
+            epoch = on_device(trainer, [t.index_select(0, rows.to(t.device)) for t in tensors])
             for i, batch in enumerate(zip(*(t.split(size) for t in epoch), strict=True)):
                 yield _Alone((0,), slice(0, 1), list(batch), len(batch[0]), i, is_rows=True)
 
@@ -160,16 +178,19 @@ class _SharedTensors:
     def __init__(
         self,
         trainer: pl.Trainer,
-        tensors: Sequence[Tensor],
+        tensors: tuple[Tensor, ...],
         plans: Sequence[WorkPlan],
         streams: Sequence[Stream],
         shuffle: bool,
         by_index: bool,
+        resident: ResidentData,
     ) -> None:
-        self.trainer, self.tensors, self.by_index = trainer, tensors, by_index
+        self.trainer, self.tensors, self.by_index = trainer, resident.of(tensors), by_index
         self._step = 0
         one = torch.Generator()  # whose orders are drawn right away, client by client
-        self._rows = [_epoch_rows(plan, s(reuse=one), shuffle) for plan, s in zip(plans, streams, strict=True)]
+        on_host = [_epoch_rows(plan, s(reuse=one), shuffle) for plan, s in zip(plans, streams, strict=True)]
+        moved = iter(resident.index([rows for client in on_host for _, rows in client]))
+        self._rows = [[(batch_idx, next(moved)) for batch_idx, _ in client] for client in on_host]
 
     def step(self, active: int) -> list[BatchGroup]:
         k, self._step = self._step, self._step + 1

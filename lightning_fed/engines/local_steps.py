@@ -1,7 +1,7 @@
 """Local steps of plain SGD in one go: gradients, the method's correction and the update, as one traced graph."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.rounds import Step
 from lightning_fed.core.types import State, Vector
 from lightning_fed.core.watched import Watched
+from lightning_fed.engines.captures import CapturedStep, captured
 from lightning_fed.engines.chunk_batches import BatchGroup
 from lightning_fed.engines.functional import FunctionalStep, Logged, flatten
 from lightning_fed.engines.stacked import StackedWork
@@ -47,11 +48,13 @@ class _Ready:
         step: The step.
         rest: What it takes after parameters and batch.
         total: The constant part of all directions, if there is one: [P] of a single client, else [S, P].
+        capture: The step as a recording, where it is one.
     """
 
     step: TracedStep
     rest: Sequence[Any]
     total: Vector | None
+    capture: CapturedStep | None = None
 
 
 class BoundSteps:
@@ -88,12 +91,17 @@ class BoundSteps:
         ready = self._ready.get(group.examples) if group.is_rows else None
         if ready is None:
             return self._take_first(group, leaves, spec)
-        loss, values = ready.step(*self._views, *leaves, *ready.rest)
+        if ready.capture is not None:
+            loss, values = ready.capture(leaves, ready.rest)
+        else:
+            loss, values = ready.step(*self._views, *leaves, *ready.rest)
         if ready.total is not None:
             self._y.add_(ready.total, alpha=self._rate)
         return loss, self._step.logged(values)
 
-    def _take_first(self, group: BatchGroup, leaves: Sequence[Tensor], spec: Any) -> Any:
+    def _take_first(
+        self, group: BatchGroup, leaves: Sequence[Tensor], spec: Any
+    ) -> tuple[Tensor, dict[str, Logged]] | None:
         """Do the same with batches of a shape that is new to these clients, or may be."""
         key = (spec, *kinds(leaves))
         if key not in self._found:
@@ -117,7 +125,8 @@ class BoundSteps:
         if ready.total is not None:
             self._y.add_(ready.total, alpha=self._rate)
         if group.is_rows:
-            self._ready[group.examples] = ready
+            capture = captured(self._step.traces, traced, self._y, self._views, leaves, ready.rest)
+            self._ready[group.examples] = ready if capture is None else replace(ready, capture=capture)
         return loss, self._step.logged(values)
 
     def _run_once(self, traced: TracedStep) -> "_Ready":

@@ -34,7 +34,7 @@ class Traces:
     """
 
     def __init__(self) -> None:
-        self.allowed = True
+        self.allowed = self.may_capture = True
         self._made: dict[Any, Callable[..., Found]] = {}
         self._steps: dict[Any, TracedStep | None] = {}
 
@@ -186,6 +186,8 @@ class TracedStep:
     Attributes:
         fits_any_size: Whether it is the same for every number of examples; None as long as nobody has looked.
         sizes_seen: The shapes of batches for which its loss was compared with the module's.
+        run: Moves the parameters, and returns the loss and the logged values in a list.
+        captures: Recordings of it, by where the parameters lie and the shapes of the batch.
     """
 
     def __init__(
@@ -204,7 +206,8 @@ class TracedStep:
         for graph in (graphs.once, graphs.step):
             use_bindings(graph)
         self._once = fx.GraphModule(whole, graphs.once).forward
-        self._step = fx.GraphModule(whole, graphs.step).forward
+        self.run: Callable[..., list[Tensor]] = fx.GraphModule(whole, graphs.step).forward
+        self.captures: dict[Any, Any] = {}
 
     def once(self, constants: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
         """Return the constant part of every parameter's direction, and what a step takes after the batch."""
@@ -214,7 +217,11 @@ class TracedStep:
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, Values]:
         """Move the parameters, and return the loss and the logged values; to be called without gradients."""
-        loss, *logged = self._step(*arguments)
+        return self.named(self.run(*arguments))
+
+    def named(self, results: Sequence[Tensor]) -> tuple[Tensor, Values]:
+        """Return the loss and the logged values out of what :attr:`run` returns."""
+        loss, *logged = results
         return loss, {name: (value, size) for (name, size), value in zip(self._sizes.items(), logged, strict=True)}
 
 

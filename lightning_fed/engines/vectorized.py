@@ -25,6 +25,7 @@ from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.hooks import overridden_hooks
 from lightning_fed.engines.local_steps import BoundSteps, LocalSteps
 from lightning_fed.engines.plan import WorkPlan
+from lightning_fed.engines.resident import ResidentData
 from lightning_fed.engines.stacked import ELEMENTWISE, Clipping, Stack, StackedWork
 from lightning_fed.engines.trial import Trial
 
@@ -51,6 +52,7 @@ class VectorizedEngine(Engine):
         self.step = FunctionalStep(self.trainer, self.flat)
         self.steps = LocalSteps(self.step, self.algorithm, self.trainer.datamodule.batch_size)
         self.full = FullGradients(self.step)
+        self.resident = ResidentData(self.flat.y.device)
         self._row: tuple[ChunkResult, int] | None = None
         self._steps_taken: int | None = None  # by the clients at work
         self._stack: Stack | None = None
@@ -66,7 +68,7 @@ class VectorizedEngine(Engine):
             return  # there is no local work
         stream = partial(generator, self.seed, Purpose.BATCHES, 0, plan.participant.index)
         with self.gradients.silent():
-            batches = chunk_batches(self.trainer, [plan], [stream], self.shuffle, by_index=True)
+            batches = chunk_batches(self.trainer, [plan], [stream], self.shuffle, True, self.resident)
             (group,) = batches.step(1)
             Trial(self.step).run(group.first, group.batch_idx)
 
@@ -148,7 +150,7 @@ class VectorizedEngine(Engine):
         if self.step.is_random or not all(_is_rows(plan.batches) for plan in plans):
             seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, plans[0].participant.index), device)
         streams = [partial(generator, self.seed, Purpose.BATCHES, inputs.round, p.participant.index) for p in plans]
-        batches = chunk_batches(self.trainer, plans, streams, self.shuffle, self.step.reads_index)
+        batches = chunk_batches(self.trainer, plans, streams, self.shuffle, self.step.reads_index, self.resident)
         anchor = self._anchor(inputs)
         active, bound = 0, None
         with self.step.recording(), torch.no_grad():
@@ -196,7 +198,7 @@ class VectorizedEngine(Engine):
         ):
             return None
         rows = torch.cat([b.stored_rows() for b in batches])
-        picked = [t.index_select(0, rows.to(t.device)) for t in tensors]
+        picked = [t.index_select(0, rows.to(t.device)) for t in self.resident.of(tensors)]
         batch = on_device(self.trainer, [t.view(len(plans), size, *t.shape[1:]) for t in picked])
         grads: dict[str, Tensor] = {}
         with self.gradients.silent(), self.step.recording():

@@ -1,0 +1,47 @@
+"""Clients' data on the device that trains them, moved there once."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["ResidentData"]
+
+_SHARE = 4  # at most one part in so many of the free memory holds data
+
+
+class ResidentData:
+    """Copies of data sets' tensors on a GPU, where they fit a quarter of its free memory; on a CPU there is no need.
+
+    Args:
+        device: Where clients are trained.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._held: dict[tuple[int, ...], tuple[tuple[Tensor, ...], tuple[int, ...], tuple[Tensor, ...]]] = {}
+
+    def of(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return tensors of the same content, on the device if they fit; anew where somebody has written to them."""
+        if self.is_near(self.device):
+            return tensors
+        key, versions = tuple(map(id, tensors)), tuple(t._version for t in tensors)
+        held = self._held.get(key)
+        if held is None or held[1] != versions:
+            size = sum(t.numel() * t.element_size() for t in tensors if t.device != self.device)
+            fits = _SHARE * size <= self.free()
+            held = (tensors, versions, tuple(t.to(self.device) for t in tensors) if fits else tensors)
+            self._held[key] = held  # with the originals, whose ids nobody else can have then
+        return held[2]
+
+    def index(self, rows: list[Tensor]) -> list[Tensor]:
+        """Return tensors of rows on the device, all in one transfer."""
+        if not rows or self.is_near(self.device):
+            return rows
+        return list(torch.cat(rows).to(self.device, non_blocking=True).split([len(r) for r in rows]))
+
+    def is_near(self, device: torch.device) -> bool:
+        """Whether tensors of the CPU are read from this device as they are."""
+        return device.type == "cpu"
+
+    def free(self) -> int:
+        """The free memory of the device in bytes."""
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
