@@ -1,7 +1,9 @@
-"""The command line: ``lightning-fed fit | validate | test | predict | data``."""
+"""The command line: ``lightning-fed fit | validate | test | predict | data | reproduce | sweep | compare``."""
 
+import os
 import sys
 import traceback
+from collections.abc import Callable
 from inspect import getfile
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,27 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.cli import LightningCLI
 
+from lightning_fed._compat import MisconfigurationException
 from lightning_fed.callbacks import RunSummary
 from lightning_fed.cli_data import picture
+from lightning_fed.cli_parser import Parser
 from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.experiments import compare, reproduce, sweep
 from lightning_fed.trainer import FederatedTrainer
 
 __all__ = ["FederatedCLI", "main"]
 
+_ABOUT = (
+    "Train an ordinary LightningModule across clients: `lightning-fed fit --config FILE`."
+    " `lightning-fed data --config FILE` draws how the data is dealt out to them; `lightning-fed reproduce`, `sweep`"
+    " and `compare` run a paper's experiment, run a grid of your own, and put runs side by side."
+)
+_OWN: dict[str, Callable[[list[str]], None]] = {
+    "data": picture,
+    "reproduce": reproduce,
+    "sweep": sweep,
+    "compare": compare,
+}
 _FRAMEWORKS = (Path(__file__).parent, *(Path(getfile(package)).parent for package in (pl, torch)))
 
 
@@ -32,8 +48,14 @@ class FederatedCLI(LightningCLI):
             "subclass_mode_model": True,
             "subclass_mode_data": True,
             "save_config_kwargs": {"overwrite": True},
+            "parser_class": Parser,
             # an option that is only the beginning of another one's name is a mistake, not an abbreviation
-            "parser_kwargs": {"allow_abbrev": False, **{name: {"allow_abbrev": False} for name in self.subcommands()}},
+            "parser_kwargs": {
+                "prog": "lightning-fed",
+                "description": _ABOUT,
+                "allow_abbrev": False,
+                **{name: {"allow_abbrev": False} for name in self.subcommands()},
+            },
         }
         super().__init__(**{**defaults, **kwargs})
 
@@ -55,7 +77,7 @@ class FederatedCLI(LightningCLI):
 
 
 def main(args: list[str] | dict[str, Any] | None = None) -> None:
-    """Run the command line; ``data`` draws how a configuration deals its data out, the rest is LightningCLI's.
+    """Run the command line: ``data``, ``reproduce``, ``sweep``, ``compare``, and for the rest LightningCLI's commands.
 
     Args:
         args: The arguments; those of the process if None.
@@ -65,9 +87,11 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
             in the user's own code, the part of the trace that is the user's is printed first.
     """
     words = sys.argv[1:] if args is None else args
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # a configuration names classes of the user's own; last, so as to hide nothing
     try:
-        if isinstance(words, list) and words[:1] == ["data"]:
-            picture(words[1:])
+        if isinstance(words, list) and words and words[0] in _OWN:
+            _OWN[words[0]](words[1:])
             return
         FederatedCLI(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args)
     except ValueError as error:
@@ -76,6 +100,8 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
             raise
         print("".join(_own_trace(refusal)), file=sys.stderr, end="")
         sys.exit(f"lightning-fed: {refusal}")
+    except MisconfigurationException as error:  # Lightning's own refusals, such as `test` without a test_step
+        sys.exit(f"lightning-fed: {error}")
 
 
 def _own_trace(error: FederatedError) -> list[str]:

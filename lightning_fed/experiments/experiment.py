@@ -1,0 +1,203 @@
+"""What an experiment is: a grid of configurations, how values are chosen in it, what is drawn, and what is claimed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from lightning_fed.experiments.overrides import Config
+from lightning_fed.experiments.quantities import Metric, Quantity
+
+__all__ = ["METHOD", "Axis", "Claim", "Experiment", "Figure", "Label", "Place", "Scale", "Table", "Tune"]
+
+METHOD = "method"
+"""The axis that every experiment has."""
+
+Label: TypeAlias = str
+"""One choice of an axis, by its name in figures and tables."""
+
+Place: TypeAlias = Mapping[str, tuple[Label, ...]]
+"""A part of a grid: for each axis named, the labels that belong to it."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension of a grid.
+
+    Args:
+        name: Its name.
+        choices: Overrides by label, in order.
+        tune: What to tune where a label is chosen, by label: as :attr:`Tune.grid`, or lists of other values.
+    """
+
+    name: str
+    choices: Mapping[Label, Mapping[str, Any]]
+    tune: Mapping[Label, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tune:
+    """What is tuned for each method at each combination of the axes.
+
+    Args:
+        by: The quantity whose best value decides.
+        seeds: How many seeds decide; None for all.
+        grid: The axes whose product is tried.
+    """
+
+    by: Quantity
+    seeds: int | None
+    grid: Mapping[str, Axis]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure: panels in rows and columns, with lines in them.
+
+    Args:
+        name: Its name, a part of the file's.
+        kind: "curves" over the rounds, a "quantity" against an axis, or the "paths" of clients.
+        y: The metrics, or quantities, that are drawn; several make panels.
+        x: "rounds", "gradients", "bytes", or the name of an axis.
+        lines: The axis whose labels are the lines.
+        rows: The axis whose labels are the rows of panels, "metric" for :attr:`y`, None for one row.
+        columns: The same for columns.
+        band: What is drawn around a line over several seeds.
+        log: The axes of the picture with a logarithmic scale.
+        xlim: What the horizontal axis shows.
+        ylim: What the vertical axis shows.
+        at: The part of the grid that is drawn.
+        rounds: The first rounds whose paths are drawn.
+    """
+
+    name: str
+    kind: Literal["curves", "quantity", "paths"]
+    y: tuple[Metric, ...] | tuple[Quantity, ...]
+    x: str
+    lines: str
+    rows: str | None
+    columns: str | None
+    band: Literal["std", "range", "none"]
+    log: tuple[str, ...]
+    xlim: tuple[float, float] | None
+    ylim: tuple[float, float] | None
+    at: Place
+    rounds: int = 1
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: quantities by the labels of axes.
+
+    Args:
+        name: Its name.
+        rows: The axes whose combinations are its rows.
+        columns: The axis whose labels are its columns, if any.
+        values: The quantities, a column each within every other column.
+        at: The part of the grid that it shows.
+    """
+
+    name: str
+    rows: tuple[str, ...]
+    columns: str | None
+    values: tuple[Quantity, ...]
+    at: Place
+
+
+@dataclass(frozen=True)
+class Claim:
+    """An inequality that a paper states.
+
+    Args:
+        says: The paper's sentence.
+        terms: Factor and label of each side; the label is None for a number alone.
+        signs: What stands between the sides: "<", "<=", ">", ">=" or "~".
+        quantity: What is compared.
+        compare: The axis of the labels.
+        at: The part of the grid where it is claimed.
+        within: How much sides joined by "~" may differ, as a share of the larger.
+        scales: The scales at which it is judged; all if empty.
+    """
+
+    says: str
+    terms: tuple[tuple[float, Label | None], ...]
+    signs: tuple[str, ...]
+    quantity: Quantity
+    compare: str
+    at: Place
+    within: float
+    scales: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The inequality as it is written."""
+        sides = [_side(factor, label) for factor, label in self.terms]
+        return " ".join([sides[0], *(f"{sign} {side}" for sign, side in zip(self.signs, sides[1:], strict=True))])
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large an experiment is run.
+
+    Args:
+        name: Its name.
+        changed: What differs from the paper, a sentence.
+        overrides: Overrides on top of every cell.
+        seeds: The number of seeds, if not the experiment's.
+        labels: The labels that are kept, by axis, each with overrides on top.
+        tune: What is tuned instead, as :attr:`Axis.tune`.
+    """
+
+    name: str
+    changed: str = ""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    seeds: int | None = None
+    labels: Mapping[str, Mapping[Label, Mapping[str, Any]]] = field(default_factory=dict)
+    tune: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment as its file states it.
+
+    Args:
+        name: Its name, the file's.
+        file: Where it comes from.
+        title: What it shows.
+        paper: Whose claim it is.
+        item: The figure or table of the paper.
+        notes: What the paper leaves open, and how that is settled.
+        base: The configuration that every cell starts from.
+        axes: The dimensions of its grid, the methods last.
+        skip: Parts of the grid that are left out.
+        tune: What is tuned; None if nothing is.
+        seeds: The number of seeds.
+        metrics: The metrics by name.
+        figures: What is drawn.
+        tables: What is tabled.
+        claims: What is claimed.
+        scales: The scales by name.
+    """
+
+    name: str
+    file: Path
+    title: str
+    paper: str
+    item: str
+    notes: str
+    base: Config
+    axes: Mapping[str, Axis]
+    skip: tuple[Place, ...]
+    tune: Tune | None
+    seeds: int
+    metrics: Mapping[str, Metric]
+    figures: tuple[Figure, ...]
+    tables: tuple[Table, ...]
+    claims: tuple[Claim, ...]
+    scales: Mapping[str, Scale]
+
+
+def _side(factor: float, label: Label | None) -> str:
+    if label is None:
+        return f"{factor:g}"
+    return label if factor == 1 else f"{factor:g} * {label}"

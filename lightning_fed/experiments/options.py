@@ -1,0 +1,70 @@
+"""Options that the commands share, and the command line as it is quoted."""
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from jsonargparse import ArgumentParser
+
+__all__ = ["add_run_options", "command_line", "default_jobs", "positive"]
+
+_MACHINES = ("--out", "--jobs")
+_PLACES = ("--data-root",)
+
+
+def add_run_options(parser: ArgumentParser, out: str) -> None:
+    """Add the options of a command that runs a grid.
+
+    Args:
+        parser: The parser.
+        out: Where results go by default, in words.
+    """
+    parser.add_argument("--seeds", type=positive, help="The number of seeds, in place of the file's.")
+    parser.add_argument("--jobs", type=_count, default=default_jobs(), help="Worker processes; 0 runs in this one.")
+    parser.add_argument("--out", type=str, help=f"The folder of the results; {out} by default.")
+    parser.add_argument("--data-root", type=str, help="The folder of data sets.")
+    parser.add_argument("--accelerator", type=str, help="Where to train: cpu, gpu, as for a Trainer.")
+
+
+def command_line(command: str, args: Sequence[str]) -> str:
+    """Return the command line without what is the machine's own: where files lie, and how many jobs there are.
+
+    Example:
+        >>> command_line("reproduce", ["mime_fig1", "--data-root", "/mnt/data", "--jobs=4"])
+        'lightning-fed reproduce mime_fig1 --data-root DATA'
+    """
+    kept, words = [], iter(args)
+    for word in words:
+        name, has_value, _ = word.partition("=")
+        if name in (*_MACHINES, *_PLACES):
+            if not has_value:
+                next(words, None)
+            kept += ["--data-root DATA"] if name in _PLACES else []
+        else:
+            kept.append(shlex.quote(Path(word).name if word.endswith((".yaml", ".yml")) else word))
+    return " ".join([f"lightning-fed {command}", *kept])
+
+
+def default_jobs() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def positive(text: str) -> int:
+    """Return an integer of at least 1.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    number = int(text)
+    if number < 1:
+        raise ValueError(f"{text} is not at least 1")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError(f"{text} is negative")
+    return number

@@ -1,0 +1,174 @@
+"""Numbers made of curves: the final value of a metric, its best, the rounds until it reaches a target."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.experiments.yaml_files import unknown
+
+__all__ = ["COSTS", "Curve", "Metric", "Quantity", "Series", "cost", "parse_quantity"]
+
+Curve: TypeAlias = Mapping[int, float]
+"""The values of a tag by the number of completed rounds."""
+
+Series: TypeAlias = Mapping[str, Curve]
+"""What a run logged, by tag."""
+
+COSTS = {
+    "rounds": (),
+    "gradients": ("round/gradients",),
+    "bytes": ("comm/bytes_up", "comm/bytes_down"),
+}
+"""What a run can be measured by, with the tags that are added up over the rounds."""
+
+_GRAMMAR = re.compile(
+    r"(?P<kind>final|best|mean)"
+    r"|(?P<window>last|round)\s+(?P<count>\d+)"
+    r"|(?P<cost>rounds|gradients|bytes)\s+to\s+(?P<target>[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)"
+)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric by the name under which it is logged.
+
+    Args:
+        name: The tag.
+        mode: Whether it is good where it is high or low.
+        label: What to call it in figures and tables.
+    """
+
+    name: str
+    mode: Literal["max", "min"]
+    label: str
+
+    @property
+    def worst(self) -> float:
+        """A value worse than any other."""
+        return -math.inf if self.mode == "max" else math.inf
+
+    def reaches(self, value: float, target: float) -> bool:
+        """Whether a value is as good as the target."""
+        return value >= target if self.mode == "max" else value <= target
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number made of a run's curves.
+
+    Args:
+        text: How it is written.
+        kind: "final", "best", "mean", "last" and "round" of the metric; "rounds", "gradients" and "bytes" until it
+            reaches a target.
+        metric: The metric.
+        number: The target, how many of the last values are averaged, or the round.
+    """
+
+    text: str
+    kind: str
+    metric: Metric
+    number: float = 0.0
+
+    @property
+    def is_cost(self) -> bool:
+        """Whether it counts what it takes to reach a target."""
+        return self.kind in COSTS
+
+    @property
+    def mode(self) -> Literal["max", "min"]:
+        """Whether it is good where it is high or low."""
+        return "min" if self.is_cost else self.metric.mode
+
+    @property
+    def worst(self) -> float:
+        """The value of a run that has diverged."""
+        return math.inf if self.mode == "min" else -math.inf
+
+    @property
+    def label(self) -> str:
+        """What to call it in figures and tables."""
+        if self.is_cost:
+            return f"{self.kind} to {self.metric.label} {self.number:g}"
+        window = {"last": f"last {self.number:g}", "round": f"round {self.number:g}"}.get(self.kind, self.kind)
+        return f"{window} {self.metric.label}"
+
+    def of(self, series: Series) -> float:
+        """Return the value for one run, which is infinite where a target is not reached.
+
+        Raises:
+            FederatedError: If the run did not log what it takes.
+        """
+        curve = series.get(self.metric.name)
+        if not curve:
+            raise FederatedError(
+                f"{self.metric.name} was not logged; there is {', '.join(sorted(series)) or 'nothing'}."
+            )
+        values = [self.metric.worst if math.isnan(value) else value for value in curve.values()]
+        if self.is_cost:
+            reached = next((n for n, v in zip(curve, values, strict=True) if self.metric.reaches(v, self.number)), None)
+            return math.inf if reached is None else cost(series, self.kind)[reached]
+        if self.kind == "round":
+            if int(self.number) not in curve:
+                raise FederatedError(f"{self.metric.name} was not logged after round {self.number:g}.")
+            return curve[int(self.number)]
+        if self.kind == "best":
+            return max(values) if self.metric.mode == "max" else min(values)
+        window = {"final": 1, "last": int(self.number), "mean": len(values)}[self.kind]
+        return sum(values[-window:]) / len(values[-window:])
+
+
+def cost(series: Series, kind: str) -> dict[int, float]:
+    """Return what a run took until the end of each round: its number, or the gradients or bytes up to there.
+
+    Raises:
+        FederatedError: If the run did not log it.
+
+    Example:
+        >>> cost({"val_acc": {2: 0.5}, "round/gradients": {1: 10.0, 2: 30.0}}, "gradients")
+        {1: 10.0, 2: 40.0}
+    """
+    tags = COSTS[kind]
+    if missing := [tag for tag in tags if not series.get(tag)]:
+        raise FederatedError(f"{' and '.join(missing)} were not logged, so the {kind} are not known.")
+    rounds = sorted({n for curve in series.values() for n in curve})
+    if not tags:
+        return {n: float(n) for n in rounds}
+    total, costs = 0.0, {}
+    for n in rounds:
+        total += sum(series[tag].get(n, 0.0) for tag in tags)
+        costs[n] = total
+    return costs
+
+
+def parse_quantity(where: str, text: object, metrics: Mapping[str, Metric]) -> Quantity:
+    """Return the quantity that a text such as "rounds to 0.8 val_acc" means.
+
+    Args:
+        where: What asks for it, for the message.
+        text: The text.
+        metrics: The metrics by name; the first is meant where the text names none.
+
+    Raises:
+        FederatedError: If the text is not understood, or names an unknown metric.
+
+    Example:
+        >>> parse_quantity("tune", "rounds to 0.8", {"val_acc": Metric("val_acc", "max", "accuracy")}).label
+        'rounds to accuracy 0.8'
+    """
+    match = _GRAMMAR.match(text) if isinstance(text, str) else None
+    rest = text[match.end() :] if match and isinstance(text, str) else ""
+    if match is None or (rest and not rest[0].isspace()):
+        raise FederatedError(
+            f"{where}: {text!r} is no quantity. Write 'final', 'best', 'mean', 'last N', 'round N', 'rounds to V',"
+            " 'gradients to V' or 'bytes to V', and then the metric unless it is the first."
+        )
+    name = rest.strip() or next(iter(metrics))
+    if name not in metrics:
+        raise unknown(where, "metric", name, metrics)
+    number = float(match["target"] or match["count"] or 0)
+    if match["window"] and number < 1:
+        raise FederatedError(f"{where}: {text!r} must count at least 1.")
+    return Quantity(str(text), match["kind"] or match["window"] or match["cost"], metrics[name], number)

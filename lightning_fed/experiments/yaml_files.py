@@ -1,0 +1,76 @@
+"""YAML files read strictly: no key twice, no unknown key, and numbers such as 1e-3 are numbers."""
+
+import re
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_fed.core.errors import FederatedError
+
+__all__ = ["check_keys", "read_yaml", "unknown"]
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, in which a mapping's keys differ."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping, unless a key comes twice."""
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} comes twice", key_node.start_mark)
+            seen.add(key)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the mapping that a YAML file holds.
+
+    Raises:
+        FederatedError: If there is no such file, or it holds something else.
+    """
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506  # a SafeLoader
+    except OSError as error:
+        raise FederatedError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise FederatedError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise FederatedError(f"{path} must hold a mapping of keys to values, found {type(content).__name__}.")
+    return content
+
+
+def check_keys(where: str, found: Any, allowed: Iterable[str], required: Iterable[str] = ()) -> dict[str, Any]:
+    """Return a mapping that must have the required keys, and no other than the allowed ones.
+
+    Raises:
+        FederatedError: If it is no mapping, or has other keys; it names them and what they may be.
+    """
+    allowed, required = list(allowed), list(required)
+    if not isinstance(found, Mapping):
+        raise FederatedError(f"{where} must be a mapping with the keys {', '.join(allowed)}; found {found!r}.")
+    for key in found:
+        if key not in allowed:
+            raise unknown(where, "key", key, allowed)
+    if missing := [key for key in required if key not in found]:
+        raise FederatedError(f"{where} lacks {', '.join(missing)}.")
+    return dict(found)
+
+
+def unknown(where: str, kind: str, name: Any, allowed: Iterable[str]) -> FederatedError:
+    """Return the error that a name is not one of those allowed, with the closest one as a hint."""
+    allowed = list(allowed)
+    close = get_close_matches(str(name), allowed, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    known = f"Known: {', '.join(map(repr, allowed))}." if allowed else "There are none."
+    return FederatedError(f"{where}: there is no {kind} {name!r}.{hint} {known}")

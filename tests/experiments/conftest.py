@@ -1,0 +1,41 @@
+"""A tiny experiment that the tests change and run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+TINY: dict[str, Any] = {
+    "title": "Two quadratics",
+    "paper": "A paper",
+    "item": "Figure 1",
+    "base": {
+        "model": {
+            "class_path": "lightning_fed.models.Quadratic",
+            "init_args": {"x0": 1.0, "lr": 0.1, "optimum": 0.0},
+        },
+        "data": {"class_path": "lightning_fed.data.Quadratics", "init_args": {"a": [2.0, 0.0], "G": 1.0}},
+        "trainer": {"max_rounds": 3, "clients_per_round": 1.0, "local_steps": 2},
+    },
+    "methods": {
+        "FedAvg": {"trainer.algorithm": "lightning_fed.algorithms.FedAvg"},
+        "SCAFFOLD": {"trainer.algorithm": "lightning_fed.algorithms.Scaffold"},
+    },
+    "metrics": {"val_distance": {"mode": "min", "label": "distance"}},
+    "scales": {"full": {}, "small": {"changed": "one round", "overrides": {"trainer.max_rounds": 1}}},
+}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Return what writes the tiny experiment, changed at the top of its file."""
+
+    def make(name: str = "tiny", **changes: Any) -> Path:
+        path = tmp_path / f"{name}.yaml"
+        content = {**TINY, **changes}
+        path.write_text(yaml.safe_dump({k: v for k, v in content.items() if v is not None}, sort_keys=False))
+        return path
+
+    return make

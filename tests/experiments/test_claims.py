@@ -1,0 +1,141 @@
+"""Claims are judged by their numbers, and what cannot be judged is not."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_fed.experiments.claims import judge
+from lightning_fed.experiments.experiment import Claim
+from lightning_fed.experiments.grid import Cell, Grid
+from lightning_fed.experiments.reading import read_experiment
+from lightning_fed.experiments.records import Record, write_record
+from lightning_fed.experiments.results import Results
+from lightning_fed.experiments.runner import Job
+from lightning_fed.experiments.store import Store
+from lightning_fed.experiments.verdict import overall, verdict
+
+Curves = dict[str, list[float] | str]
+
+
+@pytest.fixture
+def judged(write: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[str, str]]:
+    """Return what judges a claim on given curves by method; a text stands for a cell that diverged or failed."""
+
+    def of(claim: str, curves: Curves, quantity: str = "final", seeds: int = 1, **more: Any) -> tuple[str, str]:
+        entry = {"says": "So it is.", "claim": claim, "quantity": quantity, **more}
+        experiment = read_experiment(write(methods={name: {} for name in curves}, claims=[entry], seeds=seeds))
+        results = results_of(
+            Grid(experiment), tmp_path / f"{claim} {quantity}", lambda cell: curves[cell.point.by_axis["method"]]
+        )
+        found = judge(experiment.claims[0], results)
+        assert "So it is." in verdict(results, "the command", [])
+        return overall(found), found[0].numbers
+
+    return of
+
+
+def results_of(grid: Grid, out: Path, curve_of: Callable[[Cell], list[float] | str]) -> Results:
+    """Return results whose cells have these values of the metric, a value per round."""
+    store = Store(out)
+    jobs = {}
+    for number, point in enumerate(grid.points):
+        for cell in grid.cells(point, grid.tuned(point)[0], range(grid.seeds)):
+            key = f"{number}-{cell.seed}"
+            jobs[cell] = Job(str(cell), key, {}, {})
+            curve = curve_of(cell)
+            if curve == "failed":
+                store.cells.mkdir(parents=True, exist_ok=True)
+                store.note_failure(key, str(cell), "no memory")
+                continue
+            diverged = curve == "diverged"
+            values = {} if isinstance(curve, str) else dict(enumerate(curve, start=1))
+            (store.cells / key).mkdir(parents=True)
+            series = {"val_distance": values}
+            record = Record(
+                {}, "diverged" if diverged else "finished", "", 1.0, {"torch": "2"}, series, store.cells / key
+            )
+            write_record(store.cells / key, record)
+    return Results(grid, store, jobs)
+
+
+@pytest.mark.parametrize(
+    ("claim", "expected"),
+    [
+        ("A < B", ("holds", "1 < 2")),
+        ("B < A", ("does not hold", "2 < 1")),
+        ("A < B < 3", ("holds", "1 < 2 < 3")),
+        ("A < 3 < B", ("does not hold", "1 < 3 < 2")),
+        ("2 * A <= B", ("holds", "2 * 1 <= 2")),
+        ("2.5 * A <= B", ("does not hold", "2.5 * 1 <= 2")),
+        ("B > A >= 1", ("holds", "2 > 1 >= 1")),
+        ("A ~ B", ("does not hold", "1 ~ 2")),
+        ("A ~ 1.05", ("holds", "1 ~ 1.05")),
+    ],
+)
+def test_an_inequality_holds_if_its_numbers_do(judged: Any, claim: str, expected: tuple[str, str]) -> None:
+    assert judged(claim, {"A": [3.0, 1.0], "B": [0.0, 2.0]}) == expected
+
+
+def test_what_is_reached_is_less_than_what_is_not(judged: Any) -> None:
+    curves = {"A": [3.0, 1.0, 0.5], "B": [3.0, 3.0, 3.0], "C": [4.0, 4.0, 4.0]}
+    assert judged("A < B", curves, "rounds to 1") == ("holds", "2 < >3")
+    assert judged("B < A", curves, "rounds to 1") == ("does not hold", ">3 < 2")
+    assert judged("B < C", curves, "rounds to 1")[0] == "not judged"
+
+
+def test_what_diverged_is_worse_than_anything_and_what_failed_is_not_judged(judged: Any) -> None:
+    curves: Curves = {"A": [1.0], "B": "diverged", "C": "failed"}
+    assert judged("A < B", curves) == ("holds", "1 < diverged")
+    assert judged("B < A", curves)[0] == "does not hold"
+    verdict, why = judged("A < C", curves)
+    assert verdict == "not judged"
+    assert "failed: no memory" in why
+
+
+def test_seeds_are_averaged(judged: Any, write: Any, tmp_path: Path) -> None:
+    experiment = read_experiment(write(seeds=3))
+    results = results_of(Grid(experiment), tmp_path / "o", lambda cell: [float(cell.seed)])
+    estimate = results.estimate(results.grid.points[0], claim_on(experiment, "final").quantity)
+    assert estimate.mean == 1.0
+    assert estimate.spread == pytest.approx(1.0)
+    assert str(estimate) == "1 ± 1"
+    some = results.estimate(results.grid.points[0], claim_on(experiment, "rounds to 0.5").quantity)
+    assert math.isinf(some.mean)  # a seed that does not reach the target counts as never
+
+
+def claim_on(experiment: Any, quantity: str) -> Claim:
+    from lightning_fed.experiments.outputs import read_claims
+
+    entry = {"says": "", "claim": "FedAvg < SCAFFOLD", "quantity": quantity}
+    labels = {name: tuple(axis.choices) for name, axis in experiment.axes.items()}
+    return read_claims("", [entry], labels, experiment.metrics, ("full",))[0]
+
+
+def test_a_claim_is_judged_at_every_combination_it_leaves_open(write: Any, tmp_path: Path) -> None:
+    axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}}
+    entry = {"says": "x", "claim": "FedAvg < SCAFFOLD", "quantity": "final"}
+    experiment = read_experiment(write(axes=axes, claims=[entry, {**entry, "at": {"G": 10}}]))
+    values = {("1", "FedAvg"): 1.0, ("1", "SCAFFOLD"): 2.0, ("10", "FedAvg"): 4.0, ("10", "SCAFFOLD"): 3.0}
+    results = results_of(Grid(experiment), tmp_path / "o", lambda cell: [values[tuple(cell.point.by_axis.values())]])
+    everywhere, at_ten = (judge(claim, results) for claim in experiment.claims)
+    assert [(j.where, j.verdict) for j in everywhere] == [("G 1", "holds"), ("G 10", "does not hold")]
+    assert overall(everywhere) == "does not hold"
+    assert len(at_ten) == 1
+    along = {"says": "x", "claim": "1 < 10", "compare": "G", "quantity": "final"}
+    (claim,) = read_experiment(write(axes=axes, claims=[along])).claims
+    assert [j.numbers for j in judge(claim, results)] == ["1 < 4", "2 < 3"]
+
+
+def test_a_claim_about_what_a_scale_leaves_out_is_not_judged(write: Any, tmp_path: Path) -> None:
+    scales = {"full": {}, "small": {"changed": "x", "methods": ["FedAvg"]}}
+    entry = {"says": "x", "claim": "FedAvg < SCAFFOLD", "quantity": "final"}
+    numbers = {"says": "x", "claim": "FedAvg < 2", "quantity": "final", "scales": ["full"]}
+    experiment = read_experiment(write(scales=scales, claims=[entry, numbers]))
+    results = results_of(Grid(experiment, "small"), tmp_path / "o", lambda cell: [1.0])
+    first, second = (judge(claim, results) for claim in experiment.claims)
+    assert "has no method SCAFFOLD" in first[0].numbers
+    assert "stated for the scale full" in second[0].numbers
+    assert {first[0].verdict, second[0].verdict} == {"not judged"}

@@ -1,0 +1,70 @@
+"""Numbers made of curves, in exact values."""
+
+import math
+
+import pytest
+
+from lightning_fed import FederatedError
+from lightning_fed.experiments.quantities import Metric, cost, parse_quantity
+
+METRICS = {"val_acc": Metric("val_acc", "max", "accuracy"), "val_loss": Metric("val_loss", "min", "loss")}
+SERIES = {
+    "val_acc": {2: 0.5, 4: 0.8, 6: 0.7},
+    "val_loss": {2: 3.0, 4: math.nan, 6: 1.0},
+    "round/gradients": dict.fromkeys(range(1, 7), 10.0),
+    "comm/bytes_up": dict.fromkeys(range(1, 7), 1.0),
+    "comm/bytes_down": dict.fromkeys(range(1, 7), 2.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("final", 0.7),
+        ("best", 0.8),
+        ("mean", 2.0 / 3),
+        ("last 2", 0.75),
+        ("last 99", 2.0 / 3),
+        ("round 4", 0.8),
+        ("final val_loss", 1.0),
+        ("best val_loss", 1.0),
+        ("mean val_loss", math.inf),  # what is not a number is worse than anything
+        ("rounds to 0.75", 4),
+        ("rounds to .5 val_acc", 2),
+        ("rounds to 0.9", math.inf),
+        ("rounds to 1e0 val_loss", 6),
+        ("gradients to 0.75", 40),
+        ("bytes to 0.75", 12),
+    ],
+)
+def test_a_quantity_is_the_number_it_says(text: str, value: float) -> None:
+    assert parse_quantity("here", text, METRICS).of(SERIES) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("finall", "no quantity"),
+        ("final val_ac", "Did you mean 'val_acc'"),
+        ("rounds to", "no quantity"),
+        ("rounds to many", "no quantity"),
+        ("last 0", "at least 1"),
+        (3, "no quantity"),
+        ("", "no quantity"),
+    ],
+)
+def test_what_is_no_quantity_is_refused_by_name(text: object, message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        parse_quantity("here", text, METRICS)
+
+
+def test_what_was_not_logged_is_named() -> None:
+    with pytest.raises(FederatedError, match="val_acc was not logged"):
+        parse_quantity("here", "final", METRICS).of({"other": {1: 1.0}})
+    with pytest.raises(FederatedError, match="round/gradients"):
+        cost({"val_acc": {1: 1.0}}, "gradients")
+
+
+def test_a_cost_is_lower_better_whatever_the_metric_is() -> None:
+    assert parse_quantity("here", "rounds to 0.5", METRICS).mode == "min"
+    assert parse_quantity("here", "final", METRICS).worst == -math.inf

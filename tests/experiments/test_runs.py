@@ -1,0 +1,374 @@
+"""Cells are run once, whatever happens in between; what diverges or fails leaves the others alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_fed import FederatedCallback, FederatedError
+from lightning_fed.algorithms import FedAvg
+from lightning_fed.cli import main
+from lightning_fed.experiments.cell import CellRunner
+from lightning_fed.experiments.configuration import Configurations, key_of
+from lightning_fed.experiments.grid import Grid
+from lightning_fed.experiments.reading import read_experiment
+from lightning_fed.experiments.results import Results
+from lightning_fed.experiments.run_grid import run_grid
+from lightning_fed.experiments.store import Store
+from lightning_fed.experiments.workers import Inline, Task, Workers, make_workers
+
+Write = Callable[..., Path]
+LR = {"key": "model.init_args.lr", "values": [0.1, 1e200]}  # the second overflows
+TUNE = {"by": "final", "grid": {"lr": LR}}
+
+
+class Failing(FedAvg):
+    """A method that fails, once it is asked to."""
+
+    def __init__(self, file: str = "", hard: bool = False) -> None:
+        super().__init__()
+        self.file, self.hard = file, hard
+
+    def update_server(self, *args: Any) -> Any:
+        if Path(self.file).exists() and os.environ.get("NOW"):
+            if self.hard:
+                os._exit(9)
+            raise RuntimeError("out of luck")
+        return super().update_server(*args)
+
+
+class Slow(FederatedCallback):
+    """Takes its time."""
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        time.sleep(0.3)
+
+
+def run(path: Path, out: Path, scale: str = "full", jobs: int = 0) -> tuple[Results, list[str]]:
+    """Run a grid, and return its results with the names of the cells that were run for it."""
+    ran: list[str] = []
+    original = CellRunner.run
+
+    def noting(self: CellRunner, config: Any, completed: Any, final: Path) -> None:
+        ran.append(final.name)
+        original(self, config, completed, final)
+
+    with pytest.MonkeyPatch.context() as patch, Store(out) as store:
+        patch.setattr(CellRunner, "run", noting)
+        results = run_grid(Grid(read_experiment(path), scale), store, make_workers(jobs))
+    return results, ran
+
+
+def test_a_finished_cell_is_never_run_again(write: Write, tmp_path: Path) -> None:
+    first, ran = run(write(), tmp_path / "out")
+    assert len(ran) == 2
+    assert all(
+        record.series["val_distance"].keys() == {1, 2, 3} for p in first.grid.points for record in first.records(p)
+    )
+    assert run(write(title="Another title", claims=[]), tmp_path / "out")[1] == []
+    axes = {"G": {"key": "data.init_args.G", "values": [1.0, 2.0]}}
+    assert len(run(write(axes=axes), tmp_path / "out")[1]) == 2  # those with G = 2 alone
+
+
+def test_a_cell_is_known_by_all_of_its_configuration_but_where_its_data_lie(write: Write) -> None:
+    configurations = Configurations()
+    grid = Grid(read_experiment(write()))
+    cell = next(grid.cells(grid.points[0], (), range(1)))
+    config = grid.config(cell)
+    key = key_of(configurations.complete("x", config))
+    explicit = {**config, "trainer": {**config["trainer"], "local_optimizer_state": "reset"}}
+    assert key_of(configurations.complete("x", explicit)) == key  # said or not
+    changed = {**config, "trainer": {**config["trainer"], "local_optimizer_state": "keep"}}
+    assert key_of(configurations.complete("x", changed)) != key
+    assert config == grid.config(cell)  # completing changes nothing
+
+
+def test_cells_alike_are_one_cell(write: Write, tmp_path: Path) -> None:
+    methods = {"FedAvg": {}, "the same": {}}
+    results, ran = run(write(methods=methods), tmp_path / "out")
+    assert len(ran) == 1
+    assert len(results.jobs) == 2
+
+
+def test_divergence_is_a_result(write: Write, tmp_path: Path) -> None:
+    results, _ = run(write(tune=TUNE), tmp_path / "out")
+    for point in results.grid.points:
+        assert results.chosen(point) == (("lr", "0.1"),)
+        assert [c.estimate.is_diverged for c in results.candidates(point)] == [False, True]
+    only = {"by": "final", "grid": {"lr": {**LR, "values": [1e200, 1e201]}}}
+    results, _ = run(write(tune=only), tmp_path / "out")
+    assert results.chosen(results.grid.points[0]) is None
+    assert str(results.estimate(results.grid.points[0], only_quantity(results))) == "diverged"
+    assert run(write(tune=TUNE), tmp_path / "out")[1] == []
+
+
+def only_quantity(results: Results) -> Any:
+    assert results.grid.experiment.tune is not None
+    return results.grid.experiment.tune.by
+
+
+def test_values_are_chosen_on_few_seeds_and_the_others_run_with_the_choice(write: Write, tmp_path: Path) -> None:
+    tune = {"by": "final", "seeds": 1, "grid": {"lr": {"key": "model.init_args.lr", "values": [0.01, 0.1, 0.2]}}}
+    results, ran = run(
+        write(tune=tune, seeds=2, methods={"SCAFFOLD": {"trainer.algorithm": "Scaffold"}}), tmp_path / "o"
+    )
+    assert len(ran) == 3 + 1
+    (point,) = results.grid.points
+    scores = {c.tuned[0][1]: c.estimate.mean for c in results.candidates(point)}
+    assert dict(results.chosen(point) or ()) == {"lr": min(scores, key=lambda label: scores[label])}
+    assert [dict(cell.tuned) for cell in results.cells(point)] == [dict(results.chosen(point) or ())] * 2
+
+
+def failing(write: Write, file: Path, hard: bool = False) -> Path:
+    algorithm = {"class_path": f"{__name__}.Failing", "init_args": {"file": str(file), "hard": hard}}
+    return write(methods={"Failing": {"trainer.algorithm": algorithm}, "FedAvg": {}})
+
+
+def test_a_failure_is_named_leaves_the_others_alone_and_is_tried_again(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, file = failing(write, tmp_path / "now"), tmp_path / "now"
+    monkeypatch.setattr("lightning_fed.experiments.run_grid.probe_jobs", lambda *_: None)
+    monkeypatch.setenv("NOW", "1")
+    file.touch()
+    results, ran = run(path, tmp_path / "out")
+    assert len(ran) == 2
+    bad, good = results.grid.points
+    assert results.records(good)
+    assert "out of luck" in results.estimate(bad, quantity(results)).missing
+    file.unlink()
+    results, ran = run(path, tmp_path / "out")
+    assert len(ran) == 1
+    assert results.records(bad)
+    assert not list((tmp_path / "out" / "cells").glob("*.failed.json"))
+
+
+def quantity(results: Results) -> Any:
+    from lightning_fed.experiments.quantities import parse_quantity
+
+    return parse_quantity("test", "final", results.grid.experiment.metrics)
+
+
+def test_one_command_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
+    with (
+        Store(tmp_path / "out"),
+        pytest.raises(FederatedError, match="Another command works in"),
+        Store(tmp_path / "out"),
+    ):
+        pass
+    with Store(tmp_path / "out"):
+        pass
+
+
+def test_what_a_killed_cell_left_is_cleared_away_and_a_damaged_one_is_named(write: Write, tmp_path: Path) -> None:
+    results, _ = run(write(), tmp_path / "out")
+    cells = tmp_path / "out" / "cells"
+    (cells / ".half").mkdir()
+    (cells / ".half" / "rounds.csv").write_text("round,")
+    key = next(iter(results.jobs.values())).key
+    (cells / key / "cell.json").write_text("{")
+    with pytest.raises(FederatedError, match=f"{key} is damaged.*Delete it"):
+        run(write(), tmp_path / "out")[0].records(results.grid.points[0])
+    assert not (cells / ".half").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metrics": {"val_acc": {"mode": "max"}}}, "no metric 'val_acc'.*val_distance"),
+        ({"methods": {"X": {"trainer.algorithm": "FedAvgg"}}}, "(?s)method X.*FedAvgg"),
+        ({"methods": {"X": {"trainer.max_round": 1}}}, "(?s)method X.*max_round"),
+        ({"methods": {"X": {"model.init_args.lr": -1}}}, "method X.*lr"),
+        ({"methods": {"X": {"trainer.local_epochs": 1}}}, "method X.*local_epochs or local_steps"),
+        ({"methods": {"X": {"data": {"class_path": "lightning_fed.data.Concrete"}}}}, "there is no data/concrete"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_before_the_first_cell(
+    write: Write, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FederatedError, match=message):
+        run(write(**changes), tmp_path / "out")
+    assert not list((tmp_path / "out" / "cells").iterdir())
+
+
+def test_processes_come_to_the_same_numbers_and_survive_the_death_of_one(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inline, _ = run(write(), tmp_path / "inline")
+    monkeypatch.setattr("lightning_fed.experiments.run_grid.probe_jobs", lambda *_: None)
+    monkeypatch.setenv("NOW", "1")
+    (tmp_path / "now").touch()
+    with Store(tmp_path / "out") as store:
+        path = failing(write, tmp_path / "now", hard=True)
+        results = run_grid(Grid(read_experiment(path)), store, Workers(1))
+    bad, good = results.grid.points
+    assert "exit code 9" in results.estimate(bad, quantity(results)).missing
+    other = inline.records(inline.grid.points[0])[0]
+    assert [r.series["val_distance"] for r in results.records(good)] == [other.series["val_distance"]]
+
+
+def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(write: Write, tmp_path: Path) -> None:
+    slow = {"class_path": f"{__name__}.Slow"}
+    axes = {"G": {"key": "data.init_args.G", "values": [1, 2, 3, 4]}}
+    path = write(axes=axes, methods={"FedAvg": {"trainer.callbacks": [slow], "trainer.max_rounds": 4}})
+    cells, root = tmp_path / "out" / "cells", Path(__file__).parents[2]
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_fed",
+        "reproduce",
+        str(path),
+        "--out",
+        str(tmp_path / "out"),
+        "--jobs",
+        "1",
+    ]
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
+    while not list(cells.glob("*/cell.json")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert "goes on from there" in err, err
+    done = len(list(cells.glob("*/cell.json")))
+    assert 1 <= done < 4
+    _, ran = run(path, tmp_path / "out")
+    assert len(ran) == 4 - done
+
+
+def test_inline_keeps_a_data_set_from_files_for_the_next_cell(tmp_path: Path) -> None:
+    rows = "\n".join(",".join(str(i % 7 + j) for j in range(9)) for i in range(40))
+    (tmp_path / "concrete").mkdir()
+    (tmp_path / "concrete" / "Concrete_Data.csv").write_text(",".join("abcdefghi") + "\n" + rows + "\n")
+    config = {
+        "model": {"class_path": "lightning_fed.models.LinearRegression", "init_args": {"in_features": 8, "lr": 0.01}},
+        "data": {"class_path": "lightning_fed.data.Concrete", "init_args": {"root": str(tmp_path), "num_clients": 3}},
+        "trainer": {"max_rounds": 2, "local_steps": 1, "clients_per_round": 2, "accelerator": "cpu"},
+        "seed_everything": 3,
+    }
+    runner = Inline()
+    first, second = (Task("x", config, {}, tmp_path / name) for name in ("first", "second"))
+    (outcome,) = runner.run([first])
+    (tmp_path / "concrete" / "Concrete_Data.csv").unlink()  # it is not read again
+    assert outcome.cause is None
+    assert [o.cause for o in runner.run([second])] == [None]
+    a, b = (tmp_path / name / "rounds.csv" for name in ("first", "second"))
+    without_time = [
+        {k: v for k, v in zip(a_or_b[0].split(","), row.split(","), strict=True) if k != "round/seconds"}
+        for a_or_b in (a.read_text().splitlines(), b.read_text().splitlines())
+        for row in a_or_b[1:]
+    ]
+    assert without_time[: len(without_time) // 2] == without_time[len(without_time) // 2 :]
+
+
+def test_the_command_writes_everything(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}}
+    claims = [
+        {"says": "SCAFFOLD wins.", "claim": "SCAFFOLD < FedAvg", "quantity": "final", "at": {"G": 10}},
+        {"says": "FedAvg wins.", "claim": "FedAvg < SCAFFOLD", "quantity": "final", "at": {"G": 10}},
+    ]
+    figures = {"curves": {"columns": "G", "log": ["y"]}, "by_G": {"x": "G", "y": "final"}}
+    tables = {"final": {"columns": "G", "value": ["final", "rounds to 0.5"]}}
+    base_rounds = {"full": {"overrides": {"trainer.max_rounds": 30}}}
+    path = write(axes=axes, claims=claims, figures=figures, tables=tables, tune=TUNE, scales=base_rounds, seeds=2)
+    main(["reproduce", str(path), "--out", str(tmp_path / "out"), "--jobs", "0", "--seeds", "1"])
+    out = tmp_path / "out"
+    text = (out / "tiny.md").read_text()
+    assert text in capsys.readouterr().out
+    for part in (
+        "SCAFFOLD wins.",
+        "holds.",
+        "**does not hold**",
+        "## Diverged",
+        "1 seed instead of 2",
+        "lightning-fed reproduce tiny.yaml --seeds 1",
+    ):
+        assert part in text, part
+    assert str(tmp_path) not in text
+    for name in ("tiny_curves.png", "tiny_by_G.png"):
+        assert (out / name).read_bytes()[:4] == b"\x89PNG"
+        assert 5_000 < (out / name).stat().st_size < 200_000
+        assert f"({name})" in text
+    rows = (out / "tiny_rounds.csv").read_text().splitlines()
+    assert rows[0].startswith("G,method,lr,seed,chosen,status,round,")
+    assert sum(",finished,30," in row for row in rows) == 4
+    choices = (out / "tiny_choices.csv").read_text().splitlines()
+    assert len(choices) == 1 + 8
+    assert sum(row.endswith(",yes") for row in choices) == 4
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["scaffold_quadratic"], "Did you mean 'scaffold_quadratics'"),
+        ([], "name an experiment"),
+        (["scaffold_quadratics", "--scale", "smal"], "Did you mean 'small'"),
+        (["nowhere.yaml"], "nowhere.yaml cannot be read"),
+    ],
+    ids=str,
+)
+def test_the_command_refuses_by_name(args: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        main(["reproduce", *args])
+
+
+def test_a_figure_that_hides_points_is_refused(write: Write, tmp_path: Path) -> None:
+    axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}}
+    with pytest.raises(SystemExit, match="the axis G has the labels 1, 10"):
+        main(["reproduce", str(write(axes=axes, figures={"f": {}})), "--out", str(tmp_path / "out")])
+
+
+def test_the_paths_of_clients_are_drawn(write: Write, tmp_path: Path) -> None:
+    base = {
+        "model": {
+            "class_path": "lightning_fed.models.LinearRegression",
+            "init_args": {"in_features": 2, "bias": False},
+        },
+        "data": {"class_path": "lightning_fed.data.LeastSquares", "init_args": {"num_clients": 2, "dim": 2}},
+        "trainer": {"max_rounds": 2, "local_steps": 3, "precision": "64-true"},
+    }
+    keep = {"trainer.callbacks": [{"class_path": "lightning_fed.callbacks.LocalIterates"}]}
+    figures = {"paths": {"kind": "paths", "rounds": 2}}
+    wanted = {"base": base, "metrics": {"val_loss": {"mode": "min"}}, "figures": figures}
+    main(["reproduce", str(write(methods={"FedAvg": keep}, **wanted)), "--out", str(tmp_path / "out"), "--jobs", "0"])
+    assert (tmp_path / "out" / "tiny_paths.png").stat().st_size > 5_000
+    (cell,) = (tmp_path / "out" / "cells").glob("*/cell.json")
+    rows = (cell.parent / "iterates" / "round_000001.csv").read_text().splitlines()
+    assert rows[0] == "client,step,x0,x1"
+    assert len(rows) == 1 + 2 * 4 + 2
+    assert json.loads(cell.read_text())["status"] == "finished"
+    with pytest.raises(SystemExit, match="put lightning_fed.callbacks.LocalIterates among"):
+        main(["reproduce", str(write(methods={"FedAvg": {}}, **wanted)), "--out", str(tmp_path / "o"), "--jobs", "0"])
+
+
+def test_the_list_shows_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["reproduce", "--list"])
+    assert "scaffold_quadratics" in capsys.readouterr().out
+
+
+PAPERS = sorted((Path(__file__).parents[2] / "configs" / "papers").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", PAPERS, ids=lambda p: p.stem)
+def test_every_experiment_of_a_paper_is_understood_at_every_scale(path: Path) -> None:
+    from lightning_fed.experiments.checking import check_outputs
+
+    experiment, configurations = read_experiment(path), Configurations()
+    assert yaml.safe_load(path.read_text())
+    for scale in experiment.scales:
+        grid = Grid(experiment, scale)
+        check_outputs(grid)
+        one_of_each_label = {pair: p for p in grid.points for pair in p.labels}
+        for point in one_of_each_label.values():
+            cell = next(grid.cells(point, grid.tuned(point)[-1], range(1)))
+            configurations.complete(str(cell), grid.config(cell))
