@@ -144,3 +144,55 @@ def test_data_draws_the_split(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Gini" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="lightning-fed: .*alpha"):
         main(["data", "--config", QUICKSTART, "--data.alpha", "-1"])
+
+
+MINE = """
+from lightning_fed.models import MLPClassifier
+
+class Mine(MLPClassifier):
+    pass
+"""
+
+
+def test_a_class_in_the_folder_that_one_is_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("module_of_a_user.py").write_text(MINE)
+    Path("json.py").write_text("raise AssertionError('a file of the user hides an installed module')")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    fit("--model", "module_of_a_user.Mine")
+    assert Path(last(0)).exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        (["--trainer.algorithm", "Scafold"], "Did you mean Scaffold instead of Scafold?"),
+        (["--trainer.clients_per_rounds", "3"], "Did you mean --trainer.clients_per_round instead of"),
+        (["--data", "Digit"], "Did you mean Digits instead of Digit?"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_was_meant(
+    args: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        fit(*args)
+    answer = capsys.readouterr().err
+    assert meant in answer
+    assert answer.startswith("usage: lightning-fed fit --config FILE [--OPTION VALUE ...]\n")
+
+
+def test_what_lightning_refuses_is_one_line() -> None:
+    Path("without_a_test.py").write_text("import pytorch_lightning as pl\nclass Untested(pl.LightningModule): pass\n")
+    model = ["--model", "without_a_test.Untested"]
+    with pytest.raises(SystemExit, match="^lightning-fed: No `test_step\\(\\)` method defined"):
+        main(["test", "--config", QUICKSTART, *model, "--trainer.logger", "false"])
+
+
+@pytest.mark.parametrize("args", [[], ["fitt"]], ids=["none", "unknown"])
+def test_a_command_that_is_not_there_is_answered_with_those_that_are(
+    args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(args)
+    answer = capsys.readouterr().err
+    assert answer.startswith("usage: lightning-fed COMMAND --config FILE")
+    assert "fit" in answer

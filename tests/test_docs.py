@@ -13,7 +13,10 @@ from lightning_fed import FederatedCallback, FederatedError, algorithms, server
 from tests.helpers.training import Net, data, seeded, trainer
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 METHODS = ROOT / "docs" / "methods.md"
 SKIP = "<!-- no-run -->"
 
@@ -41,14 +44,14 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-@pytest.mark.parametrize("path", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [p for p in PAGES if blocks(p)], ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_code_runs(path: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for line, code in blocks(path):
         exec(compile("\n" * line + code, str(path), "exec"), namespace)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
         if re.match(r"[a-z]+:", target):
@@ -60,8 +63,8 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def test_the_pages_that_others_link_to_are_there() -> None:
-    assert {"methods.md", "adding_a_method.md"} <= {p.name for p in PAGES}
-    assert all(blocks(p) for p in PAGES if p.name in {"README.md", "adding_a_method.md"})
+    assert {ROOT / "docs" / name for name in ("methods.md", "adding_a_method.md")} <= set(PAGES)
+    assert all(blocks(p) for p in (ROOT / "README.md", ROOT / "docs" / "adding_a_method.md"))
 
 
 def signatures() -> list[ast.Call]:

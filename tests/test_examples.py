@@ -2,6 +2,10 @@
 
 import importlib.util
 import math
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,9 +14,12 @@ import pytest
 import torch
 
 from lightning_fed.algorithms import FedAvg
+from lightning_fed.cli import main as command_line
 from tests.helpers import Round, play, quadratic
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+FOLDER = Path(__file__).parent.parent / "examples"
+STARTED_SEVERAL_TIMES = FOLDER / "two_processes.py"
+EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {STARTED_SEVERAL_TIMES})
 
 
 def load(path: Path) -> ModuleType:
@@ -30,11 +37,84 @@ def new_algorithm() -> Any:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
-def test_two_rounds(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_rounds(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # and taken back with what ``seed_everything`` makes of it
     accuracy = load(path).main(max_rounds=2)
     assert math.isfinite(accuracy)
     assert 0.1 < accuracy <= 1.0, "ten classes: no better than one answer for all"
     assert "rounds           2" in capsys.readouterr().out
+
+
+def run(*command: str) -> str:
+    """Return what a command prints, run in a folder of its own with one thread a process."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent)}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]], ids=["lightning", "torchrun"]
+)
+def test_two_processes_share_a_run(launcher: list[str]) -> None:
+    shown = run(*launcher, str(STARTED_SEVERAL_TIMES), "--max-rounds", "2", "--devices", "2")
+    assert re.search(r"^val_acc 0\.\d+ after 2 rounds in 2 processes$", shown, flags=re.M)
+    assert shown.count("Federated run finished") == 1
+
+
+def test_classes_of_ones_own_on_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-fed"])
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.chdir(FOLDER / "cli")
+    command_line(
+        ["fit", "--config", "run.yaml", "--trainer.max_rounds", "2", "--trainer.default_root_dir", str(tmp_path)]
+    )
+    shown = capsys.readouterr().out
+    assert "rounds           2" in shown
+    assert "val_acc" in shown
+    assert list(tmp_path.rglob("last.ckpt"))
+    assert not list((FOLDER / "cli").glob("lightning_logs"))
+
+
+def test_personalisation_is_shown_for_every_client(capsys: pytest.CaptureFixture[str]) -> None:
+    load(FOLDER / "per_client.py").main(max_rounds=2)
+    table = capsys.readouterr().out.partition("gap\n")[2].splitlines()[:20]
+    for row in table:
+        before, after, gap = map(float, row.split()[2:])
+        assert gap == pytest.approx(after - before, abs=2e-3)
+    assert sorted(int(row.split()[0]) for row in table) == list(range(20))
+
+
+def test_a_frozen_backbone_neither_moves_nor_travels(tmp_path: Path) -> None:
+    finetune = load(FOLDER / "finetune_torchvision.py")
+    saved = finetune.get_model("resnet18").state_dict()
+    torch.save(saved, tmp_path / "weights.pth")
+    model = finetune.FineTuned(num_classes=10, weights=str(tmp_path / "weights.pth"))
+    trainer = finetune.FederatedTrainer(
+        max_rounds=1, clients_per_round=2, local_steps=1, logger=False, enable_checkpointing=False
+    )
+    trainer.fit(model, finetune.data_of(num_clients=4))
+    trained = {name: value for name, value in model.net.state_dict().items() if not name.startswith("fc.")}
+    assert all(torch.equal(value, saved[name]) for name, value in trained.items())
+    assert trainer.fit_loop.state.x.numel() == 10 * 512 + 10
+
+
+def test_no_statistics_where_all_layers_are_trained() -> None:
+    finetune = load(FOLDER / "finetune_torchvision.py")
+    model = finetune.FineTuned(num_classes=10, train_backbone=True)
+    assert not list(model.net.buffers())
+    assert all(p.requires_grad for p in model.parameters())
+    with pytest.raises(ValueError, match="GroupNorm"):
+        finetune.FineTuned(num_classes=10, weights="DEFAULT", train_backbone=True)
+
+
+def test_the_index_names_every_example() -> None:
+    index = (FOLDER / "README.md").read_text()
+    files = {p.relative_to(FOLDER).as_posix() for p in FOLDER.rglob("*") if p.suffix in (".py", ".yaml")}
+    assert set(re.findall(r"\]\(([\w/]+\.\w+)\)", index)) == files
 
 
 def test_fedacg_is_the_papers() -> None:

@@ -33,6 +33,12 @@ def test_constraints_pin_every_dependency_once_and_within_its_range() -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     pinned = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
     assert len(pinned) == len(lines)
-    for text in (*project["dependencies"], *project["optional-dependencies"]["dev"]):
+    for text in (
+        *project["dependencies"],
+        *(text for extra in project["optional-dependencies"].values() for text in extra),
+    ):
         requirement = Requirement(text)
+        if requirement.name == project["name"]:  # an extra that takes in another one
+            assert requirement.extras <= set(project["optional-dependencies"])
+            continue
         assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, text
