@@ -83,7 +83,10 @@ def read(path: Path, identity: Sequence[str] = ("workload", "system", "algorithm
 def where(lines: Iterable[Line]) -> str:
     """Return the dates and machines of runs as the start of a sentence."""
     lines = list(lines)
-    machines = sorted({f"{line['machine']['cpu']}, {line['machine']['cores']} cores" for line in lines})
+    cores: dict[str, int] = {}  # the most that a system was left with: some keep to one
+    for line in lines:
+        cores[line["machine"]["cpu"]] = max(cores.get(line["machine"]["cpu"], 0), line["machine"]["cores"])
+    machines = sorted(f"{cpu}, {count} cores" for cpu, count in cores.items())
     return f"{' and '.join(sorted({line['date'] for line in lines}))}; {' and '.join(machines)}."
 
 
