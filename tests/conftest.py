@@ -1,12 +1,16 @@
 """Options and fixtures that all tests share."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 import lightning_fed  # noqa: F401  # before anything that imports Lightning
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup, or as a shell's background job
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -303,7 +303,7 @@ def test_auto_goes_by_what_states_may_come_to(
         monkeypatch.setattr("lightning_fed.engines.kept_states.MEMORY_LIMIT", limit)
         with caplog.at_level("INFO"):
             assert chosen() is kept
-        assert f"{'on disk' if kept is DiskClientStore else 'in memory'}: 3 of {size:,} bytes" in caplog.text
+        assert (f"Client states go to disk: 3 of {size:,} bytes" in caplog.text) == (kept is DiskClientStore)
     assert chosen(client_states="memory") is MemoryClientStore
     assert chosen(algorithm=FedAvg()) is MemoryClientStore
     caplog.clear()
