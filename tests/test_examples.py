@@ -47,7 +47,9 @@ def test_two_rounds(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
 
 def run(*command: str) -> str:
     """Return what a command prints, run in a folder of its own with one thread a process."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent)}
+    # without what other tests have left there of processes that found each other
+    environment = {k: v for k, v in os.environ.items() if "RANK" not in k and not k.startswith("MASTER_")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent)}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -353,7 +353,7 @@ def test_forked_processes_leave_the_model_where_one_process_does() -> None:
 
 def started(*command: str) -> str:
     """Run a program of a user's, and return what it prints."""
-    environment = {k: v for k, v in os.environ.items() if "RANK" not in k}
+    environment = {k: v for k, v in os.environ.items() if "RANK" not in k and not k.startswith("MASTER_")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, timeout=180, env=environment, check=False
