@@ -12,6 +12,7 @@ from lightning_fed.callbacks.round_logger import RoundLogger
 from lightning_fed.callbacks.split_picture import SplitPicture
 from lightning_fed.callbacks.summary import RunSummary
 from lightning_fed.callbacks.target import TargetMetric
+from lightning_fed.callbacks.training_loss import TrainingLoss
 
 __all__ = [
     "ClientAccuracy",
@@ -30,5 +31,6 @@ __all__ = [
     "RunSummary",
     "SplitPicture",
     "TargetMetric",
+    "TrainingLoss",
     "UpdateCosine",
 ]

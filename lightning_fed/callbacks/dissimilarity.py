@@ -2,14 +2,13 @@
 
 import math
 from functools import partial
-from typing import Literal, TypeAlias
 
 import pytorch_lightning as pl
 import torch
 
 from lightning_fed._compat import rank_zero_warn
-from lightning_fed.callbacks.measure import ClientMeasure
-from lightning_fed.core.arguments import check_count, check_fraction, check_one_of
+from lightning_fed.callbacks.measure import WeightedMeasure, Weighting
+from lightning_fed.core.arguments import check_count, check_fraction
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
@@ -18,24 +17,10 @@ from lightning_fed.metrics import GradientDissimilarities, gradient_dissimilarit
 
 __all__ = ["GradientDissimilarity", "HessianDissimilarity"]
 
-Weighting: TypeAlias = Literal["uniform", "examples"]
 _MANY = 30  # clients whose Hessians take so long that a word is in place
 
 
-class _Dissimilarity(ClientMeasure):
-    """A measure of clients against their mean."""
-
-    def __init__(self, every_n_rounds: int, clients: int | None, weighting: Weighting) -> None:
-        super().__init__(every_n_rounds, clients)
-        check_one_of(type(self).__name__, "weighting", weighting, ("uniform", "examples"))
-        self.weighting = weighting
-
-    def weight(self, trainer: pl.Trainer, client_id: ClientId) -> float:
-        """Return a client's weight in the mean."""
-        return 1.0 if self.weighting == "uniform" else float(trainer.fit_loop.population.size(client_id))
-
-
-class GradientDissimilarity(_Dissimilarity):
+class GradientDissimilarity(WeightedMeasure):
     r"""Measure how the clients' full-batch gradients differ at the new server model.
 
     It logs ``gradient/G2``, :math:`\mathbb{E}_i \|\nabla f_i - \nabla f\|^2`, which is Mime's :math:`G^2` and
@@ -76,7 +61,7 @@ class GradientDissimilarity(_Dissimilarity):
         loop.log_round({f"gradient/{name}": value for name, value in values.items()})
 
 
-class HessianDissimilarity(_Dissimilarity):
+class HessianDissimilarity(WeightedMeasure):
     r"""Measure how the clients' Hessians differ at the new server model, by Lanczos' iteration.
 
     For each client it estimates the eigenvalue of largest absolute value of

@@ -3,18 +3,20 @@
 import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
 import torch
 
 from lightning_fed.callbacks.base import FederatedCallback
-from lightning_fed.core.arguments import check_count
+from lightning_fed.core.arguments import check_count, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
 from lightning_fed.core.types import ClientId
 
-__all__ = ["ClientMeasure", "Measure", "write_table"]
+__all__ = ["ClientMeasure", "Measure", "WeightedMeasure", "Weighting", "write_table"]
+
+Weighting: TypeAlias = Literal["uniform", "examples"]
 
 
 def write_table(trainer: pl.Trainer, name: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -94,3 +96,25 @@ class ClientMeasure(Measure):
     def can_measure(self, trainer: pl.Trainer, client_id: ClientId) -> bool:
         """Whether a client has what the measure needs."""
         return True
+
+
+class WeightedMeasure(ClientMeasure):
+    """A measure that is a mean over clients.
+
+    Args:
+        every_n_rounds: Measure after every so many rounds.
+        clients: How many clients to measure; all by default.
+        weighting: "uniform", every client alike, or "examples", by their number.
+
+    Raises:
+        FederatedError: If an argument is not allowed, or more clients are wanted than there are.
+    """
+
+    def __init__(self, every_n_rounds: int, clients: int | None, weighting: Weighting) -> None:
+        super().__init__(every_n_rounds, clients)
+        check_one_of(type(self).__name__, "weighting", weighting, ("uniform", "examples"))
+        self.weighting = weighting
+
+    def weight(self, trainer: pl.Trainer, client_id: ClientId) -> float:
+        """Return a client's weight in the mean."""
+        return 1.0 if self.weighting == "uniform" else float(trainer.fit_loop.population.size(client_id))

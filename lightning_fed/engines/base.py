@@ -205,6 +205,11 @@ class Engine(ABC):
         stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
         return self.gradients.hessian_vector(point, vector, batches.full(stream), batches.size, self.optimizer.decay)
 
+    def loss_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> float:
+        """Return the sum of the loss over a client's examples at a point [P], in eval mode; of this process's part."""
+        stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
+        return float(self.gradients.loss(point, batches.unaugmented(stream)))
+
     def population_loss(
         self, x: Vector, clients: Iterable[tuple[int, ClientId]], round: int, faults: Faults
     ) -> tuple[float, int]:
@@ -222,8 +227,7 @@ class Engine(ABC):
             try:
                 with NamesClient(client_id, round, "the population's loss", lambda: None):
                     batches = self.trainer.datamodule.client_batches(client_id)
-                    stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
-                    loss = float(self.gradients.loss(x, batches.unaugmented(stream)))
+                    loss = self.loss_at(x, batches, round, index)
                     if not math.isfinite(loss):
                         raise ClientError(f"its loss is {loss:g}. Lower the rates, or look at its data.")
             except ClientError as error:

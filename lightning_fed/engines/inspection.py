@@ -83,6 +83,16 @@ class Inspection:
         with preserved_random_state(point.device):
             return self._engine.gradient_at(point, batches, self.round, index)
 
+    def training_loss(self, client_id: ClientId) -> float:
+        """Return a client's mean training loss f_i at the server model, in eval mode and without augmentation.
+
+        It leaves no trace, and is a function of (seed, round, client).
+        """
+        batches, index = self._client(client_id)
+        engine, x = self._engine, self.state.shown()
+        with self.showing_server_model():
+            return sum(engine.split.gather(engine.loss_at(x, batches, self.round, index))) / batches.size
+
     def hessian_vector(self, client_id: ClientId, point: Vector, vector: Vector) -> Vector:
         """Return the full-batch Hessian of a client's training loss at a point [P], times a vector [P].
 

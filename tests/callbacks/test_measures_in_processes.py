@@ -16,11 +16,12 @@ from lightning_fed.callbacks import (
     Inexactness,
     LocalDrift,
     PersonalizedAccuracy,
+    TrainingLoss,
     UpdateCosine,
 )
 from tests.helpers.training import data, seeded, trainer
 
-FAMILIES = {"gradient", "hessian", "drift", "update", "control", "clients_train", "personalized_train"}
+FAMILIES = {"gradient", "population", "hessian", "drift", "update", "control", "clients_train", "personalized_train"}
 
 
 class Write(FederatedCallback):
@@ -40,6 +41,7 @@ class Write(FederatedCallback):
 def measured(path: Path, **kwargs: Any) -> dict[str, float]:
     measures = [
         GradientDissimilarity(),
+        TrainingLoss(),
         HessianDissimilarity(clients=2, max_iterations=2),
         LocalDrift(),
         UpdateCosine(),

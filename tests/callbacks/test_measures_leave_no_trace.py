@@ -22,6 +22,7 @@ from lightning_fed.callbacks import (
     LocalDrift,
     PersonalizedAccuracy,
     TargetMetric,
+    TrainingLoss,
     UpdateCosine,
 )
 from tests.helpers.training import Net, Trajectory, classification, data, parameters, same, seeded, trainer
@@ -31,6 +32,7 @@ MEASURES: dict[str, Callable[[], Callback]] = {
     "hessians": lambda: HessianDissimilarity(clients=2, max_iterations=2),
     "drift": LocalDrift,
     "cosine": UpdateCosine,
+    "loss": TrainingLoss,
     "controls": ControlVariateError,
     "target": lambda: TargetMetric("val_loss", 0.5, mode="min"),
     "clients": ClientAccuracy,

@@ -1,0 +1,50 @@
+"""The loss over all clients' training examples, against a plain loop over them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fed import FederatedError
+from lightning_fed.callbacks import TrainingLoss
+from tests.helpers.training import Net, clients, data, seeded, trainer
+
+
+class WithDropout(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
+def losses(model: nn.Module, datasets: Any) -> list[float]:
+    """Return each client's mean loss in eval mode."""
+    model.eval()
+    with torch.no_grad():
+        return [F.cross_entropy(model(d.tensors[0]), d.tensors[1]).item() for d in datasets]
+
+
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+def test_it_is_the_weighted_mean_of_the_clients_losses_in_eval_mode(weighting: Any) -> None:
+    sizes = (3, 11, 30)
+    datasets = clients(sizes)
+    model = WithDropout()
+    run = trainer(callbacks=[TrainingLoss(weighting=weighting)], max_rounds=2, clients_per_round=2)
+    run.fit(model, data(sizes))
+    f = losses(model, datasets)
+    weights = sizes if weighting == "examples" else (1, 1, 1)
+    expected = sum(w * v for w, v in zip(weights, f, strict=True)) / sum(weights)
+    assert float(run.callback_metrics["population/train_loss"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_only_the_clients_asked_for_are_measured_and_only_in_the_rounds_asked_for() -> None:
+    callback = TrainingLoss(clients=2, every_n_rounds=3)
+    run = trainer(callbacks=[callback], max_rounds=2)
+    run.fit(seeded(), data())
+    assert len(callback.measured) == 2
+    assert "population/train_loss" not in run.callback_metrics
+
+
+def test_a_weighting_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(FederatedError, match="weighting"):
+        TrainingLoss(weighting="sizes")  # type: ignore[arg-type]
