@@ -39,7 +39,9 @@ def make_engine(
     if name == "sequential":
         return SequentialEngine(epoch_loop, **options)
     try:
-        engine = VectorizedEngine(chunk_size, **options)
+        on_cpu = epoch_loop.trainer.strategy.root_device.type == "cpu"
+        chooses = name == "auto" and chunk_size is None and on_cpu
+        engine = VectorizedEngine(chunk_size, where_it_pays=chooses, **options)
         _try_out(engine, some())
     except FederatedError as error:
         if name != "auto":
@@ -48,6 +50,7 @@ def make_engine(
         return SequentialEngine(epoch_loop, **options)
     if name == "auto":
         at_once = "one client at a time" if engine.chunk_size == 1 else f"up to {engine.chunk_size} clients at once"
+        at_once += " where their work makes that faster" if chooses and engine.chunk_size > 1 else ""
         rank_zero_info(
             f"engine='auto' takes 'vectorized', {at_once}: no hook is called per batch, and a trial step of the module"
             " agreed."

@@ -18,6 +18,7 @@ from lightning_fed.data.batches import ClientBatches, TensorBatches
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs
 from lightning_fed.engines.chunk_batches import BatchGroup, chunk_batches, has_transfer_hooks, on_device
 from lightning_fed.engines.chunk_means import ChunkMeans, LoggedMean
+from lightning_fed.engines.chunking import chunks_that_pay
 from lightning_fed.engines.faults import fault_of
 from lightning_fed.engines.full_gradients import FullGradients
 from lightning_fed.engines.functional import FunctionalStep
@@ -39,16 +40,18 @@ class VectorizedEngine(Engine):
 
     Args:
         chunk_size: How many clients are run at once; None chooses by the size of the model.
+        where_it_pays: Whether fewer are, or one, where the clients' work makes that faster.
         kwargs: What every engine takes.
 
     Raises:
         FederatedError: If settings, hooks or optimizer cannot be run for several clients at once.
     """
 
-    def __init__(self, chunk_size: int | None, **kwargs: Any) -> None:
+    def __init__(self, chunk_size: int | None, where_it_pays: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         check_settings(self)
         self.chunk_size = chunk_size or _chunk_size(self.flat.y)
+        self.where_it_pays = where_it_pays
         self.step = FunctionalStep(self.trainer, self.flat)
         self.steps = LocalSteps(self.step, self.algorithm, self.trainer.datamodule.batch_size)
         self.full = FullGradients(self.step)
@@ -75,6 +78,8 @@ class VectorizedEngine(Engine):
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
         """Yield the clients that are run together."""
         self.step.begin_round(self.algorithm)
+        if self.where_it_pays and self.chunk_size > 1:
+            return chunks_that_pay(plans, self.chunk_size)
         return (plans[i : i + self.chunk_size] for i in range(0, len(plans), self.chunk_size))
 
     @property

@@ -1,0 +1,73 @@
+"""Which clients ``auto`` runs at once: a function of their work, that leaves nobody out."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_fed import FederatedDataModule
+from lightning_fed.algorithms import Scaffold
+from lightning_fed.data.batch_settings import BatchSettings
+from lightning_fed.data.batches import TensorBatches
+from lightning_fed.engines.chunking import chunks_that_pay
+from lightning_fed.engines.plan import WorkPlan
+from lightning_fed.server.aggregation import Participant
+from tests.helpers.training import classification, clients, fit, parameters, seeded
+
+SHARED = TensorBatches((torch.zeros(4, 1),), torch.arange(4), BatchSettings())
+
+
+def plans(steps: Sequence[int], shared: bool = True) -> list[WorkPlan]:
+    """Return the work of clients with so many local steps."""
+    own = [SHARED if shared else TensorBatches((torch.zeros(4, 1),), torch.arange(4), BatchSettings()) for _ in steps]
+    return [WorkPlan(Participant(i, i, 4, steps=k), own[i], (k,)) for i, k in enumerate(steps)]
+
+
+def groups(steps: Sequence[int], most: int = 128, shared: bool = True) -> list[list[int]]:
+    return [[plan.participant.steps for plan in chunk] for chunk in chunks_that_pay(plans(steps, shared), most)]
+
+
+def test_many_clients_with_as_many_steps_are_run_at_once() -> None:
+    assert groups([5] * 20) == [[5] * 20]
+
+
+def test_no_more_than_the_most() -> None:
+    assert groups([5] * 20, most=8) == [[5] * 8, [5] * 8, [5], [5], [5], [5]]
+
+
+def test_a_client_with_many_more_steps_is_run_alone() -> None:
+    assert groups([5] * 30 + [900]) == [[900], [5] * 30]
+
+
+def test_a_few_clients_are_run_one_by_one() -> None:
+    assert groups([50, 50, 40]) == [[50], [50], [40]]
+
+
+def test_clients_without_tensors_in_common_are_run_at_once_for_a_few_steps_only() -> None:
+    assert groups([1] * 20, shared=False) == [[1] * 20]
+    assert groups([50] * 20, shared=False) == [[50]] * 20
+
+
+@given(st.lists(st.integers(0, 400), max_size=40), st.integers(2, 50))
+def test_every_client_is_in_one_group_of_at_most_so_many(steps: list[int], most: int) -> None:
+    found = [[plan.participant.index for plan in chunk] for chunk in chunks_that_pay(plans(steps), most)]
+    assert sorted(i for chunk in found for i in chunk) == list(range(len(steps)))
+    assert all(1 <= len(chunk) <= most for chunk in found)
+
+
+@pytest.mark.parametrize("sizes", [(4,) * 8 + (90,), (13, 8, 21, 5, 16, 9)])
+def test_the_result_is_that_of_the_sequential_engine(sizes: tuple[int, ...]) -> None:
+    found = {}
+    for engine in ("sequential", "auto"):
+        model, own = seeded(dropout=0.0), clients(sizes)
+        n = [len(d) for d in own]
+        whole = torch.utils.data.TensorDataset(*(torch.cat([d.tensors[j] for d in own]) for j in (0, 1)))
+        cut = [part.numpy() for part in torch.arange(sum(n)).split(n)]
+        data = FederatedDataModule(
+            train=whole, partition=lambda _, cut=cut: cut, val=classification(10, 7), batch_size=4
+        )
+        fit(model, data, engine=engine, algorithm=Scaffold(), max_rounds=3, clients_per_round=len(n) - 1)
+        found[engine] = parameters(model)
+    assert float((found["auto"] - found["sequential"]).norm() / found["sequential"].norm()) < 1e-5
