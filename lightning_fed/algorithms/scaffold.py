@@ -68,9 +68,14 @@ class Scaffold(Algorithm):
 
     def finish(self, y: Vector, run: Run) -> Update:
         """Send the changes of the model and of c_i, and keep the new c_i."""
-        old, c = run.client["c_i"], run.server["c"]
-        c_i = run.full_grad["x"] if self.option == "i" else old - c + run.path_gradient
-        return Update(send={"delta": run.delta, "delta_c": c_i - old}, keep={"c_i": c_i})
+        old = run.client["c_i"]
+        if self.option == "i":
+            new = run.full_grad["x"]
+            change = new - old
+        else:
+            change = run.path_gradient - run.server["c"]
+            new = old + change
+        return Update(send={"delta": run.delta, "delta_c": change}, keep={"c_i": new})
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
         """Move c by |S|/N times the cohort's mean change of c_i."""

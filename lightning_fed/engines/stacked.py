@@ -4,6 +4,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -313,7 +314,7 @@ class StackedWork:
             return update.send, update.keep
 
         try:
-            send, keep = _each(finish_one, (self.y, delta, self._of_each_client()))
+            send, keep = _each(finish_one, (self.y, delta, self._of_each_client(delta)))
         except FederatedError:
             raise
         except Exception as error:
@@ -339,22 +340,22 @@ class StackedWork:
             mean_examples=self.inputs.mean_examples,
             num_steps=self.num_steps[0],
             lr_sum=lr_sum,
-            path=self._path_alone,
+            path=partial(self._path_alone, delta),
         )
         update = self.algorithm.finish(self.y[0], run)
         send, keep = ({k: v[None] for k, v in state.items()} for state in (update.send, update.keep))
         return send, keep, update.send.get("delta") is run.delta
 
-    def _path_alone(self) -> Vector:
+    def _path_alone(self, delta: Tensor) -> Vector:
         if not self.optimizer.needs_path(self.algorithm):
             return self._undeclared()
         steps = self._steps_taken()
-        return self._path_gradient(steps, self._lr_sum(steps))[0]
+        return self._path_gradient(delta, steps, self._lr_sum(steps))[0]
 
     def _steps_taken(self) -> Tensor:
         return torch.tensor(self.num_steps, dtype=self.inputs.x.dtype, device=self.inputs.x.device)
 
-    def _of_each_client(self) -> dict[str, Any]:
+    def _of_each_client(self, delta: Tensor) -> dict[str, Any]:
         """Return what ``finish`` may read that is a client's own, stacked."""
         steps = self._steps_taken()
         lr_sum = self._lr_sum(steps)
@@ -366,7 +367,9 @@ class StackedWork:
             "num_steps": steps,
             "lr_sum": lr_sum,
         }
-        return own | {"path": self._path_gradient(steps, lr_sum)} if self.optimizer.needs_path(self.algorithm) else own
+        if self.optimizer.needs_path(self.algorithm):
+            own["path"] = self._path_gradient(delta, steps, lr_sum)
+        return own
 
     def _lr_sum(self, steps: Tensor) -> Tensor:
         """The sum of the rates of each client's steps: [S], or [S, P] where groups differ."""
@@ -375,11 +378,13 @@ class StackedWork:
         rates = [steps.new_full((m,), rate) for m, rate in zip(self.layout.sizes, self._rates, strict=True)]
         return steps[:, None] * torch.cat(rates)
 
-    def _path_gradient(self, steps: Tensor, lr_sum: Tensor) -> Tensor:
-        moved = self.inputs.x - self.y if self._path is None else self._path
+    def _path_gradient(self, delta: Tensor, steps: Tensor, lr_sum: Tensor) -> Tensor:
         rates = lr_sum if lr_sum.ndim == 2 else lr_sum[:, None]
-        still = torch.zeros_like(self.y) if self._still is None else self._still / steps[:, None].clamp(min=1)
-        return torch.where(rates == 0, still, moved / torch.where(rates == 0, 1.0, rates))
+        divisor = torch.where(rates == 0, 1.0, rates)  # who took no step has not moved either
+        mean = delta / -divisor if self._path is None else self._path / divisor
+        if self._still is None:
+            return mean
+        return torch.where(rates == 0, self._still / steps[:, None].clamp(min=1), mean)
 
     def _undeclared(self) -> Vector:
         raise FederatedError(

@@ -386,6 +386,8 @@ def _is_rows(batches: ClientBatches) -> bool:
 
 
 def _stack(states: Sequence[State]) -> State:
+    if len(states) == 1:
+        return {name: value[None] for name, value in states[0].items()}  # a view, as nothing changes it in place
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
