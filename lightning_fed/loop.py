@@ -456,6 +456,7 @@ class FederatedLoop(Inspection, _FitLoop):
                 if work.has_lost_any([]):
                     return None
                 work.begin(loss)
+                work.receive_guests()
             outlines = ranks.exchange(lambda: self._train_clients(work))
             if self._split.size > 1:
                 outlines = self._split.gather(outlines[0])

@@ -91,7 +91,7 @@ class Inspection:
         batches, index = self._client(client_id)
         engine, x = self._engine, self.state.shown()
         with self.showing_server_model():
-            return sum(engine.split.gather(engine.loss_at(x, batches, self.round, index))) / batches.size
+            return float(sum(engine.split.gather(engine.loss_at(x, batches, self.round, index)))) / batches.size
 
     def hessian_vector(self, client_id: ClientId, point: Vector, vector: Vector) -> Vector:
         """Return the full-batch Hessian of a client's training loss at a point [P], times a vector [P].

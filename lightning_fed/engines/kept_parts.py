@@ -38,7 +38,7 @@ class KeptParts:
         return state
 
 
-def parts_of(server: Server, index: int) -> KeptParts:
+def parts_of(server: Server, index: int, state: State | None = None) -> KeptParts:
     """Return what a client keeps, checked against the method, the model and its buffers.
 
     Checksums tell damaged files, but not sound ones of another run.
@@ -46,11 +46,12 @@ def parts_of(server: Server, index: int) -> KeptParts:
     Args:
         server: The server's side.
         index: The client's stored index.
+        state: What it keeps, where another process has sent it; by default what the server's store has.
 
     Raises:
         FederatedError: Naming the client, and what is not as in this run.
     """
-    state, parts = server.client_state(index), KeptParts({})
+    state, parts = server.client_state(index) if state is None else state, KeptParts({})
     if not state and not server.new_client:
         return parts
     for name, value in state.items():
@@ -72,18 +73,19 @@ def parts_of(server: Server, index: int) -> KeptParts:
     return parts
 
 
-def residuals_of(server: Server, index: int, send: State) -> State:
+def residuals_of(server: Server, index: int, send: State, state: State | None = None) -> State:
     """Return what compression left out of a client's messages before.
 
     Args:
         server: The server's side.
         index: The client's stored index.
         send: Its new messages.
+        state: What it keeps, where another process has sent it.
 
     Raises:
         FederatedError: If it does not go with them.
     """
-    residuals = parts_of(server, index).residuals
+    residuals = parts_of(server, index, state).residuals
     if fault := _difference(residuals, {name: value for name, value in send.items() if name in residuals}):
         raise _strange(server, index, fault)
     return residuals

@@ -12,11 +12,15 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fed.engines.plan import WorkPlan
+from lightning_fed.server.aggregation import Participant
 from lightning_fed.stopping import Failure
 
 __all__ = ["Ranks", "deal", "metrics_alone"]
 
 Record = TypeVar("Record")
+# In local steps on a batch of 20, about:
+_MOVE = 4  # what it takes to send a client's state of one vector, there and back
+_TRIP = 8  # what it takes to send anything at all
 
 
 class Ranks:
@@ -119,30 +123,69 @@ class Ranks:
         )
         return received.view(sum(counts), mine)
 
+    def exchange_bytes(self, sent: Sequence[Sequence[Tensor]], received: Sequence[int]) -> Tensor:
+        """Return the bytes [n] that all processes send to this one, in the order of ranks.
+
+        Args:
+            sent: What goes to each process, as bytes.
+            received: How many bytes come from each process.
+        """
+        whole = torch.cat([torch.empty(0, dtype=torch.uint8, device=self.device), *(t for to in sent for t in to)])
+        found = whole.new_empty(sum(received))
+        dist.all_to_all_single(found, whole, list(received), [sum(len(part) for part in to) for to in sent])
+        return found
+
+    def home_of(self, index: int) -> int:
+        """The process that keeps the state of the client with this stored index."""
+        return index % self.size
+
     def is_home_of(self, index: int) -> bool:
         """Whether this process keeps the state of the client with this stored index."""
-        return index % self.size == self.rank
+        return self.home_of(index) == self.rank
 
 
-def deal(plans: Iterable[WorkPlan], size: int, keeps_state: bool) -> Mapping[int, int]:
+def deal(plans: Iterable[WorkPlan], ranks: Ranks, keeps_state: bool) -> Mapping[int, int]:
     """Return who trains whom: ranks by stored index.
 
     Args:
         plans: The clients' work.
-        size: The number of ranks.
-        keeps_state: Whether clients keep state from round to round. They are then trained where it is kept; else the
-            largest are dealt first, each to whoever has the fewest local steps so far.
+        ranks: The processes.
+        keeps_state: Whether clients keep state from round to round. They are then trained where it is kept, but for
+            those by whose moving all are done sooner; else the largest are dealt first, each to whoever has the fewest
+            local steps so far.
     """
     members = {plan.participant.index: plan.participant for plan in plans}
-    if keeps_state or size == 1:
-        return {index: index % size for index in members}
-    loads = [0] * size
+    if keeps_state or ranks.size == 1:
+        return _balanced({index: ranks.home_of(index) for index in members}, members, ranks.size)
+    loads = [0] * ranks.size
     owners = {}
     for member in sorted(members.values(), key=lambda m: (-m.steps, -m.size, m.index)):
         rank = loads.index(min(loads))
         loads[rank] += max(1, member.steps)
         owners[member.index] = rank
     return owners
+
+
+def _balanced(homes: Mapping[int, int], members: Mapping[int, Participant], size: int) -> Mapping[int, int]:
+    """Move clients from the process with the most local steps to that with the fewest, as long as it gains."""
+    loads = [0] * size
+    for index, rank in homes.items():
+        loads[rank] += members[index].steps
+    movable = [[i for i, home in homes.items() if home == rank] for rank in range(size)]
+    owners, at_home = dict(homes), max(loads)
+    while True:
+        most, fewest = loads.index(max(loads)), loads.index(min(loads))
+
+        def after(index: int, most: int = most, fewest: int = fewest) -> tuple[int, int]:
+            return max(loads[most] - members[index].steps, loads[fewest] + members[index].steps) + _MOVE, index
+
+        best = min(movable[most], key=after, default=None)
+        if best is None or after(best)[0] >= loads[most]:
+            return owners if loads[most] + _TRIP < at_home else homes
+        owners[best] = fewest
+        movable[most].remove(best)
+        loads[most] += _MOVE - members[best].steps
+        loads[fewest] += _MOVE + members[best].steps
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from lightning_fed.engines.account import Drift, Traffic, gradients_computed
 from lightning_fed.engines.attempts import run_sound
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs
 from lightning_fed.engines.faults import Faults
+from lightning_fed.engines.guests import Kinds, kinds_of, send_states
 from lightning_fed.engines.kept_parts import KeptParts, parts_of, residuals_of
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.ranks import Ranks, deal
@@ -83,9 +84,16 @@ class Round:
             or engine.buffers.mode == "local"
             or (compressor is not None and compressor.error_feedback)
         )
-        self._owners = deal([*plans, *gradient_plans], self.ranks.size, self._keeps_state)
-        self.mine = [plan for plan in plans if self._is_mine(plan)]
+        self._owners = deal([*plans, *gradient_plans], self.ranks, self._keeps_state)
         members = [plan.participant for plan in plans]
+        self._moves = {
+            p.index: self._owners[p.index]
+            for p in members
+            if self._keeps_state and self._owners[p.index] != self.ranks.home_of(p.index)
+        }
+        self._guests: dict[int, State] = {}  # what clients keep that come from another process
+        self._returned: dict[int, State] = {}  # what they keep after their work
+        self.mine = [plan for plan in plans if self._is_mine(plan)]
         self._aggregation_of = Aggregation if aggregator is None else aggregator.of_round
         self._aggregation = self._aggregation_of(
             self.algorithm.reduces, weighting, members, len(population), self.algorithm.local_work
@@ -251,6 +259,20 @@ class Round:
         state = self.algorithm.begin_round(self.server.x, self.server.state, self._cohort)
         self._inputs = self._make_inputs(state, self._inputs.full_grad, self._inputs.cohort_grad.unwatched())
 
+    def receive_guests(self) -> None:
+        """Bring what clients keep to the processes that train them, where these are others than keep it."""
+        if not self._moves:
+            return
+        leaving: dict[int, State] = {}
+
+        def read() -> Kinds:
+            for index in sorted(self._moves):
+                if self.ranks.is_home_of(index) and (state := self.server.clients.get(index)):
+                    leaving[index] = state
+            return kinds_of(leaving)
+
+        self._guests = send_states(self.ranks, leaving, self._moves, self.ranks.exchange(read))
+
     def train(self, plans: Sequence[WorkPlan]) -> ChunkResult | None:
         """Train the clients of a chunk, and take in what they send; return None if all of them failed.
 
@@ -278,7 +300,8 @@ class Round:
     def _run(self, plans: Sequence[WorkPlan]) -> ChunkResult:
         """Hand out what the clients of a chunk keep, and train them."""
         buffers = self.engine.buffers
-        kept = [parts_of(self.server, plan.participant.index) for plan in plans]
+        indices = [plan.participant.index for plan in plans]
+        kept = [parts_of(self.server, index, self._guests.get(index)) for index in indices]
         own = kept[0].buffers if buffers.mode == "local" else {}  # engines that run several at once refuse the mode
         buffers.write(own or self.server.buffers)
         solvers = [parts.solver if self.engine.keeps_solver else {} for parts in kept]
@@ -306,7 +329,10 @@ class Round:
         parts = KeptParts(keep, residuals=residuals, solver=result.solver[row] if result.solver else {})
         if buffers.mode == "local" and result.buffers:
             parts.buffers = result.buffers[row]
-        self.server.clients.stage(who.index, parts.joined())
+        if who.index in self._moves:
+            self._returned[who.index] = parts.joined()
+        else:
+            self.server.clients.stage(who.index, parts.joined())
         if buffers.mode != "server" and result.buffers:
             self._buffers.add(result.buffers[row], who.size * who.count)
         if self._compressor is None:
@@ -318,7 +344,9 @@ class Round:
     def _compressed(self, compressor: Compressor, index: int, send: State) -> tuple[State, State]:
         """Return what the server gets of a client's messages, and what the client keeps of what it does not get."""
         stream = generator(self.server.seed, Purpose.COMPRESSION, self.server.round, index)
-        own = residuals_of(self.server, index, send) if compressor.error_feedback else {}
+        own = {}
+        if compressor.error_feedback:
+            own = residuals_of(self.server, index, send, self._guests.get(index))
         got, residuals, size = compress(compressor, send, own, stream)
         self._traffic.add_bytes(size)
         return got, residuals
@@ -334,6 +362,7 @@ class Round:
             "failed": self.faults.causes,
             "is_spoiled": self._is_spoiled,
             "gradient_norms": self._gradient_norms,
+            "returned": kinds_of(self._returned),
         }
 
     def merge(self, outlines: Sequence[Mapping[str, Any]]) -> None:
@@ -358,6 +387,11 @@ class Round:
         for outline in others:
             for point, norms in outline["gradient_norms"].items():
                 self._gradient_norms.setdefault(point, {}).update(norms)
+        if self._moves:
+            homes = {index: ranks.home_of(index) for index in self._moves}
+            arrived = send_states(ranks, self._returned, homes, [outline["returned"] for outline in outlines])
+            for index, state in arrived.items():
+                self.server.clients.stage(index, state)
         self.has_lost_any([outline["failed"] for outline in others])
 
     def close(self, metrics: Mapping[str, float], seconds: float) -> RoundReport:

@@ -1,6 +1,7 @@
 """One cell: a fit whose logs are kept, in a process that runs one cell after another."""
 
 import json
+import os
 import platform
 import time
 from collections.abc import Mapping
@@ -86,16 +87,16 @@ class CellRunner:
         """
         work = final.with_name(f".{final.name}")
         work.mkdir(parents=True, exist_ok=True)
-        recorder, started, cause = Recorder(work), time.perf_counter(), ""
+        recorder, started, cpu_before, cause = Recorder(work), time.perf_counter(), _cpu_seconds(), ""
         try:
             self._fit(config, recorder)
         except Exception as error:
             if "not finite" not in str(refusal_in(error)):
                 raise
             cause = str(refusal_in(error))
-        seconds = time.perf_counter() - started
+        seconds, cpu_seconds = time.perf_counter() - started, _cpu_seconds() - cpu_before
         status: Any = "diverged" if cause else "finished"
-        write_record(work, Record(completed, status, cause, seconds, made_with(), recorder.series, final))
+        write_record(work, Record(completed, status, cause, seconds, cpu_seconds, made_with(), recorder.series, final))
         settle(work, final)
 
     def probe(self, config: Config) -> list[str] | None:
@@ -131,6 +132,12 @@ def _measured_every_round(node: Any) -> Any:
     if isinstance(node, Mapping):
         return {key: 1 if key == "every_n_rounds" else _measured_every_round(value) for key, value in node.items()}
     return [_measured_every_round(value) for value in node] if isinstance(node, list) else node
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process up to now, with that of the processes that it started and that have ended."""
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
 
 
 @cache

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import Literal
 
 from lightning_fed.experiments.experiment import Claim, Label
@@ -50,23 +51,24 @@ def judge(claim: Claim, results: Results) -> list[Judgement]:
     return judgements or [Judgement("", "not judged", f"the scale {scale} has nothing of that part of the grid")]
 
 
-def _combinations(claim: Claim, results: Results) -> Iterator[dict[Label, Point]]:
-    """Yield the points that a claim compares, by label, for each combination of the other axes."""
-    groups: dict[tuple[tuple[str, Label], ...], dict[Label, Point]] = {}
+def _combinations(claim: Claim, results: Results) -> Iterator[dict[Label, list[Point]]]:
+    """Yield the points that a claim compares, by label, for each combination of the other axes.
+
+    A label has several points where the claim is about a mean.
+    """
+    groups: dict[tuple[tuple[str, Label], ...], dict[Label, list[Point]]] = {}
     for point in results.grid.points:
         if is_within(point.by_axis, claim.at):
-            others = tuple(pair for pair in point.labels if pair[0] != claim.compare)
-            groups.setdefault(others, {})[point.by_axis[claim.compare]] = point
+            others = tuple(pair for pair in point.labels if pair[0] not in (claim.compare, *claim.mean_over))
+            groups.setdefault(others, {}).setdefault(point.by_axis[claim.compare], []).append(point)
     yield from groups.values()
 
 
-def _judge_at(claim: Claim, results: Results, points: dict[Label, Point]) -> Judgement:
-    where = _where(claim, results, next(iter(points.values())))
-    sides: list[Estimate | None] = []
-    for _, label in claim.terms:
-        if label is not None and label not in points:
-            return Judgement(where, "not judged", f"the grid leaves {claim.compare} {label} out there")
-        sides.append(None if label is None else results.estimate(points[label], claim.quantity))
+def _judge_at(claim: Claim, results: Results, points: dict[Label, list[Point]]) -> Judgement:
+    where = _where(claim, results, points)
+    if gap := _gap(claim, points):
+        return Judgement(where, "not judged", gap)
+    sides = [None if label is None else _mean(points[label], claim, results) for _, label in claim.terms]
     for side in sides:
         if side is not None and not side.values:
             return Judgement(where, "not judged", side.missing)
@@ -81,10 +83,46 @@ def _judge_at(claim: Claim, results: Results, points: dict[Label, Point]) -> Jud
     return Judgement(where, "holds" if holds else "does not hold", numbers)
 
 
-def _where(claim: Claim, results: Results, point: Point) -> str:
-    """Return what tells a combination from the others that a claim is judged at."""
+def _gap(claim: Claim, points: dict[Label, list[Point]]) -> str:
+    """Return which label the grid leaves out where it has others, empty if none: all means are over the same."""
+    places = {label: [_averaged(claim, point) for point in of] for label, of in points.items()}
+    everywhere = dict.fromkeys(place for of in places.values() for place in of)
+    for label in [label for _, label in claim.terms if label is not None]:
+        for place in everywhere:
+            if place not in places.get(label, ()):
+                return f"the grid leaves {claim.compare} {label} out {f'at {name_of(place)}' if place else 'there'}"
+    return ""
+
+
+def _mean(points: list[Point], claim: Claim, results: Results) -> Estimate:
+    """Return the mean of a quantity over points, or what stands in its way at one of them."""
+    estimates = [results.estimate(point, claim.quantity) for point in points]
+    if len(estimates) == 1:
+        return estimates[0]
+    for estimate in estimates:
+        if not estimate.values:
+            return estimate
+    return Estimate(
+        claim.quantity,
+        values=(fmean(estimate.mean for estimate in estimates),),
+        limit=fmean(e.mean if math.isfinite(e.mean) else e.limit for e in estimates),
+        is_diverged=any(estimate.is_diverged for estimate in estimates),
+    )
+
+
+def _averaged(claim: Claim, point: Point) -> tuple[tuple[str, Label], ...]:
+    return tuple(pair for pair in point.labels if pair[0] in claim.mean_over)
+
+
+def _where(claim: Claim, results: Results, points: dict[Label, list[Point]]) -> str:
+    """Return what tells a combination from the others that a claim is judged at, and what it is a mean of."""
+    found = [point for of in points.values() for point in of]
     several = {axis for axis, labels in results.grid.labels.items() if len(labels) > 1}
-    return name_of(tuple(pair for pair in point.labels if pair[0] in several and pair[0] != claim.compare))
+    several -= {claim.compare, *claim.mean_over}
+    labels = {axis: dict.fromkeys(point.by_axis[axis] for point in found) for axis in claim.mean_over}
+    parts = [name_of(tuple(pair for pair in found[0].labels if pair[0] in several))]
+    parts += [f"mean over {axis} {' and '.join(of)}" for axis, of in labels.items()]
+    return ", ".join(filter(None, parts))
 
 
 def _holds(left: float, sign: str, right: float, within: float) -> bool:

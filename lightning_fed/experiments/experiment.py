@@ -27,7 +27,7 @@ class Axis:
     Args:
         name: Its name.
         choices: Overrides by label, in order.
-        tune: What to tune where a label is chosen, by label: as :attr:`Tune.grid`, or lists of other values.
+        tune: What is tuned where a label is chosen, by label and name: a key with values, or a list of other values.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Tune:
     Args:
         by: The quantity whose best value decides.
         seeds: How many seeds decide; None for all.
-        grid: The axes whose product is tried.
+        grid: Keys with values, by name, whose product is tried.
     """
 
     by: Quantity
     seeds: int | None
-    grid: Mapping[str, Axis]
+    grid: Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,7 @@ class Claim:
         signs: What stands between the sides: "<", "<=", ">", ">=" or "~".
         quantity: What is compared.
         compare: The axis of the labels.
+        mean_over: The axes over whose labels the quantity is averaged before it is compared.
         at: The part of the grid where it is claimed.
         within: How much sides joined by "~" may differ, as a share of the larger.
         scales: The scales at which it is judged; all if empty.
@@ -124,6 +125,7 @@ class Claim:
     signs: tuple[str, ...]
     quantity: Quantity
     compare: str
+    mean_over: tuple[str, ...]
     at: Place
     within: float
     scales: tuple[str, ...]
@@ -144,16 +146,16 @@ class Scale:
         changed: What differs from the paper, a sentence.
         overrides: Overrides on top of every cell.
         seeds: The number of seeds, if not the experiment's.
-        labels: The labels that are kept, by axis, each with overrides on top.
-        tune: What is tuned instead, as :attr:`Axis.tune`.
+        axes: The labels that are kept, by axis, each with what is put on top of it.
+        tune: Lists of other values, by the names of what is tuned.
     """
 
     name: str
     changed: str = ""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     seeds: int | None = None
-    labels: Mapping[str, Mapping[Label, Mapping[str, Any]]] = field(default_factory=dict)
-    tune: Mapping[str, Any] = field(default_factory=dict)
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+    tune: Mapping[str, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,16 @@
 """The cells of an experiment at a scale: which points the grid has, and the configuration of each cell."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.experiments.experiment import Axis, Experiment, Label, Scale, Tune
+from lightning_fed.experiments.axes import make_tune_axis, revise
+from lightning_fed.experiments.experiment import Axis, Experiment, Label, Scale
 from lightning_fed.experiments.overrides import Config, overlay
 from lightning_fed.experiments.places import is_within
-from lightning_fed.experiments.reading import make_tune_axis
 from lightning_fed.experiments.yaml_files import unknown
 
 __all__ = ["Cell", "Grid", "Point", "name_of"]
@@ -79,9 +79,10 @@ class Grid:
         self.experiment = experiment
         self.scale: Scale = experiment.scales[scale]
         self.seeds = seeds or self.scale.seeds or experiment.seeds
-        self.axes = {name: _kept(axis, self.scale.labels.get(name)) for name, axis in experiment.axes.items()}
+        grid = {} if experiment.tune is None else experiment.tune.grid
+        self._tuned = revise(grid, {name: values for name, values in self.scale.tune.items() if name in grid})
+        self.axes = {name: _at_scale(axis, self.scale, grid) for name, axis in experiment.axes.items()}
         self._accelerator = {} if accelerator is None else {"trainer.accelerator": accelerator}
-        self._extra = {name: self.scale.labels.get(name, {}) for name in self.axes}
         points = (
             Point(tuple(zip(self.axes, row, strict=True))) for row in product(*(a.choices for a in self.axes.values()))
         )
@@ -129,21 +130,22 @@ class Grid:
             yield self.axes[name].choices[label]
         yield self.scale.overrides
         for name, label in point.labels:
-            yield self._extra[name].get(label, {})
+            yield self.scale.axes[name].choices[label] if name in self.scale.axes else {}
         for name, label in cell.tuned:
             yield tune[name].choices[label]
         yield {"seed_everything": cell.seed, **self._accelerator}
 
     def _tune_axes(self, point: Point) -> dict[str, Axis]:
-        tune: Tune | None = self.experiment.tune
-        axes = {} if tune is None else dict(tune.grid)
-        own = {f"{name} {label}": self.axes[name].tune.get(label, {}) for name, label in point.labels}
-        for where, entries in own.items():
-            axes |= {n: make_tune_axis(where, n, entry) for n, entry in entries.items() if not isinstance(entry, list)}
-        for where, entries in own.items():  # another list is for whatever key a method tunes by that name
-            _put_values(axes, entries, where, must_exist=True)
-        _put_values(axes, self.scale.tune, f"scale {self.scale.name}", must_exist=False)
-        return axes
+        tuned, lists = dict(self._tuned), dict[str, list[Any]]()
+        for name, label in point.labels:
+            own = self.axes[name].tune.get(label, {})
+            tuned |= {n: entry for n, entry in own.items() if not isinstance(entry, list)}
+            lists |= {n: entry for n, entry in own.items() if isinstance(entry, list)}
+        for name in lists:  # which are for whatever key is tuned by that name, by another label too
+            if name not in tuned:
+                raise unknown(f"{self.experiment.file}, {point}", "tuned value", name, tuned)
+        where = f"{self.experiment.file}, {point}: tune"
+        return {name: make_tune_axis(f"{where}.{name}", name, entry) for name, entry in revise(tuned, lists).items()}
 
 
 def name_of(labels: tuple[tuple[str, Label], ...]) -> str:
@@ -156,19 +158,16 @@ def name_of(labels: tuple[tuple[str, Label], ...]) -> str:
     return ", ".join(f"{axis} {label}" for axis, label in labels)
 
 
-def _kept(axis: Axis, labels: Mapping[Label, Any] | None) -> Axis:
-    if labels is None:
-        return axis
-    return replace(axis, choices={label: axis.choices[label] for label in axis.choices if label in labels})
+def _at_scale(axis: Axis, scale: Scale, grid: Container[str]) -> Axis:
+    """Return an axis with the labels that a scale keeps, and what they tune there.
 
-
-def _put_values(axes: dict[str, Axis], tune: Mapping[str, Any], where: str, must_exist: bool) -> None:
-    """Put lists of other values in place of those of tuned axes."""
-    for name, values in tune.items():
-        if not isinstance(values, list):
-            continue
-        if name in axes:
-            (key, *others) = {key: None for overrides in axes[name].choices.values() for key in overrides}
-            axes[name] = make_tune_axis(where, name, {"key": [key, *others] if others else key, "values": values})
-        elif must_exist:
-            raise unknown(where, "tuned value", name, axes)
+    The scale's own lists are for ``tune.grid``, and for labels only where it has no such name.
+    """
+    kept = scale.axes.get(axis.name, Axis(axis.name, {}))
+    choices = {label: axis.choices[label] for label in axis.choices if not kept.choices or label in kept.choices}
+    tune = {}
+    for label in choices:
+        own = axis.tune.get(label, {})
+        lists = {name: values for name, values in scale.tune.items() if name in own and name not in grid}
+        tune[label] = revise(revise(own, lists), kept.tune.get(label, {}))
+    return replace(axis, choices=choices, tune=tune)

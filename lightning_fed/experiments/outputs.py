@@ -11,12 +11,26 @@ from lightning_fed.experiments.places import read_place
 from lightning_fed.experiments.quantities import COSTS, Metric, parse_quantity
 from lightning_fed.experiments.yaml_files import check_keys, unknown
 
-__all__ = ["read_claims", "read_figures", "read_tables"]
+__all__ = ["check_label", "read_claims", "read_figures", "read_tables"]
 
 Labels: TypeAlias = Mapping[str, tuple[Label, ...]]
 
 _FIGURE = ("kind", "y", "x", "lines", "rows", "columns", "band", "log", "xlim", "ylim", "at", "rounds")
 _SIGNS = re.compile(r"\s+(<=|>=|<|>|~)\s+")
+
+
+def check_label(where: str, label: Label) -> Label:
+    """Return a label that a claim can name: one that is read there as itself.
+
+    Raises:
+        FederatedError: If it is another one.
+    """
+    if _SIGNS.split(f"{label} < {label}".strip()) != [label, "<", label] or re.search(r"\s\*\s", label):
+        raise FederatedError(
+            f"{where}: a claim cannot name the label {label!r}. A label has no <, <=, >, >=, ~ or * between spaces, and"
+            " no spaces at its ends."
+        )
+    return label
 
 
 def read_figures(where: str, found: Any, labels: Labels, metrics: Mapping[str, Metric]) -> tuple[Figure, ...]:
@@ -108,7 +122,7 @@ def read_claims(
 def _read_claim(
     where: str, found: Any, labels: Labels, metrics: Mapping[str, Metric], scales: tuple[str, ...]
 ) -> Claim:
-    keys = ("says", "claim", "quantity", "compare", "at", "within", "scales")
+    keys = ("says", "claim", "quantity", "compare", "mean_over", "at", "within", "scales")
     entry = check_keys(where, found, keys, ("says", "claim", "quantity"))
     compare = entry.get("compare", METHOD)
     if compare not in labels:
@@ -117,6 +131,7 @@ def _read_claim(
     at = read_place(f"{where}.at", entry.get("at"), labels)
     if compare in at:
         raise FederatedError(f"{where}: at names {compare}, the axis that the claim compares. Leave it out.")
+    mean_over = _read_mean_over(where, entry.get("mean_over"), compare, labels)
     within = finite(entry.get("within", 0.1))
     if not 0 < within < 1:
         raise FederatedError(f"{where}: within must lie between 0 and 1, found {entry['within']!r}.")
@@ -127,7 +142,17 @@ def _read_claim(
     if not isinstance(entry["says"], str):
         raise FederatedError(f"{where}: says must be the paper's sentence, found {entry['says']!r}.")
     quantity = parse_quantity(f"{where}.quantity", entry["quantity"], metrics)
-    return Claim(" ".join(entry["says"].split()), terms, signs, quantity, compare, at, within, judged)
+    return Claim(" ".join(entry["says"].split()), terms, signs, quantity, compare, mean_over, at, within, judged)
+
+
+def _read_mean_over(where: str, found: Any, compare: str, labels: Labels) -> tuple[str, ...]:
+    axes = tuple(_list([] if found is None else found))
+    for axis in axes:
+        if axis not in tuple(labels):
+            raise unknown(f"{where}.mean_over", "axis", axis, labels)
+        if axis == compare:
+            raise FederatedError(f"{where}: mean_over names {axis}, the axis that the claim compares. Leave it out.")
+    return tuple(dict.fromkeys(axes))
 
 
 def _read_terms(

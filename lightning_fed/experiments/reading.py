@@ -6,14 +6,15 @@ from typing import Any
 
 from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.experiments.experiment import METHOD, Axis, Experiment, Label, Scale, Tune
+from lightning_fed.experiments.axes import check_overrides, make_tune_axis, read_axis, read_labels, read_tuned
+from lightning_fed.experiments.experiment import METHOD, Axis, Experiment, Scale, Tune
 from lightning_fed.experiments.outputs import read_claims, read_figures, read_tables
 from lightning_fed.experiments.overrides import Config, overlay
 from lightning_fed.experiments.places import read_skip
 from lightning_fed.experiments.quantities import Metric, parse_quantity
 from lightning_fed.experiments.yaml_files import check_keys, read_yaml, unknown
 
-__all__ = ["PAPERS", "find_experiment", "make_tune_axis", "read_axis", "read_base", "read_experiment", "read_metrics"]
+__all__ = ["PAPERS", "find_experiment", "read_base", "read_experiment", "read_metrics"]
 
 PAPERS = Path(__file__).parent.parent / "papers"
 """The experiments that come with the package."""
@@ -23,8 +24,6 @@ _KEYS = (
     "tables", "claims", "scales",
 )  # fmt: skip
 _REQUIRED = ("title", "paper", "item", "base", "methods", "metrics", "scales")
-_PARTS = ("trainer", "model", "data", "optimizer", "lr_scheduler")
-_RUNNERS = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "default_root_dir")
 
 
 def find_experiment(name: str) -> Path:
@@ -92,7 +91,7 @@ def read_base(where: str, base: Any, folder: Path) -> Config:
     config: Config = {}
     for part in base if isinstance(base, list) else [base]:
         read = read_yaml(folder / part) if isinstance(part, str) else part
-        config = overlay(config, _check_overrides(where, read))
+        config = overlay(config, check_overrides(where, read))
     return config
 
 
@@ -114,101 +113,20 @@ def read_metrics(where: str, found: Any) -> dict[str, Metric]:
     return metrics
 
 
-def read_axis(where: str, name: str, found: Any) -> Axis:
-    """Return an axis: labels with overrides, or a key with values, or several keys in step with lists of values.
-
-    Raises:
-        FederatedError: If it is none of these.
-    """
-    if isinstance(found, Mapping) and "key" in found:
-        return Axis(name, _values(where, check_keys(where, found, ("key", "values"), ("key", "values"))))
-    if not isinstance(found, Mapping) or not found:
-        raise FederatedError(
-            f"{where} must be labels with overrides, such as {{small: {{trainer.max_rounds: 5}}}}, or a key with"
-            f" values, such as {{key: trainer.max_rounds, values: [5, 10]}}; found {found!r}."
-        )
-    choices, tune = {}, {}
-    for label, overrides in found.items():
-        place = f"{where}.{label}"
-        entries = dict(overrides) if isinstance(overrides, Mapping) else overrides
-        if isinstance(entries, dict):
-            tune[_label(place, label)] = make_tune(f"{place}.tune", entries.pop("tune", None))
-        choices[_label(place, label)] = _check_overrides(place, entries)
-    return Axis(name, choices, tune)
-
-
-def make_tune(where: str, found: Any) -> dict[str, Any]:
-    """Return what a label tunes, checked: lists of values in place of others, or axes of its own.
-
-    Raises:
-        FederatedError: If an entry is neither.
-    """
-    entries = {} if found is None else found
-    if not isinstance(entries, Mapping):
-        raise FederatedError(f"{where} must be a mapping such as {{lr: [0.1, 1.0]}}, found {found!r}.")
-    for name, entry in entries.items():
-        if not isinstance(entry, list) or not entry:
-            make_tune_axis(f"{where}.{name}", str(name), entry)
-    return {str(name): entry for name, entry in entries.items()}
-
-
-def make_tune_axis(where: str, name: str, found: Any) -> Axis:
-    """Return an axis of tuned values, which has a key and values.
-
-    Raises:
-        FederatedError: If it has not.
-    """
-    return Axis(name, _values(where, check_keys(where, found, ("key", "values"), ("key", "values"))))
-
-
-def _values(where: str, axis: Mapping[str, Any]) -> dict[Label, Mapping[str, Any]]:
-    key, values = axis["key"], axis["values"]
-    if not isinstance(values, list) or not values:
-        raise FederatedError(f"{where}: values must be a list, found {values!r}.")
-    if isinstance(key, list):
-        if any(not isinstance(value, list) or len(value) != len(key) for value in values):
-            raise FederatedError(f"{where}: each of the values must be a list of {len(key)}, one for each key.")
-        rows = {", ".join(map(str, value)): dict(zip(map(str, key), value, strict=True)) for value in values}
-    else:
-        rows = {str(value): {str(key): value} for value in values}
-    if len(rows) != len(values):
-        raise FederatedError(f"{where}: a value comes twice in {values!r}.")
-    return {label: _check_overrides(f"{where}: {label}", overrides) for label, overrides in rows.items()}
-
-
-def _label(where: str, label: Any) -> Label:
-    if isinstance(label, bool) or label is None:
-        raise FederatedError(f"{where}: YAML reads this label as {label!r}; put it in quotes.")
-    return str(label)
-
-
-def _check_overrides(where: str, found: Any) -> Config:
-    """Return overrides whose keys can be those of a configuration, and are not the runner's."""
-    if not isinstance(found, Mapping):
-        raise FederatedError(f"{where} must be a mapping of keys of a configuration to values, found {found!r}.")
-    for key in found:
-        first = str(key).split(".")[0].rstrip("+")
-        if first not in _PARTS and first != "seed_everything":
-            raise unknown(where, "key", key, (*_PARTS, "seed_everything"))
-    config = overlay({}, found)
-    for name in _RUNNERS:
-        if isinstance(config.get("trainer"), dict) and name in config["trainer"]:
-            raise FederatedError(f"{where}: trainer.{name} is the runner's to set. Leave it out.")
-    return dict(found)
-
-
 def _read_tune(where: str, found: Any, metrics: Mapping[str, Metric]) -> Tune | None:
     if found is None:
         return None
-    checked = check_keys(where, found, ("by", "seeds", "grid"), ("by", "grid"))
+    checked = check_keys(where, found, ("by", "seeds", "grid"), ("by",))
     seeds = checked.get("seeds")
-    grid = checked["grid"]
+    grid = checked.get("grid", {})
     if not isinstance(grid, Mapping):
         raise FederatedError(f"{where}.grid must name what is tuned, such as lr: {{key: ..., values: [...]}}.")
+    for name, entry in grid.items():
+        make_tune_axis(f"{where}.grid.{name}", str(name), entry)
     return Tune(
         by=parse_quantity(f"{where}.by", checked["by"], metrics),
         seeds=None if seeds is None else check_count(where, "seeds", seeds),
-        grid={str(name): make_tune_axis(f"{where}.grid.{name}", str(name), axis) for name, axis in grid.items()},
+        grid={str(name): entry for name, entry in grid.items()},
     )
 
 
@@ -220,51 +138,62 @@ def _read_scale(where: str, name: str, found: Any, axes: Mapping[str, Axis]) -> 
     kept = dict(_mapping(where, checked, "axes"))
     if "methods" in checked:
         kept[METHOD] = checked["methods"]
-    labels = {}
-    for axis, entry in kept.items():
+    for axis in kept:
         if axis not in axes:
             raise unknown(f"{where}.axes", "axis", axis, axes)
-        labels[str(axis)] = _kept_labels(f"{where}.{axis}", entry, axes[axis])
     seeds = checked.get("seeds")
     return Scale(
         name=name,
         changed=changed.strip(),
-        overrides=_check_overrides(f"{where}.overrides", checked.get("overrides") or {}),
+        overrides=check_overrides(f"{where}.overrides", checked.get("overrides") or {}),
         seeds=None if seeds is None else check_count(where, "seeds", seeds),
-        labels=labels,
-        tune=make_tune(f"{where}.tune", checked.get("tune")),
+        axes={str(axis): _read_kept(f"{where}.{axis}", entry, axes[axis]) for axis, entry in kept.items()},
+        tune=_read_lists(f"{where}.tune", checked.get("tune")),
     )
 
 
-def _kept_labels(where: str, found: Any, axis: Axis) -> dict[Label, Mapping[str, Any]]:
+def _read_kept(where: str, found: Any, axis: Axis) -> Axis:
+    """Return the labels of an axis that a scale keeps, with what it puts on top of each."""
     if not isinstance(found, list | Mapping) or not found:
         raise FederatedError(f"{where} must be a list of labels, or labels with overrides; found {found!r}.")
-    entries = found if isinstance(found, Mapping) else dict.fromkeys(found)
-    kept: dict[Label, Mapping[str, Any]] = {
-        str(label): _check_overrides(f"{where}.{label}", entry or {}) for label, entry in entries.items()
-    }
-    for label in kept:
-        if label not in axis.choices:
+    entries = found if isinstance(found, Mapping) else dict.fromkeys(map(str, found))
+    for label in entries:
+        if str(label) not in axis.choices:
             raise unknown(where, "label", label, axis.choices)
-    return kept
+    return read_labels(where, axis.name, {label: entry or {} for label, entry in entries.items()})
+
+
+def _read_lists(where: str, found: Any) -> dict[str, list[Any]]:
+    """Return lists of values by the names of what is tuned."""
+    tuned = read_tuned(where, found)
+    for name, entry in tuned.items():
+        if not isinstance(entry, list):
+            raise FederatedError(f"{where}.{name} must be a list of values: its key is that of the experiment's.")
+    return tuned
 
 
 def _check_tuned(where: str, experiment: Experiment) -> None:
-    """Refuse lists of values for something that is not tuned, and tuning without a rule."""
-    named = {} if experiment.tune is None else dict(experiment.tune.grid)
-    own = [
-        (f"{where}: {axis.name}.{label}", tune)
-        for axis in experiment.axes.values()
-        for label, tune in axis.tune.items()
-    ]
-    own += [(f"{where}: scales.{scale.name}", scale.tune) for scale in experiment.scales.values()]
-    anywhere = {name for _, tune in own for name, entry in tune.items() if isinstance(entry, Mapping)} | set(named)
-    for place, tune in own:
-        if tune and experiment.tune is None:
-            raise FederatedError(f"{place}.tune: the file has no tune.by, the rule by which a value is chosen.")
-        for name, entry in tune.items():
-            if isinstance(entry, list) and name not in anywhere:
-                raise unknown(f"{place}.tune", "tuned value", name, anywhere)
+    """Refuse values for something that is not tuned, tuning without a rule, and a rule without anything tuned."""
+    parts = {"": experiment.axes, **{f"scales.{scale.name}.": scale.axes for scale in experiment.scales.values()}}
+    own = {
+        f"{where}: {part}{axis.name}.{label}.tune": tuned
+        for part, axes in parts.items()
+        for axis in axes.values()
+        for label, tuned in axis.tune.items()
+    }
+    own |= {f"{where}: scales.{scale.name}.tune": scale.tune for scale in experiment.scales.values()}
+    grid = {} if experiment.tune is None else experiment.tune.grid
+    names = {name for tuned in (grid, *own.values()) for name, entry in tuned.items() if isinstance(entry, Mapping)}
+    for place, tuned in own.items():
+        if tuned and experiment.tune is None:
+            raise FederatedError(f"{place}: the file has no tune.by, the rule by which a value is chosen.")
+        for name in tuned:
+            if name not in names:
+                raise unknown(place, "tuned value", name, sorted(names))
+    if experiment.tune is not None and not names:
+        raise FederatedError(
+            f"{where}: tune.by chooses among values, and nothing is tuned. Add tune.grid, or leave tune out."
+        )
 
 
 def _mapping(where: str, found: Mapping[str, Any], name: str) -> Mapping[str, Any]:

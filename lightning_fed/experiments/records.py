@@ -26,6 +26,7 @@ class Record:
         status: "finished", or "diverged" if its loss or its models stopped being finite.
         cause: How it diverged.
         seconds: Wall time.
+        cpu_seconds: CPU time of the process and of those that it started; None in records that were written without.
         made_with: Versions, hardware and date.
         series: What it logged, by tag and completed rounds.
         folder: Where other files of it are.
@@ -35,6 +36,7 @@ class Record:
     status: Literal["finished", "diverged"]
     cause: str
     seconds: float
+    cpu_seconds: float | None
     made_with: Mapping[str, str]
     series: Series
     folder: Path
@@ -47,6 +49,7 @@ def write_record(folder: Path, record: Record) -> None:
         "status": record.status,
         "cause": record.cause,
         "seconds": round(record.seconds, 3),
+        "cpu_seconds": None if record.cpu_seconds is None else round(record.cpu_seconds, 3),
         "made_with": dict(record.made_with),
         "config": record.config,
     }
@@ -66,7 +69,7 @@ def read_record(folder: Path) -> Record | None:
         about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         series = read_series(folder / _ROUNDS)
         kept = {name: about[name] for name in ("config", "status", "cause", "seconds", "made_with")}
-        return Record(**kept, series=series, folder=folder)
+        return Record(**kept, cpu_seconds=about.get("cpu_seconds"), series=series, folder=folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FederatedError(f"{folder} is damaged ({error}). Delete it; the cell is then run again.") from error
 

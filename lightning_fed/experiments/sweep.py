@@ -10,6 +10,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 
 from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.experiments.axes import read_axis
 from lightning_fed.experiments.checking import check_outputs
 from lightning_fed.experiments.experiment import Axis, Experiment, Scale
 from lightning_fed.experiments.figures import draw_best, new_figure, save
@@ -19,7 +20,7 @@ from lightning_fed.experiments.outputs import read_figures, read_tables
 from lightning_fed.experiments.overrides import Config, overlay
 from lightning_fed.experiments.places import read_skip
 from lightning_fed.experiments.quantities import Quantity, parse_quantity
-from lightning_fed.experiments.reading import read_axis, read_metrics
+from lightning_fed.experiments.reading import read_metrics
 from lightning_fed.experiments.records import Record
 from lightning_fed.experiments.reproduce import draw_figures
 from lightning_fed.experiments.results import Results
@@ -105,6 +106,8 @@ def _read(where: str, entry: Mapping[str, Any], base: Config) -> tuple[Experimen
             axes[str(name)] = ranges[str(name)].ends(str(name))
         else:
             axes[str(name)] = read_axis(place, str(name), axis)
+            if any(axes[str(name)].tune.values()):
+                raise FederatedError(f"{place}: a sweep shows every value and tunes none. Make what is tuned an axis.")
     labels = {name: tuple(axis.choices) for name, axis in axes.items()}
     experiment = Experiment(
         name="sweep",

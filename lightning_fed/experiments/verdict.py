@@ -65,7 +65,8 @@ def _summary(judged: Sequence[tuple[Claim, Sequence[Judgement]]]) -> str:
 
 
 def _claim(claim: Claim, found: Sequence[Judgement]) -> str:
-    lines = [f"- {claim.says}", f"  `{claim.text}` in {claim.quantity.label}: {_MARKS[overall(found)]}."]
+    of = ", ".join([claim.quantity.label, *(f"mean over {axis}" for axis in claim.mean_over)])
+    lines = [f"- {claim.says}", f"  `{claim.text}` in {of}: {_MARKS[overall(found)]}."]
     for judgement in found[:_SHOWN]:
         place = f"{judgement.where}: " if judgement.where else ""
         mark = f" ({_MARKS[judgement.verdict]})" if len(found) > 1 else ""
@@ -126,12 +127,22 @@ def means(results: Results) -> list[str]:
     records = {job.key: r for cell, job in results.jobs.items() if (r := results.record(cell)) is not None}
     if not records:
         return ["No cell is finished."]
-    seconds = sum(record.seconds for record in records.values())
-    took = f"{seconds / 60:.0f} minutes" if seconds > 300 else f"{seconds:.0f} seconds"
-    return [
-        f"{len(records)} cells, {took} of one core in all; {results.grid.seeds} seed{'s' * (results.grid.seeds > 1)}.",
-        *_made_with(list(records.values())),
-    ]
+    took, seeds = _took(list(records.values())), results.grid.seeds
+    return [f"{len(records)} cells, {took}; {seeds} seed{'s' * (seeds > 1)}.", *_made_with(list(records.values()))]
+
+
+def _took(records: Sequence[Record]) -> str:
+    """Return the CPU time of cells, and the wall time of those that were recorded without it."""
+    timed = [record.cpu_seconds for record in records if record.cpu_seconds is not None]
+    others = [record.seconds for record in records if record.cpu_seconds is None]
+    if not others:
+        return f"{_duration(sum(timed))} of CPU time in all"
+    wall = f"{_duration(sum(others))} of wall time"
+    return f"{_duration(sum(timed))} of CPU time, and {wall} for {len(others)} of them" if timed else f"{wall} in all"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds > 300 else f"{seconds:.0f} seconds"
 
 
 def _made_with(records: Sequence[Record]) -> list[str]:

@@ -16,16 +16,19 @@ __all__ = ["check_keys", "read_yaml", "unknown"]
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, in which a mapping's keys differ."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping, unless a key comes twice."""
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return a mapping as it is written, before ``<<`` puts others into it, unless a key comes twice."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key has parts", key_node.start_mark)
+            is_merge = key_node.tag == "tag:yaml.org,2002:merge"
+            key = key_node.value if is_merge else self.construct_object(key_node)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key!r} comes twice", key_node.start_mark)
             seen.add(key)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
+        return node
 
 
 _Loader.add_implicit_resolver(

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from torchmetrics import MeanMetric
 
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedDane, FedDyn, Mime, Scaffold, SGDm
-from lightning_fed.server import RoundRobinSampler, SystemsHeterogeneity
+from lightning_fed.server import RoundRobinSampler, SystemsHeterogeneity, TopK
 from lightning_fed.strategies import ClientsStrategy
 from tests.helpers.engines import Ordinary, Record, assert_close, assert_plain_agree, results_of, run
 from tests.helpers.processes import Outcome, in_processes
@@ -104,9 +104,9 @@ class Fails(Ordinary):
         return super().training_step(batch, batch_idx)
 
 
-def spoiled() -> FederatedDataModule:
-    parts = clients((13, 8, 21, 5, 16, 9))
-    parts[3].tensors[0][0] = 99.0
+def spoiled(sizes: Sequence[int] = (13, 8, 21, 5, 16, 9), bad: int = 3) -> FederatedDataModule:
+    parts = clients(sizes)
+    parts[bad].tensors[0][0] = 99.0
     return FederatedDataModule(parts, batch_size=4)
 
 
@@ -122,6 +122,12 @@ def named() -> FederatedDataModule:
         dict(zip(("ann", "bob", "cy", "dee"), clients((9, 5, 14, 7)), strict=True)), batch_size=4
     )
 
+
+UNEVEN: dict[str, Any] = {  # all that is large is kept in the first process
+    "datamodule": partial(data, (60, 5, 64, 6, 58, 7)),
+    "clients_per_round": 5,
+    "max_rounds": 4,
+}
 
 CASES: dict[str, Case] = {
     "logs": partial(end, make=Logs, local_epochs=2),
@@ -146,6 +152,26 @@ CASES: dict[str, Case] = {
         max_rounds=4,
     ),
     "a gradient cohort of its own": partial(end, algorithm=FedDane(0.1), gradient_sampler=RoundRobinSampler(3)),
+    "moved": partial(end, algorithm=Scaffold(), **UNEVEN),
+    "moved, at once": partial(end, "vectorized", algorithm=FedDyn(1.0), **UNEVEN),
+    "moved, with local optimizers and residuals": partial(
+        end,
+        algorithm=Scaffold(),
+        make=partial(Ordinary, partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+        local_optimizer_state="keep",
+        compression=TopK(0.2),
+        **UNEVEN,
+    ),
+    "moved, with BatchNorm of each client": partial(
+        end, make=WithBatchNorm, buffers="local", **{**UNEVEN, "datamodule": partial(data, (60, 6, 64, 8, 58, 4))}
+    ),
+    "moved, of which one fails": partial(
+        end,
+        algorithm=Scaffold(),
+        make=Fails,
+        on_client_error="drop",
+        **{**UNEVEN, "datamodule": partial(spoiled, (60, 5, 64, 6, 58, 7), 2)},
+    ),
     "clients drawn twice": partial(end, sampler=lambda seed, round: [0, 1, 0, 4], clients_per_round=None),
     "dropout": partial(end, make=partial(Ordinary, dropout=0.5), algorithm=Mime(base=SGDm())),
 }
@@ -181,6 +207,8 @@ def work(folder: Path) -> dict[str, Any]:
     for name in METHODS:
         for engine in ENGINES:
             found[f"{name} {engine}"] = of_method(name, engine, **TWO)
+    on_disk = {"client_states": "disk", "client_states_dir": folder / "states"}
+    found["moved, on disk"] = CASES["moved"](**on_disk, **TWO)
     found["again"] = CASES["dropout"](**TWO)
     found["Scaffold ii again"] = of_method("Scaffold ii", "vectorized", **TWO)
     for name, (engine, algorithm) in RESUMED.items():
@@ -239,6 +267,18 @@ def test_both_processes_work(together: Any) -> None:
     counts = [len(part["FedAvg sequential"]["trained"]) for part in together]
     assert sum(counts) == 12
     assert min(counts) >= 5
+
+
+def test_states_on_disk_move_too(together: Any) -> None:
+    for part in together:
+        assert same(part["moved, on disk"]["state"], part["moved"]["state"])
+
+
+def test_clients_move_to_where_there_is_less_to_do(together: Any) -> None:
+    for name in ("moved", "moved, at once"):
+        first, second = (part[name]["trained"] for part in together)
+        assert any(client % 2 == 0 for client in second), "a large client that the first process keeps"
+        assert first
 
 
 def test_the_same_processes_give_the_same_bits(together: Any) -> None:

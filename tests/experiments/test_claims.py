@@ -54,10 +54,8 @@ def results_of(grid: Grid, out: Path, curve_of: Callable[[Cell], list[float] | s
             values = {} if isinstance(curve, str) else dict(enumerate(curve, start=1))
             (store.cells / key).mkdir(parents=True)
             series = {"val_distance": values}
-            record = Record(
-                {}, "diverged" if diverged else "finished", "", 1.0, {"torch": "2"}, series, store.cells / key
-            )
-            write_record(store.cells / key, record)
+            status: Any = "diverged" if diverged else "finished"
+            write_record(store.cells / key, Record({}, status, "", 9.0, 1.0, {"torch": "2"}, series, store.cells / key))
     return Results(grid, store, jobs)
 
 
@@ -127,6 +125,68 @@ def test_a_claim_is_judged_at_every_combination_it_leaves_open(write: Any, tmp_p
     along = {"says": "x", "claim": "1 < 10", "compare": "G", "quantity": "final"}
     (claim,) = read_experiment(write(axes=axes, claims=[along])).claims
     assert [j.numbers for j in judge(claim, results)] == ["1 < 4", "2 < 3"]
+
+
+MEANS = {
+    ("1", "FedAvg"): 1.0, ("1", "SCAFFOLD"): 5.0, ("10", "FedAvg"): 6.0, ("10", "SCAFFOLD"): 3.0,
+}  # fmt: skip
+G = {"key": "data.init_args.G", "values": [1, 10]}
+ON_AVERAGE = {"says": "x", "claim": "FedAvg < SCAFFOLD", "quantity": "final", "mean_over": "G"}
+
+
+def means(write: Any, out: Path, entry: dict[str, Any], scale: str = "full", **changes: Any) -> tuple[Any, str]:
+    """Return the judgements of a claim on methods whose values differ from one G to the other, and the verdict."""
+    experiment = read_experiment(write(**{"axes": {"G": G}, "claims": [entry], **changes}))
+    results = results_of(
+        Grid(experiment, scale), out, lambda cell: [MEANS[tuple(cell.point.by_axis.values())[-2:]]] * 3
+    )
+    found = judge(experiment.claims[0], results)
+    return [(j.where, j.verdict, j.numbers) for j in found], verdict(results, "", [])
+
+
+def test_a_claim_about_means_averages_before_it_compares(write: Any, tmp_path: Path) -> None:
+    found, text = means(write, tmp_path / "o", ON_AVERAGE)
+    assert found == [("mean over G 1 and 10", "holds", "3.5 < 4")]
+    assert "`FedAvg < SCAFFOLD` in final distance, mean over G: holds." in text
+    found, _ = means(write, tmp_path / "at", {**ON_AVERAGE, "at": {"G": 10}})
+    assert found == [("mean over G 10", "does not hold", "6 < 3")]
+    numbers = {**ON_AVERAGE, "claim": "2 * FedAvg < 7.5", "mean_over": ["G"]}
+    assert means(write, tmp_path / "n", numbers)[0][0][1:] == ("holds", "2 * 3.5 < 7.5")
+
+
+def test_the_axes_that_a_mean_leaves_open_are_judged_one_by_one(write: Any, tmp_path: Path) -> None:
+    axes = {"K": {"key": "trainer.local_steps", "values": [1, 2]}, "G": G}
+    found, _ = means(write, tmp_path / "one", ON_AVERAGE, axes=axes)
+    assert [where for where, _, _ in found] == ["K 1, mean over G 1 and 10", "K 2, mean over G 1 and 10"]
+    found, _ = means(write, tmp_path / "both", {**ON_AVERAGE, "mean_over": ["G", "K"]}, axes=axes)
+    assert found == [("mean over G 1 and 10, mean over K 1 and 2", "holds", "3.5 < 4")]
+
+
+def test_means_are_over_the_same_labels_for_every_side(write: Any, tmp_path: Path) -> None:
+    skip = [{"method": "FedAvg", "G": 10}]
+    found, _ = means(write, tmp_path / "gap", ON_AVERAGE, skip=skip)
+    assert found == [("mean over G 1 and 10", "not judged", "the grid leaves method FedAvg out at G 10")]
+    scales = {"full": {}, "small": {"changed": "x", "axes": {"G": [1]}}}
+    found, _ = means(write, tmp_path / "small", ON_AVERAGE, scale="small", scales=scales)
+    assert found == [("mean over G 1", "holds", "1 < 5")]
+
+
+def test_a_mean_is_without_a_number_where_one_of_its_parts_is(write: Any, tmp_path: Path) -> None:
+    entry = {**ON_AVERAGE, "claim": "SCAFFOLD < FedAvg", "quantity": "rounds to 5"}
+    found, _ = means(write, tmp_path / "far", entry)  # FedAvg takes 1 round with G = 1, and more than 3 with G = 10
+    assert found[0][1:] == ("holds", "1 < >2")
+    experiment = read_experiment(write(axes={"G": G}, claims=[ON_AVERAGE]))
+    for name in ("failed", "diverged"):
+        curve: dict[str, list[float] | str] = {"FedAvg": name, "SCAFFOLD": [2.0]}
+        results = results_of(
+            Grid(experiment),
+            tmp_path / name,
+            lambda cell, c=curve: [1.0] if cell.point.by_axis["G"] == "1" else c[cell.point.by_axis["method"]],
+        )
+        (found,) = judge(experiment.claims[0], results)
+        expected = {"failed": ("not judged", "failed: no memory"), "diverged": ("does not hold", "diverged < 1.5")}
+        assert found.verdict == expected[name][0]
+        assert expected[name][1] in found.numbers
 
 
 def test_a_claim_about_what_a_scale_leaves_out_is_not_judged(write: Any, tmp_path: Path) -> None:

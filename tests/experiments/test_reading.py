@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from lightning_fed import FederatedError
+from lightning_fed.experiments.axes import read_axis
 from lightning_fed.experiments.checking import check_outputs
 from lightning_fed.experiments.configuration import Configurations
 from lightning_fed.experiments.grid import Grid
-from lightning_fed.experiments.outputs import read_figures
+from lightning_fed.experiments.outputs import read_claims, read_figures
+from lightning_fed.experiments.quantities import Metric
 from lightning_fed.experiments.reading import read_experiment
 from lightning_fed.experiments.yaml_files import read_yaml
 
@@ -38,11 +42,25 @@ CLAIM = {"says": "So.", "claim": "SCAFFOLD < FedAvg", "quantity": "final"}
         ({"axes": {"lr": {"key": "model.init_args.lr", "values": [1, 1]}}}, "comes twice"),
         ({"axes": {"z": {"key": ["trainer.a", "trainer.b"], "values": [[1]]}}}, "a list of 2"),
         ({"axes": {"method": LR}}, "methods' own axis"),
+        ({"methods": {"a < b": {}}}, "methods: a claim cannot name the label 'a < b'"),
+        ({"methods": {"a ~": {}}}, "cannot name the label 'a ~'"),
+        ({"methods": {"2 * a": {}}}, "cannot name the label '2 \\* a'"),
+        ({"methods": {"a ": {}}}, "cannot name the label 'a '"),
+        ({"methods": {"": {}}}, "cannot name the label ''"),
+        ({"axes": {"x": {"key": "trainer.x", "values": ["a >= b"]}}}, "axes.x: a claim cannot name the label"),
         ({"skip": [{"method": "FedAvgg"}]}, "Did you mean 'FedAvg'"),
         ({"skip": [{}]}, "names nothing"),
         ({"tune": {"by": "finale", "grid": {"lr": LR}}}, "no quantity"),
         ({"tune": {"grid": {"lr": LR}}}, "lacks by"),
         ({"tune": {"by": "final", "grid": []}}, "must name what is tuned"),
+        ({"tune": {"by": "final"}}, "nothing is tuned"),
+        ({"tune": TUNE, "scales": {"full": {"tune": {"mu": [1]}}}}, "scales.full.tune: there is no tuned value 'mu'"),
+        ({"tune": TUNE, "scales": {"full": {"tune": {"lr": LR}}}}, "scales.full.tune.lr must be a list of values"),
+        ({"scales": {"full": {"methods": {"FedAvg": {"tune": {"lr": [1]}}}}}}, "scales.full.method.FedAvg.*no tune.by"),
+        (
+            {"tune": TUNE, "scales": {"full": {"methods": {"FedAvg": {"tune": {"mu": [1]}}}}}},
+            "scales.full.method.FedAvg.tune: there is no tuned value 'mu'",
+        ),
         ({"methods": {"A": {"tune": {"lr": [1]}}}}, "no tune.by"),
         ({"tune": TUNE, "methods": {"A": {"tune": {"mu": [1]}}}}, "no tuned value 'mu'"),
         ({"seeds": 0}, "seeds must be an integer of at least 1"),
@@ -64,6 +82,9 @@ CLAIM = {"says": "So.", "claim": "SCAFFOLD < FedAvg", "quantity": "final"}
         ({"claims": [{**CLAIM, "compare": "G"}]}, "no axis 'G'"),
         ({"claims": [{**CLAIM, "at": {"method": "FedAvg"}}]}, "the axis that the claim compares"),
         ({"claims": [{**CLAIM, "scales": ["huge"]}]}, "no scale 'huge'"),
+        ({"claims": [{**CLAIM, "mean_over": "G"}]}, r"claims\[1\].mean_over: there is no axis 'G'"),
+        ({"claims": [{**CLAIM, "mean_over": [["G"]]}]}, "no axis"),
+        ({"claims": [{**CLAIM, "mean_over": ["method"]}]}, "mean_over names method, the axis that the claim compares"),
         ({"claims": [{**CLAIM, "within": 2}]}, "between 0 and 1"),
         ({"scales": {"small": {"changed": "x"}}}, "lacks full"),
         ({"scales": {"full": {}, "small": {}}}, "say in `changed`"),
@@ -84,12 +105,24 @@ def test_a_mistake_is_named(write: Write, changes: dict[str, Any], message: str)
         ("- 1\n", "must hold a mapping"),
         ("a: [1\n", "no valid YAML"),
         ("a: !!python/object/apply:os.getcwd []\n", "no valid YAML"),
+        ("a: &a {x: 1, x: 2}\nb: {<<: *a}\n", "'x' comes twice"),
+        ("a: &a {x: 1}\nb: {<<: *a, <<: *a}\n", "'<<' comes twice"),
+        ("a: {<<: 3}\n", "for merging"),
+        ("? [a, b]\n: 1\n", "a key has parts"),
     ],
 )
 def test_yaml_that_is_not_what_it_seems_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(FederatedError, match=message):
         read_yaml(tmp_path / "bad.yaml")
+
+
+def test_merge_keys_put_one_mapping_into_another_that_wins(tmp_path: Path) -> None:
+    (tmp_path / "merged.yaml").write_text(
+        "a: &a {x: 1, y: 2}\nb: &b {<<: *a, y: 3}\nc: {<<: *b, x: 4}\nd: {<<: [*b, *a], z: 5}\n"
+    )
+    found = read_yaml(tmp_path / "merged.yaml")
+    assert found == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}, "c": {"x": 4, "y": 3}, "d": {"x": 1, "y": 3, "z": 5}}
 
 
 def test_numbers_without_a_point_are_numbers(tmp_path: Path) -> None:
@@ -152,6 +185,89 @@ def test_labels_tune_what_they_say(write: Write) -> None:
     sgd = next(p for p in grid.points if str(p) == "rate fixed, method SGD")
     config = grid.config(next(grid.cells(sgd, grid.tuned(sgd)[0], range(1))))
     assert config["trainer"]["server_optimizer"]["init_args"]["lr"] == 0.5
+
+
+def test_a_scales_list_is_for_the_grid_and_leaves_what_labels_say_of_their_own(write: Write) -> None:
+    own = {"key": "trainer.server_optimizer.init_args.lr", "values": [1, 2, 3]}
+    methods = {
+        "plain": {},
+        "another key": {"tune": {"lr": own}},
+        "other values": {"tune": {"lr": [0.001, 0.002]}},
+        "another name": {"tune": {"server lr": own}},
+    }
+    axes = {"rate": {"fixed": {"tune": {"lr": [0.5]}}, "free": {}}}
+    scales = {"full": {}, "small": {"changed": "x", "tune": {"lr": [0.3], "server lr": [4, 5]}}}
+    experiment = read_experiment(write(methods=methods, axes=axes, tune=TUNE, scales=scales))
+
+    def tuned(scale: str) -> dict[str, list[Any]]:
+        grid = Grid(experiment, scale)
+        return {str(p): [",".join(v for _, v in t) for t in grid.tuned(p)] for p in grid.points}
+
+    full, small = tuned("full"), tuned("small")
+    assert small["rate free, method plain"] == ["0.3"]
+    assert small["rate free, method another key"] == full["rate free, method another key"] == ["1", "2", "3"]
+    assert small["rate free, method other values"] == full["rate free, method other values"] == ["0.001", "0.002"]
+    assert full["rate free, method another name"] == ["0.1,1", "0.1,2", "0.1,3", "0.2,1", "0.2,2", "0.2,3"]
+    assert small["rate free, method another name"] == ["0.3,4", "0.3,5"]  # the grid has no such name
+    assert small["rate fixed, method another key"] == full["rate fixed, method another key"] == ["0.5"]
+
+
+def test_a_scale_says_what_a_label_tunes(write: Write) -> None:
+    own = {"key": "trainer.server_optimizer.init_args.lr", "values": [1, 2, 3]}
+    mu = {"key": "trainer.algorithm.init_args.mu", "values": [0.5]}
+    beta = {"key": "trainer.local_steps", "values": [1]}
+    methods = {"SGD": {"tune": {"lr": own, "beta": beta}}, "FedAvg": {}, "FedProx": {}, "left out": {}}
+    sgd = {"tune": {"lr": [7], "beta": [8]}, "trainer.precision": 64}
+    kept = {"SGD": sgd, "FedAvg": None, "FedProx": {"tune": {"mu": mu}}}
+    axes = {"a": {"x": {}, "y": {}}}
+    small = {
+        "changed": "x",
+        "methods": kept,
+        "axes": {"a": {"y": {"tune": {"lr": [0.4]}}, "x": {}}},
+        "tune": {"lr": [0.3], "beta": [6]},
+    }
+    experiment = read_experiment(write(methods=methods, axes=axes, tune=TUNE, scales={"full": {}, "small": small}))
+    grid = Grid(experiment, "small")
+    found = {str(p): [dict(t) for t in grid.tuned(p)] for p in grid.points}
+    assert found == {
+        "a x, method SGD": [{"lr": "7", "beta": "8"}],
+        "a x, method FedAvg": [{"lr": "0.3"}],
+        "a x, method FedProx": [{"lr": "0.3", "mu": "0.5"}],
+        "a y, method SGD": [{"lr": "0.4", "beta": "8"}],
+        "a y, method FedAvg": [{"lr": "0.4"}],
+        "a y, method FedProx": [{"lr": "0.4", "mu": "0.5"}],
+    }
+    config = grid.config(next(grid.cells(grid.points[0], grid.tuned(grid.points[0])[0], range(1))))
+    assert config["trainer"]["server_optimizer"]["init_args"]["lr"] == 7
+    assert [config["trainer"][name] for name in ("local_steps", "precision")] == [8, 64]
+    assert [len(Grid(experiment).tuned(p)) for p in Grid(experiment).points[:3]] == [3, 2, 2]
+
+
+def test_a_method_alone_can_tune(write: Write) -> None:
+    methods = {"SGD": {"tune": {"lr": LR}}, "FedAvg": {}}
+    grid = Grid(read_experiment(write(methods=methods, tune={"by": "final"})))
+    assert [len(grid.tuned(p)) for p in grid.points] == [2, 1]
+
+
+def test_values_that_do_not_fit_the_key_are_refused_with_file_and_place(write: Write) -> None:
+    two = {"key": ["trainer.a", "trainer.b"], "values": [[1, 2]]}
+    methods = {"FedAvg": {"tune": {"sizes": two}}}
+    scales = {"full": {"methods": {"FedAvg": {"tune": {"sizes": [3]}}}}}
+    grid = Grid(read_experiment(write(methods=methods, tune={"by": "final"}, scales=scales)))
+    with pytest.raises(FederatedError, match=r"tiny.yaml, method FedAvg: tune.sizes: each .* a list of 2"):
+        grid.tuned(grid.points[0])
+
+
+@given(st.text(alphabet="a1 <>=~*\t", min_size=1, max_size=9))
+def test_a_label_that_is_not_refused_is_read_as_itself_in_a_claim(label: str) -> None:
+    try:
+        axis = read_axis("axes.x", "x", {label: {}, "b": {}})
+    except FederatedError:
+        assume(False)
+    entry = {"says": "", "claim": f"{label} < b <= {label}", "quantity": "final", "compare": "x"}
+    metrics = {"loss": Metric("loss", "min", "loss")}
+    (claim,) = read_claims("", [entry], {"x": tuple(axis.choices)}, metrics, ())
+    assert claim.terms == ((1.0, label), (1.0, "b"), (1.0, label))
 
 
 def test_a_scale_keeps_what_it_names(write: Write) -> None:

@@ -23,6 +23,7 @@ from lightning_fed.experiments.reading import read_experiment
 from lightning_fed.experiments.results import Results
 from lightning_fed.experiments.run_grid import run_grid
 from lightning_fed.experiments.store import Store
+from lightning_fed.experiments.verdict import means
 from lightning_fed.experiments.workers import Inline, Task, Workers, make_workers
 
 Write = Callable[..., Path]
@@ -198,6 +199,39 @@ def test_what_is_wrong_is_said_before_the_first_cell(
     with pytest.raises(FederatedError, match=message):
         run(write(**changes), tmp_path / "out")
     assert not list((tmp_path / "out" / "cells").iterdir())
+
+
+def test_a_cell_is_recorded_with_its_cpu_time_and_that_of_the_processes_it_started(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, children = iter([10.0, 11.5]), iter([(1.0, 0.0), (3.0, 0.25)])
+    monkeypatch.setattr(time, "process_time", lambda: next(own))
+    monkeypatch.setattr(os, "times", lambda: os.times_result((0.0, 0.0, *next(children), 0.0)))
+    monkeypatch.setattr("lightning_fed.experiments.run_grid.probe_jobs", lambda *_: None)
+    results, _ = run(write(methods={"FedAvg": {}}), tmp_path / "out")
+    (record,) = results.records(results.grid.points[0])
+    assert record.cpu_seconds == 1.5 + 2.0 + 0.25
+
+
+def test_cells_recorded_without_cpu_time_count_with_their_wall_time(write: Write, tmp_path: Path) -> None:
+    run(write(), tmp_path / "out")
+    files = sorted((tmp_path / "out" / "cells").glob("*/cell.json"))
+
+    def means_with(times: list[dict[str, float]]) -> str:
+        for file, kept in zip(files, times, strict=True):
+            about = json.loads(file.read_text())
+            about = {name: value for name, value in about.items() if "seconds" not in name}
+            file.write_text(json.dumps(about | kept))
+        results, ran = run(write(), tmp_path / "out")
+        assert ran == []
+        return means(results)[0]
+
+    new, old = {"seconds": 100.4, "cpu_seconds": 7.2}, {"seconds": 130.4}
+    assert means_with([new, new]) == "2 cells, 14 seconds of CPU time in all; 1 seed."
+    assert (
+        means_with([new, old]) == "2 cells, 7 seconds of CPU time, and 130 seconds of wall time for 1 of them; 1 seed."
+    )
+    assert means_with([old, old]) == "2 cells, 261 seconds of wall time in all; 1 seed."
 
 
 def test_processes_come_to_the_same_numbers_and_survive_the_death_of_one(

@@ -92,6 +92,11 @@ def test_a_search_goes_on_where_it_was(capsys: pytest.CaptureFixture[str]) -> No
         ({"metrics": METRICS, "axes": {"lr": {"key": "model.init_args.rate", "values": [1]}}}, [], "rate"),
         ({"metrics": {"val_acc": {"mode": "max"}}, "axes": AXES}, [], "no metric 'val_acc'"),
         ({"metrics": METRICS, "axes": AXES, "by": "final acc"}, [], "no metric 'acc'"),
+        (
+            {"metrics": METRICS, "axes": {"a": {"x": {"tune": {"lr": {"key": "model.init_args.lr", "values": [1]}}}}}},
+            [],
+            "axes.a: a sweep shows every value and tunes none",
+        ),
     ],
     ids=str,
 )

@@ -1,0 +1,82 @@
+"""Who trains whom, and what travels for it."""
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_fed.data.batch_settings import BatchSettings
+from lightning_fed.data.batches import TensorBatches
+from lightning_fed.engines.guests import kinds_of, send_states
+from lightning_fed.engines.plan import WorkPlan
+from lightning_fed.engines.ranks import Ranks, deal
+from lightning_fed.server.aggregation import Participant
+from tests.helpers.processes import in_processes
+
+BATCHES = TensorBatches((torch.zeros(4, 1),), None, BatchSettings())
+
+
+def dealt(steps: dict[int, int], size: int, keeps_state: bool) -> tuple[dict[int, int], Counter[int]]:
+    """Return ranks by client, and the local steps of each rank."""
+    plans = [WorkPlan(Participant(i, i, 4, steps=k), BATCHES, (k,)) for i, k in steps.items()]
+    owners = deal(plans, Ranks(0, size), keeps_state)
+    loads: Counter[int] = Counter()
+    for index, rank in owners.items():
+        loads[rank] += steps[index]
+    return dict(owners), loads
+
+
+def test_clients_stay_where_their_state_is_if_the_work_is_even() -> None:
+    owners, _ = dealt({0: 30, 1: 30, 2: 25, 3: 28}, 2, keeps_state=True)
+    assert owners == {0: 0, 1: 1, 2: 0, 3: 1}
+
+
+def test_a_little_work_is_not_worth_a_move() -> None:
+    owners, _ = dealt({0: 5, 2: 4, 4: 3, 1: 1}, 2, keeps_state=True)
+    assert owners == {0: 0, 2: 0, 4: 0, 1: 1}
+
+
+def test_the_work_of_one_process_is_shared_if_there_is_enough_of_it() -> None:
+    _, loads = dealt({0: 50, 2: 50, 4: 50, 6: 50}, 2, keeps_state=True)
+    assert loads == {0: 100, 1: 100}
+
+
+@given(st.dictionaries(st.integers(0, 500), st.integers(0, 300), max_size=40), st.integers(1, 5))
+def test_moves_never_leave_a_process_with_more_than_there_was(steps: dict[int, int], size: int) -> None:
+    owners, loads = dealt(steps, size, keeps_state=True)
+    at_home: Counter[int] = Counter()
+    for index, k in steps.items():
+        at_home[index % size] += k
+    assert owners.keys() == steps.keys()
+    assert all(0 <= rank < size for rank in owners.values())
+    assert max(loads.values(), default=0) <= max(at_home.values(), default=0)
+
+
+STATES = {
+    0: {"c": torch.arange(5, dtype=torch.float64), "n": torch.tensor(3)},
+    1: {"c": torch.ones(3, 2)},
+    2: {"flags": torch.tensor([True, False, True]), "none": torch.empty(0, 4)},
+    4: {"half": torch.tensor([1.5, -2.0, 3.0], dtype=torch.bfloat16), "c": torch.randn(7)},
+}
+
+
+def test_states_of_all_types_and_shapes_arrive_as_they_left(tmp_path: Path) -> None:
+    def work() -> dict[int, dict[str, torch.Tensor]]:
+        torch.distributed.init_process_group("gloo", init_method="env://")
+        rank = torch.distributed.get_rank()
+        ranks = Ranks(rank, 2, torch.device("cpu"))
+        mine = {index: state for index, state in STATES.items() if ranks.is_home_of(index)}
+        to = {index: 1 - index % 2 for index in STATES}
+        return send_states(ranks, mine, to, ranks.gather(kinds_of(mine)))
+
+    first, second = in_processes(work, tmp_path)
+    assert not first.error, first.trace
+    assert first.value.keys() == {1}
+    assert second.value.keys() == {0, 2, 4}
+    for index, state in {**first.value, **second.value}.items():
+        assert state.keys() == STATES[index].keys()
+        for name, value in state.items():
+            assert value.dtype == STATES[index][name].dtype
+            assert torch.equal(value, STATES[index][name])
