@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_fed._compat import SIGTERMException, _FitLoop, call, rank_zero_info, rank_zero_warn
-from lightning_fed.callbacks.base import call_round_hook
+from lightning_fed.callbacks.base import call_round_hook, hears
 from lightning_fed.checkpoint_places import keep_last_round
 from lightning_fed.checks import (
     check_algorithm_fits,
@@ -476,11 +476,12 @@ class FederatedLoop(Inspection, _FitLoop):
     def _train_clients(self, work: Round) -> dict[str, Any]:
         """Train this process's clients, and return what other processes need to know of it."""
         trainer, engine = self.trainer, self._engine
+        starts, ends = (hears(trainer, hook) for hook in ("on_client_start", "on_client_end"))
         for plans in engine.chunks(work.mine):
-            for plan in plans:
+            for plan in plans if starts else ():
                 call_round_hook(trainer, "on_client_start", self.round, plan.participant.client_id)
             result = work.train(plans)
-            for row, report in enumerate(result.reports if result is not None else ()):
+            for row, report in enumerate(result.reports if result is not None and ends else ()):
                 if result is not None and report.client_id not in work.faults.causes:
                     engine.point_to(result, row)
                     call_round_hook(trainer, "on_client_end", report)

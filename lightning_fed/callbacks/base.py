@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId
 
-__all__ = ["FederatedCallback", "call_round_hook", "uses_hook"]
+__all__ = ["FederatedCallback", "call_round_hook", "hears", "uses_hook"]
 
 _LOGS_AS = {"on_round_start": "on_train_epoch_start", "on_round_end": "on_train_epoch_end"}
 
@@ -69,6 +69,11 @@ class FederatedCallback(pl.Callback):
 def uses_hook(callback: pl.Callback, hook: str, base: type[pl.Callback] = pl.Callback) -> bool:
     """Whether a callback has a hook of its own, in its class or, as ``LambdaCallback`` does, on the instance."""
     return getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook)
+
+
+def hears(trainer: pl.Trainer, hook: str) -> bool:
+    """Whether any :class:`FederatedCallback` overrides a hook."""
+    return any(isinstance(c, FederatedCallback) and uses_hook(c, hook, FederatedCallback) for c in trainer.callbacks)
 
 
 def call_round_hook(trainer: pl.Trainer, hook: str, *args: Any) -> None:

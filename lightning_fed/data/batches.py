@@ -101,7 +101,8 @@ class _IndexedBatches(ClientBatches):
         order = torch.randperm(self.size, generator=generator)
         if not (shuffle and self.settings.shuffle):
             order = torch.arange(self.size)
-        return order[: self._epoch_size()]
+        size = self._epoch_size()
+        return order if size == self.size else order[:size]
 
     def _epoch_size(self) -> int:
         whole = self.size // self.settings.batch_size * self.settings.batch_size

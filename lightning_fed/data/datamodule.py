@@ -225,12 +225,26 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def client_batches(self, client_id: ClientId) -> ClientBatches:
         """Return a client's batches, as a round sees them."""
+        return self._make_batches_of()(client_id)
+
+    def batches_of(self) -> Callable[[ClientId], ClientBatches]:
+        """Return :meth:`client_batches`, with the settings looked up once for many clients."""
+        return self.client_batches if self._overrides("client_batches") else self._make_batches_of()
+
+    def _make_batches_of(self) -> Callable[[ClientId], ClientBatches]:
         settings = self._settings()
         if self._overrides("client_dataloader"):
-            size = self.client_size(client_id) if self._overrides("client_size") else None
-            return CustomBatches(partial(self.client_dataloader, client_id), client_id, settings, size)
+            return partial(self._custom_batches, settings)
         if not self._overrides("client_dataset") and (source := self._tensor_source(settings)) is not None:
-            return source.part(self._need_clients().indices(client_id), settings)
+            indices = self._need_clients().indices
+            return lambda client_id: source.part(indices(client_id), settings)
+        return partial(self._batches, settings)
+
+    def _custom_batches(self, settings: BatchSettings, client_id: ClientId) -> ClientBatches:
+        size = self.client_size(client_id) if self._overrides("client_size") else None
+        return CustomBatches(partial(self.client_dataloader, client_id), client_id, settings, size)
+
+    def _batches(self, settings: BatchSettings, client_id: ClientId) -> ClientBatches:
         dataset = self._map_style(client_id)
         return TensorBatches.of(dataset, settings) or LoaderBatches(dataset, settings)
 
@@ -336,12 +350,13 @@ class FederatedDataModule(pl.LightningDataModule):
             raise FederatedError(f"{name}(collate_fn={self.collate_fn!r}) must be a function of a list of examples.")
 
     def _need_clients(self) -> FederatedDataset:
-        if self.clients is None:
+        clients = self.clients
+        if clients is None:
             raise FederatedError(
                 f"{type(self).__name__} has no clients. Pass clients, or train and partition; or set them in setup();"
                 " or give num_clients and override client_dataset(client_id)."
             )
-        return self.clients
+        return clients
 
     def _need(self, name: str, data: EvalData | None) -> EvalData:
         if data is None:

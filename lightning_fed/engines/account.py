@@ -40,10 +40,10 @@ class Traffic:
         self.clients: set[int] = set()
         self.gradient_clients: set[int] = set()
 
-    def take_in(self, send: State) -> None:
-        """Add one client's messages; a tensor sent under two names travels once."""
+    def take_in(self, send: State, clients: int = 1) -> None:
+        """Add a client's messages, those of so many like it; a tensor sent under two names travels once."""
         once = {value.data_ptr() if value.numel() > 1 else name: value for name, value in send.items()}
-        self._messages += _bytes(list(once.values()))
+        self._messages += clients * _bytes(list(once.values()))
 
     def add_bytes(self, size: int) -> None:
         """Add the size of one client's messages where they are compressed."""

@@ -81,7 +81,7 @@ class Planner:
         failures: list[ClientError] = []
         for client_id in self.population:
             try:
-                batches, _ = self._build(client_id, 0)
+                batches, _ = self._build(self.trainer.datamodule.batches_of(), client_id, 0)
                 plans = self._plan({client_id: 1}, 0, Faults()) if batches.size else []
             except ClientError as error:
                 failures.append(error)
@@ -106,12 +106,12 @@ class Planner:
 
     def _plan(self, drawn: dict[ClientId, int], round: int, faults: Faults) -> list[WorkPlan]:
         """Plan the work asked of each client; one drawn twice is trained once."""
-        accumulated = self.trainer.accumulate_grad_batches
+        accumulated, batches_of = self.trainer.accumulate_grad_batches, self.trainer.datamodule.batches_of()
         plans = []
         for client_id, count in drawn.items():
             index = self.population.index_of(client_id)
             try:
-                batches, length = self._build(client_id, round)
+                batches, length = self._build(batches_of, client_id, round)
             except ClientError as error:
                 faults.add(error)
                 continue
@@ -124,11 +124,13 @@ class Planner:
             plans.append(WorkPlan(member, batches, cut(steps, num_batches, accumulated)))
         return plans
 
-    def _build(self, client_id: ClientId, round: int) -> tuple[ClientBatches, int]:
+    def _build(
+        self, batches_of: Callable[[ClientId], ClientBatches], client_id: ClientId, round: int
+    ) -> tuple[ClientBatches, int]:
         """Return a client's data, and its number of batches; what a module refuses by name is refused here too."""
         try:
             with NamesClient(client_id, round, "the making of its data", lambda: None):
-                batches = self.trainer.datamodule.client_batches(client_id)
+                batches = batches_of(client_id)
                 return batches, batches.num_batches() if batches.size else 0
         except ClientError as error:
             if error.culprit is None and isinstance(error.__cause__, FederatedError):

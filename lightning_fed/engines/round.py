@@ -285,16 +285,20 @@ class Round:
             return None
         for error in result.faults.values():
             self.faults.add(error)
-        for row, report in enumerate(result.reports):
-            if row not in result.faults:
-                try:
-                    if report.steps or not self.algorithm.local_work:
-                        self._take_in(result, row)
-                except ClientError as error:
-                    self.faults.add(error)
-                    self._is_spoiled = True  # what it logged is among what others did
-                else:
-                    self._reports[report.client_id] = report
+        sound = [row for row in range(len(result.reports)) if row not in result.faults]
+        sending = [row for row in sound if result.reports[row].steps or not self.algorithm.local_work]
+        if len(sending) > 1 and self._adds_up and self._compressor is None:
+            self._take_in_all(result, sending)
+            sending = []
+        for row in sound:
+            try:
+                if row in sending:
+                    self._take_in(result, row)
+            except ClientError as error:
+                self.faults.add(error)
+                self._is_spoiled = True  # what it logged is among what others did
+            else:
+                self._reports[result.reports[row].client_id] = result.reports[row]
         return result
 
     def _run(self, plans: Sequence[WorkPlan]) -> ChunkResult:
@@ -312,14 +316,44 @@ class Round:
             inputs = replace(inputs, full_grad=self._own_gradients(plans))
         return self.engine.run(inputs, plans, states, solvers)
 
+    @property
+    def _adds_up(self) -> bool:
+        """Whether messages are summed and nothing else, so that several may be at once."""
+        return type(self._aggregation).add is Aggregation.add
+
+    def _take_in_all(self, result: ChunkResult, rows: Sequence[int]) -> None:
+        """Take in what several clients of a chunk send."""
+        some = len(rows) < len(result.reports)
+        send = {name: value[rows] if some else value for name, value in result.send.items()}
+        models = (result.y[rows] if some else result.y) if self._sums_models(result) else None
+        steps = {result.participants[row].index: result.reports[row].steps for row in rows}
+        self._aggregation.add_all(steps, send, models)
+        self._traffic.take_in({name: value[0] for name, value in send.items()}, len(rows))
+        for row in rows:
+            self._keep(result, row, {})
+            self._note_drift(result, row)
+
     def _take_in(self, result: ChunkResult, row: int) -> None:
-        who, buffers, report = result.participants[row], self.engine.buffers, result.reports[row]
+        """Take in what one client sends."""
+        index = result.participants[row].index
         send = {name: value[row] for name, value in result.send.items()}
-        sums_models = result.sends_delta and self._aggregation.sums_models and self._compressor is None
         residuals: State = {}
         if self._compressor is not None:
-            send, residuals = self._compressed(self._compressor, who.index, send)
-        self._aggregation.add(who.index, report.steps, send, result.y[row] if sums_models else None)
+            send, residuals = self._compressed(self._compressor, index, send)
+        else:
+            self._traffic.take_in(send)
+        model = result.y[row] if self._sums_models(result) else None
+        self._aggregation.add(index, result.reports[row].steps, send, model)
+        self._keep(result, row, residuals)
+        self._note_drift(result, row)
+
+    def _sums_models(self, result: ChunkResult) -> bool:
+        """Whether the clients' models are summed instead of their changes."""
+        return result.sends_delta and self._aggregation.sums_models and self._compressor is None
+
+    def _keep(self, result: ChunkResult, row: int, residuals: State) -> None:
+        """Hold what a client keeps, and its part of the mean of the buffers."""
+        who, buffers = result.participants[row], self.engine.buffers
         keep = result.kept_by(row) or self._states[who.index]
         if keep and not self._keeps_state and self.ranks.size > 1:
             raise FederatedError(
@@ -335,11 +369,11 @@ class Round:
             self.server.clients.stage(who.index, parts.joined())
         if buffers.mode != "server" and result.buffers:
             self._buffers.add(result.buffers[row], who.size * who.count)
-        if self._compressor is None:
-            self._traffic.take_in(send)
-        weight = self._aggregation.weight(who.index, self._rule)
-        summed = sums_models and self._rule != "population"  # the aggregation has the sum of the changes
-        self._drift.add(report.update_norm, weight, None if summed else result.delta[row])
+
+    def _note_drift(self, result: ChunkResult, row: int) -> None:
+        weight = self._aggregation.weight(result.participants[row].index, self._rule)
+        summed = self._sums_models(result) and self._rule != "population"  # the aggregation has the sum of the changes
+        self._drift.add(result.reports[row].update_norm, weight, None if summed else result.delta[row])
 
     def _compressed(self, compressor: Compressor, index: int, send: State) -> tuple[State, State]:
         """Return what the server gets of a client's messages, and what the client keeps of what it does not get."""

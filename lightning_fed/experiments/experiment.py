@@ -118,6 +118,7 @@ class Claim:
         at: The part of the grid where it is claimed.
         within: How much sides joined by "~" may differ, as a share of the larger.
         scales: The scales at which it is judged; all if empty.
+        found: What an inquiry came to where it does not hold; empty if there was none.
     """
 
     says: str
@@ -129,6 +130,7 @@ class Claim:
     at: Place
     within: float
     scales: tuple[str, ...]
+    found: str
 
     @property
     def text(self) -> str:

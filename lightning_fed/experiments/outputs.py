@@ -122,7 +122,7 @@ def read_claims(
 def _read_claim(
     where: str, found: Any, labels: Labels, metrics: Mapping[str, Metric], scales: tuple[str, ...]
 ) -> Claim:
-    keys = ("says", "claim", "quantity", "compare", "mean_over", "at", "within", "scales")
+    keys = ("says", "claim", "quantity", "compare", "mean_over", "at", "within", "scales", "found")
     entry = check_keys(where, found, keys, ("says", "claim", "quantity"))
     compare = entry.get("compare", METHOD)
     if compare not in labels:
@@ -139,10 +139,12 @@ def _read_claim(
     for scale in judged:
         if scale not in scales:
             raise unknown(f"{where}.scales", "scale", scale, scales)
-    if not isinstance(entry["says"], str):
-        raise FederatedError(f"{where}: says must be the paper's sentence, found {entry['says']!r}.")
+    for key, what in (("says", "the paper's sentence"), ("found", "what you found out")):
+        if not isinstance(entry.get(key, ""), str):
+            raise FederatedError(f"{where}: {key} must be {what}, a text; found {entry[key]!r}.")
     quantity = parse_quantity(f"{where}.quantity", entry["quantity"], metrics)
-    return Claim(" ".join(entry["says"].split()), terms, signs, quantity, compare, mean_over, at, within, judged)
+    says, remark = (" ".join(entry.get(key, "").split()) for key in ("says", "found"))
+    return Claim(says, terms, signs, quantity, compare, mean_over, at, within, judged, remark)
 
 
 def _read_mean_over(where: str, found: Any, compare: str, labels: Labels) -> tuple[str, ...]:

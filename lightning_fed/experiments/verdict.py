@@ -73,6 +73,8 @@ def _claim(claim: Claim, found: Sequence[Judgement]) -> str:
         lines.append(f"  - {place}{judgement.numbers}{mark}")
     if len(found) > _SHOWN:
         lines.append(f"  - and {len(found) - _SHOWN} more")
+    if claim.found and overall(found) == "does not hold":
+        lines += ["", f"  {claim.found}"]
     return "\n".join(lines)
 
 

@@ -45,6 +45,7 @@ class Participant:
     steps: int = 0
 
 
+_ROWS = 128  # clients whose messages are converted at once
 _ROUNDING = 1e-9  # by which weights that sum to one may miss it
 
 
@@ -209,6 +210,33 @@ class Aggregation:
                 self._has_other_delta |= name == "delta"
                 self._sums[name] = _add(self._sums.get(name), value, w)
 
+    def add_all(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
+        """Add the messages of several clients at once; the sums are those of :meth:`add` up to rounding in float64.
+
+        Args:
+            steps: The local steps that each client took, by its stored index, in the order of the rows.
+            send: Their messages, stacked [S, ...].
+            models: Their parameters y [S, P] where the message "delta" is ``y - x`` itself.
+
+        Raises:
+            FederatedError: If the messages are not those that the method declared.
+        """
+        self._check_names(send)
+        self._steps.update(steps)
+        self._added += steps
+        rules = {*self._given, *(self.reduces[name] for name in send)}
+        weights = {rule: [self.weight(index, rule) for index in steps] for rule in rules}
+        for rule in self._given:
+            self._given[rule] += sum(weights[rule])
+        for name, value in send.items():
+            w = weights[self.reduces[name]]
+            if name == "delta" and models is not None and self.reduces[name] != "population":
+                self._models = _add_rows(self._models, models, w)
+                self._models_weight += sum(w)
+            else:
+                self._has_other_delta |= name == "delta"
+                self._sums[name] = _add_rows(self._sums.get(name), value, w)
+
     def _check_names(self, send: State) -> None:
         if send.keys() != self.reduces.keys():
             raise FederatedError(
@@ -293,3 +321,11 @@ def _add(total: Tensor | None, value: Tensor, weight: float) -> Tensor:
     if total is None:
         return value.detach().to(accumulation_dtype(value.device)) * weight
     return total.add_(value.detach(), alpha=weight)
+
+
+def _add_rows(total: Tensor | None, rows: Tensor, weights: Sequence[float]) -> Tensor:
+    w = torch.tensor(weights, dtype=accumulation_dtype(rows.device), device=rows.device)
+    found = torch.zeros(rows.shape[1:], dtype=w.dtype, device=w.device) if total is None else total
+    for part, of_part in zip(rows.detach().split(_ROWS), w.split(_ROWS), strict=True):
+        found += torch.tensordot(of_part, part.to(w.dtype), 1)
+    return found

@@ -31,7 +31,10 @@ def judged(write: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[st
             Grid(experiment), tmp_path / f"{claim} {quantity}", lambda cell: curves[cell.point.by_axis["method"]]
         )
         found = judge(experiment.claims[0], results)
-        assert "So it is." in verdict(results, "the command", [])
+        text = verdict(results, "the command", [])
+        assert "So it is." in text
+        if "found" in more:
+            assert (more["found"] in text) == (overall(found) == "does not hold")
         return overall(found), found[0].numbers
 
     return of
@@ -75,6 +78,11 @@ def results_of(grid: Grid, out: Path, curve_of: Callable[[Cell], list[float] | s
 )
 def test_an_inequality_holds_if_its_numbers_do(judged: Any, claim: str, expected: tuple[str, str]) -> None:
     assert judged(claim, {"A": [3.0, 1.0], "B": [0.0, 2.0]}) == expected
+
+
+def test_what_was_found_out_is_told_of_a_claim_that_does_not_hold(judged: Any) -> None:
+    for claim in ("A < B", "B < A"):
+        judged(claim, {"A": [1.0], "B": [2.0]}, found="A is first by luck.")
 
 
 def test_what_is_reached_is_less_than_what_is_not(judged: Any) -> None:

@@ -139,6 +139,30 @@ def test_every_message_goes_by_its_own_rule() -> None:
     torch.testing.assert_close(models, vector(15 / 4), rtol=1e-10, atol=0.0)
 
 
+@pytest.mark.parametrize("weighting", ["examples", "uniform", "steps"])
+@pytest.mark.parametrize("sends_model", [True, False])
+def test_clients_added_at_once_are_clients_added_one_by_one(weighting: Any, sends_model: bool) -> None:
+    stream = torch.Generator().manual_seed(1)
+    members = cohort(*((i, 1 + i % 7, 1 + i % 2, 1 + i % 3) for i in range(300)))
+    reduces = {"delta": "weighting", "c": "population", "n": "uniform"}
+    x, y = torch.randn(11, generator=stream), torch.randn(300, 11, generator=stream)
+    send = {"delta": y - x, "c": torch.randn(300, 11, generator=stream), "n": torch.randn(300, generator=stream)}
+    taken = {p.index: p.steps - 1 if p.index % 5 == 0 and p.steps > 1 else p.steps for p in members}
+    one_by_one, at_once = (Aggregation(reduces, weighting, members, 500) for _ in range(2))
+    for i, steps in taken.items():
+        one_by_one.add(i, steps, {k: v[i] for k, v in send.items()}, y[i] if sends_model else None)
+    for rows in torch.arange(300).split([1, 170, 129]):
+        part = {i: taken[i] for i in rows.tolist()}
+        at_once.add_all(part, {k: v[rows] for k, v in send.items()}, y[rows] if sends_model else None)
+    assert at_once.outline()["steps"] == one_by_one.outline()["steps"]
+    assert at_once.outline()["given"] == pytest.approx(one_by_one.outline()["given"], rel=1e-12)
+    (means, models), (expected, expected_models) = at_once.mean(x), one_by_one.mean(x)
+    torch.testing.assert_close(means, expected, rtol=1e-6, atol=1e-7)
+    assert (models is None) == (expected_models is None) == (not sends_model)
+    if sends_model:
+        torch.testing.assert_close(models, expected_models, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_mean_of_one_client_is_its_very_model(dtype: torch.dtype) -> None:
     stream = torch.Generator().manual_seed(0)
