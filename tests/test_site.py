@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +63,17 @@ def test_the_navigation_names_every_page_once() -> None:
     found = list(named(site()["nav"]))
     assert len(found) == len(set(found))
     made = {"changelog.md", "contributing.md", "examples.md"} | {name for name in found if name.startswith("api/")}
-    assert set(found) == {page for page in pages if not page.startswith(elsewhere)} | made
+    assert set(found) == {page for page in pages if not page.startswith(elsewhere)} | made | {"papers/index.md"}
+
+
+def test_the_list_of_results_has_them_all() -> None:
+    spec = spec_from_file_location("papers_index", ROOT / "docs" / "papers_index.py")
+    assert spec is not None and spec.loader is not None
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert (ROOT / "docs" / "papers" / "index.md").read_text() == script.index(), "run docs/papers_index.py"
+    large = [path.name for path in (ROOT / "docs" / "papers").iterdir() if path.stat().st_size > 200_000]
+    assert not large
 
 
 def test_the_reference_has_every_package_that_makes_names_public() -> None:
