@@ -37,6 +37,8 @@ def send_states(
         to: The rank to which each goes, for the clients of all processes.
         kinds: Everybody's :func:`kinds_of`.
     """
+    if not any(kinds):
+        return {}
     outgoing = [[states[index] for index in sorted(states) if to[index] == rank] for rank in range(ranks.size)]
     incoming = [[(index, of[index]) for index in sorted(of) if to[index] == ranks.rank] for of in kinds]
     received = ranks.exchange_bytes(
