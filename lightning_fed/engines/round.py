@@ -19,8 +19,8 @@ from lightning_fed.engines.account import Drift, Traffic, gradients_computed
 from lightning_fed.engines.attempts import run_sound
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs
 from lightning_fed.engines.faults import Faults
-from lightning_fed.engines.guests import Kinds, kinds_of, send_states
-from lightning_fed.engines.kept_parts import KeptParts, parts_of, residuals_of
+from lightning_fed.engines.guests import Guests
+from lightning_fed.engines.kept_parts import KeptParts
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.ranks import Ranks, deal
 from lightning_fed.optim import overrides
@@ -86,13 +86,9 @@ class Round:
         )
         self._owners = deal([*plans, *gradient_plans], self.ranks, self._keeps_state)
         members = [plan.participant for plan in plans]
-        self._moves = {
-            p.index: self._owners[p.index]
-            for p in members
-            if self._keeps_state and self._owners[p.index] != self.ranks.home_of(p.index)
-        }
-        self._guests: dict[int, State] = {}  # what clients keep that come from another process
-        self._returned: dict[int, State] = {}  # what they keep after their work
+        moves = {p.index: self._owners[p.index] for p in members if self._keeps_state}
+        moves = {index: rank for index, rank in moves.items() if rank != self.ranks.home_of(index)}
+        self._guests = Guests(server, self.ranks, moves)
         self.mine = [plan for plan in plans if self._is_mine(plan)]
         self._aggregation_of = Aggregation if aggregator is None else aggregator.of_round
         self._aggregation = self._aggregation_of(
@@ -261,17 +257,7 @@ class Round:
 
     def receive_guests(self) -> None:
         """Bring what clients keep to the processes that train them, where these are others than keep it."""
-        if not self._moves:
-            return
-        leaving: dict[int, State] = {}
-
-        def read() -> Kinds:
-            for index in sorted(self._moves):
-                if self.ranks.is_home_of(index) and (state := self.server.clients.get(index)):
-                    leaving[index] = state
-            return kinds_of(leaving)
-
-        self._guests = send_states(self.ranks, leaving, self._moves, self.ranks.exchange(read))
+        self._guests.receive()
 
     def train(self, plans: Sequence[WorkPlan]) -> ChunkResult | None:
         """Train the clients of a chunk, and take in what they send; return None if all of them failed.
@@ -304,8 +290,7 @@ class Round:
     def _run(self, plans: Sequence[WorkPlan]) -> ChunkResult:
         """Hand out what the clients of a chunk keep, and train them."""
         buffers = self.engine.buffers
-        indices = [plan.participant.index for plan in plans]
-        kept = [parts_of(self.server, index, self._guests.get(index)) for index in indices]
+        kept = [self._guests.parts_of(plan.participant.index) for plan in plans]
         own = kept[0].buffers if buffers.mode == "local" else {}  # engines that run several at once refuse the mode
         buffers.write(own or self.server.buffers)
         solvers = [parts.solver if self.engine.keeps_solver else {} for parts in kept]
@@ -363,10 +348,7 @@ class Round:
         parts = KeptParts(keep, residuals=residuals, solver=result.solver[row] if result.solver else {})
         if buffers.mode == "local" and result.buffers:
             parts.buffers = result.buffers[row]
-        if who.index in self._moves:
-            self._returned[who.index] = parts.joined()
-        else:
-            self.server.clients.stage(who.index, parts.joined())
+        self._guests.keep(who.index, parts)
         if buffers.mode != "server" and result.buffers:
             self._buffers.add(result.buffers[row], who.size * who.count)
 
@@ -378,9 +360,7 @@ class Round:
     def _compressed(self, compressor: Compressor, index: int, send: State) -> tuple[State, State]:
         """Return what the server gets of a client's messages, and what the client keeps of what it does not get."""
         stream = generator(self.server.seed, Purpose.COMPRESSION, self.server.round, index)
-        own = {}
-        if compressor.error_feedback:
-            own = residuals_of(self.server, index, send, self._guests.get(index))
+        own = self._guests.residuals_of(index, send) if compressor.error_feedback else {}
         got, residuals, size = compress(compressor, send, own, stream)
         self._traffic.add_bytes(size)
         return got, residuals
@@ -396,7 +376,7 @@ class Round:
             "failed": self.faults.causes,
             "is_spoiled": self._is_spoiled,
             "gradient_norms": self._gradient_norms,
-            "returned": kinds_of(self._returned),
+            "guests": self._guests.outline(),
         }
 
     def merge(self, outlines: Sequence[Mapping[str, Any]]) -> None:
@@ -421,11 +401,7 @@ class Round:
         for outline in others:
             for point, norms in outline["gradient_norms"].items():
                 self._gradient_norms.setdefault(point, {}).update(norms)
-        if self._moves:
-            homes = {index: ranks.home_of(index) for index in self._moves}
-            arrived = send_states(ranks, self._returned, homes, [outline["returned"] for outline in outlines])
-            for index, state in arrived.items():
-                self.server.clients.stage(index, state)
+        self._guests.send_home([outline["guests"] for outline in outlines])
         self.has_lost_any([outline["failed"] for outline in others])
 
     def close(self, metrics: Mapping[str, float], seconds: float) -> RoundReport:
