@@ -7,12 +7,12 @@ FOLDER = Path(__file__).parent / "papers"
 INTRODUCTION = """\
 # Results
 
-What `lightning-fed reproduce` made of the papers' figures and tables so far, at the paper's scale or at one that says what
-it changed; a page each, with pictures, the claims and their numbers, the chosen learning rates, the command, versions,
-hardware and date. [Reproducing papers](../reproducing.md) describes the command and its files.
+What `lightning-fed reproduce` made of the papers' figures and tables so far, at the paper's scale or at one that says
+what it changed; a page each, with pictures, the claims and their numbers, the chosen learning rates, the command,
+versions, hardware and date. [Reproducing papers](../reproducing.md) describes the command and its files.
 
-The papers' own texts were not at hand. Settings and claims are as we know them, and the pages say what was settled here.
-A claim that does not hold is shown as such, with what we found out.
+The papers' own texts were not at hand. Settings and claims are as we know them, and the pages say what was settled
+here. A claim that does not hold is shown as such, with what we found out.
 
 | experiment | of | scale | claims that hold |
 | --- | --- | --- | --- |

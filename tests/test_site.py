@@ -68,7 +68,8 @@ def test_the_navigation_names_every_page_once() -> None:
 
 def test_the_list_of_results_has_them_all() -> None:
     spec = spec_from_file_location("papers_index", ROOT / "docs" / "papers_index.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     script = module_from_spec(spec)
     spec.loader.exec_module(script)
     assert (ROOT / "docs" / "papers" / "index.md").read_text() == script.index(), "run docs/papers_index.py"
