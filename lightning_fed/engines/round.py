@@ -313,7 +313,7 @@ class Round:
         models = (result.y[rows] if some else result.y) if self._sums_models(result) else None
         steps = {result.participants[row].index: result.reports[row].steps for row in rows}
         self._aggregation.add_all(steps, send, models)
-        self._traffic.take_in({name: value[0] for name, value in send.items()}, len(rows))
+        self._traffic.take_in({name: value[rows[0]] for name, value in result.send.items()}, len(rows))
         for row in rows:
             self._keep(result, row, {})
             self._note_drift(result, row)
