@@ -54,10 +54,13 @@ class Inspection:
         """The server's side of the run.
 
         Raises:
-            FederatedError: Before the first fit.
+            FederatedError: Before the first fit, and after one that resumed a finished run and had nothing to do.
         """
         if self._state is None:
-            raise FederatedError("There is no server state before trainer.fit().")
+            raise FederatedError(
+                "There is no server state before trainer.fit(), nor after a fit that had nothing to do since all"
+                " rounds of its checkpoint were done."
+            )
         return self._state
 
     @property
