@@ -1,6 +1,7 @@
 """Which clients of a round are run at once on a CPU."""
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from lightning_fed.data.batches import TensorBatches
 from lightning_fed.engines.plan import WorkPlan
@@ -29,24 +30,35 @@ def chunks_that_pay(plans: Sequence[WorkPlan], most: int) -> Iterator[Sequence[W
         most: The most clients at once.
     """
     left = sorted(plans, key=lambda plan: -plan.participant.steps)
+    steps = [plan.participant.steps for plan in left]
+    before = [0, *accumulate(steps)]  # the steps of all clients before each
+    shares = _share_tensors(left)
     start = 0
     while start < len(left):
         count = min(most, len(left) - start)
-        if not _pays(left[start : start + count]):
+        first, last, total = steps[start], steps[start + count - 1], before[start + count] - before[start]
+        if not _pays(count, first, total, shares, shares and first == last):
             count = 1
         yield left[start : start + count]
         start += count
 
 
-def _pays(plans: Sequence[WorkPlan]) -> bool:
-    """Whether clients, those with the most steps first, are faster at once."""
-    steps = [plan.participant.steps for plan in plans]
-    first = plans[0].batches
-    shares = isinstance(first, TensorBatches) and all(
-        isinstance(plan.batches, TensorBatches) and plan.batches.tensors is first.tensors for plan in plans
-    )
-    is_equal = shares and steps[0] == steps[-1]
+def _share_tensors(plans: Sequence[WorkPlan]) -> bool:
+    """Whether all clients are cut out of the same tensors, so that a chunk's batches are one lookup."""
+    tensors = {id(plan.batches.tensors) if isinstance(plan.batches, TensorBatches) else None for plan in plans}
+    return len(tensors) == 1 and None not in tensors
+
+
+def _pays(count: int, longest: int, total: int, shares: bool, is_equal: bool) -> bool:
+    """Whether clients are faster at once.
+
+    Args:
+        count: How many they are.
+        longest: The local steps of the one with the most.
+        total: The local steps of all.
+        shares: Whether they are cut out of the same tensors.
+        is_equal: Whether, moreover, all have as many steps.
+    """
     step = _STEP_OF_ALL if is_equal else _STEP
     row = _ROW[0] if is_equal else _ROW[1] if shares else _ROW[2]
-    at_once = _CHUNK + len(plans) + steps[0] * step + sum(steps) * row
-    return at_once < sum(steps) + len(plans) * _CLIENT
+    return _CHUNK + count + longest * step + total * row < total + count * _CLIENT

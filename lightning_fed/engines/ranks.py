@@ -144,7 +144,7 @@ class Ranks:
         return self.home_of(index) == self.rank
 
 
-def deal(plans: Iterable[WorkPlan], ranks: Ranks, keeps_state: bool) -> Mapping[int, int]:
+def deal(plans: Iterable[WorkPlan], ranks: Ranks, keeps_state: bool, most_moves: int = 2**31) -> Mapping[int, int]:
     """Return who trains whom: ranks by stored index.
 
     Args:
@@ -153,10 +153,11 @@ def deal(plans: Iterable[WorkPlan], ranks: Ranks, keeps_state: bool) -> Mapping[
         keeps_state: Whether clients keep state from round to round. They are then trained where it is kept, but for
             those by whose moving all are done sooner; else the largest are dealt first, each to whoever has the fewest
             local steps so far.
+        most_moves: The most clients that are trained elsewhere than their state is kept.
     """
     members = {plan.participant.index: plan.participant for plan in plans}
     if keeps_state or ranks.size == 1:
-        return _balanced({index: ranks.home_of(index) for index in members}, members, ranks.size)
+        return _balanced({index: ranks.home_of(index) for index in members}, members, ranks.size, most_moves)
     loads = [0] * ranks.size
     owners = {}
     for member in sorted(members.values(), key=lambda m: (-m.steps, -m.size, m.index)):
@@ -166,13 +167,15 @@ def deal(plans: Iterable[WorkPlan], ranks: Ranks, keeps_state: bool) -> Mapping[
     return owners
 
 
-def _balanced(homes: Mapping[int, int], members: Mapping[int, Participant], size: int) -> Mapping[int, int]:
+def _balanced(
+    homes: Mapping[int, int], members: Mapping[int, Participant], size: int, most_moves: int
+) -> Mapping[int, int]:
     """Move clients from the process with the most local steps to that with the fewest, as long as it gains."""
     loads = [0] * size
     for index, rank in homes.items():
         loads[rank] += members[index].steps
     movable = [[i for i, home in homes.items() if home == rank] for rank in range(size)]
-    owners, at_home = dict(homes), max(loads)
+    owners, at_home, moves = dict(homes), max(loads), 0
     while True:
         most, fewest = loads.index(max(loads)), loads.index(min(loads))
 
@@ -180,9 +183,9 @@ def _balanced(homes: Mapping[int, int], members: Mapping[int, Participant], size
             return max(loads[most] - members[index].steps, loads[fewest] + members[index].steps) + _MOVE, index
 
         best = min(movable[most], key=after, default=None)
-        if best is None or after(best)[0] >= loads[most]:
+        if best is None or moves == most_moves or after(best)[0] >= loads[most]:
             return owners if loads[most] + _TRIP < at_home else homes
-        owners[best] = fewest
+        owners[best], moves = fewest, moves + 1
         movable[most].remove(best)
         loads[most] += _MOVE - members[best].steps
         loads[fewest] += _MOVE + members[best].steps

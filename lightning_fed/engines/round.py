@@ -33,6 +33,7 @@ from lightning_fed.server.server import Server
 __all__ = ["Round"]
 
 _KEPT_BYTES = 2**30  # of full-batch gradients that are kept from their average to the clients' work
+_MOVED_BYTES = 2**27  # of client states of one vector that may be elsewhere than they are kept, all held for the round
 
 
 class Round:
@@ -84,7 +85,8 @@ class Round:
             or engine.buffers.mode == "local"
             or (compressor is not None and compressor.error_feedback)
         )
-        self._owners = deal([*plans, *gradient_plans], self.ranks, self._keeps_state)
+        most_moves = max(1, _MOVED_BYTES // (server.x.numel() * server.x.element_size()))
+        self._owners = deal([*plans, *gradient_plans], self.ranks, self._keeps_state, most_moves)
         members = [plan.participant for plan in plans]
         moves = {p.index: self._owners[p.index] for p in members if self._keeps_state}
         moves = {index: rank for index, rank in moves.items() if rank != self.ranks.home_of(index)}
@@ -276,9 +278,10 @@ class Round:
         if len(sending) > 1 and self._adds_up and self._compressor is None:
             self._take_in_all(result, sending)
             sending = []
+        to_take_in = set(sending)
         for row in sound:
             try:
-                if row in sending:
+                if row in to_take_in:
                     self._take_in(result, row)
             except ClientError as error:
                 self.faults.add(error)

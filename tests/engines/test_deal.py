@@ -43,6 +43,12 @@ def test_the_work_of_one_process_is_shared_if_there_is_enough_of_it() -> None:
     assert loads == {0: 100, 1: 100}
 
 
+def test_no_more_states_travel_than_may() -> None:
+    plans = [WorkPlan(Participant(i, i, 4, steps=50), BATCHES, (50,)) for i in range(0, 20, 2)]
+    owners = deal(plans, Ranks(0, 2), keeps_state=True, most_moves=2)
+    assert sum(rank == 1 for rank in owners.values()) == 2
+
+
 @given(st.dictionaries(st.integers(0, 500), st.integers(0, 300), max_size=40), st.integers(1, 5))
 def test_moves_never_leave_a_process_with_more_than_there_was(steps: dict[int, int], size: int) -> None:
     owners, loads = dealt(steps, size, keeps_state=True)
