@@ -156,6 +156,8 @@ def test_clients_added_at_once_are_clients_added_one_by_one(weighting: Any, send
         at_once.add_all(part, {k: v[rows] for k, v in send.items()}, y[rows] if sends_model else None)
     assert at_once.outline()["steps"] == one_by_one.outline()["steps"]
     assert at_once.outline()["given"] == pytest.approx(one_by_one.outline()["given"], rel=1e-12)
+    if sends_model:
+        torch.testing.assert_close(at_once.change(x), one_by_one.change(x), rtol=1e-6, atol=1e-7)
     (means, models), (expected, expected_models) = at_once.mean(x), one_by_one.mean(x)
     torch.testing.assert_close(means, expected, rtol=1e-6, atol=1e-7)
     assert (models is None) == (expected_models is None) == (not sends_model)
