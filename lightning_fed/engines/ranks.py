@@ -14,6 +14,8 @@ from torchmetrics import Metric
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.server.aggregation import Participant
 from lightning_fed.stopping import Failure
+from lightning_fed.strategies.clients import ClientsStrategy
+from lightning_fed.strategies.shared_memory import SharedMemory
 
 __all__ = ["Ranks", "deal", "metrics_alone"]
 
@@ -30,22 +32,34 @@ class Ranks:
         rank: This process, from 0.
         size: The number of processes.
         device: Where what is exchanged must live.
+        memory: What they share, if they do; all else goes through the default process group.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
-        self.rank, self.size, self.device = rank, size, device
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        device: torch.device | None = None,
+        memory: SharedMemory | None = None,
+    ) -> None:
+        self.rank, self.size, self.device, self._shared = rank, size, device, memory
         self._capacity = 2**13  # bytes of a record that are exchanged at once
 
     @staticmethod
     def of(trainer: pl.Trainer) -> "Ranks":
         """Return the processes of a trainer."""
-        return Ranks(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
+        strategy = trainer.strategy
+        memory = strategy.shared_memory if isinstance(strategy, ClientsStrategy) else None
+        return Ranks(trainer.global_rank, trainer.world_size, strategy.root_device, memory)
 
     def gather(self, record: Any) -> list[Any]:
         """Return everybody's record, in the order of ranks, on every rank."""
         if self.size == 1:
             return [record]
         mine = pickle.dumps(record)
+        if self._shared is not None:
+            found = self._shared.gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+            return [pickle.loads(data.numpy().tobytes()) for data in found]  # noqa: S301
         parts = self._all_gather(mine)
         longest = max(length for length, _ in parts)
         if longest > self._capacity:  # everybody sees that, and knows better next time
@@ -100,7 +114,10 @@ class Ranks:
         if self.size == 1 or not tensors:
             return
         whole = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(whole)
+        if self._shared is not None:
+            self._shared.sum(whole)
+        else:
+            dist.all_reduce(whole)
         for tensor, total in zip(tensors, whole.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(total.view_as(tensor))
 
@@ -131,9 +148,21 @@ class Ranks:
             received: How many bytes come from each process.
         """
         whole = torch.cat([torch.empty(0, dtype=torch.uint8, device=self.device), *(t for to in sent for t in to)])
+        if self._shared is not None:
+            return self._exchange_in_memory(whole, [sum(len(part) for part in to) for to in sent])
         found = whole.new_empty(sum(received))
         dist.all_to_all_single(found, whole, list(received), [sum(len(part) for part in to) for to in sent])
         return found
+
+    def _exchange_in_memory(self, whole: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Do the same where every process may read all that is sent; its lengths go before it."""
+        assert self._shared is not None
+        sizes = torch.tensor(lengths, dtype=torch.int64).view(torch.uint8)
+        arrived = []
+        for message in self._shared.gather(torch.cat([sizes, whole])):
+            ends = (message[: len(sizes)].view(torch.int64).cumsum(0) + len(sizes)).tolist()
+            arrived.append(message[ends[self.rank - 1] if self.rank else len(sizes) : ends[self.rank]])
+        return torch.cat(arrived)
 
     def home_of(self, index: int) -> int:
         """The process that keeps the state of the client with this stored index."""

@@ -1,9 +1,12 @@
 """Several processes, each training clients of its own."""
 
+from functools import cached_property
 from typing import Any
 
 from pytorch_lightning.strategies import StrategyRegistry
+from torch.distributed.constants import default_pg_timeout
 
+from lightning_fed.strategies.shared_memory import SharedMemory
 from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 
 __all__ = ["ClientsStrategy"]
@@ -14,11 +17,20 @@ class ClientsStrategy(UnwrappedDDPStrategy):
 
     Each process trains its own clients on its own device, without any exchange between local steps; their messages are
     summed once a round. Processes start and find each other as Lightning's DDP does it, on CPUs with gloo and on GPUs
-    with nccl, on one machine or several. "clients_spawn" and "clients_fork" start them from within Python, as
-    "ddp_spawn" and "ddp_fork" do. Arguments are those of :class:`pytorch_lightning.strategies.DDPStrategy`.
+    with nccl, on one machine or several; on the CPUs of one Linux machine they share memory. "clients_spawn" and
+    "clients_fork" start them from within Python, as "ddp_spawn" and "ddp_fork" do. Arguments are those of
+    :class:`pytorch_lightning.strategies.DDPStrategy`.
     """
 
     strategy_name = "clients"
+
+    @cached_property
+    def shared_memory(self) -> SharedMemory | None:
+        """What processes on the CPUs of one machine share; all processes must ask for it together at first."""
+        if self.root_device.type != "cpu" or self.world_size == 1:
+            return None
+        timeout = default_pg_timeout if self._timeout is None else self._timeout
+        return SharedMemory.open(self.global_rank, self.world_size, timeout.total_seconds())
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

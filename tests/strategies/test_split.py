@@ -1,6 +1,7 @@
 """How batches are split, what cannot be split, and which strategies cannot work."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_fed import FederatedError, FederatedTrainer
 from lightning_fed.checks import check_batch_statistics
 from lightning_fed.strategies import WithinClientStrategy
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit, part_of
+from tests.helpers.processes import in_processes
 from tests.helpers.training import QUIET, fit, same, seeded
 
 
@@ -97,5 +99,7 @@ def test_batch_normalisation_in_evaluation_mode_is_no_obstacle() -> None:
     check_batch_statistics(module)
 
 
-def test_one_process_splits_nothing() -> None:
-    assert torch.equal(fit(strategy="ddp"), fit())
+def test_one_process_splits_nothing(tmp_path: Path) -> None:
+    # apart from this one, whose process group those that other tests fork would take for theirs
+    (outcome,) = in_processes(lambda: fit(strategy="ddp", devices=1), tmp_path, count=1)
+    assert torch.equal(outcome.value, fit())

@@ -1,0 +1,202 @@
+"""What processes of one machine tell each other through memory that they share.
+
+Through sockets an exchange takes from 0.2 ms to several: whoever waits is put to sleep and has to be woken up, and on
+virtual machines that takes longest. Here it looks again and again for a while.
+"""
+
+import mmap
+import os
+import select
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_fed.core.errors import FederatedError
+
+__all__ = ["PIECE", "SharedMemory"]
+
+PIECE = 2**22
+"""Bytes that are exchanged at once; more go piece by piece."""
+
+_HEADER = 64  # bytes before the data: the number of the exchange, and the length of the message in bytes
+_SPIN = 0.005  # seconds in which a process that waits keeps its core
+_LONGEST_SLEEP = 0.001  # seconds, after that
+_NUMBER = 8  # bytes of a number
+
+
+class SharedMemory:
+    """Exchanges between the processes of one machine.
+
+    Every process writes to memory of its own, which the others read. It has two halves in turns: when a process writes
+    to one again, all others have been through the exchange between, and have read what was there.
+
+    Args:
+        rank: This process, from 0.
+        pids: All processes.
+        files: Open files, two of each process.
+        timeout: Seconds after which waiting for another process is given up.
+    """
+
+    def __init__(self, rank: int, pids: Sequence[int], files: Sequence[Sequence[int]], timeout: float) -> None:
+        self.rank, self.size, self.timeout = rank, len(pids), timeout
+        self._pids, self._files = pids, files
+        self._alive = {r: os.pidfd_open(pid) for r, pid in enumerate(pids) if r != rank}
+        self._maps: dict[tuple[int, int], Tensor] = {}
+        self._done = 0
+
+    @staticmethod
+    def open(rank: int, size: int, timeout: float) -> "SharedMemory | None":
+        """Let all processes of the default process group share memory; all must call it.
+
+        Args:
+            rank: This process, from 0.
+            size: The number of processes.
+            timeout: Seconds after which waiting for another process is given up.
+
+        Returns:
+            None if they cannot: on several machines, or where the system does not offer it.
+        """
+        own = _offer()
+        offers: list[tuple[str, int, list[int]]] = [("", 0, [])] * size
+        dist.all_gather_object(offers, (_machine(), os.getpid(), own))
+        found = None
+        if all(machine == _machine() and files for machine, _, files in offers):
+            try:
+                files = [own if r == rank else _opened(pid, theirs) for r, (_, pid, theirs) in enumerate(offers)]
+                found = SharedMemory(rank, [pid for _, pid, _ in offers], files, timeout)
+            except OSError:
+                found = None
+        answers = [False] * size
+        dist.all_gather_object(answers, found is not None)
+        return found if all(answers) else None
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._maps.clear()
+        for file in (*self._alive.values(), *(file for pair in self._files for file in pair)):
+            os.close(file)
+        self._alive, self._files = {}, []
+
+    def gather(self, message: Tensor) -> list[Tensor]:
+        """Return everybody's bytes, in the order of ranks.
+
+        Args:
+            message: This process's, of any length [n].
+
+        Raises:
+            FederatedError: If another process has ended, or does not come in time.
+        """
+        out: list[Tensor] = []
+        start, longest = 0, 1
+        while start < longest:
+            parts, lengths = self._exchange(message, start)
+            out = out or [part.new_empty(n) for part, n in zip(parts, lengths, strict=True)]
+            for whole, part in zip(out, parts, strict=True):
+                whole[start : start + len(part)] = part
+            start, longest = start + PIECE, max(lengths)
+        return out
+
+    def sum(self, whole: Tensor) -> None:
+        """Replace a tensor [n] by its sum over all processes, of the same length everywhere, added up by rank.
+
+        Raises:
+            FederatedError: If another process has ended, or does not come in time.
+        """
+        for piece in whole.split(PIECE // whole.element_size()):
+            mine = piece.view(torch.uint8)
+            parts = [part.view(whole.dtype) for part in self._exchange(mine)[0]]
+            torch.add(parts[0], parts[1], out=piece)
+            for part in parts[2:]:
+                piece.add_(part)
+
+    def _exchange(self, message: Tensor, start: int = 0) -> tuple[list[Tensor], list[int]]:
+        """Write a piece of a message, and return everybody's piece as it lies in memory, and the whole lengths."""
+        half = self._done % 2
+        self._done += 1
+        mine, file = message[start : start + PIECE], self._files[self.rank][half]
+        self._memory(self.rank, half, len(mine))[: len(mine)] = mine
+        os.pwrite(file, len(message).to_bytes(_NUMBER, "little"), _NUMBER)
+        os.pwrite(file, self._done.to_bytes(_NUMBER, "little"), 0)  # last: it says that the rest is there
+        parts, lengths = [], []
+        for rank, files in enumerate(self._files):
+            if rank != self.rank:
+                self._wait_for(rank, half)
+            lengths.append(int.from_bytes(os.pread(files[half], _NUMBER, _NUMBER), "little"))
+            here = min(PIECE, max(0, lengths[-1] - start))
+            parts.append(self._memory(rank, half, here)[:here])
+        return parts, lengths
+
+    def _memory(self, rank: int, half: int, length: int) -> Tensor:
+        """Return a process's memory, of at least so many bytes."""
+        found = self._maps.get((rank, half))
+        if found is None or len(found) < length:
+            file = self._files[rank][half]
+            size = os.fstat(file).st_size
+            if size < _HEADER + length:
+                size = _HEADER + min(PIECE, 2 * length)
+                os.posix_fallocate(file, 0, size)
+            found = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)[_HEADER:]
+            self._maps[rank, half] = found
+        return found
+
+    def _wait_for(self, rank: int, half: int) -> None:
+        """Wait until another process has written its message.
+
+        Raises:
+            FederatedError: If it has ended, or does not come in time.
+        """
+        file, expected = self._files[rank][half], self._done.to_bytes(_NUMBER, "little")
+        started, interrupt = time.monotonic(), None
+        while os.pread(file, _NUMBER, 0) != expected:
+            waited = time.monotonic() - started
+            try:
+                if waited < _SPIN:
+                    os.sched_yield()
+                    continue
+                time.sleep(min(waited / 8, _LONGEST_SLEEP))
+            except KeyboardInterrupt as error:
+                interrupt = error  # the others count on this process until the exchange is over
+            gone = self._is_gone(rank)
+            if (gone or waited > self.timeout) and os.pread(file, _NUMBER, 0) != expected:
+                raise FederatedError(
+                    f"Process {rank} (pid {self._pids[rank]}) {'has ended' if gone else 'has not come'} while process"
+                    f" {self.rank} waited for it for {waited:.0f} s. What it printed last says why; with a checkpoint"
+                    " the run goes on from there. ClientsStrategy(timeout=...) says how long to wait."
+                )
+        if interrupt is not None:
+            raise interrupt
+
+    def _is_gone(self, rank: int) -> bool:
+        poll = select.poll()
+        poll.register(self._alive[rank], select.POLLIN)
+        return bool(poll.poll(0))
+
+
+def _offer() -> list[int]:
+    """Return two new files in memory, none where there is no such thing."""
+    try:
+        files = [os.memfd_create(f"lightning_fed_{half}") for half in range(2)]
+        for file in files:
+            os.posix_fallocate(file, 0, mmap.PAGESIZE)
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return []
+    return files
+
+
+def _opened(pid: int, files: Sequence[int]) -> list[int]:
+    """Open the files that another process has open."""
+    return [os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR) for file in files]
+
+
+def _machine() -> str:
+    """Return what tells this machine, and the processes that can see each other on it, from others."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"unknown {os.getpid()}"  # nobody else's
