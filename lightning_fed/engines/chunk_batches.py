@@ -17,7 +17,7 @@ from lightning_fed.engines.hooks import TRANSFER_HOOKS
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.resident import ResidentData
 
-__all__ = ["BatchGroup", "ChunkBatches", "chunk_batches", "has_transfer_hooks", "on_device"]
+__all__ = ["BatchGroup", "ChunkBatches", "SharedTensors", "chunk_batches", "has_transfer_hooks", "on_device"]
 
 Stream: TypeAlias = Callable[..., torch.Generator]
 """Makes the generator of a client's batch orders; seeds another one if given ``reuse``."""
@@ -94,7 +94,7 @@ def chunk_batches(
     if shares and isinstance(first, TensorBatches):
         if len(plans) == 1 and _bytes_of(first) <= _GATHERED:
             return _OneClient(trainer, first, plans[0], streams[0], shuffle, resident)
-        return _SharedTensors(trainer, first.tensors, plans, streams, shuffle, by_index, resident)
+        return SharedTensors(trainer, first.tensors, plans, streams, shuffle, by_index, resident)
     return _AnyBatches(trainer, plans, streams, shuffle, by_index)
 
 
@@ -172,8 +172,12 @@ class _OneClient:
         return [next(self._groups)]
 
 
-class _SharedTensors:
-    """Batches that are rows of the same tensors: one lookup for all clients."""
+class SharedTensors:
+    """Batches that are rows of the same tensors: one lookup for all clients.
+
+    Attributes:
+        rows: For every client its batches: the index in its local epoch, and the rows [B].
+    """
 
     def __init__(
         self,
@@ -190,21 +194,42 @@ class _SharedTensors:
         one = torch.Generator()  # whose orders are drawn right away, client by client
         on_host = [_epoch_rows(plan, s(reuse=one), shuffle) for plan, s in zip(plans, streams, strict=True)]
         moved = iter(resident.index([rows for client in on_host for _, rows in client]))
-        self._rows = [[(batch_idx, next(moved)) for batch_idx, _ in client] for client in on_host]
+        self.rows = [[(batch_idx, next(moved)) for batch_idx, _ in client] for client in on_host]
 
     def step(self, active: int) -> list[BatchGroup]:
+        """Return the next batches of the first clients, those of one size together."""
         k, self._step = self._step, self._step + 1
         groups: dict[tuple[int, int], list[int]] = {}
-        for client, batches in enumerate(self._rows[:active]):
+        for client, batches in enumerate(self.rows[:active]):
             batch_idx, rows = batches[k]
             groups.setdefault((len(rows), batch_idx if self.by_index else 0), []).append(client)
         return [self._group(clients, size, k, active) for (size, _), clients in groups.items()]
 
     def _group(self, clients: Sequence[int], size: int, k: int, active: int) -> BatchGroup:
-        rows = torch.cat([self._rows[client][k][1] for client in clients])
-        picked = [t.index_select(0, rows.to(t.device)) for t in self.tensors]
-        batch = on_device(self.trainer, [t.view(len(clients), size, *t.shape[1:]) for t in picked])
-        return BatchGroup(clients, _chosen(clients, active), batch, size, self._rows[clients[0]][k][0], is_rows=True)
+        batch = self._picked([self.rows[client][k][1] for client in clients], size)
+        return BatchGroup(clients, _chosen(clients, active), batch, size, self.rows[clients[0]][k][0], is_rows=True)
+
+    def alone(self, client: int, k: int) -> BatchGroup:
+        """Return one client's batch k."""
+        batch_idx, rows = self.rows[client][k]
+        batch = on_device(self.trainer, [t.index_select(0, rows.to(t.device)) for t in self.tensors])
+        return _Alone((client,), slice(0, 1), batch, len(rows), batch_idx, is_rows=True)
+
+    def together(self, clients: slice, at: Sequence[int]) -> BatchGroup:
+        """Return the next batches of adjacent clients, all of one size; ``at`` says which is each client's next."""
+        members = range(clients.start, clients.stop)
+        if len(members) == 1:
+            return self.alone(members[0], at[members[0]])
+        found = [self.rows[client][at[client]] for client in members]
+        size = len(found[0][1])
+        batch = self._picked([rows for _, rows in found], size)
+        return BatchGroup(members, slice(0, len(members)), batch, size, found[0][0], is_rows=True)
+
+    def _picked(self, rows: Sequence[Tensor], size: int) -> list[Tensor]:
+        """Look up the rows of several batches of one size, stacked."""
+        index = torch.cat(list(rows))
+        picked = [t.index_select(0, index.to(t.device)) for t in self.tensors]
+        return on_device(self.trainer, [t.view(len(rows), size, *t.shape[1:]) for t in picked])
 
 
 def on_device(trainer: pl.Trainer, tensors: list[Tensor]) -> list[Tensor]:

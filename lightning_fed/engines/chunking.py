@@ -1,64 +1,84 @@
 """Which clients of a round are run at once on a CPU."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from lightning_fed.data.batches import TensorBatches
 from lightning_fed.engines.plan import WorkPlan
+from lightning_fed.engines.turns import full_batches
 
-__all__ = ["chunks_that_pay"]
+__all__ = ["chunks_that_pay", "share_tensors"]
 
-# What a chunk costs on a CPU, in local steps of a client that runs alone; measured with logistic regression, in which
-# such a step takes 30 us. Another model, with more arithmetic in a step, gains less from being run at once, and loses
-# less.
-_CLIENT = 6.0  # everything around the local steps of a client
-_CHUNK = 20.0  # the same for a chunk
-_STEP_OF_ALL = 4.2  # a step that all clients of a chunk take, which is traced as a whole
-_STEP = 7.0  # a step of some of them
-_ROW = 0.03, 0.33, 1.4  # each client's part of a step: of all, of some, and where its data has to be stacked
+_CLIENT = 8.5
+"""What is around the local steps of a client that runs alone; in local steps of such a client, as all costs here."""
 
 
-def chunks_that_pay(plans: Sequence[WorkPlan], most: int) -> Iterator[Sequence[WorkPlan]]:
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What a chunk costs on a CPU, beside the arithmetic, which is the same alone.
+
+    They were measured with logistic regression of 610 to 20,000 parameters, in which a step takes 29 us beside the
+    arithmetic. Nothing is timed in a run: it has to repeat bit by bit.
+
+    Attributes:
+        chunk: Everything around the steps.
+        client: The same for each client.
+        step: A step of many at once.
+        row: Each client's part of it.
+        row_of_parameter: The same for each of its parameters, which are further from the core than those of one client.
+        smaller: A step on a smaller batch, which its client takes alone.
+    """
+
+    chunk: float
+    client: float
+    step: float
+    row: float
+    row_of_parameter: float
+    smaller: float
+
+
+_EQUAL = _Costs(7.0, 0.9, 1.7, 0.3, 1.3e-5, 0.0)  # all have as many examples: none has a smaller batch of its own
+_IN_TURNS = _Costs(7.0, 0.9, 3.0, 0.3, 1.3e-5, 2.9)
+_STACKED = _Costs(20.0, 1.0, 7.0, 1.4, 0.0, 0.0)  # clients of tensors of their own: each batch has to be put together
+
+
+def chunks_that_pay(plans: Sequence[WorkPlan], most: int, numel: int) -> Iterator[Sequence[WorkPlan]]:
     """Yield the clients of a round in groups that are faster at once than one by one; the others alone.
 
     A chunk takes as many steps as the client with the most, and at the end few are left to share them: clients with
     many more steps than the others are run alone, and so are clients that are few. It is a function of the clients'
-    work alone, so that a run repeats bit by bit.
+    work alone.
 
     Args:
         plans: The clients' work.
         most: The most clients at once.
+        numel: The number of parameters.
     """
-    left = sorted(plans, key=lambda plan: -plan.participant.steps)
-    steps = [plan.participant.steps for plan in left]
-    before = [0, *accumulate(steps)]  # the steps of all clients before each
-    shares = _share_tensors(left)
+    shares = share_tensors(plans)
+    members = [plan.participant for plan in plans]
+    at_once = [full_batches(plan) if shares else plan.participant.steps for plan in plans]
+    work = [(n, member.steps, member.size) for n, member in zip(at_once, members, strict=True)]
+    order = sorted(range(len(plans)), key=work.__getitem__, reverse=True)
+    full = [work[i][0] for i in order]
+    full_before = [0, *accumulate(full)]
+    steps_before = [0, *accumulate(work[i][1] for i in order)]
     start = 0
-    while start < len(left):
-        count = min(most, len(left) - start)
-        first, last, total = steps[start], steps[start + count - 1], before[start + count] - before[start]
-        if not _pays(count, first, total, shares, shares and first == last):
-            count = 1
-        yield left[start : start + count]
-        start += count
+    while start < len(order):
+        stop = min(start + most, len(order))
+        total = steps_before[stop] - steps_before[start]
+        common = full_before[stop] - full_before[start]
+        is_equal = work[order[start]] == work[order[stop - 1]]
+        costs = _STACKED if not shares else _EQUAL if is_equal else _IN_TURNS
+        together = costs.chunk + costs.client * (stop - start) + costs.step * full[start]
+        together += (costs.row + costs.row_of_parameter * numel) * common + costs.smaller * (total - common)
+        if together >= total + _CLIENT * (stop - start):
+            stop = start + 1
+        yield [plans[i] for i in order[start:stop]]
+        start = stop
 
 
-def _share_tensors(plans: Sequence[WorkPlan]) -> bool:
+def share_tensors(plans: Sequence[WorkPlan]) -> bool:
     """Whether all clients are cut out of the same tensors, so that a chunk's batches are one lookup."""
     tensors = {id(plan.batches.tensors) if isinstance(plan.batches, TensorBatches) else None for plan in plans}
     return len(tensors) == 1 and None not in tensors
-
-
-def _pays(count: int, longest: int, total: int, shares: bool, is_equal: bool) -> bool:
-    """Whether clients are faster at once.
-
-    Args:
-        count: How many they are.
-        longest: The local steps of the one with the most.
-        total: The local steps of all.
-        shares: Whether they are cut out of the same tensors.
-        is_equal: Whether, moreover, all have as many steps.
-    """
-    step = _STEP_OF_ALL if is_equal else _STEP
-    row = _ROW[0] if is_equal else _ROW[1] if shares else _ROW[2]
-    return _CHUNK + count + longest * step + total * row < total + count * _CLIENT

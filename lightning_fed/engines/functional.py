@@ -251,7 +251,7 @@ class FunctionalStep:
         if not isinstance(value, Tensor):
             self.traces.forbid()  # a trace would repeat this very number for ever
             value = torch.tensor(float(value))
-        self._values[name] = value.detach()
+        self._values[name] = value.detach().clone()  # a parameter would go on changing
         self._sizes[name] = kwargs.get("batch_size")
 
     @contextmanager

@@ -9,38 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["StepGraphs", "same", "simplify", "split_step", "use_bindings", "use_onednn"]
+from lightning_fed.engines.simplify import root, shape_of, writes
+
+__all__ = ["StepGraphs", "same", "split_step", "use_bindings", "use_onednn"]
 
 _aten = torch.ops.aten
-_VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.expand.default)
-
-
-def simplify(graph: fx.Graph) -> None:
-    """Leave out transposes of transposes, views of the same shape, and detaching, where there is nothing to detach."""
-    node: Any
-    for node in list(graph.nodes):
-        if node.target is _aten.detach.default or (node.target in _VIEWS and _shape(node) == _shape(node.args[0])):
-            node.replace_all_uses_with(node.args[0])
-        elif _is_transpose(node) and _is_transpose(node.args[0]) and _undoes(node, node.args[0]):
-            node.replace_all_uses_with(node.args[0].args[0])
-    graph.eliminate_dead_code()
-
-
-def _is_transpose(node: Any) -> bool:
-    return node.target in (_aten.t.default, _aten.transpose.int)
-
-
-def _undoes(node: Any, other: Any) -> bool:
-    return node.target is other.target and set(node.args[1:]) == set(other.args[1:])
-
-
-def _shape(node: Any) -> torch.Size | None:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return value.shape if isinstance(value, Tensor) else None
 
 
 _BOUND: dict[Any, Any] = {
     _aten.t.default: torch.t,
+    _aten.transpose.int: torch.transpose,
+    _aten.unsqueeze.default: torch.unsqueeze,
+    _aten.squeeze.dims: torch.squeeze,
+    _aten.gather.default: torch.gather,
+    _aten.scatter.value: torch.scatter,
+    _aten.where.self: torch.where,
+    _aten.ne.Scalar: torch.ne,
+    _aten.neg.default: torch.neg,
     _aten.mm.default: torch.mm,
     _aten.bmm.default: torch.bmm,
     _aten.addmm.default: torch.addmm,
@@ -94,7 +79,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _numel(node: fx.Node) -> int:
-    return math.prod(_shape(node) or (0,))
+    return math.prod(shape_of(node) or (0,))
 
 
 def use_bindings(graph: fx.Graph) -> None:
@@ -157,10 +142,13 @@ def split_step(graph: fx.Graph, count: int, constants: int) -> StepGraphs | None
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     fixed = _constant(graph, inputs[len(inputs) - constants :])
-    if any(_writes(node) and any(a in fixed for a in node.all_input_nodes) for node in graph.nodes):
+    if any(writes(node) and any(a in fixed for a in node.all_input_nodes) for node in graph.nodes):
         return None
     once, copies = _copied(fixed)  # before anything is erased
     (output,) = (node for node in graph.nodes if node.op == "output")
+    with graph.inserting_before(output):  # a parameter that is logged is as it is before the step
+        for node in {n for n in output.args[0][count:] if root(n) in inputs[:count]}:
+            node.replace_all_uses_with(graph.call_function(_aten.clone.default, (node,)), lambda user: user is output)
     directions, rest = output.args[0][:count], output.args[0][count:]
     sums = [_Sum(p, d, fixed) for p, d in zip(inputs[:count], directions, strict=True)]
     with graph.inserting_after(inputs[-1]):
@@ -168,7 +156,7 @@ def split_step(graph: fx.Graph, count: int, constants: int) -> StepGraphs | None
     with graph.inserting_before(output):
         for each in sums:  # all that looks at a parameter comes before the first one changes
             each.terms = [
-                (c, graph.call_function(_aten.clone.default, (n,)) if _root(n) in inputs[:count] else n)
+                (c, graph.call_function(_aten.clone.default, (n,)) if root(n) in inputs[:count] else n)
                 for c, n in each.terms
             ]
         for each in sums:
@@ -196,10 +184,6 @@ def _constant(graph: fx.Graph, inputs: Iterable[fx.Node]) -> dict[fx.Node, None]
         if node.op == "call_function" and sources and all(source in found for source in sources):
             found[node] = None
     return found
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 @dataclass
@@ -279,25 +263,14 @@ class _Update:
         return (
             node.target in self._PRODUCTS
             and len(node.users) == 1
-            and _shape(node) == _shape(parameter)
-            and not any(_root(a) in self.parameters for a in node.args)
+            and shape_of(node) == shape_of(parameter)
+            and not any(root(a) in self.parameters for a in node.args)
         )
-
-
-def _root(node: Any) -> Any:
-    """Return what a node is a view of."""
-    while node.op == "call_function" and (node.target is operator.getitem or _is_view(node.target)):
-        node = node.args[0]
-    return node
-
-
-def _is_view(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and any(r.alias_info is not None for r in target._schema.returns)
 
 
 def _erase_unused(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not _writes(node):
+        if node.op == "call_function" and not node.users and not writes(node):
             graph.erase_node(node)
 
 

@@ -34,10 +34,12 @@ class LocalSteps:
 
     def bind(self, work: StackedWork) -> "BoundSteps | None":
         """Return the steps of the clients at work, None if they cannot be traced."""
-        everybody = work.active in (1, len(work.y))
-        if not (everybody and work.is_plain and self.step.traces.allowed) or self.step.reads_index:
-            return None
-        return BoundSteps(self, work)
+        return BoundSteps(self, work) if work.is_plain and self.may_trace else None
+
+    @property
+    def may_trace(self) -> bool:
+        """Whether the module's step may be traced, as far as is known."""
+        return self.step.traces.allowed and not self.step.reads_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class BoundSteps:
         self._views = work.alone if self.alone else work.views
         self._constants = _Constants(work, steps.algorithm, self.alone)
         self._fixed = self._constants.tensors
-        self._y = work.y[0] if self.alone else work.y[: work.active]
+        self._y = work.y[work.start] if self.alone else work.y[work.at_work]
         self._rate = -work.rate
         self._ready: dict[int, _Ready] = {}
         self._made: dict[TracedStep, _Ready] = {}
@@ -150,8 +152,8 @@ class BoundSteps:
     def _trace(self, leaves: Sequence[Tensor], spec: Any, examples: int) -> TracedStep | None:
         """Return the graph for batches such as these, if there is one.
 
-        What is traced is a function of the step alone: full batches, and those of a single client with fewer examples,
-        where the graph is the same for every number of them.
+        What is traced is a function of the step alone: full batches; smaller ones that all clients of a chunk have
+        together; and those of a single client, where the graph is the same for every number of examples.
         """
         full = self._steps.batch_size
         if full is None or examples > full:
@@ -159,7 +161,10 @@ class BoundSteps:
         key = ("step", spec, self._constants.key)
         if examples == full:
             return self._get((*key, *kinds(leaves)), leaves, spec)
-        if not self.alone or min(examples, full - 1) < 2 or any(len(leaf) != examples for leaf in leaves):
+        if not self.alone:
+            everybody = self._work.active == len(self._work.y)
+            return self._get((*key, *kinds(leaves)), leaves, spec) if everybody else None
+        if min(examples, full - 1) < 2 or any(len(leaf) != examples for leaf in leaves):
             return None
         whole = resized(leaves, full)
         traced = self._get((*key, *kinds(whole)), whole, spec)
@@ -220,7 +225,8 @@ class _Constants:
         self.key: tuple[Any, ...] = (alone, work.active, tuple(work.decay))
         if not self.corrects:
             return
-        inputs, own = work.inputs, (lambda v: v[0]) if alone else (lambda v: v[: work.active])
+        at: int | slice = work.start if alone else work.at_work
+        inputs, own = work.inputs, (lambda v: v[at])
         examples, mean = own(work.examples), torch.tensor(inputs.mean_examples, dtype=inputs.x.dtype)
         self.tensors = [inputs.x, examples, mean.to(inputs.x.device)]
         for name, state, is_own in (

@@ -62,7 +62,7 @@ class Clipping:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The parameters of the first n clients of a chunk, in pieces.
+    """The parameters of n adjacent clients of a chunk, in pieces.
 
     Attributes:
         columns: Each parameter of all of them, [n, n_p].
@@ -89,19 +89,23 @@ class Stack:
         self.y = like.new_empty(count, layout.numel)
         self.delta = like.new_empty(count, layout.numel)
         self.spans = list(zip(accumulate(layout.sizes, initial=0), layout.sizes, strict=False))
-        self._cuts: dict[int, Cut] = {}
+        self._cuts: dict[tuple[int, int], Cut] = {}
 
-    def cut(self, count: int) -> Cut:
-        """Return the parameters of the first clients in pieces."""
-        if count not in self._cuts:
-            columns = [self.y[:count, a : a + n] for a, n in self.spans]
-            views = [c.view(count, *shape) for c, shape in zip(columns, self.layout.shapes, strict=True)]
-            self._cuts[count] = Cut(columns, views, [view[0] for view in views] if count == 1 else [])
-        return self._cuts[count]
+    def cut(self, start: int, stop: int) -> Cut:
+        """Return the parameters of some clients in pieces."""
+        found = self._cuts.get((start, stop))
+        if found is None:
+            columns = [self.y[start:stop, a : a + n] for a, n in self.spans]
+            views = [c.view(stop - start, *shape) for c, shape in zip(columns, self.layout.shapes, strict=True)]
+            found = Cut(columns, views, [view[0] for view in views] if stop - start == 1 else [])
+            self._cuts[start, stop] = found
+        return found
 
 
 class StackedWork:
     """Parameters, states and optimizer of S clients that step together; those with fewer steps leave from the end.
+
+    Where steps are plain, adjacent clients may also step without the others: see :meth:`plain_steps`.
 
     Args:
         algorithm: The method.
@@ -111,7 +115,7 @@ class StackedWork:
         full_grad: Their full-batch gradients by point [S, P].
         stack: Where their parameters go.
         sizes: Their numbers of examples.
-        steps: Their numbers of steps, in descending order.
+        steps: Their numbers of steps, in descending order where they step together.
         clip: How gradients are clipped, if they are.
         unused: Positions of parameters that the loss does not depend on.
     """
@@ -151,12 +155,28 @@ class StackedWork:
         decays = any(self.decay) and not self._injects
         self._is_uniform = len(set(self._rates)) == 1 and not decays and not self._skipped
         self._base = None if optimizer.is_plain else _Stacked(optimizer)
-        summed = self._path is not None or self._still is not None
-        self.is_plain = self._base is None and clip is None and not (self._advances or self._skipped or summed)
-        self.is_plain = self.is_plain and len(set(self._rates)) == 1  # steps are nothing but a rate times a direction
+        self.is_plain = self.plain_steps(algorithm, optimizer, clip, unused)
         self._steps: list[Step] = []
-        self.active = 0
+        self.start = self.active = 0
         self.narrow(len(sizes))
+
+    @staticmethod
+    def plain_steps(
+        algorithm: Algorithm, optimizer: FederatedOptimizer, clip: Clipping | None, unused: frozenset[int]
+    ) -> bool:
+        """Whether local steps are nothing but one rate times a direction, which leaves nothing behind but parameters.
+
+        Args:
+            algorithm: The method.
+            optimizer: The wrapped local optimizer.
+            clip: How gradients are clipped, if they are.
+            unused: Positions of parameters that the loss does not depend on.
+        """
+        rates = set(optimizer.rates)
+        sums = optimizer.tracks(algorithm) or (optimizer.needs_path(algorithm) and 0 in rates)
+        skips = bool(unused) and not optimizer.injects(algorithm)
+        one_rate = optimizer.is_plain and clip is None and len(rates) == 1
+        return one_rate and not (sums or skips or overrides(algorithm, "advance"))
 
     def _init_local(self) -> State:
         if not overrides(self.algorithm, "init_local"):
@@ -169,24 +189,28 @@ class StackedWork:
 
     # ------------------------------------------------------------------ who is still at work
 
-    def narrow(self, active: int) -> None:
-        """Go on with the first ``active`` clients only."""
-        if active == self.active:
+    def narrow(self, active: int, start: int = 0) -> None:
+        """Go on with the first ``active`` clients only; with as many from another one on where steps are plain."""
+        if (active, start) == (self.active, self.start):
             return
         self._store_local()
-        self.active = active
-        cut = self.stack.cut(active)
+        self.active, self.start = active, start
+        cut = self.stack.cut(start, start + active)
         self.columns, self.views, self.alone = cut.columns, cut.views, cut.alone
         if self._base is not None:
             self._base.narrow(self.columns)
-        if self.corrects or self._advances:
-            self._steps = self._make_steps()
+        self._steps = []
+
+    @property
+    def at_work(self) -> slice:
+        """The rows of the clients at work."""
+        return slice(self.start, self.start + self.active)
 
     def _make_steps(self) -> list[Step]:
         """Cut everything that ``correct`` may read into columns, one :class:`Step` per parameter."""
         inputs, layout = self.inputs, self.layout
         x, server, cohort_grad = inputs.per_parameter(layout, flat=True)
-        examples = self.examples[: self.active, None]
+        examples = self.examples[self.at_work, None]
         columns: tuple[Sequence[Any], ...] = (
             x,
             server,
@@ -202,9 +226,9 @@ class StackedWork:
 
     def _columns(self, state: State) -> list[State]:
         """Cut stacked vectors [S, P] into columns [n, n_p]; a number per client [S] becomes [n, 1]."""
-        n, shape = self.active, (len(self.y), self.layout.numel)
+        n, shape, rows = self.active, (len(self.y), self.layout.numel), self.at_work
         return [
-            {k: v[:n, a : a + m] if v.shape == shape else v[:n].reshape(n, -1) for k, v in state.items()}
+            {k: v[rows, a : a + m] if v.shape == shape else v[rows].reshape(n, -1) for k, v in state.items()}
             for a, m in self._spans
         ]
 
@@ -268,6 +292,8 @@ class StackedWork:
         g = g.add(y, alpha=self.decay[i]) if self.decay[i] else g
         if not (self.corrects or self._advances):
             return g
+        if not self._steps:
+            self._steps = self._make_steps()
         step = self._steps[i]
         step.anchor_grad = anchor
         out = self.algorithm.correct(g, y, step)

@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lightning_fed._compat import rank_zero_warn
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.base_optimizers import BaseOptimizer
-from lightning_fed.engines.graphs import StepGraphs, same, simplify, split_step, use_bindings, use_onednn
+from lightning_fed.engines.graphs import StepGraphs, same, split_step, use_bindings, use_onednn
+from lightning_fed.engines.simplify import simplify
 
 __all__ = ["PASSING", "TracedStep", "Traces", "marks"]
 
@@ -143,7 +144,7 @@ class Traces:
             return None
         if not self.allowed:  # the function has forbidden it
             return None
-        simplify(module.graph)
+        simplify(module)
         module.recompile()
         return module, sizes
 

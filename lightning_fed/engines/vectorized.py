@@ -16,9 +16,16 @@ from lightning_fed.core.seeds import Purpose, capture_random_state, derive_seed,
 from lightning_fed.core.types import State, Vector
 from lightning_fed.data.batches import ClientBatches, TensorBatches
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs
-from lightning_fed.engines.chunk_batches import BatchGroup, chunk_batches, has_transfer_hooks, on_device
+from lightning_fed.engines.chunk_batches import (
+    BatchGroup,
+    ChunkBatches,
+    SharedTensors,
+    chunk_batches,
+    has_transfer_hooks,
+    on_device,
+)
 from lightning_fed.engines.chunk_means import ChunkMeans, LoggedMean
-from lightning_fed.engines.chunking import chunks_that_pay
+from lightning_fed.engines.chunking import chunks_that_pay, share_tensors
 from lightning_fed.engines.faults import fault_of
 from lightning_fed.engines.full_gradients import FullGradients
 from lightning_fed.engines.functional import FunctionalStep
@@ -29,6 +36,7 @@ from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.resident import ResidentData
 from lightning_fed.engines.stacked import ELEMENTWISE, Clipping, Stack, StackedWork
 from lightning_fed.engines.trial import Trial
+from lightning_fed.engines.turns import full_batches, full_size_of, turns
 
 __all__ = ["VectorizedEngine"]
 
@@ -79,7 +87,7 @@ class VectorizedEngine(Engine):
         """Yield the clients that are run together."""
         self.step.begin_round(self.algorithm)
         if self.where_it_pays and self.chunk_size > 1:
-            return chunks_that_pay(plans, self.chunk_size)
+            return chunks_that_pay(plans, self.chunk_size, self.flat.layout.numel)
         return (plans[i : i + self.chunk_size] for i in range(0, len(plans), self.chunk_size))
 
     @property
@@ -97,7 +105,9 @@ class VectorizedEngine(Engine):
         """Train the clients of a chunk and return what they send."""
         started = time.perf_counter()
         self._row = None
-        order = sorted(range(len(plans)), key=lambda i: -plans[i].participant.steps)
+        in_turns = self._steps_in_turns(plans)
+        lengths = [full_batches(plan) if in_turns else plan.participant.steps for plan in plans]
+        order = sorted(range(len(plans)), key=lambda i: -lengths[i])
         back = sorted(range(len(plans)), key=order.__getitem__)
         in_order = _Reorder(back, self.flat.y.device)
         sorted_plans = [plans[i] for i in order]
@@ -116,7 +126,7 @@ class VectorizedEngine(Engine):
                 self.step.unused,
             )
             means = ChunkMeans(len(plans))
-            self._train(inputs, sorted_plans, work, means)
+            self._train(inputs, sorted_plans, work, means, in_turns)
             self._steps_taken = None
             delta, send, keep, sends_delta = work.finish()
         loss, metrics = means.of_clients(back)
@@ -149,29 +159,75 @@ class VectorizedEngine(Engine):
             self._stack = Stack(self.flat.layout, count, self.flat.y)
         return self._stack
 
-    def _train(self, inputs: RoundInputs, plans: Sequence[WorkPlan], work: StackedWork, means: ChunkMeans) -> None:
+    def _steps_in_turns(self, plans: Sequence[WorkPlan]) -> bool:
+        """Whether clients step in turns (:mod:`lightning_fed.engines.turns`), and not all whenever one does.
+
+        That is faster on a CPU where they come to their smaller batches at different times: traced are full batches.
+        """
+        if len(plans) == 1 or self.flat.y.device.type != "cpu" or not self.steps.may_trace or self.step.is_random:
+            return False
+        if not StackedWork.plain_steps(self.algorithm, self.optimizer, self._clipping(), self.step.unused):
+            return False
+        if not share_tensors(plans) or has_transfer_hooks(self.trainer):
+            return False
+        if len({(plan.participant.size, plan.epochs) for plan in plans}) == 1:
+            return False  # nobody waits for anybody
+        return all(_is_rows(p.batches) and full_size_of(p) == self.trainer.datamodule.batch_size for p in plans)
+
+    def _train(
+        self, inputs: RoundInputs, plans: Sequence[WorkPlan], work: StackedWork, means: ChunkMeans, in_turns: bool
+    ) -> None:
         device = self.flat.y.device
-        steps = [plan.participant.steps for plan in plans]
         if self.step.is_random or not all(_is_rows(plan.batches) for plan in plans):
             seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, plans[0].participant.index), device)
         streams = [partial(generator, self.seed, Purpose.BATCHES, inputs.round, p.participant.index) for p in plans]
         batches = chunk_batches(self.trainer, plans, streams, self.shuffle, self.step.reads_index, self.resident)
+        with self.step.recording(), torch.no_grad():
+            if in_turns:
+                assert isinstance(batches, SharedTensors)
+                self._take_turns(inputs, batches, work, means)
+            else:
+                self._step_together(inputs, [plan.participant.steps for plan in plans], batches, work, means)
+
+    def _step_together(
+        self,
+        inputs: RoundInputs,
+        steps: Sequence[int],
+        batches: ChunkBatches,
+        work: StackedWork,
+        means: ChunkMeans,
+    ) -> None:
+        """Take step k of all clients that have so many, then the next."""
         anchor = self._anchor(inputs)
         active, bound = 0, None
-        with self.step.recording(), torch.no_grad():
-            for k in range(steps[0]):
-                self._steps_taken = k
-                self.trainer._signal_connector.check()
-                now = active or len(plans)
-                while steps[now - 1] <= k:
-                    now -= 1
-                if now != active:
-                    active = now
-                    work.narrow(active)
-                    bound = self.steps.bind(work)
-                groups = batches.step(active)
-                if bound is None or not self._take_traced(bound, groups, means):
-                    self._step(work, groups, anchor, means)
+        for k in range(steps[0]):
+            self._steps_taken = k
+            self.trainer._signal_connector.check()
+            now = active or len(steps)
+            while steps[now - 1] <= k:
+                now -= 1
+            if now != active:
+                active = now
+                work.narrow(active)
+                bound = self.steps.bind(work) if active in (1, len(steps)) else None
+            groups = batches.step(active)
+            if bound is None or not self._take_traced(bound, groups, means):
+                self._step(work, groups, anchor, means)
+
+    def _take_turns(self, inputs: RoundInputs, batches: SharedTensors, work: StackedWork, means: ChunkMeans) -> None:
+        """Take the clients' full batches at once, and their smaller ones client by client."""
+        anchor, size = self._anchor(inputs), self.trainer.datamodule.batch_size
+        bounds: dict[tuple[int, int], BoundSteps | None] = {}
+        for k, (rows, group) in enumerate(turns(batches, size)):
+            self._steps_taken = k
+            self.trainer._signal_connector.check()
+            at = (rows.stop - rows.start, rows.start)
+            work.narrow(*at)
+            if at not in bounds:
+                bounds[at] = self.steps.bind(work)
+            bound = bounds[at]
+            if bound is None or not self._take_traced(bound, [group], means):
+                self._step(work, [group], anchor, means)
 
     def _take_traced(self, bound: BoundSteps, groups: Sequence[BatchGroup], means: ChunkMeans) -> bool:
         """Take a step in one go, where there is a trace of it."""

@@ -16,44 +16,59 @@ from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.server.aggregation import Participant
 from tests.helpers.training import classification, clients, fit, parameters, seeded
 
-SHARED = TensorBatches((torch.zeros(4, 1),), torch.arange(4), BatchSettings())
+X = (torch.zeros(20_000, 1),)
+BATCH = 10
 
 
-def plans(steps: Sequence[int], shared: bool = True) -> list[WorkPlan]:
-    """Return the work of clients with so many local steps."""
-    own = [SHARED if shared else TensorBatches((torch.zeros(4, 1),), torch.arange(4), BatchSettings()) for _ in steps]
-    return [WorkPlan(Participant(i, i, 4, steps=k), own[i], (k,)) for i, k in enumerate(steps)]
+def plans(sizes: Sequence[int], shared: bool = True) -> list[WorkPlan]:
+    """Return the work of clients with so many examples, one epoch of batches of ten."""
+    out = []
+    for i, n in enumerate(sizes):
+        steps = -(-n // BATCH)
+        batches = TensorBatches(X if shared else (X[0].clone(),), torch.arange(n), BatchSettings(BATCH))
+        out.append(WorkPlan(Participant(i, i, n, steps=steps), batches, (steps,)))
+    return out
 
 
-def groups(steps: Sequence[int], most: int = 128, shared: bool = True) -> list[list[int]]:
-    return [[plan.participant.steps for plan in chunk] for chunk in chunks_that_pay(plans(steps, shared), most)]
+def groups(sizes: Sequence[int], most: int = 128, shared: bool = True, numel: int = 610) -> list[list[int]]:
+    chunks = chunks_that_pay(plans(sizes, shared), most, numel)
+    return [[plan.participant.size for plan in chunk] for chunk in chunks]
 
 
 def test_many_clients_with_as_many_steps_are_run_at_once() -> None:
-    assert groups([5] * 20) == [[5] * 20]
+    assert groups([50] * 20) == [[50] * 20]
 
 
 def test_no_more_than_the_most() -> None:
-    assert groups([5] * 20, most=8) == [[5] * 8, [5] * 8, [5], [5], [5], [5]]
+    assert groups([50] * 20, most=8) == [[50] * 8, [50] * 8, [50] * 4]
 
 
 def test_a_client_with_many_more_steps_is_run_alone() -> None:
-    assert groups([5] * 30 + [900]) == [[900], [5] * 30]
+    assert groups([50] * 30 + [9000]) == [[9000], [50] * 30]
 
 
-def test_a_few_clients_are_run_one_by_one() -> None:
-    assert groups([50, 50, 40]) == [[50], [50], [40]]
+def test_a_few_clients_with_work_of_different_length_are_run_one_by_one() -> None:
+    assert groups([105, 87, 20]) == [[105], [87], [20]]
+
+
+def test_clients_are_sorted_by_the_steps_that_they_can_share() -> None:
+    assert groups([91, 95, 100, 30] * 5) == [[100] * 5 + [95] * 5 + [91] * 5 + [30] * 5]
+
+
+def test_large_models_gain_less() -> None:
+    assert len(groups([205, 195] * 2, numel=610)) == 1
+    assert groups([205, 195] * 2, numel=100_000) == [[205], [205], [195], [195]]
 
 
 def test_clients_without_tensors_in_common_are_run_at_once_for_a_few_steps_only() -> None:
-    assert groups([1] * 20, shared=False) == [[1] * 20]
-    assert groups([50] * 20, shared=False) == [[50]] * 20
+    assert groups([10] * 20, shared=False) == [[10] * 20]
+    assert groups([500] * 20, shared=False) == [[500]] * 20
 
 
-@given(st.lists(st.integers(0, 400), max_size=40), st.integers(2, 50))
-def test_every_client_is_in_one_group_of_at_most_so_many(steps: list[int], most: int) -> None:
-    found = [[plan.participant.index for plan in chunk] for chunk in chunks_that_pay(plans(steps), most)]
-    assert sorted(i for chunk in found for i in chunk) == list(range(len(steps)))
+@given(st.lists(st.integers(1, 4000), max_size=40), st.integers(2, 50))
+def test_every_client_is_in_one_group_of_at_most_so_many(sizes: list[int], most: int) -> None:
+    found = [[plan.participant.index for plan in chunk] for chunk in chunks_that_pay(plans(sizes), most, 1000)]
+    assert sorted(i for chunk in found for i in chunk) == list(range(len(sizes)))
     assert all(1 <= len(chunk) <= most for chunk in found)
 
 

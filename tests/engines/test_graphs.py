@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lightning_fed.engines.graphs import StepGraphs, same, simplify, split_step, use_bindings, use_onednn
+from lightning_fed.engines.graphs import StepGraphs, same, split_step, use_bindings, use_onednn
+from lightning_fed.engines.simplify import simplify
 
 W, B = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
 X = torch.randn(5, 4, dtype=torch.float64)
@@ -18,7 +19,7 @@ RATE = -0.1
 
 def split(function: Callable[..., list[Tensor]], constants: Sequence[Tensor] = ()) -> tuple[StepGraphs, fx.GraphModule]:
     module = make_fx(function)(W, B, X, *constants)
-    simplify(module.graph)
+    simplify(module)
     graphs = split_step(module.graph, 2, len(constants))
     assert graphs is not None
     return graphs, module

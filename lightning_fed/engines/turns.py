@@ -1,0 +1,65 @@
+"""The order in which the clients of a chunk take their steps on a CPU, where they do not wait for each other."""
+
+from collections.abc import Iterator
+
+from lightning_fed.data.batches import TensorBatches
+from lightning_fed.engines.chunk_batches import BatchGroup, SharedTensors
+from lightning_fed.engines.plan import WorkPlan
+
+__all__ = ["full_batches", "full_size_of", "pieces", "turns"]
+
+_COUNTS = (128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)  # of clients that step at once: each takes its own trace
+
+
+def full_batches(plan: WorkPlan) -> int:
+    """Return how many of a client's batches have the full number of examples."""
+    return sum(min(length, plan.batches.size // full_size_of(plan)) for length in plan.epochs)
+
+
+def full_size_of(plan: WorkPlan) -> int:
+    """Return the number of examples in a client's full batches."""
+    assert isinstance(plan.batches, TensorBatches)
+    return plan.batches.settings.batch_size
+
+
+def pieces(active: int, everybody: int) -> Iterator[slice]:
+    """Yield the clients at work in groups of few different sizes; all of a chunk are one group.
+
+    Args:
+        active: How many are at work, the first of the chunk.
+        everybody: How many the chunk has.
+    """
+    start = 0
+    while start < active:
+        count = active if active == everybody else next(n for n in _COUNTS if n <= active - start)
+        yield slice(start, start + count)
+        start += count
+
+
+def turns(batches: SharedTensors, size: int) -> Iterator[tuple[slice, BatchGroup]]:
+    """Yield the clients' steps: on full batches many at once, on each smaller one its client alone, as it comes to it.
+
+    Every client takes its own steps in order; who is ahead of whom makes no difference to what it arrives at.
+
+    Args:
+        batches: The batches of clients that are sorted by :func:`full_batches`, those with the most first.
+        size: The examples in a full batch.
+
+    Yields:
+        The rows of the clients that take a step, and their batches.
+    """
+    rows = batches.rows
+    at = [0] * len(rows)  # the next batch of each
+    active = len(rows)
+    while True:
+        for client, of_client in enumerate(rows[:active]):
+            while at[client] < len(of_client) and len(of_client[at[client]][1]) < size:
+                yield slice(client, client + 1), batches.alone(client, at[client])
+                at[client] += 1
+        while active and at[active - 1] == len(rows[active - 1]):
+            active -= 1
+        if not active:
+            return
+        for piece in pieces(active, len(rows)):
+            yield piece, batches.together(piece, at)
+        at[:active] = [k + 1 for k in at[:active]]
