@@ -57,7 +57,7 @@ def _processes(problem: Problem, module: "Module") -> int:
     """Return one process per core; one in all where a round is over sooner than several have agreed on it."""
     examples = problem.workload.cohort * len(problem.x) // problem.num_clients
     work = sum(p.numel() for p in module.parameters()) * examples * problem.workload.epochs
-    return min(usable_cores(), problem.workload.cohort, 1 + work // 10**7)
+    return min(usable_cores(), problem.workload.cohort, 1 + work // 10**5)
 
 
 class Module(pl.LightningModule):

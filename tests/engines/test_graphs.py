@@ -97,7 +97,7 @@ def targets(graph: fx.Graph) -> list[str]:
 def test_products_are_added_without_being_formed_and_constants_only_once() -> None:
     graphs, _ = split(svrg, C)
     step = targets(graphs.step)
-    assert step.count("addmm_.default") == 2
+    assert step.count("addmm_.default") == 1
     assert "mm.default" not in step
     assert "sub.Tensor" not in step
     assert "mul.Tensor" in targets(graphs.once)
@@ -140,6 +140,61 @@ def test_traces_are_the_same_unless_a_size_is_part_of_them() -> None:
         assert not same(trace(function, 5), trace(function, 2))
 
 
+def test_gradients_of_one_input_at_two_points_are_one_product() -> None:
+    graphs, _ = split(svrg, C)
+    assert sum(node.target is torch.ops.aten.addmm_.default for node in graphs.step.nodes) == 1
+
+    def other_side(w: Tensor, b: Tensor, x: Tensor) -> list[Tensor]:
+        z = torch.addmm(b, x, w.t())
+        return [2.0 * (z.t() @ x) - 0.5 * (z.t() @ x.square()) + 3.0 * (z.relu().t() @ x), z.sum(0)]
+
+    graphs, _ = split(other_side)  # the first two have the left side in common, the third one none with these
+    assert sum(node.target is torch.ops.aten.addmm_.default for node in graphs.step.nodes) == 2
+    for found, start, direction in zip(moved(other_side), (W, B), other_side(W, B, X), strict=True):
+        torch.testing.assert_close(found, start + RATE * direction, rtol=1e-12, atol=1e-12)
+
+
+def test_a_logged_parameter_is_read_before_it_moves() -> None:
+    def logs(w: Tensor, b: Tensor, x: Tensor) -> list[Tensor]:
+        return [*forward(w, b, x), b.sum(), b, w[0].detach(), w.view(-1)]
+
+    graphs, module = split(logs)
+    w, b = W.clone(), B.clone()
+    found = fx.GraphModule(module, graphs.step)(w, b, X, RATE)
+    assert not torch.equal(w, W)
+    for value, expected in zip(found, (B.sum(), B, W[0], W.view(-1)), strict=True):
+        assert torch.equal(value, expected)
+
+
+def test_what_is_computed_twice_is_computed_once() -> None:
+    def twice(x: Tensor, y: Tensor) -> list[Tensor]:
+        ones = torch.ones_like(x.sum()) * 1
+        same = [(x * y).exp() + 1, (x * y).exp() + 1.0, (x * y).exp() + ones]
+        return [*same, x.clone() + x.view(3, 4).detach(), torch.where(x > 0, x, torch.tensor(0.0, dtype=x.dtype))]
+
+    x, y = torch.randn(2, 3, 4, dtype=torch.float64)
+    module = make_fx(twice)(x, y)
+    expected = twice(x, y)
+    simplify(module)
+    module.recompile()
+    targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    assert targets.count(torch.ops.aten.exp.default) == targets.count(torch.ops.aten.mul.Tensor) == 1
+    assert torch.ops.aten.ones_like.default not in targets
+    assert all(torch.equal(a, b) for a, b in zip(module(x, y), expected, strict=True))
+
+
+def test_a_trace_that_writes_keeps_its_copies() -> None:
+    def writes(x: Tensor) -> list[Tensor]:
+        before, kept = x.exp().clone(), x.exp()
+        return [kept.add_(1.0), x.exp(), before]
+
+    x = torch.randn(4)
+    module = make_fx(writes)(x)
+    simplify(module)
+    module.recompile()
+    assert all(torch.equal(a, b) for a, b in zip(module(x), writes(x), strict=True))
+
+
 def relus(x: Tensor, w: Tensor, b: Tensor, v: Tensor, c: Tensor) -> list[Tensor]:
     z = torch.addmm(b, x, w.t())
     return [torch.addmm(c, torch.relu(z), v.t()), torch.relu(torch.addmm(b, x, w.t())), z]
@@ -159,3 +214,44 @@ def test_onednn_takes_large_layers_in_float32_and_gives_the_same(width, dtype, l
     if layers:  # one of them feeds a ReLU alone, the other one is asked for itself
         assert module.code.count("'relu'") == 1
     torch.testing.assert_close(module(*tensors), expected)
+
+
+@pytest.mark.parametrize("examples", [20, 100])
+@pytest.mark.parametrize("beta", [1, 0.5])
+def test_gradients_of_weights_over_many_examples_go_through_onednn(
+    examples: int, beta: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_fed.engines.graphs._is_amd", lambda: True)
+
+    def step(w: Tensor, x: Tensor, g: Tensor) -> Tensor:
+        return torch.ops.aten.addmm_.default(w, g.t(), x, beta=beta, alpha=-0.1)
+
+    w, x, g = 0.1 * torch.randn(64, 512), torch.randn(examples, 512), torch.randn(examples, 64)
+    module = make_fx(step)(w.clone(), x, g)
+    expected = step(w.clone(), x, g)
+    use_onednn(module.graph)
+    module.recompile()
+    assert "_add_product" in module.code
+    torch.testing.assert_close(module(w.clone(), x, g), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_do_not_change_go_through_onednn_as_they_lie() -> None:
+    """The anchor's weights reach a step transposed, as constants."""
+
+    def at_anchor(w: Tensor, b: Tensor, x: Tensor, v: Tensor) -> list[Tensor]:
+        grads = torch.addmm(b, x, w.t())
+        anchor = torch.addmm(b, x, v.t())
+        return [(grads - anchor).t() @ x, (grads - anchor).sum(0), grads.sum()]
+
+    w, b, x, v = 0.1 * torch.randn(64, 512), torch.zeros(64), torch.randn(20, 512), 0.1 * torch.randn(64, 512)
+    module = make_fx(at_anchor)(w, b, x, v)
+    simplify(module)
+    graphs = split_step(module.graph, 2, 1)
+    assert graphs is not None
+    use_onednn(graphs.step)
+    step = fx.GraphModule(module, graphs.step)
+    assert step.code.count("_linear_pointwise") == 2
+    moved_w, moved_b = w.clone(), b.clone()
+    step(moved_w, moved_b, x, *fx.GraphModule(module, graphs.once)(v)[2:], -0.1)
+    for found, start, direction in zip((moved_w, moved_b), (w, b), at_anchor(w, b, x, v), strict=False):
+        torch.testing.assert_close(found, start - 0.1 * direction, rtol=1e-5, atol=1e-4)
