@@ -152,18 +152,15 @@ class BoundSteps:
     def _trace(self, leaves: Sequence[Tensor], spec: Any, examples: int) -> TracedStep | None:
         """Return the graph for batches such as these, if there is one.
 
-        What is traced is a function of the step alone: full batches; smaller ones that all clients of a chunk have
-        together; and those of a single client, where the graph is the same for every number of examples.
+        What is traced is a function of the step alone: full batches; smaller ones that several clients have at once;
+        and those of a single client, where the graph is the same for every number of examples.
         """
         full = self._steps.batch_size
         if full is None or examples > full:
             return None
         key = ("step", spec, self._constants.key)
-        if examples == full:
+        if examples == full or not self.alone:
             return self._get((*key, *kinds(leaves)), leaves, spec)
-        if not self.alone:
-            everybody = self._work.active == len(self._work.y)
-            return self._get((*key, *kinds(leaves)), leaves, spec) if everybody else None
         if min(examples, full - 1) < 2 or any(len(leaf) != examples for leaf in leaves):
             return None
         whole = resized(leaves, full)

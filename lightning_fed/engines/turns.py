@@ -8,7 +8,8 @@ from lightning_fed.engines.plan import WorkPlan
 
 __all__ = ["full_batches", "full_size_of", "pieces", "turns"]
 
-_COUNTS = (128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)  # of clients that step at once: each takes its own trace
+_COUNTS = (128, 100, 80, 64, 50, 40, 32, 25, 20, 16, 12, 10, 8, 6, 5, 4, 3, 2, 1)
+"""Of clients that step at once: each number takes a trace of its own, and cohorts are often round numbers."""
 
 
 def full_batches(plan: WorkPlan) -> int:
@@ -22,16 +23,11 @@ def full_size_of(plan: WorkPlan) -> int:
     return plan.batches.settings.batch_size
 
 
-def pieces(active: int, everybody: int) -> Iterator[slice]:
-    """Yield the clients at work in groups of few different sizes; all of a chunk are one group.
-
-    Args:
-        active: How many are at work, the first of the chunk.
-        everybody: How many the chunk has.
-    """
+def pieces(active: int) -> Iterator[slice]:
+    """Yield the clients at work, the first ones of a chunk, in groups of few different sizes."""
     start = 0
     while start < active:
-        count = active if active == everybody else next(n for n in _COUNTS if n <= active - start)
+        count = next(n for n in _COUNTS if n <= active - start)
         yield slice(start, start + count)
         start += count
 
@@ -39,7 +35,8 @@ def pieces(active: int, everybody: int) -> Iterator[slice]:
 def turns(batches: SharedTensors, size: int) -> Iterator[tuple[slice, BatchGroup]]:
     """Yield the clients' steps: on full batches many at once, on each smaller one its client alone, as it comes to it.
 
-    Every client takes its own steps in order; who is ahead of whom makes no difference to what it arrives at.
+    Every client takes its own steps in order; who is ahead of whom makes no difference to what it arrives at. Clients
+    whose batches are alike all through take the smaller ones at once too.
 
     Args:
         batches: The batches of clients that are sorted by :func:`full_batches`, those with the most first.
@@ -51,15 +48,17 @@ def turns(batches: SharedTensors, size: int) -> Iterator[tuple[slice, BatchGroup
     rows = batches.rows
     at = [0] * len(rows)  # the next batch of each
     active = len(rows)
+    sizes = [[len(batch) for _, batch in of_client] for of_client in rows]
+    are_alike = all(own == sizes[0] for own in sizes)
     while True:
-        for client, of_client in enumerate(rows[:active]):
-            while at[client] < len(of_client) and len(of_client[at[client]][1]) < size:
+        for client, own in enumerate(sizes[:active] if not are_alike else ()):
+            while at[client] < len(own) and own[at[client]] < size:
                 yield slice(client, client + 1), batches.alone(client, at[client])
                 at[client] += 1
         while active and at[active - 1] == len(rows[active - 1]):
             active -= 1
         if not active:
             return
-        for piece in pieces(active, len(rows)):
+        for piece in pieces(active):
             yield piece, batches.together(piece, at)
         at[:active] = [k + 1 for k in at[:active]]

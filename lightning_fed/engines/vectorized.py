@@ -12,31 +12,28 @@ from torch import Tensor
 
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
-from lightning_fed.core.seeds import Purpose, capture_random_state, derive_seed, generator, seed_global
+from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import State, Vector
 from lightning_fed.data.batches import ClientBatches, TensorBatches
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs
 from lightning_fed.engines.chunk_batches import (
-    BatchGroup,
-    ChunkBatches,
-    SharedTensors,
     chunk_batches,
     has_transfer_hooks,
     on_device,
 )
 from lightning_fed.engines.chunk_means import ChunkMeans, LoggedMean
-from lightning_fed.engines.chunking import chunks_that_pay, share_tensors
+from lightning_fed.engines.chunking import chunks_that_pay
 from lightning_fed.engines.faults import fault_of
 from lightning_fed.engines.full_gradients import FullGradients
 from lightning_fed.engines.functional import FunctionalStep
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.hooks import overridden_hooks
-from lightning_fed.engines.local_steps import BoundSteps, LocalSteps
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.resident import ResidentData
 from lightning_fed.engines.stacked import ELEMENTWISE, Clipping, Stack, StackedWork
+from lightning_fed.engines.stepping import Stepping, is_rows
 from lightning_fed.engines.trial import Trial
-from lightning_fed.engines.turns import full_batches, full_size_of, turns
+from lightning_fed.engines.turns import full_batches
 
 __all__ = ["VectorizedEngine"]
 
@@ -61,11 +58,10 @@ class VectorizedEngine(Engine):
         self.chunk_size = chunk_size or _chunk_size(self.flat.y)
         self.where_it_pays = where_it_pays
         self.step = FunctionalStep(self.trainer, self.flat)
-        self.steps = LocalSteps(self.step, self.algorithm, self.trainer.datamodule.batch_size)
         self.full = FullGradients(self.step)
         self.resident = ResidentData(self.flat.y.device)
+        self.stepping = Stepping(self, self.step, self.resident)
         self._row: tuple[ChunkResult, int] | None = None
-        self._steps_taken: int | None = None  # by the clients at work
         self._stack: Stack | None = None
         self._logged: dict[str, LoggedMean] = {}
 
@@ -105,7 +101,8 @@ class VectorizedEngine(Engine):
         """Train the clients of a chunk and return what they send."""
         started = time.perf_counter()
         self._row = None
-        in_turns = self._steps_in_turns(plans)
+        clip = self._clipping()
+        in_turns = self.stepping.takes_turns(plans, clip)
         lengths = [full_batches(plan) if in_turns else plan.participant.steps for plan in plans]
         order = sorted(range(len(plans)), key=lambda i: -lengths[i])
         back = sorted(range(len(plans)), key=order.__getitem__)
@@ -122,12 +119,11 @@ class VectorizedEngine(Engine):
                 self._stack_for(len(plans)),
                 [plan.participant.size for plan in sorted_plans],
                 [plan.participant.steps for plan in sorted_plans],
-                self._clipping(),
+                clip,
                 self.step.unused,
             )
             means = ChunkMeans(len(plans))
-            self._train(inputs, sorted_plans, work, means, in_turns)
-            self._steps_taken = None
+            self.stepping.run(inputs, sorted_plans, work, means, in_turns)
             delta, send, keep, sends_delta = work.finish()
         loss, metrics = means.of_clients(back)
         y, delta = in_order(work.y), in_order(delta)
@@ -158,86 +154,6 @@ class VectorizedEngine(Engine):
         if self._stack is None or len(self._stack.y) < count:
             self._stack = Stack(self.flat.layout, count, self.flat.y)
         return self._stack
-
-    def _steps_in_turns(self, plans: Sequence[WorkPlan]) -> bool:
-        """Whether clients step in turns (:mod:`lightning_fed.engines.turns`), and not all whenever one does.
-
-        That is faster on a CPU where they come to their smaller batches at different times: traced are full batches.
-        """
-        if len(plans) == 1 or self.flat.y.device.type != "cpu" or not self.steps.may_trace or self.step.is_random:
-            return False
-        if not StackedWork.plain_steps(self.algorithm, self.optimizer, self._clipping(), self.step.unused):
-            return False
-        if not share_tensors(plans) or has_transfer_hooks(self.trainer):
-            return False
-        if len({(plan.participant.size, plan.epochs) for plan in plans}) == 1:
-            return False  # nobody waits for anybody
-        return all(_is_rows(p.batches) and full_size_of(p) == self.trainer.datamodule.batch_size for p in plans)
-
-    def _train(
-        self, inputs: RoundInputs, plans: Sequence[WorkPlan], work: StackedWork, means: ChunkMeans, in_turns: bool
-    ) -> None:
-        device = self.flat.y.device
-        if self.step.is_random or not all(_is_rows(plan.batches) for plan in plans):
-            seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, plans[0].participant.index), device)
-        streams = [partial(generator, self.seed, Purpose.BATCHES, inputs.round, p.participant.index) for p in plans]
-        batches = chunk_batches(self.trainer, plans, streams, self.shuffle, self.step.reads_index, self.resident)
-        with self.step.recording(), torch.no_grad():
-            if in_turns:
-                assert isinstance(batches, SharedTensors)
-                self._take_turns(inputs, batches, work, means)
-            else:
-                self._step_together(inputs, [plan.participant.steps for plan in plans], batches, work, means)
-
-    def _step_together(
-        self,
-        inputs: RoundInputs,
-        steps: Sequence[int],
-        batches: ChunkBatches,
-        work: StackedWork,
-        means: ChunkMeans,
-    ) -> None:
-        """Take step k of all clients that have so many, then the next."""
-        anchor = self._anchor(inputs)
-        active, bound = 0, None
-        for k in range(steps[0]):
-            self._steps_taken = k
-            self.trainer._signal_connector.check()
-            now = active or len(steps)
-            while steps[now - 1] <= k:
-                now -= 1
-            if now != active:
-                active = now
-                work.narrow(active)
-                bound = self.steps.bind(work) if active in (1, len(steps)) else None
-            groups = batches.step(active)
-            if bound is None or not self._take_traced(bound, groups, means):
-                self._step(work, groups, anchor, means)
-
-    def _take_turns(self, inputs: RoundInputs, batches: SharedTensors, work: StackedWork, means: ChunkMeans) -> None:
-        """Take the clients' full batches at once, and their smaller ones client by client."""
-        anchor, size = self._anchor(inputs), self.trainer.datamodule.batch_size
-        bounds: dict[tuple[int, int], BoundSteps | None] = {}
-        for k, (rows, group) in enumerate(turns(batches, size)):
-            self._steps_taken = k
-            self.trainer._signal_connector.check()
-            at = (rows.stop - rows.start, rows.start)
-            work.narrow(*at)
-            if at not in bounds:
-                bounds[at] = self.steps.bind(work)
-            bound = bounds[at]
-            if bound is None or not self._take_traced(bound, [group], means):
-                self._step(work, [group], anchor, means)
-
-    def _take_traced(self, bound: BoundSteps, groups: Sequence[BatchGroup], means: ChunkMeans) -> bool:
-        """Take a step in one go, where there is a trace of it."""
-        if len(groups) > 1:
-            return False
-        (group,) = groups
-        found = bound.take(group)
-        if found is not None:
-            means.add(group, *found)
-        return found is not None
 
     def each_full_gradients(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan]
@@ -283,7 +199,7 @@ class VectorizedEngine(Engine):
         return super().gradient_at(point, batches, round, index)
 
     def _traces_gradients(self, batches: ClientBatches) -> bool:
-        return self.step.traces.allowed and not self.step.reads_index and _is_rows(batches)
+        return self.step.traces.allowed and not self.step.reads_index and is_rows(batches)
 
     def _add_decay(self, grads: Tensor, point: Vector) -> Tensor:
         """Add the gradient of coupled weight decay at a point [P] to gradients [..., P]."""
@@ -293,69 +209,6 @@ class VectorizedEngine(Engine):
             if decay:
                 part.add_(at, alpha=decay)
         return grads
-
-    def _anchor(self, inputs: RoundInputs) -> list[Tensor] | None:
-        name = self.algorithm.anchor_at
-        if name is None:
-            return None
-        return self.flat.layout.views(inputs.x if name == "x" else inputs.server[name])
-
-    def _step(
-        self, work: StackedWork, groups: Sequence[BatchGroup], anchor: list[Tensor] | None, means: ChunkMeans
-    ) -> None:
-        self.step.is_hot = self._recurs(work, groups)
-        if work.active == 1:
-            self._step_alone(work, groups[0], anchor, means)
-            return
-        grads: list[list[Tensor]] = []
-        anchors: list[list[Tensor]] = []
-        for group in groups:
-            views = work.views if isinstance(group.rows, slice) else [v[group.rows] for v in work.views]
-            restore = capture_random_state(self.flat.y.device) if anchor is not None and self.step.is_random else None
-            found, loss, logged = self.step.gradients(views, group.batch, group.batch_idx)
-            grads.append([g.reshape(len(g), -1) for g in found])
-            means.add(group, loss, logged)
-            if anchor is not None:
-                if restore is not None:
-                    restore()
-                anchors.append(self._anchor_gradients(anchor, group))
-        work.take_step(_scatter(groups, grads, work), _scatter(groups, anchors, work) if anchor is not None else None)
-
-    def _recurs(self, work: StackedWork, groups: Sequence[BatchGroup]) -> bool:
-        """Whether steps of this shape recur: full batches of one client, or of all clients of a chunk."""
-        everybody = work.active in (1, len(work.y))
-        full = len(groups) == 1 and groups[0].examples == self.trainer.datamodule.batch_size
-        return everybody and full and not self.step.reads_index
-
-    def _step_alone(self, work: StackedWork, group: BatchGroup, anchor: list[Tensor] | None, means: ChunkMeans) -> None:
-        restore = capture_random_state(self.flat.y.device) if anchor is not None and self.step.is_random else None
-        batch = group.first
-        grads, loss, logged = self.step.gradient_of_one(work.alone, batch, group.batch_idx)
-        means.add(group, loss, logged)
-        if work.takes_raw:
-            work.take_raw_step(grads)
-            return
-        if restore is not None:
-            restore()
-        anchors = None
-        if anchor is not None:
-            found, _, _ = self.step.gradient_of_one(anchor, batch, group.batch_idx)
-            anchors = self._with_decay(found, anchor, 1)
-        work.take_step([g.reshape(1, -1) for g in grads], anchors)
-
-    def _anchor_gradients(self, anchor: list[Tensor], group: BatchGroup) -> list[Tensor]:
-        """Return the gradients at the anchor on the same batches, coupled weight decay included."""
-        count = len(group.clients)
-        if self.step.is_random:  # as many draws, in the same order, as at the clients' own parameters
-            point = [v.expand(count, *v.shape) for v in anchor]
-            found, _, _ = self.step.gradients(point, group.batch, group.batch_idx)
-        else:
-            found, _, _ = self.step.gradients(anchor, group.batch, group.batch_idx, shared=True)
-        return self._with_decay(found, anchor, count)
-
-    def _with_decay(self, grads: Sequence[Tensor], anchor: Sequence[Tensor], count: int) -> list[Tensor]:
-        parts = zip(grads, anchor, self.optimizer.decay, strict=True)
-        return [(g.add(v, alpha=decay) if decay else g).reshape(count, -1) for g, v, decay in parts]
 
     def _clipping(self) -> Clipping | None:
         trainer = self.trainer
@@ -381,8 +234,7 @@ class VectorizedEngine(Engine):
 
     def abandon(self) -> int | None:
         """End the local work of clients that failed; return the local steps they had taken, None if at none."""
-        taken, self._steps_taken = self._steps_taken, None
-        return taken
+        return self.stepping.abandon()
 
     def undo_point(self) -> Callable[[], None]:
         """Return a function that takes back what clients log from here on, and tidies up after one that failed."""
@@ -423,22 +275,6 @@ class _Reorder:
         if value.data_ptr() not in self._moved:
             self._moved[value.data_ptr()] = value[self._back]
         return self._moved[value.data_ptr()]
-
-
-def _scatter(groups: Sequence[BatchGroup], parts: Sequence[Sequence[Tensor]], work: StackedWork) -> Sequence[Tensor]:
-    """Bring the groups' gradients [n, n_p] into the clients' order."""
-    if len(groups) == 1:
-        return parts[0]
-    out = [torch.empty_like(column) for column in work.columns]
-    for group, columns in zip(groups, parts, strict=True):
-        for whole, part in zip(out, columns, strict=True):
-            whole[group.rows] = part
-    return out
-
-
-def _is_rows(batches: ClientBatches) -> bool:
-    """Whether a batch is nothing but rows of tensors, which takes no randomness but the order's."""
-    return isinstance(batches, TensorBatches) and batches.is_plain
 
 
 def _stack(states: Sequence[State]) -> State:

@@ -8,6 +8,7 @@ import mmap
 import os
 import select
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,6 +48,7 @@ class SharedMemory:
         self._alive = {r: os.pidfd_open(pid) for r, pid in enumerate(pids) if r != rank}
         self._maps: dict[tuple[int, int], Tensor] = {}
         self._done = 0
+        weakref.finalize(self, _close, [*self._alive.values(), *(file for pair in files for file in pair)])
 
     @staticmethod
     def open(rank: int, size: int, timeout: float) -> "SharedMemory | None":
@@ -70,16 +72,11 @@ class SharedMemory:
                 found = SharedMemory(rank, [pid for _, pid, _ in offers], files, timeout)
             except OSError:
                 found = None
+        if found is None:
+            _close(own)
         answers = [False] * size
         dist.all_gather_object(answers, found is not None)
         return found if all(answers) else None
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._maps.clear()
-        for file in (*self._alive.values(), *(file for pair in self._files for file in pair)):
-            os.close(file)
-        self._alive, self._files = {}, []
 
     def gather(self, message: Tensor) -> list[Tensor]:
         """Return everybody's bytes, in the order of ranks.
@@ -191,6 +188,11 @@ def _offer() -> list[int]:
 def _opened(pid: int, files: Sequence[int]) -> list[int]:
     """Open the files that another process has open."""
     return [os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR) for file in files]
+
+
+def _close(files: Sequence[int]) -> None:
+    for file in files:
+        os.close(file)
 
 
 def _machine() -> str:

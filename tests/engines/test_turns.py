@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
-from lightning_fed.engines import vectorized
+from lightning_fed.engines import stepping
 from lightning_fed.engines.turns import _COUNTS, pieces, turns
 from lightning_fed.server import SystemsHeterogeneity
 from tests.helpers.engines import Ordinary, Record, assert_agree, run, state_of
@@ -52,7 +52,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
             found.append((rows.stop - rows.start, rows.start))
             yield rows, group
 
-    monkeypatch.setattr(vectorized, "turns", noted)
+    monkeypatch.setattr(stepping, "turns", noted)
     return found
 
 
@@ -64,7 +64,7 @@ def test_every_method_agrees_with_the_sequential_engine(name: str, taken: list[A
     at_once = run("vectorized", make, **options)
     assert_agree(run("sequential", make, **options), at_once)
     engine = at_once.fit_loop._engine
-    assert bool(taken) == vectorized.StackedWork.plain_steps(engine.algorithm, engine.optimizer, None, frozenset())
+    assert bool(taken) == stepping.StackedWork.plain_steps(engine.algorithm, engine.optimizer, None, frozenset())
 
 
 @pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(), Mime(SGDm())], ids=["FedAvg", "Scaffold", "Mime"])
@@ -92,10 +92,10 @@ def test_work_of_any_length_agrees(algorithm: Any, options: Any, taken: list[Any
     [partial(cut, (16,) * 6), partial(cut, (7,) * 6)],
     ids=["full batches", "a smaller one each"],
 )
-def test_clients_with_as_many_examples_step_together(datamodule: Any, taken: list[Any]) -> None:
+def test_clients_with_as_many_examples_take_every_step_together(datamodule: Any, taken: list[Any]) -> None:
     options = {"datamodule": datamodule, "algorithm": Scaffold(), "local_epochs": 2}
     assert_agree(run("sequential", **options), run("vectorized", **options))
-    assert not taken
+    assert set(taken) == {(4, 0)}
 
 
 def test_with_drop_last_no_client_has_a_batch_of_its_own_but_the_small_ones(taken: list[Any]) -> None:
@@ -160,12 +160,11 @@ def test_a_client_that_fails_is_named_and_left_out(taken: list[Any]) -> None:
     assert taken
 
 
-@given(st.integers(1, 300), st.integers(0, 300))
-def test_pieces_hold_all_clients_at_work_in_few_sizes(everybody: int, gone: int) -> None:
-    active = max(0, everybody - gone)
-    found = list(pieces(active, everybody))
+@given(st.integers(0, 500))
+def test_pieces_hold_all_clients_at_work_in_few_sizes(active: int) -> None:
+    found = list(pieces(active))
     assert [row for piece in found for row in range(piece.start, piece.stop)] == list(range(active))
-    assert found == [slice(0, everybody)] or {piece.stop - piece.start for piece in found} <= set(_COUNTS)
+    assert {piece.stop - piece.start for piece in found} <= set(_COUNTS)
 
 
 @given(st.lists(st.lists(st.integers(1, 5), max_size=8), min_size=1, max_size=6))
@@ -180,7 +179,8 @@ def test_everybody_takes_every_step_once_and_in_order(batches: list[list[int]]) 
             return {client: k}
 
         def together(self, clients: slice, at: Sequence[int]) -> Any:
-            assert all(batches[c][at[c]] == full for c in range(clients.start, clients.stop))
+            sizes = {batches[c][at[c]] for c in range(clients.start, clients.stop)}
+            assert sizes == {full} or all(own == batches[0] for own in batches)
             return {c: at[c] for c in range(clients.start, clients.stop)}
 
     found: list[list[int]] = [[] for _ in batches]

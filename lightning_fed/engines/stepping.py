@@ -1,0 +1,222 @@
+"""The local steps of the clients of a chunk: traced where they can be, and in an order that lets them be."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_fed.core.seeds import Purpose, capture_random_state, derive_seed, generator, seed_global
+from lightning_fed.data.batches import ClientBatches, TensorBatches
+from lightning_fed.engines.base import Engine, RoundInputs
+from lightning_fed.engines.chunk_batches import (
+    BatchGroup,
+    ChunkBatches,
+    SharedTensors,
+    chunk_batches,
+    has_transfer_hooks,
+)
+from lightning_fed.engines.chunk_means import ChunkMeans
+from lightning_fed.engines.chunking import share_tensors
+from lightning_fed.engines.functional import FunctionalStep
+from lightning_fed.engines.local_steps import BoundSteps, LocalSteps
+from lightning_fed.engines.plan import WorkPlan
+from lightning_fed.engines.resident import ResidentData
+from lightning_fed.engines.stacked import Clipping, StackedWork
+from lightning_fed.engines.turns import full_size_of, turns
+
+__all__ = ["Stepping", "is_rows"]
+
+
+class Stepping:
+    """Takes the local steps of the clients of a chunk.
+
+    Args:
+        engine: The engine that runs them.
+        step: The module's step.
+        resident: The data on the device.
+    """
+
+    def __init__(self, engine: Engine, step: FunctionalStep, resident: ResidentData) -> None:
+        self.trainer, self.algorithm, self.optimizer = engine.trainer, engine.algorithm, engine.optimizer
+        self.seed, self.shuffle, self.layout = engine.seed, engine.shuffle, engine.flat.layout
+        self.device, self.step, self.resident = engine.flat.y.device, step, resident
+        self.batch_size: int | None = self.trainer.datamodule.batch_size
+        self.steps = LocalSteps(step, self.algorithm, self.batch_size)
+        self._taken: int | None = None  # steps of the clients at work
+
+    def takes_turns(self, plans: Sequence[WorkPlan], clip: Clipping | None) -> bool:
+        """Whether clients step in turns (:mod:`lightning_fed.engines.turns`), and not all whenever one does.
+
+        That is faster on a CPU where they come to their smaller batches at different times: traced are full batches.
+
+        Args:
+            plans: The clients' work.
+            clip: How gradients are clipped, if they are.
+        """
+        if len(plans) == 1 or self.device.type != "cpu" or not self.steps.may_trace or self.step.is_random:
+            return False
+        if not StackedWork.plain_steps(self.algorithm, self.optimizer, clip, self.step.unused):
+            return False
+        if not share_tensors(plans) or has_transfer_hooks(self.trainer):
+            return False
+        return all(is_rows(p.batches) and full_size_of(p) == self.batch_size for p in plans)
+
+    def run(
+        self, inputs: RoundInputs, plans: Sequence[WorkPlan], work: StackedWork, means: ChunkMeans, in_turns: bool
+    ) -> None:
+        """Take all steps of the clients of a chunk.
+
+        Args:
+            inputs: What the server hands out.
+            plans: The clients' work, those with the most steps, or with the most full batches in turns, first.
+            work: Their parameters and states.
+            means: Takes their losses, and what they log.
+            in_turns: Whether they step in turns.
+        """
+        if self.step.is_random or not all(is_rows(plan.batches) for plan in plans):
+            seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, plans[0].participant.index), self.device)
+        streams = [partial(generator, self.seed, Purpose.BATCHES, inputs.round, p.participant.index) for p in plans]
+        batches = chunk_batches(self.trainer, plans, streams, self.shuffle, self.step.reads_index, self.resident)
+        with self.step.recording(), torch.no_grad():
+            if in_turns:
+                assert isinstance(batches, SharedTensors)
+                self._take_turns(inputs, batches, work, means)
+            else:
+                self._step_together(inputs, [plan.participant.steps for plan in plans], batches, work, means)
+        self._taken = None
+
+    def abandon(self) -> int | None:
+        """Forget the clients at work; return the local steps they had taken, None if nobody is."""
+        taken, self._taken = self._taken, None
+        return taken
+
+    def _step_together(
+        self,
+        inputs: RoundInputs,
+        steps: Sequence[int],
+        batches: ChunkBatches,
+        work: StackedWork,
+        means: ChunkMeans,
+    ) -> None:
+        """Take step k of all clients that have so many, then the next."""
+        anchor = self._anchor(inputs)
+        active, bound = 0, None
+        for k in range(steps[0]):
+            self._taken = k
+            self.trainer._signal_connector.check()
+            now = active or len(steps)
+            while steps[now - 1] <= k:
+                now -= 1
+            if now != active:
+                active = now
+                work.narrow(active)
+                bound = self.steps.bind(work) if active in (1, len(steps)) else None
+            groups = batches.step(active)
+            if bound is None or not self._take_traced(bound, groups, means):
+                self._step(work, groups, anchor, means)
+
+    def _take_turns(self, inputs: RoundInputs, batches: SharedTensors, work: StackedWork, means: ChunkMeans) -> None:
+        """Take the clients' full batches at once, and their smaller ones client by client."""
+        anchor, size = self._anchor(inputs), self.batch_size
+        assert size is not None
+        bounds: dict[tuple[int, int], BoundSteps | None] = {}
+        for k, (rows, group) in enumerate(turns(batches, size)):
+            self._taken = k
+            self.trainer._signal_connector.check()
+            at = (rows.stop - rows.start, rows.start)
+            work.narrow(*at)
+            if at not in bounds:
+                bounds[at] = self.steps.bind(work)
+            bound = bounds[at]
+            if bound is None or not self._take_traced(bound, [group], means):
+                self._step(work, [group], anchor, means)
+
+    def _take_traced(self, bound: BoundSteps, groups: Sequence[BatchGroup], means: ChunkMeans) -> bool:
+        """Take a step in one go, where there is a trace of it."""
+        if len(groups) > 1:
+            return False
+        (group,) = groups
+        found = bound.take(group)
+        if found is not None:
+            means.add(group, *found)
+        return found is not None
+
+    def _anchor(self, inputs: RoundInputs) -> list[Tensor] | None:
+        name = self.algorithm.anchor_at
+        if name is None:
+            return None
+        return self.layout.views(inputs.x if name == "x" else inputs.server[name])
+
+    def _step(
+        self, work: StackedWork, groups: Sequence[BatchGroup], anchor: list[Tensor] | None, means: ChunkMeans
+    ) -> None:
+        self.step.is_hot = self._recurs(work, groups)
+        if work.active == 1:
+            self._step_alone(work, groups[0], anchor, means)
+            return
+        grads: list[list[Tensor]] = []
+        anchors: list[list[Tensor]] = []
+        for group in groups:
+            views = work.views if isinstance(group.rows, slice) else [v[group.rows] for v in work.views]
+            restore = capture_random_state(self.device) if anchor is not None and self.step.is_random else None
+            found, loss, logged = self.step.gradients(views, group.batch, group.batch_idx)
+            grads.append([g.reshape(len(g), -1) for g in found])
+            means.add(group, loss, logged)
+            if anchor is not None:
+                if restore is not None:
+                    restore()
+                anchors.append(self._anchor_gradients(anchor, group))
+        work.take_step(_scatter(groups, grads, work), _scatter(groups, anchors, work) if anchor is not None else None)
+
+    def _recurs(self, work: StackedWork, groups: Sequence[BatchGroup]) -> bool:
+        """Whether steps of this shape recur: full batches of one client, or of all clients of a chunk."""
+        everybody = work.active in (1, len(work.y))
+        full = len(groups) == 1 and groups[0].examples == self.batch_size
+        return everybody and full and not self.step.reads_index
+
+    def _step_alone(self, work: StackedWork, group: BatchGroup, anchor: list[Tensor] | None, means: ChunkMeans) -> None:
+        restore = capture_random_state(self.device) if anchor is not None and self.step.is_random else None
+        batch = group.first
+        grads, loss, logged = self.step.gradient_of_one(work.alone, batch, group.batch_idx)
+        means.add(group, loss, logged)
+        if work.takes_raw:
+            work.take_raw_step(grads)
+            return
+        if restore is not None:
+            restore()
+        anchors = None
+        if anchor is not None:
+            found, _, _ = self.step.gradient_of_one(anchor, batch, group.batch_idx)
+            anchors = self._with_decay(found, anchor, 1)
+        work.take_step([g.reshape(1, -1) for g in grads], anchors)
+
+    def _anchor_gradients(self, anchor: list[Tensor], group: BatchGroup) -> list[Tensor]:
+        """Return the gradients at the anchor on the same batches, coupled weight decay included."""
+        count = len(group.clients)
+        if self.step.is_random:  # as many draws, in the same order, as at the clients' own parameters
+            point = [v.expand(count, *v.shape) for v in anchor]
+            found, _, _ = self.step.gradients(point, group.batch, group.batch_idx)
+        else:
+            found, _, _ = self.step.gradients(anchor, group.batch, group.batch_idx, shared=True)
+        return self._with_decay(found, anchor, count)
+
+    def _with_decay(self, grads: Sequence[Tensor], anchor: Sequence[Tensor], count: int) -> list[Tensor]:
+        parts = zip(grads, anchor, self.optimizer.decay, strict=True)
+        return [(g.add(v, alpha=decay) if decay else g).reshape(count, -1) for g, v, decay in parts]
+
+
+def _scatter(groups: Sequence[BatchGroup], parts: Sequence[Sequence[Tensor]], work: StackedWork) -> Sequence[Tensor]:
+    """Bring the groups' gradients [n, n_p] into the clients' order."""
+    if len(groups) == 1:
+        return parts[0]
+    out = [torch.empty_like(column) for column in work.columns]
+    for group, columns in zip(groups, parts, strict=True):
+        for whole, part in zip(out, columns, strict=True):
+            whole[group.rows] = part
+    return out
+
+
+def is_rows(batches: ClientBatches) -> bool:
+    """Whether a batch is nothing but rows of tensors, which takes no randomness but the order's."""
+    return isinstance(batches, TensorBatches) and batches.is_plain
