@@ -159,10 +159,14 @@ class SharedMemory:
                 interrupt = error  # the others count on this process until the exchange is over
             gone = self._is_gone(rank)
             if (gone or waited > self.timeout) and os.pread(file, _NUMBER, 0) != expected:
+                what = (
+                    f"Process {rank} (pid {self._pids[rank]}) has ended while process {self.rank} waited for it."
+                    if gone
+                    else f"Process {self.rank} has waited {waited:.0f} s for process {rank}, and"
+                    " ClientsStrategy(timeout=...) says to wait no longer."
+                )
                 raise FederatedError(
-                    f"Process {rank} (pid {self._pids[rank]}) {'has ended' if gone else 'has not come'} while process"
-                    f" {self.rank} waited for it for {waited:.0f} s. What it printed last says why; with a checkpoint"
-                    " the run goes on from there. ClientsStrategy(timeout=...) says how long to wait."
+                    f"{what} What it printed last says why; a checkpoint lets the run go on from there."
                 )
         if interrupt is not None:
             raise interrupt

@@ -119,7 +119,7 @@ def test_waiting_ends_after_the_timeout(tmp_path: Path) -> None:
         time.sleep(2.0)
 
     waiting, _ = shared(work, tmp_path, timeout=0.3)
-    assert "has not come while process 0 waited for it" in waiting.error
+    assert "Process 0 has waited 0 s for process 1" in waiting.error
     assert "ClientsStrategy(timeout=...)" in waiting.error
 
 
