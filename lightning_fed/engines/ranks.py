@@ -59,6 +59,7 @@ class Ranks:
         mine = pickle.dumps(record)
         if self._shared is not None:
             found = self._shared.gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+            # this run's own processes wrote it
             return [pickle.loads(data.numpy().tobytes()) for data in found]  # noqa: S301
         parts = self._all_gather(mine)
         longest = max(length for length, _ in parts)
