@@ -17,7 +17,7 @@ from lightning_fed.engines.hooks import TRANSFER_HOOKS
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.resident import ResidentData
 
-__all__ = ["BatchGroup", "ChunkBatches", "SharedTensors", "chunk_batches", "has_transfer_hooks", "on_device"]
+__all__ = ["BatchGroup", "ChunkBatches", "SharedTensors", "Stream", "chunk_batches", "has_transfer_hooks", "on_device"]
 
 Stream: TypeAlias = Callable[..., torch.Generator]
 """Makes the generator of a client's batch orders; seeds another one if given ``reuse``."""
@@ -74,6 +74,7 @@ def chunk_batches(
     shuffle: bool,
     by_index: bool,
     resident: ResidentData,
+    has_hooks: bool,
 ) -> ChunkBatches:
     """Return the batches of a chunk; straight out of the tensors where all clients are cut out of the same ones.
 
@@ -84,9 +85,10 @@ def chunk_batches(
         shuffle: Whether local epochs visit batches in random order.
         by_index: Whether clients at different places of their local epochs must be kept apart.
         resident: The data on the device.
+        has_hooks: What :func:`has_transfer_hooks` says.
     """
     first = plans[0].batches
-    shares = not has_transfer_hooks(trainer) and all(
+    shares = not has_hooks and all(
         isinstance(plan.batches, TensorBatches) and plan.batches.is_plain and plan.batches.tensors is first.tensors
         for plan in plans
         if isinstance(first, TensorBatches)

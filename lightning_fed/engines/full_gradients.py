@@ -57,7 +57,7 @@ class FullGradients:
         columns = zip(out.split(self.layout.sizes, dim=1), self.layout.shapes, strict=True)
         views = [column.view(count, *shape) for column, shape in columns]
         key = ("sum", False, spec, *kinds(leaves))
-        traced = self._get(key, views, leaves, spec, point, alone=False)
+        traced = self._get(key, views, leaves, spec, point)
         return out if traced and self._add(traced, views, leaves, spec, point, 1.0, alone=False) else None
 
     def _add(
@@ -87,20 +87,33 @@ class FullGradients:
         """Return the graph for batches of any number of examples, made of small ones, if it is the same for these."""
         if examples < 2 or any(len(leaf) != examples for leaf in leaves):
             return None
-        small = [resized(leaves, size) for size in _SIZES]
-        traced = self._get(("sum", True, spec, *kinds(small[0])), views, small[0], spec, point, alone=True)
+        key = ("sum", True, spec, *kinds(leaves, _SIZES[0]))
+        traced = self._get(key, views, leaves, spec, point, size=_SIZES[0])
         if traced is not None and traced.fits_any_size is None:
             traced.fits_any_size = all(
-                self.step.traces.is_same(traced, self._function(len(part), spec, True), [*views, *part, point])
-                for part in small[1:]
+                self.step.traces.is_same(
+                    traced, self._function(len(leaves), spec, True), [*views, *resized(leaves, size), point]
+                )
+                for size in _SIZES[1:]
             )
         return traced if traced is not None and traced.fits_any_size else None
 
     def _get(
-        self, key: Any, views: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, point: Vector, alone: bool
+        self,
+        key: Any,
+        views: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        spec: Any,
+        point: Vector,
+        size: int | None = None,
     ) -> TracedStep | None:
-        function = self._function(len(leaves), spec, alone)
-        return self.step.traces.get_step(key, function, [*views, *leaves, point], len(views), 1, {})
+        """Return a graph by its key: of one client, made with batches of a size, or of several with theirs."""
+        function = self._function(len(leaves), spec, alone=size is not None)
+
+        def flat() -> list[Tensor]:
+            return [*views, *(leaves if size is None else resized(leaves, size)), point]
+
+        return self.step.traces.get_step(key, function, flat, len(views), 1, {})
 
     def _function(self, num_leaves: int, spec: Any, alone: bool) -> Callable[..., Found]:
         """Return gradients, loss and logged values as a function of sums (not read), batch and point."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.rounds import Step
-from lightning_fed.core.types import State, Vector
+from lightning_fed.core.types import State
 from lightning_fed.core.watched import Watched
 from lightning_fed.engines.captures import CapturedStep, captured
 from lightning_fed.engines.chunk_batches import BatchGroup
@@ -49,13 +49,15 @@ class _Ready:
     Attributes:
         step: The step.
         rest: What it takes after parameters and batch.
-        total: The constant part of all directions, if there is one: [P] of a single client, else [S, P].
+        moved: The parameters whose directions have a constant part.
+        constant: These parts, in the parameters' shapes.
         capture: The step as a recording, where it is one.
     """
 
     step: TracedStep
     rest: Sequence[Any]
-    total: Vector | None
+    moved: list[Tensor]
+    constant: list[Tensor]
     capture: CapturedStep | None = None
 
 
@@ -70,7 +72,6 @@ class BoundSteps:
     def __init__(self, steps: LocalSteps, work: StackedWork) -> None:
         self._steps, self._step, self._work = steps, steps.step, work
         self.alone = work.active == 1
-        self._layout = work.layout
         self._views = work.alone if self.alone else work.views
         self._constants = _Constants(work, steps.algorithm, self.alone)
         self._fixed = self._constants.tensors
@@ -97,8 +98,8 @@ class BoundSteps:
             loss, values = ready.capture(leaves, ready.rest)
         else:
             loss, values = ready.step(*self._views, *leaves, *ready.rest)
-        if ready.total is not None:
-            self._y.add_(ready.total, alpha=self._rate)
+        if ready.moved:
+            torch._foreach_add_(ready.moved, ready.constant, alpha=self._rate)
         return loss, self._step.logged(values)
 
     def _take_first(
@@ -124,8 +125,8 @@ class BoundSteps:
             self._y.copy_(before)
             self._ready.clear()
             return None
-        if ready.total is not None:
-            self._y.add_(ready.total, alpha=self._rate)
+        if ready.moved:
+            torch._foreach_add_(ready.moved, ready.constant, alpha=self._rate)
         if group.is_rows:
             capture = captured(self._step.traces, traced, self._y, self._views, leaves, ready.rest)
             self._ready[group.examples] = ready if capture is None else replace(ready, capture=capture)
@@ -137,17 +138,9 @@ class BoundSteps:
         inputs.server.read |= traced.notes["server"]
         inputs.cohort_grad.read |= traced.notes["cohort_grad"]
         sums, once = traced.once(self._fixed)
-        if not traced.has_sum:
-            return _Ready(traced, (*once, self._rate), None)
-        lead = (1,) if self.alone else (self._work.active,)
-        parts = [
-            torch.zeros(*lead, shape.numel(), dtype=self._y.dtype, device=self._y.device)
-            if part is None
-            else part.expand(*lead, *shape).reshape(*lead, -1)
-            for part, shape in zip(sums, self._layout.shapes, strict=True)
-        ]
-        total = torch.cat(parts, dim=1)
-        return _Ready(traced, (*once, self._rate), total[0] if self.alone else total)
+        both = [(view, part) for view, part in zip(self._views, sums, strict=True) if part is not None]
+        moved, constant = [view for view, _ in both], [part.expand_as(view) for view, part in both]
+        return _Ready(traced, (*once, self._rate), moved, constant)
 
     def _trace(self, leaves: Sequence[Tensor], spec: Any, examples: int) -> TracedStep | None:
         """Return the graph for batches such as these, if there is one.
@@ -163,8 +156,7 @@ class BoundSteps:
             return self._get((*key, *kinds(leaves)), leaves, spec)
         if min(examples, full - 1) < 2 or any(len(leaf) != examples for leaf in leaves):
             return None
-        whole = resized(leaves, full)
-        traced = self._get((*key, *kinds(whole)), whole, spec)
+        traced = self._get((*key, *kinds(leaves, full)), leaves, spec, full)
         if traced is None:
             return None
         if traced.fits_any_size is None:
@@ -175,9 +167,14 @@ class BoundSteps:
             )
         return traced if traced.fits_any_size else None
 
-    def _get(self, key: Any, leaves: Sequence[Tensor], spec: Any) -> TracedStep | None:
+    def _get(self, key: Any, leaves: Sequence[Tensor], spec: Any, size: int | None = None) -> TracedStep | None:
+        """Return the graph by its key, made with these tensors, or with batches of another size made of them."""
         function, notes = self._function(len(leaves), spec), self._constants.notes
-        return self._step.traces.get_step(key, function, self._flat(leaves), len(self._views), len(self._fixed), notes)
+
+        def flat() -> list[Tensor]:
+            return self._flat(leaves if size is None else resized(leaves, size))
+
+        return self._step.traces.get_step(key, function, flat, len(self._views), len(self._fixed), notes)
 
     def _flat(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         return [*self._views, *leaves, *self._fixed]
@@ -279,6 +276,7 @@ def resized(leaves: Sequence[Tensor], size: int) -> list[Tensor]:
     return [leaf.index_select(0, torch.arange(size, device=leaf.device) % len(leaf)) for leaf in leaves]
 
 
-def kinds(leaves: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
-    """Return what tells the tensors of batches apart."""
-    return [(leaf.shape, leaf.dtype) for leaf in leaves]
+def kinds(leaves: Sequence[Tensor], size: int | None = None) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return what tells the tensors of batches apart; of :func:`resized` ones, if a size is given."""
+    shapes = [leaf.shape if size is None else torch.Size((size, *leaf.shape[1:])) for leaf in leaves]
+    return [(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]

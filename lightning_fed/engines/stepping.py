@@ -13,6 +13,7 @@ from lightning_fed.engines.chunk_batches import (
     BatchGroup,
     ChunkBatches,
     SharedTensors,
+    Stream,
     chunk_batches,
     has_transfer_hooks,
 )
@@ -42,6 +43,7 @@ class Stepping:
         self.seed, self.shuffle, self.layout = engine.seed, engine.shuffle, engine.flat.layout
         self.device, self.step, self.resident = engine.flat.y.device, step, resident
         self.batch_size: int | None = self.trainer.datamodule.batch_size
+        self.has_hooks = has_transfer_hooks(self.trainer)
         self.steps = LocalSteps(step, self.algorithm, self.batch_size)
         self._taken: int | None = None  # steps of the clients at work
 
@@ -58,7 +60,7 @@ class Stepping:
             return False
         if not StackedWork.plain_steps(self.algorithm, self.optimizer, clip, self.step.unused):
             return False
-        if not share_tensors(plans) or has_transfer_hooks(self.trainer):
+        if not share_tensors(plans) or self.has_hooks:
             return False
         return all(is_rows(p.batches) and full_size_of(p) == self.batch_size for p in plans)
 
@@ -77,7 +79,7 @@ class Stepping:
         if self.step.is_random or not all(is_rows(plan.batches) for plan in plans):
             seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, plans[0].participant.index), self.device)
         streams = [partial(generator, self.seed, Purpose.BATCHES, inputs.round, p.participant.index) for p in plans]
-        batches = chunk_batches(self.trainer, plans, streams, self.shuffle, self.step.reads_index, self.resident)
+        batches = self.batches(plans, streams, self.step.reads_index)
         with self.step.recording(), torch.no_grad():
             if in_turns:
                 assert isinstance(batches, SharedTensors)
@@ -85,6 +87,10 @@ class Stepping:
             else:
                 self._step_together(inputs, [plan.participant.steps for plan in plans], batches, work, means)
         self._taken = None
+
+    def batches(self, plans: Sequence[WorkPlan], streams: Sequence[Stream], by_index: bool) -> ChunkBatches:
+        """Return the batches of the clients of a chunk; see :func:`chunk_batches`."""
+        return chunk_batches(self.trainer, plans, streams, self.shuffle, by_index, self.resident, self.has_hooks)
 
     def abandon(self) -> int | None:
         """Forget the clients at work; return the local steps they had taken, None if nobody is."""

@@ -73,7 +73,7 @@ class Traces:
         self,
         key: Any,
         function: Callable[..., Found],
-        flat: Sequence[Tensor],
+        flat: Callable[[], Sequence[Tensor]],
         count: int,
         constants: int,
         notes: dict[str, set[str]],
@@ -83,7 +83,7 @@ class Traces:
         Args:
             key: What decides the function and the shapes.
             function: From tensors to directions, loss and logged values.
-            flat: The tensors.
+            flat: Makes the tensors, if there is no trace yet.
             count: The number of parameters, which come first.
             constants: The number of tensors that stay as they are from step to step, which come last.
             notes: What the function notes of what it reads.
@@ -94,7 +94,7 @@ class Traces:
         if key not in self._steps:
             if not self.allowed:
                 return None
-            self._steps[key] = self._make_step(function, flat, count, constants, notes)
+            self._steps[key] = self._make_step(function, flat(), count, constants, notes)
         return self._steps[key]
 
     def _make_step(

@@ -16,11 +16,7 @@ from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import State, Vector
 from lightning_fed.data.batches import ClientBatches, TensorBatches
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs
-from lightning_fed.engines.chunk_batches import (
-    chunk_batches,
-    has_transfer_hooks,
-    on_device,
-)
+from lightning_fed.engines.chunk_batches import on_device
 from lightning_fed.engines.chunk_means import ChunkMeans, LoggedMean
 from lightning_fed.engines.chunking import chunks_that_pay
 from lightning_fed.engines.faults import fault_of
@@ -75,8 +71,7 @@ class VectorizedEngine(Engine):
             return  # there is no local work
         stream = partial(generator, self.seed, Purpose.BATCHES, 0, plan.participant.index)
         with self.gradients.silent():
-            batches = chunk_batches(self.trainer, [plan], [stream], self.shuffle, True, self.resident)
-            (group,) = batches.step(1)
+            (group,) = self.stepping.batches([plan], [stream], by_index=True).step(1)
             Trial(self.step).run(group.first, group.batch_idx)
 
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
@@ -167,7 +162,7 @@ class VectorizedEngine(Engine):
     def _gradients_at_once(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> list[State] | None:
         """Return the full-batch gradients of clients that have one batch of one size, None if they have not."""
         batches = [plan.batches for plan in plans if isinstance(plan.batches, TensorBatches)]
-        if len(plans) == 1 or len(batches) < len(plans) or has_transfer_hooks(self.trainer):
+        if len(plans) == 1 or len(batches) < len(plans) or self.stepping.has_hooks:
             return None
         tensors, size = batches[0].tensors, batches[0].size
         if size > batches[0].settings.full_batch_size or not all(
