@@ -176,6 +176,15 @@ def _check_checkpoints(trainer: pl.Trainer) -> None:
                 )
 
 
+def no_federated_data(found: object) -> FederatedError:
+    """Return the error that data are not split among clients; ``found`` is what was given, if anything."""
+    what = "no datamodule" if found is None else f"a {type(found).__name__}"
+    return FederatedError(
+        f"FederatedTrainer.fit needs a FederatedDataModule, found {what}. Pass trainer.fit(model,"
+        " FederatedDataModule(clients=[...])) or FederatedDataModule(train=..., partition=...)."
+    )
+
+
 def check_module(trainer: pl.Trainer) -> None:
     """Refuse modules and data that rounds cannot drive.
 
@@ -185,11 +194,7 @@ def check_module(trainer: pl.Trainer) -> None:
     module = trainer.lightning_module
     name = type(module).__name__
     if not isinstance(trainer.datamodule, FederatedDataModule):
-        found = "no datamodule" if trainer.datamodule is None else f"a {type(trainer.datamodule).__name__}"
-        raise FederatedError(
-            f"FederatedTrainer.fit needs a FederatedDataModule, found {found}. Pass trainer.fit(model,"
-            " FederatedDataModule(clients=[...])) or FederatedDataModule(train=..., partition=...)."
-        )
+        raise no_federated_data(trainer.datamodule)
     if not module.automatic_optimization:
         raise FederatedError(
             f"{name} uses manual optimization, where no correction can be injected between backward and step."

@@ -13,7 +13,7 @@ from lightning_fed._compat import rank_zero_warn
 from lightning_fed.algorithms import Algorithm, FedAvg
 from lightning_fed.callbacks import RoundLogger, RoundProgressBar, RunSummary
 from lightning_fed.callbacks.schedulers import PlateauSchedulers
-from lightning_fed.checks import check_strategy, check_trainer
+from lightning_fed.checks import check_strategy, check_trainer, no_federated_data
 from lightning_fed.connectors import RoundCheckpointConnector, install
 from lightning_fed.core.arguments import check_paths
 from lightning_fed.core.errors import FederatedError
@@ -213,6 +213,8 @@ class FederatedTrainer(pl.Trainer):
             FederatedError: If settings, model, data or checkpoint cannot be federated; before the first round.
         """
         check_call("fit", self, model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
+        if train_dataloaders is not None and not isinstance(train_dataloaders, pl.LightningDataModule):
+            raise no_federated_data(train_dataloaders)
         if val_dataloaders is not None:
             raise FederatedError(
                 "fit(val_dataloaders=...) does not go with a data module, which has the validation set:"

@@ -152,7 +152,7 @@ def test_mime_over_an_optimizer_that_preconditions_too() -> None:
 
 
 def test_data_that_is_no_federation() -> None:
-    with pytest.raises(FederatedError, match="needs a FederatedDataModule, found no datamodule"):
+    with pytest.raises(FederatedError, match="needs a FederatedDataModule, found a DataLoader"):
         trainer().fit(seeded(), DataLoader(classification(8, 0)))
     with pytest.raises(FederatedError, match="needs a FederatedDataModule, found a LightningDataModule"):
         trainer().fit(seeded(), pl.LightningDataModule())

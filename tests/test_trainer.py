@@ -124,11 +124,11 @@ def test_min_epochs_holds_off_a_request_to_stop() -> None:
 
 
 def test_test_and_predict_use_the_server_model() -> None:
-    class Tested(Net):
+    class Staged(Net):
         def test_step(self, batch: Any, batch_idx: int) -> None:
             self.validation_step(batch, batch_idx)
 
-    model, datamodule = seeded(Tested), data()
+    model, datamodule = seeded(Staged), data()
     datamodule.test = datamodule.val
     run = trainer(algorithm=Scaffold(), max_rounds=2)
     run.fit(model, datamodule)

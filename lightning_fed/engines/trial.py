@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
 from lightning_fed.core.errors import ClientError, FederatedError
@@ -60,6 +61,7 @@ class Trial:
             except Exception as error:
                 self._check_metrics(before)
                 step.unused_parameters(batch, batch_idx)  # what fails for one client alone is raised as it is
+                self._check_statistics()
                 text = " ".join(str(error).split())
                 raise self._refusal(f"it cannot be run for several clients at once ({text[:300]})") from error
             finally:
@@ -78,7 +80,8 @@ class Trial:
     def _check_traces(self, before: "_State") -> None:
         for name, (buffer, value) in before.buffers.items():
             if not torch.equal(buffer, value):
-                raise self._refusal(f"it changes the buffer {name!r}, as BatchNorm's running statistics in train mode")
+                self._check_statistics()
+                raise self._refusal(f"it changes the buffer {name!r}")
         self._check_metrics(before)
         now = marks(self.module)
         for key in now.keys() | before.attributes.keys():
@@ -86,6 +89,15 @@ class Trial:
                 raise self._refusal(f"it changes the attribute {'.'.join(filter(None, key))!r}")
         if _foreign_state() != before.foreign:
             raise self._refusal("it draws from Python's or NumPy's generator, once for all clients; draw from torch's")
+
+    def _check_statistics(self) -> None:
+        """Refuse a layer that moves running statistics, once a step is known to change or to fail on something."""
+        for name, layer in self.module.named_modules():
+            if isinstance(layer, _NormBase) and layer.training and layer.track_running_stats:
+                raise self._refusal(
+                    f"its layer {name!r} ({type(layer).__name__}) moves running statistics, of which there is one set"
+                    " for all clients at once; GroupNorm and LayerNorm have none"
+                )
 
     def _check_metrics(self, before: "_State") -> None:
         for name, metric, count in before.metrics:

@@ -23,7 +23,7 @@ class Odd:
     """What no argument could be."""
 
 
-class Tested(Net):
+class Staged(Net):
     """A module for every stage, whom nobody may train or evaluate."""
 
     def training_step(self, *_: Any) -> None:
@@ -93,19 +93,19 @@ def private() -> Any:
 Call = tuple[Callable[[Any], Any], tuple[Any, ...]]
 CALLS: dict[str, Call] = {  # what is called with junk, and what of the junk is none
     "fit.model": (lambda v: trainer().fit(v, data()), ()),
-    "fit.train_dataloaders": (lambda v: trainer().fit(Tested(), v), ()),
-    "fit.val_dataloaders": (lambda v: trainer(max_rounds=0).fit(Tested(), data(), v), NOTHING),
-    "fit.datamodule": (lambda v: trainer().fit(Tested(), datamodule=v), ()),
-    "fit.ckpt_path": (lambda v: trainer(max_rounds=0).fit(Tested(), data(), ckpt_path=v), NOTHING),
-    "fit.weights_only": (lambda v: trainer(max_rounds=0).fit(Tested(), data(), weights_only=v), (None, True)),
+    "fit.train_dataloaders": (lambda v: trainer().fit(Staged(), v), ()),
+    "fit.val_dataloaders": (lambda v: trainer(max_rounds=0).fit(Staged(), data(), v), NOTHING),
+    "fit.datamodule": (lambda v: trainer().fit(Staged(), datamodule=v), ()),
+    "fit.ckpt_path": (lambda v: trainer(max_rounds=0).fit(Staged(), data(), ckpt_path=v), NOTHING),
+    "fit.weights_only": (lambda v: trainer(max_rounds=0).fit(Staged(), data(), weights_only=v), (None, True)),
     "validate.model": (lambda v: trainer().validate(v, data()), ()),
     "test.model": (lambda v: trainer().test(v, data()), ()),
     "predict.model": (lambda v: trainer().predict(v, data()), ()),
-    "validate.dataloaders": (lambda v: trainer().validate(Tested(), v), (*LOADERS, *JUNK[-2:])),
-    "test.dataloaders": (lambda v: trainer().test(Tested(), v), (*LOADERS, *JUNK[-2:])),
-    "predict.dataloaders": (lambda v: trainer().predict(Tested(), v), (*LOADERS, *JUNK[-2:])),
-    "validate.datamodule": (lambda v: trainer().validate(Tested(), datamodule=v), ()),
-    "validate.ckpt_path": (lambda v: trainer().validate(Tested(), data(), ckpt_path=v), NOTHING),
+    "validate.dataloaders": (lambda v: trainer().validate(Staged(), v), (*LOADERS, *JUNK[-2:])),
+    "test.dataloaders": (lambda v: trainer().test(Staged(), v), (*LOADERS, *JUNK[-2:])),
+    "predict.dataloaders": (lambda v: trainer().predict(Staged(), v), (*LOADERS, *JUNK[-2:])),
+    "validate.datamodule": (lambda v: trainer().validate(Staged(), datamodule=v), ()),
+    "validate.ckpt_path": (lambda v: trainer().validate(Staged(), data(), ckpt_path=v), NOTHING),
     "save_checkpoint.filepath": (lambda v: FITTED["run"].save_checkpoint(v), PATHS),
     "max_rounds": (lambda v: setattr(trainer(), "max_rounds", v), (None, -1, 0, 10**15)),
     "client_dataset.client_id": (lambda v: module().client_dataset(v), CLIENTS),
@@ -183,18 +183,18 @@ def test_anything_is_taken_or_refused(name: str, value: Any) -> None:
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_a_stage_without_data_is_told_so(stage: str) -> None:
     with pytest.raises(FederatedError, match=f"FederatedTrainer.{stage} has no data"):
-        getattr(trainer(), stage)(Tested())
+        getattr(trainer(), stage)(Staged())
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_a_class_in_place_of_a_model_is_told_how_to_make_one(stage: str) -> None:
-    with pytest.raises(FederatedError, match=r"must be a LightningModule; write Tested\(\)"):
-        getattr(trainer(), stage)(Tested, data())
+    with pytest.raises(FederatedError, match=r"must be a LightningModule; write Staged\(\)"):
+        getattr(trainer(), stage)(Staged, data())
 
 
 def test_best_is_refused_where_there_is_none() -> None:
     with pytest.raises(FederatedError, match="ckpt_path='best'"):
-        trainer().validate(Tested(), data(), ckpt_path="best")
+        trainer().validate(Staged(), data(), ckpt_path="best")
 
 
 def test_nothing_is_saved_before_a_model_was_seen() -> None:

@@ -75,7 +75,7 @@ def old_format(**_: Any) -> str:
     return "hostile.ckpt"
 
 
-class Tested(Net):
+class Staged(Net):
     """A module for every stage."""
 
     test_step = Net.validation_step
@@ -85,10 +85,10 @@ class Tested(Net):
 
 
 READERS: dict[str, Callable[[str], Any]] = {
-    "fit": lambda path: trainer().fit(Tested(), data(), ckpt_path=path),
-    "validate": lambda path: trainer().validate(Tested(), data(), ckpt_path=path),
-    "test": lambda path: trainer().test(Tested(), data(test=data().val), ckpt_path=path),
-    "predict": lambda path: trainer().predict(Tested(), data(test=data().val), ckpt_path=path),
+    "fit": lambda path: trainer().fit(Staged(), data(), ckpt_path=path),
+    "validate": lambda path: trainer().validate(Staged(), data(), ckpt_path=path),
+    "test": lambda path: trainer().test(Staged(), data(test=data().val), ckpt_path=path),
+    "predict": lambda path: trainer().predict(Staged(), data(test=data().val), ckpt_path=path),
 }
 
 
@@ -108,7 +108,7 @@ def test_a_hostile_checkpoint_runs_nothing(write: Callable[..., str], reader: st
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_file_of_tensors_that_is_no_checkpoint_is_named(reader: str) -> None:
-    torch.save({"state_dict": Tested().state_dict()}, "hostile.ckpt")
+    torch.save({"state_dict": Staged().state_dict()}, "hostile.ckpt")
     with pytest.raises(FederatedError, match=r"hostile\.ckpt is no Lightning checkpoint"):
         READERS[reader]("hostile.ckpt")
 

@@ -158,7 +158,7 @@ TENSORS = classification(20, 0)
 FLOATS = TensorDataset(torch.randn(20, FEATURES), torch.randn(20))
 REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "no data": ("FederatedDataModule, found no datamodule", lambda: trainer().fit(Trained())),
-    "a loader": ("found no datamodule", lambda: trainer().fit(Trained(), torch.utils.data.DataLoader(TENSORS))),
+    "a loader": ("found a DataLoader", lambda: trainer().fit(Trained(), torch.utils.data.DataLoader(TENSORS))),
     "no clients": ("client", lambda: trainer().fit(Trained(), FederatedDataModule(clients=[]))),
     "empty clients": ("client", lambda: trainer().fit(Trained(), data(sizes=(0, 0)))),
     "too many wanted": ("clients_per_round=9", lambda: trainer(clients_per_round=9).fit(Trained(), data())),
