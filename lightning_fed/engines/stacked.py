@@ -1,11 +1,7 @@
 """The local work of several clients at once, on stacked parameters [S, P]."""
 
-import copy
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,91 +11,14 @@ from torch.utils import _pytree as pytree
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.flat import Layout
 from lightning_fed.core.rounds import Run, Step, Update
 from lightning_fed.core.types import State, Vector
 from lightning_fed.engines.base import RoundInputs
-from lightning_fed.optim import FederatedOptimizer, overrides, solver_entries, without_coupled_decay
+from lightning_fed.engines.stack import Stack
+from lightning_fed.engines.stacked_optimizer import Clipping, StackedOptimizer
+from lightning_fed.optim import FederatedOptimizer, overrides, solver_entries
 
-__all__ = ["ELEMENTWISE", "Clipping", "Stack", "StackedWork"]
-
-ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-)
-"""The optimizers whose step of stacked parameters is the step of each client's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Clipping:
-    """How gradients are clipped, client by client.
-
-    Attributes:
-        value: The largest norm, or the largest absolute value.
-        algorithm: "norm" or "value".
-        corrected: Whether the corrected gradient is clipped, instead of the client's own.
-    """
-
-    value: float
-    algorithm: str
-    corrected: bool
-
-    def __call__(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return the clipped gradients [n, n_p] per parameter."""
-        if self.algorithm == "value":
-            return [g.clamp(-self.value, self.value) for g in grads]
-        norms = torch.stack([torch.linalg.vector_norm(g, dim=1) for g in grads])
-        scale = (self.value / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
-        return [g * scale[:, None] for g in grads]
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The parameters of n adjacent clients of a chunk, in pieces.
-
-    Attributes:
-        columns: Each parameter of all of them, [n, n_p].
-        views: The same in the parameter's shape, [n, *shape].
-        alone: The same of a single client, [*shape]; none if there are several.
-    """
-
-    columns: list[Tensor]
-    views: list[Tensor]
-    alone: list[Tensor]
-
-
-class Stack:
-    """Memory for the parameters of a chunk's clients and for their changes, the same for every chunk.
-
-    Args:
-        layout: The parameters' shapes.
-        count: The most clients of a chunk, S.
-        like: A vector [P] of the type and the device that the parameters have.
-    """
-
-    def __init__(self, layout: Layout, count: int, like: Vector) -> None:
-        self.layout = layout
-        self.y = like.new_empty(count, layout.numel)
-        self.delta = like.new_empty(count, layout.numel)
-        self.spans = list(zip(accumulate(layout.sizes, initial=0), layout.sizes, strict=False))
-        self._cuts: dict[tuple[int, int], Cut] = {}
-
-    def cut(self, start: int, stop: int) -> Cut:
-        """Return the parameters of some clients in pieces."""
-        found = self._cuts.get((start, stop))
-        if found is None:
-            columns = [self.y[start:stop, a : a + n] for a, n in self.spans]
-            views = [c.view(stop - start, *shape) for c, shape in zip(columns, self.layout.shapes, strict=True)]
-            found = Cut(columns, views, [view[0] for view in views] if stop - start == 1 else [])
-            self._cuts[start, stop] = found
-        return found
+__all__ = ["StackedWork"]
 
 
 class StackedWork:
@@ -154,7 +73,7 @@ class StackedWork:
             self._solver = solver_entries(algorithm.solver_state(inputs.server, self.local), len(self.layout.sizes))
         decays = any(self.decay) and not self._injects
         self._is_uniform = len(set(self._rates)) == 1 and not decays and not self._skipped
-        self._base = None if optimizer.is_plain else _Stacked(optimizer)
+        self._base = None if optimizer.is_plain else StackedOptimizer(optimizer)
         self.is_plain = self.plain_steps(algorithm, optimizer, clip, unused)
         self._steps: list[Step] = []
         self.start = self.active = 0
@@ -417,71 +336,6 @@ class StackedWork:
             f"{type(self.algorithm).__name__} reads run.path_gradient, but declares uses_path_gradient=False: set it to"
             " True."
         )
-
-
-class _Stacked:
-    """The user's local optimizer, stepping the columns [n, n_p] of the clients at work from a fresh state.
-
-    Args:
-        optimizer: The wrapped optimizer; it is left as it is.
-    """
-
-    def __init__(self, optimizer: FederatedOptimizer) -> None:
-        base = optimizer.base
-        self._base = copy.copy(base)
-        self._base.state = defaultdict(dict)
-        self._positions = {id(p): i for i, p in enumerate(optimizer.flat.params)}
-        self._shapes = optimizer.flat.layout.shapes
-        self._groups = base.param_groups
-        self._columns: list[Tensor] = []
-
-    def narrow(self, columns: Sequence[Tensor]) -> None:
-        """Take the columns of the clients still at work, and their rows of the state."""
-        base, old = self._base, self._columns
-        states = [base.state.get(c, {}) for c in old]
-        self._columns = list(columns)
-        base.param_groups = [
-            {**group, "params": [columns[self._positions[id(p)]] for p in group["params"] if id(p) in self._positions]}
-            for group in self._groups
-        ]
-        base.state = defaultdict(dict)
-        for column, before, state in zip(columns, old, states, strict=False):
-            base.state[column] = {
-                k: v[: len(column)] if isinstance(v, Tensor) and v.shape == before.shape else v
-                for k, v in state.items()
-            }
-        if not old and isinstance(base, torch.optim.Adagrad):  # it makes its state when it is made
-            for group in base.param_groups:
-                start = group["initial_accumulator_value"]
-                for p in group["params"]:
-                    base.state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, start)}
-
-    def step(
-        self, grads: Sequence[Tensor], solver: list[dict[str, Tensor]] | None, injected: bool, skipped: frozenset[int]
-    ) -> None:
-        """Step with these gradients [n, n_p]; statistics of a method's own are loaded before and dropped after."""
-        base = self._base
-        for i, (column, g) in enumerate(zip(self._columns, grads, strict=True)):
-            column.grad = None if i in skipped else g.contiguous()
-        if solver is not None:
-            base.state = defaultdict(dict)
-            for column, shape, entries in zip(self._columns, self._shapes, solver, strict=True):
-                if entries:
-                    base.state[column] = {k: _spread(k, v, shape, column) for k, v in entries.items()}
-        if injected:
-            with without_coupled_decay(base):
-                base.step()
-        else:
-            base.step()
-        for column in self._columns:
-            column.grad = None
-
-
-def _spread(name: str, value: Tensor, shape: torch.Size, column: Tensor) -> Tensor:
-    """Return one parameter's statistic for every client; a count of steps is one number for all."""
-    if name == "step" or value.shape != shape:
-        return value.clone()
-    return value.reshape(-1).expand_as(column).clone()
 
 
 def _each(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

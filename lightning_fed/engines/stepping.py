@@ -23,7 +23,8 @@ from lightning_fed.engines.functional import FunctionalStep
 from lightning_fed.engines.local_steps import BoundSteps, LocalSteps
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.resident import ResidentData
-from lightning_fed.engines.stacked import Clipping, StackedWork
+from lightning_fed.engines.stacked import StackedWork
+from lightning_fed.engines.stacked_optimizer import Clipping
 from lightning_fed.engines.turns import full_size_of, turns
 
 __all__ = ["Stepping", "is_rows"]

@@ -26,7 +26,9 @@ from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.hooks import overridden_hooks
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.resident import ResidentData
-from lightning_fed.engines.stacked import ELEMENTWISE, Clipping, Stack, StackedWork
+from lightning_fed.engines.stack import Stack
+from lightning_fed.engines.stacked import StackedWork
+from lightning_fed.engines.stacked_optimizer import ELEMENTWISE, Clipping
 from lightning_fed.engines.stepping import Stepping, is_rows
 from lightning_fed.engines.trial import Trial
 from lightning_fed.engines.turns import full_batches
