@@ -343,6 +343,8 @@ class Round:
         """Hold what a client keeps, and its part of the mean of the buffers."""
         who, buffers = result.participants[row], self.engine.buffers
         keep = result.kept_by(row) or self._states[who.index]
+        if not (keep or residuals or result.solver or result.buffers):
+            return
         if keep and not self._keeps_state and self.ranks.size > 1:
             raise FederatedError(
                 f"{type(self.algorithm).__name__}.finish keeps {sorted(keep)} without an init_client that says what a"
