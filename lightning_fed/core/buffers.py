@@ -53,33 +53,44 @@ class Buffers:
 
 
 class BufferMean:
-    """The mean of the cohort's buffers: by examples where they are floating-point, else the largest client's."""
+    """The mean of the cohort's buffers: by examples where they are floating-point, else the largest client's.
+
+    Of equally large clients the one with the smallest stored index is taken, in whatever order and process they come.
+    """
 
     def __init__(self) -> None:
         self._sums: State = {}
         self._total = 0
-        self._largest = -1
+        self._largest = (-1, 0)  # size of the client whose buffers are picked, and its index negated
         self._picked: State = {}
 
-    def add(self, buffers: State, size: int) -> None:
-        """Add one client's buffers with its number of examples."""
+    def add(self, buffers: State, size: int, index: int) -> None:
+        """Add one client's buffers, with its number of examples and its stored index."""
         self._total += size
+        picked = {}
         for name, value in buffers.items():
             if value.is_floating_point():
                 term = value.to(torch.float64 if value.device.type != "mps" else torch.float32) * size
                 self._sums[name] = self._sums[name] + term if name in self._sums else term
-            elif size > self._largest:
-                self._picked[name] = value
-        self._largest = max(self._largest, size)
+            else:
+                picked[name] = value
+        self._pick((size, -index), picked)
 
-    def merge(self, others: Iterable["BufferMean"]) -> None:
-        """Add what other processes have."""
-        for other in others:
-            self._total += other._total
-            for name, term in other._sums.items():
-                self._sums[name] = self._sums[name] + term.to(self._sums[name].device) if name in self._sums else term
-            if other._largest > self._largest:
-                self._largest, self._picked = other._largest, other._picked
+    def _pick(self, size_and_index: tuple[int, int], buffers: State) -> None:
+        if size_and_index > self._largest:
+            self._largest, self._picked = size_and_index, buffers
+
+    @staticmethod
+    def merged(parts: Iterable["BufferMean"]) -> "BufferMean":
+        """Return what several processes have together; in the same order in all, for sums of the same bits."""
+        whole = BufferMean()
+        for part in parts:
+            whole._total += part._total
+            for name, term in part._sums.items():
+                known = whole._sums.get(name)
+                whole._sums[name] = term if known is None else known + term.to(known.device)
+            whole._pick(part._largest, part._picked)
+        return whole
 
     def result(self, server: State) -> State:
         """Return the mean; the server's own buffers where no client took part."""

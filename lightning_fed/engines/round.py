@@ -355,7 +355,7 @@ class Round:
             parts.buffers = result.buffers[row]
         self._guests.keep(who.index, parts)
         if buffers.mode != "server" and result.buffers:
-            self._buffers.add(result.buffers[row], who.size * who.count)
+            self._buffers.add(result.buffers[row], who.size * who.count, who.index)
 
     def _note_drift(self, result: ChunkResult, row: int) -> None:
         weight = self._aggregation.weight(result.participants[row].index, self._rule)
@@ -400,7 +400,7 @@ class Round:
         self._reports = {client_id: reports[client_id] for client_id in cohort if client_id in reports}
         self._aggregation.reduce([outline["aggregation"] for outline in outlines], ranks, x)
         ranks.sum(self._drift.merge([outline["drift"] for outline in outlines], x))
-        self._buffers.merge(outline["buffers"] for outline in others)
+        self._buffers = BufferMean.merged(outline["buffers"] for outline in outlines)
         self._traffic.merge(outline["traffic"] for outline in others)
         self._is_spoiled = any(outline["is_spoiled"] for outline in outlines)
         for outline in others:

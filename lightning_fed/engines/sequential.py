@@ -104,8 +104,8 @@ class SequentialEngine(Engine):
         parts = self.split.gather((self.epoch_loop.own_examples, changed))
         names = {name for _, part in parts for name in part}
         mean = BufferMean()
-        for examples, part in parts:
-            mean.add({name: part.get(name, before[name].cpu()) for name in names}, examples)
+        for rank, (examples, part) in enumerate(parts):
+            mean.add({name: part.get(name, before[name].cpu()) for name in names}, examples, rank)
         merged = {name: value.to(after[name].device) for name, value in mean.result(after).items()}
         self.buffers.write(merged)
         return merged

@@ -95,6 +95,22 @@ class WithBatchNorm(Ordinary):
         self.body = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh())
 
 
+class Slowing(Ordinary):
+    """Counts its local steps in a buffer that decides how long they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        return super().training_step(batch, batch_idx) / (1 + 0.1 * float(self.steps))
+
+
+def one_to_four_steps(seed: int, round: int, clients: Sequence[int], epochs: Any, steps: Any) -> list[int]:
+    return [1 + (client + round) % 4 for client in clients]
+
+
 class Fails(Ordinary):
     """Fails on the data of one client."""
 
@@ -144,6 +160,14 @@ CASES: dict[str, Case] = {
     "BatchNorm": partial(end, make=WithBatchNorm, datamodule=partial(data, (12, 8, 20, 6, 16, 10))),
     "BatchNorm of each client": partial(
         end, make=WithBatchNorm, datamodule=partial(data, (12, 8, 20, 6, 16, 10)), buffers="local"
+    ),
+    "integer buffers of equally large clients": partial(
+        end,
+        make=Slowing,
+        datamodule=partial(data, (8,) * 6),
+        clients_per_round=6,
+        local_steps=4,
+        heterogeneity=one_to_four_steps,
     ),
     "kept local optimizers": partial(
         end,
