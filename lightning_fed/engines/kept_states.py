@@ -49,7 +49,7 @@ class KeptStates:
         self._run: dict[str, str] = {}
         self._size = 1  # processes that share the clients
         self._fits = False
-        self._needed: set[str] | None = None  # segments of all processes, at the checkpoint that is being written
+        self._needed: set[str] | None = None  # segments in use in any process, at the checkpoint that is written
 
     # ------------------------------------------------------------------ the start of a fit
 
@@ -218,10 +218,12 @@ class KeptStates:
             return dict(sorted((i, state) for part in parts for i, state in part.items()))
         if not self.trainer.is_global_zero and ranks.size == 1:
             return {}  # all processes have the same states, and the first one writes
-        segments = {s for part in ranks.gather_at_zero(clients.segments()) for s in part}
+        parts = ranks.gather_at_zero((clients.segments(), clients.needed))
         if not self.trainer.is_global_zero:
             return {}
-        self._needed = {segment.name for segment in segments}
+        segments = {segment for of_rank, _ in parts for segment in of_rank}
+        # also those that hold nothing yet but what is staged: no version refers to them, and they are being written
+        self._needed = {name for _, of_rank in parts for name in of_rank}
         folder = self._folder
         assert folder is not None
         if missing := [s.name for s in segments if not (folder.path / f"{s.name}.states").exists()]:

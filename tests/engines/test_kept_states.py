@@ -51,6 +51,18 @@ class Stop(FederatedCallback):
             raise InterruptedError
 
 
+class SaveWithin(FederatedCallback):
+    """Saves after the first client's work in a round."""
+
+    def __init__(self, path: Path, round: int) -> None:
+        self.path, self.round, self.saved = path, round, False
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        if trainer.fit_loop.round == self.round and not self.saved:
+            self.saved = True
+            trainer.save_checkpoint(self.path)
+
+
 Outcome = tuple[torch.Tensor, dict[int, dict[str, torch.Tensor]]]
 
 
@@ -226,6 +238,19 @@ def test_a_round_that_was_cut_off_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(InterruptedError):
         fit(**{**keeps, "callbacks": [keeps["callbacks"], Stop(3)]})
     assert same(fit(load=tmp_path / "epoch=2.ckpt", **keeping(tmp_path)), alone)
+
+
+@pytest.mark.parametrize("segment_bytes", [1, 2**26])
+@pytest.mark.parametrize("round", [0, 2])
+def test_a_save_within_a_round_leaves_what_is_being_written(
+    round: int, segment_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskClientStore, "segment_bytes", segment_bytes)
+    alone = fit("memory", max_rounds=5)
+    first, second = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    assert same(fit(max_rounds=5, callbacks=SaveWithin(first, round)), alone)
+    assert same(fit(max_rounds=5, load=first, callbacks=SaveWithin(second, round)), alone)
+    assert same(fit(max_rounds=5, load=second), alone)
 
 
 def test_a_run_killed_again_and_again_ends_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
