@@ -140,7 +140,17 @@ class RoundCheckpointConnector(_CheckpointConnector):
         super().resume_end()
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return what a checkpoint holds; in the middle of a round, the precision as it was at the round's start."""
+        """Return what a checkpoint holds; in the middle of a round, the precision as it was at the round's start.
+
+        Raises:
+            FederatedError: Before a plateau schedule has stepped for the last round, unless only weights are saved.
+        """
+        if not weights_only and self.trainer.fit_loop.awaits_plateau_schedulers:
+            raise FederatedError(
+                f"A checkpoint of round {self.trainer.fit_loop.round - 1} cannot be saved before ReduceLROnPlateau has"
+                " stepped: a resumed run would miss that step. Save in on_train_epoch_end, or let a ModelCheckpoint do"
+                " so; weights_only=True may be saved at any time."
+            )
         checkpoint = super().dump_checkpoint(weights_only)
         name = type(self.trainer.precision_plugin).__qualname__
         if name in checkpoint and (at_start := self.trainer.fit_loop.precision_at_start) is not None:

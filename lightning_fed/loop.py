@@ -383,6 +383,12 @@ class FederatedLoop(Inspection, _FitLoop):
             self._plateau_round = self.round
             self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
 
+    @property
+    def awaits_plateau_schedulers(self) -> bool:
+        """Whether ``ReduceLROnPlateau`` has yet to step for a round whose server step is taken."""
+        waits = self.is_closing and self._plateau_round < self.round
+        return waits and any(config.reduce_on_plateau for config in self.trainer.lr_scheduler_configs)
+
     def log_round(self, values: dict[str, float]) -> None:
         """Write a round's values to the loggers, and let callbacks monitor them."""
         connector = self.trainer._logger_connector

@@ -249,7 +249,8 @@ class FederatedTrainer(pl.Trainer):
             storage_options: As for the CheckpointIO plugin.
 
         Raises:
-            FederatedError: If that is no path, or there is nothing to save.
+            FederatedError: If that is no path, or there is nothing to save; or, unless ``weights_only``, where a
+                ``ReduceLROnPlateau`` has not yet stepped for the round that is ending, as in ``on_round_end``.
         """
         if self.interrupted and self.fit_loop.is_closing:
             rank_zero_warn(f"{filepath} is not saved: the run was interrupted while round {self.fit_loop.round} ended.")

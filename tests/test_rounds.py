@@ -114,6 +114,33 @@ def test_resume_keeps_schedules(tmp_path: Path, every: int, at_round_end: bool) 
     assert torch.equal(resumed, straight)
 
 
+class SaveIn(FederatedCallback):
+    """Write checkpoints in one of the hooks that end a round."""
+
+    def __init__(self, hook: str, folder: Path, weights_only: bool = False) -> None:
+        def save(trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(folder / f"{trainer.fit_loop.round}.ckpt", weights_only=weights_only)
+
+        setattr(self, hook, save)
+
+
+@pytest.mark.parametrize("hook", ["on_round_end", "on_validation_end"])
+def test_a_checkpoint_before_a_plateau_schedule_has_stepped_is_refused(hook: str, tmp_path: Path) -> None:
+    with pytest.raises(FederatedError, match=r"before ReduceLROnPlateau has stepped.* Save in on_train_epoch_end"):
+        fit(seeded(Scheduled), callbacks=SaveIn(hook, tmp_path), num_sanity_val_steps=0)
+    assert not list(tmp_path.iterdir())
+    fit(seeded(Scheduled), callbacks=SaveIn(hook, tmp_path, weights_only=True), num_sanity_val_steps=0)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("module", "hook"), [(Scheduled, "on_train_epoch_end"), (Scheduled, "on_round_start"), (Net, "on_round_end")]
+)
+def test_checkpoints_of_callbacks_are_resumed_from_exactly(module: Any, hook: str, tmp_path: Path) -> None:
+    straight = fit(seeded(module), max_rounds=5, callbacks=SaveIn(hook, tmp_path))
+    assert torch.equal(fit(seeded(module), max_rounds=5, ckpt_path=tmp_path / "2.ckpt"), straight)
+
+
 def test_a_finished_trainer_goes_on_when_max_rounds_grows() -> None:
     straight = fit(seeded(Scheduled), algorithm=Scaffold(), max_rounds=6)
     model, run = seeded(Scheduled), trainer(algorithm=Scaffold(), max_rounds=3)
