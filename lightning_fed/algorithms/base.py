@@ -36,6 +36,9 @@ class Algorithm:
     """How each message is averaged over the cohort: "weighting" (the run's choice), "examples", "uniform", or
     "population" (the sum over the cohort divided by N, which is |S|/N times the mean)."""
 
+    uncompressed: tuple[str, ...] = ()
+    """Messages that the run's ``compression`` leaves as they are, such as a factor by which the method multiplies."""
+
     default_weighting: str = "examples"
     """The run's weighting when the user sets none."""
 

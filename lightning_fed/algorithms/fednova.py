@@ -37,6 +37,7 @@ class FedNova(Algorithm):
     """
 
     reduces: Mapping[str, str] = {"gradient": "weighting", "lr_sum": "weighting"}
+    uncompressed = ("lr_sum",)  # [P] where parameter groups differ: an entry left out would be a step of zero
 
     def finish(self, y: Vector, run: Run) -> Update:
         """Send d_i and the sum of the rates."""

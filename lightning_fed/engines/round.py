@@ -366,7 +366,7 @@ class Round:
         """Return what the server gets of a client's messages, and what the client keeps of what it does not get."""
         stream = generator(self.server.seed, Purpose.COMPRESSION, self.server.round, index)
         own = self._guests.residuals_of(index, send) if compressor.error_feedback else {}
-        got, residuals, size = compress(compressor, send, own, stream)
+        got, residuals, size = compress(compressor, send, own, stream, self.algorithm.uncompressed)
         self._traffic.add_bytes(size)
         return got, residuals
 

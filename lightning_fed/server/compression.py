@@ -3,6 +3,7 @@
 import inspect
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ __all__ = ["QSGD", "Compressor", "TopK", "compress"]
 class Compressor(ABC):
     """How a client's messages are made small.
 
-    Every message of more than one number is compressed, each on its own; one that is sent under two names, once.
+    Every message of more than one number is compressed, each on its own; one that is sent under two names, once. Those
+    in ``Algorithm.uncompressed`` are sent as they are.
     """
 
     error_feedback: bool = False
@@ -130,7 +132,7 @@ class QSGD(Compressor):
 
 
 def compress(
-    compressor: Compressor, send: State, residuals: State, stream: torch.Generator
+    compressor: Compressor, send: State, residuals: State, stream: torch.Generator, uncompressed: Collection[str] = ()
 ) -> tuple[State, State, int]:
     """Return what the server gets of a client's messages, the client's new residuals, and the bytes that travel.
 
@@ -139,6 +141,7 @@ def compress(
         send: The messages.
         residuals: The client's residuals by message; those that are missing are zero.
         stream: The client's random numbers in this round.
+        uncompressed: Names of messages that are sent as they are.
     """
     got: State = {}
     kept: State = {}
@@ -146,9 +149,9 @@ def compress(
     size = 0
     for name in sorted(send):
         message, key = send[name], (send[name].data_ptr(), send[name].shape)
-        if message.numel() == 1:
+        if message.numel() == 1 or name in uncompressed:
             got[name] = message
-            size += message.element_size()
+            size += message.numel() * message.element_size()
         elif key in done:
             got[name] = done[key]
         else:

@@ -157,6 +157,33 @@ def test_sending_everything_changes_nothing() -> None:
         assert_close(plain, {name: value for name, value in whole.items() if name not in residuals}, rtol=1e-9)
 
 
+class Grouped(Ordinary):
+    """Two rates."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.body.parameters()}, {"params": self.head.parameters(), "lr": 0.05}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
+class Doubling(Compressor):
+    """Sends twice every entry, to be recognized by."""
+
+    def __call__(self, message: Tensor, stream: torch.Generator) -> tuple[Tensor, int]:
+        return 2 * message, 1
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_fednovas_rates_are_not_compressed_where_groups_differ(engine: str) -> None:
+    options: dict[str, Any] = {"algorithm": FedNova(), "max_rounds": 1, "limit_val_batches": 0}
+    record = Record()
+    torch.manual_seed(3)
+    start = parameters(Grouped().double())
+    plain = run(engine, Grouped, **options).fit_loop.state.x
+    doubled = run(engine, Grouped, compression=Doubling(), callbacks=record, **options).fit_loop.state.x
+    torch.testing.assert_close(doubled - start, 2 * (plain - start), rtol=1e-9, atol=1e-12)
+    assert record.rounds[0].bytes_up == 4 * (1 + P * 8)  # the rates are a vector of float64
+
+
 class Deltas(FedAvg):
     """FedAvg that remembers what clients wanted to send."""
 
