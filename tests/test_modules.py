@@ -55,6 +55,14 @@ def test_batchnorm_buffers_are_averaged_by_examples() -> None:
     assert int(model.body[1].num_batches_tracked) == 3  # of the largest client
 
 
+def test_buffers_of_a_client_drawn_twice_count_twice_in_the_mean() -> None:
+    model, seen = seeded(WithBatchNorm), BuffersOf()
+    fit(model, data(sizes=(12, 8)), max_rounds=1, sampler=lambda seed, round: [1, 0, 1], callbacks=seen)
+    of_eight, of_twelve = seen.means
+    torch.testing.assert_close(model.body[1].running_mean, (12 * of_twelve + 16 * of_eight) / 28)
+    assert int(model.body[1].num_batches_tracked) == 3  # of the largest client, which is not the one drawn twice
+
+
 def test_server_buffers_stay_where_they_were_when_told_so() -> None:
     model = seeded(WithBatchNorm)
     before = model.body[1].running_mean.clone()

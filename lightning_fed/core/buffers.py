@@ -64,13 +64,20 @@ class BufferMean:
         self._largest = (-1, 0)  # size of the client whose buffers are picked, and its index negated
         self._picked: State = {}
 
-    def add(self, buffers: State, size: int, index: int) -> None:
-        """Add one client's buffers, with its number of examples and its stored index."""
-        self._total += size
+    def add(self, buffers: State, size: int, index: int, count: int = 1) -> None:
+        """Add one client's buffers.
+
+        Args:
+            buffers: The buffers.
+            size: Its number of examples.
+            index: Its stored index.
+            count: How often it was drawn: it counts so many times in the mean, and is no larger for that.
+        """
+        self._total += size * count
         picked = {}
         for name, value in buffers.items():
             if value.is_floating_point():
-                term = value.to(torch.float64 if value.device.type != "mps" else torch.float32) * size
+                term = value.to(torch.float64 if value.device.type != "mps" else torch.float32) * (size * count)
                 self._sums[name] = self._sums[name] + term if name in self._sums else term
             else:
                 picked[name] = value

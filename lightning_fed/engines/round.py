@@ -355,7 +355,7 @@ class Round:
             parts.buffers = result.buffers[row]
         self._guests.keep(who.index, parts)
         if buffers.mode != "server" and result.buffers:
-            self._buffers.add(result.buffers[row], who.size * who.count, who.index)
+            self._buffers.add(result.buffers[row], who.size, who.index, who.count)
 
     def _note_drift(self, result: ChunkResult, row: int) -> None:
         weight = self._aggregation.weight(result.participants[row].index, self._rule)

@@ -91,6 +91,16 @@ def test_of_equally_large_clients_that_of_the_smallest_index_gives_the_integers(
     assert int(mean.result(state(0.0))["count"]) == 0
 
 
+def test_a_client_drawn_twice_counts_twice_and_is_no_larger() -> None:
+    mean = BufferMean()
+    mean.add(state(1.0, count=10), size=3, index=0, count=2)
+    mean.add(state(5.0, count=20), size=4, index=1)
+    out = mean.result(state(0.0))
+    # (2 * 3 * 1 + 4 * 5) / (2 * 3 + 4)
+    assert out["mean"][0] == pytest.approx(2.6)
+    assert int(out["count"]) == 20
+
+
 @pytest.mark.parametrize("split", range(5))
 def test_it_does_not_matter_which_process_has_which_client(split: int) -> None:
     parts = [BufferMean(), BufferMean()]
