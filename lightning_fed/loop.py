@@ -486,6 +486,8 @@ class FederatedLoop(Inspection, _FitLoop):
         for plans in engine.chunks(work.mine):
             for plan in plans if starts else ():
                 call_round_hook(trainer, "on_client_start", self.round, plan.participant.client_id)
+            if starts:
+                engine.check_hooks()
             result = work.train(plans)
             for row, report in enumerate(result.reports if result is not None and ends else ()):
                 if result is not None and report.client_id not in work.faults.causes:

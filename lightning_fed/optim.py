@@ -110,7 +110,6 @@ class FederatedOptimizer(Optimizer):
         self.flat = flat
         self.work: LocalWork | None = None
         self._groups = _groups_of(base, flat)
-        self.is_plain = is_plain_sgd(base)
         self.clip: Callable[[], None] | None = None  # clips the corrected gradients, where that is wanted
         self.__class__ = type(type(base).__name__, (type(self),), {})
 
@@ -177,6 +176,11 @@ class FederatedOptimizer(Optimizer):
         return self.base.register_step_post_hook(hook)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the wrapped optimizer is SGD without momentum, as it is set now."""
+        return is_plain_sgd(self.base)
+
+    @property
     def decay(self) -> list[float]:
         """The coupled weight decay of every parameter: part of the client's loss, hence of every gradient of it."""
         return [_coupled_decay(self.base, self.base.param_groups[g]) for g in self._groups]
@@ -198,7 +202,8 @@ class FederatedOptimizer(Optimizer):
         self._lr_sums = [0.0] * len(self.base.param_groups)
         self._decay = self.decay
         self._advances = overrides(work.algorithm, "advance")
-        self._tracks = self.tracks(work.algorithm)
+        self._was_plain = self.is_plain
+        self._tracks = self.needs_path(work.algorithm) and not self._was_plain
         self._injects = self.injects(work.algorithm)
 
     @staticmethod
@@ -213,8 +218,13 @@ class FederatedOptimizer(Optimizer):
 
     def injects(self, algorithm: Algorithm) -> bool:
         """Whether anything happens to a gradient before the wrapped optimizer steps."""
-        corrects = overrides(algorithm, "correct") or overrides(algorithm, "advance")
-        return corrects or self.tracks(algorithm) or self.clip is not None
+        return (
+            overrides(algorithm, "correct")
+            or overrides(algorithm, "advance")
+            or self.clip is not None
+            or self.tracks(algorithm)
+            or (self.needs_path(algorithm) and 0 in self.rates)  # the path is a mean of directions there
+        )
 
     def end(self) -> LocalWork:
         """End a client's local work; the optimizer's own state is dropped."""
@@ -348,7 +358,7 @@ class FederatedOptimizer(Optimizer):
 
     def path_gradient(self, work: LocalWork, x: Vector) -> Vector:
         """The mean corrected direction along the path, weighted by the rates; the plain mean where all were zero."""
-        if not self._tracks and not self.is_plain:
+        if not self._tracks and not self._was_plain:
             raise FederatedError(
                 f"{type(work.algorithm).__name__} reads run.path_gradient, but declares uses_path_gradient=False: set"
                 " it to True."

@@ -5,11 +5,21 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["Purpose", "capture_random_state", "derive_seed", "generator", "preserved_random_state", "seed_global"]
+__all__ = [
+    "Purpose",
+    "capture_random_state",
+    "derive_seed",
+    "foreign_state",
+    "generator",
+    "preserved_random_state",
+    "random_state",
+    "seed_global",
+]
 
 
 class Purpose(IntEnum):
@@ -86,6 +96,22 @@ def capture_random_state(device: torch.device | None = None) -> Callable[[], Non
             torch.cuda.set_rng_state(cuda_state, device or "cuda")
 
     return restore
+
+
+def random_state(device: torch.device | None = None) -> tuple[Any, ...]:
+    """Return what tells whether PyTorch's global generators (CPU and ``device``) have been drawn from."""
+    state: tuple[Any, ...] = (torch.default_generator.get_state().numpy().tobytes(),)
+    if device is not None and device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        on_device = torch.cuda.default_generators[index]
+        state = (*state, on_device.initial_seed(), on_device.get_offset())
+    return state
+
+
+def foreign_state() -> tuple[Any, ...]:
+    """Return the states of the global generators that are not PyTorch's: Python's and NumPy's."""
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[1].tobytes(), numpy[2:]
 
 
 @contextmanager

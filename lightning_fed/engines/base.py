@@ -164,6 +164,9 @@ class Engine(ABC):
         """The parameters [P] of the client whose hooks are called."""
         return self.flat.y
 
+    def check_hooks(self) -> None:  # noqa: B027
+        """Refuse what the hooks that start clients' work have done, where it cannot have the effect that it should."""
+
     def point_to(self, result: ChunkResult, row: int) -> None:  # noqa: B027
         """Let :attr:`parameters_at_work` be those of one client of a chunk, while its hooks are called."""
 

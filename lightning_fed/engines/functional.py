@@ -9,22 +9,29 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from lightning_fed._compat import is_param_in_hook_signature, rank_zero_warn
-from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
-from lightning_fed.engines.traces import Found, Traces, Values, marks
+from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
+from lightning_fed.engines.traces import Found, Traces, Values
 
 __all__ = ["FunctionalStep", "Logged", "batch_shape", "first_batch", "stack_batches"]
 
 _LOG = inspect.signature(pl.LightningModule.log)
 _NO_OPTIONS = ("self", "name", "value", "batch_size")
 _MEANS = (torch.mean, "mean", "avg")
+_TOLERANCES: dict[Any, tuple[float, float]] = {
+    torch.float64: (1e-9, 1e-12),
+    torch.float32: (1e-4, 1e-6),
+    "mixed": (1e-2, 1e-6),
+}
+"""How far the loss of a trace may be from the module's own, relatively and absolutely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +66,34 @@ class FunctionalStep:
     Args:
         trainer: The trainer, with its module attached.
         flat: The trainable parameters.
+
+    Attributes:
+        is_random: Whether the step draws random numbers.
+        is_hot: Whether batches of this shape recur, so that a trace pays.
+        is_checked: Whether a trace has been compared with the module in this round.
+        last_unused: The parameters that the last loss of :meth:`gradient_of_one` did not depend on; None if unknown.
     """
 
     def __init__(self, trainer: pl.Trainer, flat: FlatParameters) -> None:
         self.trainer = trainer
         self.flat = flat
         self.is_random = False
-        self.unused: frozenset[int] = frozenset()
+        self.last_unused: frozenset[int] | None = None
+        self._has_looked = False
         module = self.module = trainer.lightning_module
         self._call = _Step(module)
         self._names = [f"module.{name}" for name in flat.names]
-        self.reads_index = _reads(module.training_step, "batch_idx")
+        self.reads_index = _reads(module.training_step, _index_of(module.training_step))
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._options: dict[str, dict[str, Any]] = {}
         self._values: dict[str, Tensor] = {}
         self._sizes: dict[str, int | None] = {}
         self._held: Sequence[Tensor] | None = None  # the views that the module's parameters look at
         self.traces = Traces()
-        self.is_hot = False  # whether batches of this shape recur, so that a trace pays
+        self.is_hot = False
         self.is_checked = False
-        self._marks: dict[tuple[str, str], Any] = {}
+        self._is_mixed = isinstance(trainer.precision_plugin, MixedPrecision)
+        self._unused: dict[Any, frozenset[int]] = {}  # by what decides the shapes of a step
 
     def gradients(
         self, views: Sequence[Tensor], batch: Any, batch_idx: int, shared: bool = False
@@ -96,7 +111,8 @@ class FunctionalStep:
         """
         leaves, spec = flatten(batch)
         key = (shared, batch_idx if self.reads_index else 0, spec, *(leaf.shape for leaf in leaves))
-        return self._run(key, lambda *flat: self._many(flat, spec, batch_idx, shared), [*views, *leaves])
+        with self._drawing_nothing():
+            return self._run(key, lambda *flat: self._many(flat, spec, batch_idx, shared), [*views, *leaves])
 
     def _many(self, flat: Sequence[Tensor], spec: Any, batch_idx: int, shared: bool) -> Found:
         rows = (None if shared else 0, *(0 for _ in flat[len(self._names) :]))
@@ -120,14 +136,16 @@ class FunctionalStep:
         leaves, spec = flatten(batch)
         key = (None, batch_idx if self.reads_index else 0, spec, *(leaf.shape for leaf in leaves))
         if self.is_hot and self.traces.allowed:
+            self.last_unused = None
             return self._run(key, lambda *flat: self._one(flat, spec, batch_idx), [*views, *leaves])
         if self._held is not views:
             self.flat.point_to(views)
             self._held = views
         arguments = self._arguments(batch, batch_idx)
-        with torch.enable_grad():
+        with self._drawing_nothing(), torch.enable_grad():
             loss, values = self._loss(lambda: self.module.training_step(*arguments))
             grads = torch.autograd.grad(loss, self.flat.params, allow_unused=True)
+        self.last_unused = frozenset(i for i, g in enumerate(grads) if g is None)
         whole = [torch.zeros_like(v) if g is None else g for g, v in zip(grads, views, strict=True)]
         return whole, loss.detach(), self.logged(self._with_sizes(values))
 
@@ -164,8 +182,8 @@ class FunctionalStep:
     def is_right(self, loss: Tensor, real: Tensor) -> bool:
         """Compare what a trace gives with what the module gives, once a round; the module is right."""
         self.is_checked = True
-        tolerance = 1e-3 if torch.finfo(loss.dtype).bits >= 32 else 5e-2
-        if torch.allclose(real, loss, rtol=tolerance, atol=1e-6, equal_nan=True):
+        rtol, atol = _TOLERANCES.get("mixed" if self._is_mixed else loss.dtype, (5e-2, 1e-6))
+        if torch.allclose(real, loss, rtol=rtol, atol=atol, equal_nan=True):
             return True
         self.traces.forbid()
         rank_zero_warn(
@@ -174,12 +192,19 @@ class FunctionalStep:
         )
         return False
 
-    def begin_round(self, algorithm: Algorithm) -> None:
-        """Forget the traces if an attribute of the module or of the method has changed since they were made."""
-        self.is_checked = False
-        if self.traces.allowed and (now := marks(self.module, algorithm)) != self._marks:
-            self.traces.drop()
-            self._marks = now
+    def begin_round(self) -> None:
+        """Look again at what is looked at once a round."""
+        self.is_checked = self._has_looked = False
+        self._unused.clear()
+
+    def unused_in(self, batch: Any, batch_idx: int) -> frozenset[int]:
+        """Return the same as :meth:`unused_parameters`, found out once a round for batches of one shape."""
+        leaves, spec = flatten(batch)
+        key = (batch_idx if self.reads_index else 0, spec, *(leaf.shape for leaf in leaves))
+        if key not in self._unused:
+            with preserved_random_state(self.flat.y.device):
+                self._unused[key] = self.unused_parameters(batch, batch_idx)
+        return self._unused[key]
 
     def unused_parameters(self, batch: Any, batch_idx: int) -> frozenset[int]:
         """Return the positions of parameters that the loss does not depend on: they have no gradient, not zero."""
@@ -220,9 +245,29 @@ class FunctionalStep:
         self.flat.point_to(first[0])
         self._held = None
         arguments = self._arguments(unflatten(first[1], spec), batch_idx)
-        with torch.enable_grad():
+        with self._drawing_nothing(), torch.enable_grad():
             loss, _ = self._loss(lambda: self.module.training_step(*arguments))
         return loss.detach()
+
+    @contextmanager
+    def _drawing_nothing(self) -> Iterator[None]:
+        """Refuse a step that draws random numbers and did not when it was tried out: nobody has seeded them.
+
+        Python's and NumPy's generators are looked at once a round, PyTorch's every time.
+        """
+        if self.is_random:
+            yield
+            return
+        device, looks = self.flat.y.device, not self._has_looked
+        self._has_looked = True
+        before = random_state(device), foreign_state() if looks else ()
+        yield
+        if before[0] != random_state(device) or (looks and before[1] != foreign_state()):
+            raise FederatedError(
+                f"engine='vectorized' cannot go on with {type(self.module).__name__}.training_step: it draws random"
+                " numbers, which it did not when it was tried out. Let it draw from the first round on (from torch's"
+                " generator), or use engine='sequential'."
+            )
 
     def _arguments(self, batch: Any, batch_idx: int) -> tuple[Any, ...]:
         return (batch, batch_idx) if self._takes_index else (batch,)
@@ -319,6 +364,12 @@ def _check_logged(name: str, value: Any, options: dict[str, Any]) -> None:
             f"engine='vectorized' logs means of single numbers, found self.log({name!r}, ...) of {found} in"
             " training_step. Log a 0-dim tensor with reduce_fx='mean', or use engine='sequential'."
         )
+
+
+def _index_of(step: Callable[..., Any]) -> str:
+    """Return what ``training_step`` calls the index of the batch, its second argument."""
+    names = list(inspect.signature(step).parameters)
+    return "batch_idx" if "batch_idx" in names or len(names) < 2 else names[1]
 
 
 def _reads(function: Callable[..., Any], argument: str) -> bool:

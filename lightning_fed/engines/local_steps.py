@@ -108,7 +108,8 @@ class BoundSteps:
         """Do the same with batches of a shape that is new to these clients, or may be."""
         key = (spec, *kinds(leaves))
         if key not in self._found:
-            self._found[key] = self._trace(leaves, spec, group.examples)
+            stands_still = self._work.skips and self._step.unused_in(group.first, group.batch_idx)
+            self._found[key] = None if stands_still else self._trace(leaves, spec, group.examples)
         traced = self._found[key]
         if traced is None or not self._step.traces.allowed:
             return None

@@ -36,7 +36,9 @@ class StackedWork:
         sizes: Their numbers of examples.
         steps: Their numbers of steps, in descending order where they step together.
         clip: How gradients are clipped, if they are.
-        unused: Positions of parameters that the loss does not depend on.
+
+    Attributes:
+        skips: Whether a parameter that a loss does not depend on stands still, where a gradient of zero would move it.
     """
 
     def __init__(
@@ -50,7 +52,6 @@ class StackedWork:
         sizes: Sequence[int],
         steps: Sequence[int],
         clip: Clipping | None,
-        unused: frozenset[int],
     ) -> None:
         self.algorithm, self.optimizer, self.inputs = algorithm, optimizer, inputs
         self.clients, self.full_grad, self.num_steps, self.clip = clients, full_grad, steps, clip
@@ -62,8 +63,8 @@ class StackedWork:
         self.corrects = overrides(algorithm, "correct")
         self._advances = overrides(algorithm, "advance")
         self._injects = optimizer.injects(algorithm)
-        self._skipped = frozenset() if self._injects else unused
         self.decay, self._rates = optimizer.decay, optimizer.rates
+        self.skips = not self._injects and (any(self.decay) or not optimizer.is_plain)
         self.local = self._init_local()
         self._path = torch.zeros_like(self.y) if optimizer.tracks(algorithm) else None
         stands_still = optimizer.needs_path(algorithm) and 0 in self._rates
@@ -72,30 +73,26 @@ class StackedWork:
         if algorithm.uses_solver_state:
             self._solver = solver_entries(algorithm.solver_state(inputs.server, self.local), len(self.layout.sizes))
         decays = any(self.decay) and not self._injects
-        self._is_uniform = len(set(self._rates)) == 1 and not decays and not self._skipped
+        self._is_uniform = len(set(self._rates)) == 1 and not decays
         self._base = None if optimizer.is_plain else StackedOptimizer(optimizer)
-        self.is_plain = self.plain_steps(algorithm, optimizer, clip, unused)
+        self.is_plain = self.plain_steps(algorithm, optimizer, clip)
         self._steps: list[Step] = []
         self.start = self.active = 0
         self.narrow(len(sizes))
 
     @staticmethod
-    def plain_steps(
-        algorithm: Algorithm, optimizer: FederatedOptimizer, clip: Clipping | None, unused: frozenset[int]
-    ) -> bool:
+    def plain_steps(algorithm: Algorithm, optimizer: FederatedOptimizer, clip: Clipping | None) -> bool:
         """Whether local steps are nothing but one rate times a direction, which leaves nothing behind but parameters.
 
         Args:
             algorithm: The method.
             optimizer: The wrapped local optimizer.
             clip: How gradients are clipped, if they are.
-            unused: Positions of parameters that the loss does not depend on.
         """
         rates = set(optimizer.rates)
         sums = optimizer.tracks(algorithm) or (optimizer.needs_path(algorithm) and 0 in rates)
-        skips = bool(unused) and not optimizer.injects(algorithm)
         one_rate = optimizer.is_plain and clip is None and len(rates) == 1
-        return one_rate and not (sums or skips or overrides(algorithm, "advance"))
+        return one_rate and not (sums or overrides(algorithm, "advance"))
 
     def _init_local(self) -> State:
         if not overrides(self.algorithm, "init_local"):
@@ -179,13 +176,20 @@ class StackedWork:
         torch._foreach_add_(self.alone, list(grads), alpha=-self._rates[0])
 
     @torch.no_grad()
-    def take_step(self, grads: Sequence[Tensor], anchors: Sequence[Tensor] | None = None) -> None:
+    def take_step(
+        self,
+        grads: Sequence[Tensor],
+        anchors: Sequence[Tensor] | None = None,
+        unused: frozenset[int] = frozenset(),
+    ) -> None:
         """Correct the gradients and step.
 
         Args:
             grads: Each parameter's gradients [n, n_p] of the n clients at work.
             anchors: Their gradients at the anchor, likewise, with weight decay.
+            unused: Positions of the parameters that their losses do not depend on; looked at if :attr:`skips`.
         """
+        skipped = unused if self.skips else frozenset()
         if self.clip is not None and not self.clip.corrected:
             grads = self.clip(grads)
         if self._injects:
@@ -194,13 +198,13 @@ class StackedWork:
                 grads = self.clip(grads)
         self._track(grads)
         if self._base is not None:
-            self._base.step(grads, self._solver, self._injects, self._skipped)
+            self._base.step(grads, self._solver, self._injects, skipped)
             return
         if self._is_uniform:
             torch._foreach_add_(self.columns, list(grads), alpha=-self._rates[0])
             return
         for i, (y, g, rate, decay) in enumerate(zip(self.columns, grads, self._rates, self.decay, strict=True)):
-            if i in self._skipped:
+            if i in skipped:
                 continue
             if decay and not self._injects:
                 g = g.add(y, alpha=decay)

@@ -71,7 +71,11 @@ class StackedOptimizer:
         states = [base.state.get(c, {}) for c in old]
         self._columns = list(columns)
         base.param_groups = [
-            {**group, "params": [columns[self._positions[id(p)]] for p in group["params"] if id(p) in self._positions]}
+            {
+                **group,
+                "fused": False,  # fused kernels take columns of a matrix for adjacent memory
+                "params": [columns[self._positions[id(p)]] for p in group["params"] if id(p) in self._positions],
+            }
             for group in self._groups
         ]
         base.state = defaultdict(dict)

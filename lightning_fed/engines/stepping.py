@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, capture_random_state, derive_seed, generator, seed_global
 from lightning_fed.data.batches import ClientBatches, TensorBatches
 from lightning_fed.engines.base import Engine, RoundInputs
@@ -43,6 +44,7 @@ class Stepping:
         self.trainer, self.algorithm, self.optimizer = engine.trainer, engine.algorithm, engine.optimizer
         self.seed, self.shuffle, self.layout = engine.seed, engine.shuffle, engine.flat.layout
         self.device, self.step, self.resident = engine.flat.y.device, step, resident
+        self.names = engine.flat.names
         self.batch_size: int | None = self.trainer.datamodule.batch_size
         self.has_hooks = has_transfer_hooks(self.trainer)
         self.steps = LocalSteps(step, self.algorithm, self.batch_size)
@@ -59,7 +61,7 @@ class Stepping:
         """
         if len(plans) == 1 or self.device.type != "cpu" or not self.steps.may_trace or self.step.is_random:
             return False
-        if not StackedWork.plain_steps(self.algorithm, self.optimizer, clip, self.step.unused):
+        if not StackedWork.plain_steps(self.algorithm, self.optimizer, clip):
             return False
         if not share_tensors(plans) or self.has_hooks:
             return False
@@ -174,7 +176,24 @@ class Stepping:
                 if restore is not None:
                     restore()
                 anchors.append(self._anchor_gradients(anchor, group))
-        work.take_step(_scatter(groups, grads, work), _scatter(groups, anchors, work) if anchor is not None else None)
+        unused = self._unused_by_all(groups) if work.skips else frozenset()
+        whole_anchors = None if anchor is None else _scatter(groups, anchors, work)
+        work.take_step(_scatter(groups, grads, work), whole_anchors, unused)
+
+    def _unused_by_all(self, groups: Sequence[BatchGroup]) -> frozenset[int]:
+        """Return the parameters that the losses do not depend on.
+
+        Raises:
+            FederatedError: If that differs from client to client.
+        """
+        found = {self.step.unused_in(group.first, group.batch_idx) for group in groups}
+        if len(found) > 1:
+            some = frozenset.union(*found) - frozenset.intersection(*found)
+            raise FederatedError(
+                f"engine='vectorized' cannot step clients at once whose losses depend on {self.names[min(some)]!r} for"
+                " some of them only, with this optimizer. Use chunk_size=1, or engine='sequential'."
+            )
+        return found.pop()
 
     def _recurs(self, work: StackedWork, groups: Sequence[BatchGroup]) -> bool:
         """Whether steps of this shape recur: full batches of one client, or of all clients of a chunk."""
@@ -196,7 +215,10 @@ class Stepping:
         if anchor is not None:
             found, _, _ = self.step.gradient_of_one(anchor, batch, group.batch_idx)
             anchors = self._with_decay(found, anchor, 1)
-        work.take_step([g.reshape(1, -1) for g in grads], anchors)
+        unused = self.step.last_unused
+        if unused is None and work.skips:
+            unused = self.step.unused_in(batch, group.batch_idx)
+        work.take_step([g.reshape(1, -1) for g in grads], anchors, unused or frozenset())
 
     def _anchor_gradients(self, anchor: list[Tensor], group: BatchGroup) -> list[Tensor]:
         """Return the gradients at the anchor on the same batches, coupled weight decay included."""

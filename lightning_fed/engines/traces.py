@@ -5,25 +5,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fed._compat import rank_zero_warn
-from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.base_optimizers import BaseOptimizer
 from lightning_fed.engines.graphs import StepGraphs, same, split_step, use_bindings, use_onednn
 from lightning_fed.engines.simplify import simplify
 
-__all__ = ["PASSING", "TracedStep", "Traces", "marks"]
+__all__ = ["TracedStep", "Traces"]
 
 Values: TypeAlias = dict[str, tuple[Tensor, int | None]]
 """What was logged by name: the value, and the ``batch_size`` given with it."""
 
 Found: TypeAlias = tuple[Sequence[Tensor], Tensor, Values]
 """Gradients, loss and logged values."""
-
-PASSING = ("log", "log_dict", "_trainer", "_current_fx_name", "_metric_attributes")
-"""Attributes of modules that Lightning and this package set and take back."""
 
 
 class Traces:
@@ -224,25 +219,3 @@ class TracedStep:
         """Return the loss and the logged values out of what :attr:`run` returns."""
         loss, *logged = results
         return loss, {name: (value, size) for (name, size), value in zip(self._sizes.items(), logged, strict=True)}
-
-
-def marks(module: nn.Module, algorithm: Algorithm | None = None) -> dict[tuple[str, str], Any]:
-    """Return, by module and attribute, what changes when an attribute is set, a collection grows, a tensor is written.
-
-    Parameters and buffers are not looked at. The same of a method and its base optimizer, if one is given.
-    """
-    owners: list[tuple[str, Any]] = list(module.named_modules())
-    if algorithm is not None:
-        parts = [value for value in vars(algorithm).values() if isinstance(value, BaseOptimizer)]
-        owners += [("algorithm", algorithm), *((f"algorithm.{i}", part) for i, part in enumerate(parts))]
-    return {
-        (name, key): _mark(value) for name, part in owners for key, value in vars(part).items() if key not in PASSING
-    }
-
-
-def _mark(value: Any) -> Any:
-    if isinstance(value, (int, float, str, bool, type(None))):
-        return value
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    return id(value), len(value) if isinstance(value, (list, dict, set)) else 0

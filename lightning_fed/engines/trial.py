@@ -1,21 +1,19 @@
 """A step of two equal clients, to find out before the first round whether a module can be run for several at once."""
 
 import copy
-import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.core.seeds import preserved_random_state
+from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
+from lightning_fed.engines.attributes import INTERNAL, PASSING, changed, holders, marks
 from lightning_fed.engines.functional import FunctionalStep, stack_batches
 from lightning_fed.engines.gradients import buffer_owners
-from lightning_fed.engines.traces import PASSING, marks
 
 __all__ = ["Trial"]
 
@@ -24,8 +22,7 @@ class Trial:
     """Try a module's ``training_step`` out on one batch; nothing of it remains.
 
     Args:
-        step: The module's step, which learns from the trial whether it is random and may be traced, and which
-            parameters it does not use.
+        step: The module's step, which learns from the trial whether it is random and may be traced.
     """
 
     def __init__(self, step: FunctionalStep) -> None:
@@ -45,15 +42,15 @@ class Trial:
         """
         step = self.step
         pair = [v.detach().expand(2, *v.shape) for v in step.flat.views]
+        step.is_random = True  # as long as nobody knows
         with preserved_random_state(step.flat.y.device), step.recording():
-            before = _State(self.module)
+            before = _State(self.module, step.flat.y.device)
             try:
                 grads, _, _ = step.gradients(pair, stack_batches([batch, batch]), batch_idx)
                 self._check_traces(before)
-                step.is_random = not torch.equal(before.random, torch.get_rng_state())
+                step.is_random = before.random != random_state(step.flat.y.device)
                 if not step.is_random:
                     self._check_values([g[0] for g in grads], batch, batch_idx)
-                step.unused = step.unused_parameters(batch, batch_idx)
                 if step.is_random or self._reads_trainer(batch, batch_idx):
                     step.traces.forbid()
             except FederatedError:
@@ -83,11 +80,9 @@ class Trial:
                 self._check_statistics()
                 raise self._refusal(f"it changes the buffer {name!r}")
         self._check_metrics(before)
-        now = marks(self.module)
-        for key in now.keys() | before.attributes.keys():
-            if now.get(key) != before.attributes.get(key):
-                raise self._refusal(f"it changes the attribute {'.'.join(filter(None, key))!r}")
-        if _foreign_state() != before.foreign:
+        if (attribute := changed(before.attributes, marks(self.module))) is not None:
+            raise self._refusal(f"it changes the attribute {attribute!r}")
+        if foreign_state() != before.foreign:
             raise self._refusal("it draws from Python's or NumPy's generator, once for all clients; draw from torch's")
 
     def _check_statistics(self) -> None:
@@ -126,20 +121,21 @@ class Trial:
 class _State:
     """What a step must leave as it is."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         owners = buffer_owners(module)
         buffers = {name: owner.get_buffer(key) for name, (owner, key) in owners.items()}
         self.buffers = {name: (buffer, buffer.clone()) for name, buffer in buffers.items()}
         self.metrics = [(n, m, m._update_count) for n, m in module.named_modules() if isinstance(m, Metric)]
         self.attributes = marks(module)
-        self.random = torch.get_rng_state()
-        self.foreign = _foreign_state()
+        self.random = random_state(device)
+        self.foreign = foreign_state()
         self._held = [(part, dict(vars(part))) for part in module.modules()]
         self._contents = [
-            (value, copy.copy(value))
+            (inner, copy.copy(inner))
             for _, held in self._held
             for key, value in held.items()
-            if type(value) in (list, dict, set) and key not in _INTERNAL
+            if key not in INTERNAL and key not in PASSING
+            for inner in holders(value)
         ]
 
     def restore_attributes(self) -> None:
@@ -154,9 +150,6 @@ class _State:
             (value.extend if isinstance(value, list) else value.update)(content)
 
 
-_INTERNAL = frozenset(vars(nn.Module()))  # parameters, buffers, hooks: whatever happens to these is refused or undone
-
-
 class _Watch:
     """Stand in for an object, and remember whether anything of it was asked for."""
 
@@ -168,9 +161,3 @@ class _Watch:
         if not name.startswith("__"):  # isinstance() looks at __class__
             object.__setattr__(self, "read", True)
         return getattr(object.__getattribute__(self, "watched"), name)
-
-
-def _foreign_state() -> tuple[Any, ...]:
-    """Return the states of the generators that are not PyTorch's."""
-    numpy: Any = np.random.get_state()
-    return random.getstate(), numpy[1].tolist(), numpy[2]

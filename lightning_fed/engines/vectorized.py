@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from lightning_fed.engines.resident import ResidentData
 from lightning_fed.engines.stack import Stack
 from lightning_fed.engines.stacked import StackedWork
 from lightning_fed.engines.stacked_optimizer import ELEMENTWISE, Clipping
+from lightning_fed.engines.steady import Steady
 from lightning_fed.engines.stepping import Stepping, is_rows
 from lightning_fed.engines.trial import Trial
 from lightning_fed.engines.turns import full_batches
@@ -59,6 +61,7 @@ class VectorizedEngine(Engine):
         self.full = FullGradients(self.step)
         self.resident = ResidentData(self.flat.y.device)
         self.stepping = Stepping(self, self.step, self.resident)
+        self.steady = Steady(self.trainer.lightning_module, self.algorithm, self.optimizer)
         self._row: tuple[ChunkResult, int] | None = None
         self._stack: Stack | None = None
         self._logged: dict[str, LoggedMean] = {}
@@ -75,10 +78,15 @@ class VectorizedEngine(Engine):
         with self.gradients.silent():
             (group,) = self.stepping.batches([plan], [stream], by_index=True).step(1)
             Trial(self.step).run(group.first, group.batch_idx)
+        self.steady.begin_round()
 
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
         """Yield the clients that are run together."""
-        self.step.begin_round(self.algorithm)
+        self.step.begin_round()
+        if self.steady.begin_round():  # what was found out about the module, and what was traced, may be no longer true
+            self.step.traces.drop()
+            with suppress(ClientError):  # whoever is to blame is found at work
+                self.try_out(plans[0]) if plans else None
         if self.where_it_pays and self.chunk_size > 1:
             return chunks_that_pay(plans, self.chunk_size, self.flat.layout.numel)
         return (plans[i : i + self.chunk_size] for i in range(0, len(plans), self.chunk_size))
@@ -87,6 +95,10 @@ class VectorizedEngine(Engine):
     def parameters_at_work(self) -> Vector:
         """The parameters [P] of the client whose hooks are called."""
         return self.flat.y if self._row is None else self._row[0].y[self._row[1]]
+
+    def check_hooks(self) -> None:
+        """Refuse what hooks have set for one client only."""
+        self.steady.check_hooks()
 
     def point_to(self, result: ChunkResult, row: int) -> None:
         """Let :attr:`parameters_at_work` be those of one client of a chunk, while its hooks are called."""
@@ -117,10 +129,10 @@ class VectorizedEngine(Engine):
                 [plan.participant.size for plan in sorted_plans],
                 [plan.participant.steps for plan in sorted_plans],
                 clip,
-                self.step.unused,
             )
             means = ChunkMeans(len(plans))
             self.stepping.run(inputs, sorted_plans, work, means, in_turns)
+            self.steady.check_work()
             delta, send, keep, sends_delta = work.finish()
         loss, metrics = means.of_clients(back)
         y, delta = in_order(work.y), in_order(delta)
@@ -226,6 +238,7 @@ class VectorizedEngine(Engine):
                 module.log(name, value, **{**mean.options, "batch_size": mean.weight})
         results.close_client()
         module._current_fx_name = previous
+        self.steady.end_round()
         self._logged = {}
         self._row = None
 

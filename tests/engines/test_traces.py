@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
-from lightning_fed.engines.traces import Traces, marks
+from lightning_fed.engines.attributes import marks
+from lightning_fed.engines.traces import Traces
 from tests.engines.test_vectorized import Ordinary, assert_agree, run
 from tests.helpers.training import data, trainer
 from tests.test_contract import METHODS

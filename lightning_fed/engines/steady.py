@@ -1,0 +1,86 @@
+"""What clients that are run at once must all find alike: attributes of the module, options of the optimizer."""
+
+from typing import Any
+
+from torch import nn
+
+from lightning_fed._compat import rank_zero_warn
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.engines.attributes import Marks, changed, marks
+from lightning_fed.optim import FederatedOptimizer
+
+__all__ = ["Steady"]
+
+
+class Steady:
+    """Sees to it that nothing changes between clients that are run at once.
+
+    Args:
+        module: The module.
+        algorithm: The method.
+        optimizer: The wrapped local optimizer.
+    """
+
+    def __init__(self, module: nn.Module, algorithm: Algorithm, optimizer: FederatedOptimizer) -> None:
+        self.module, self.algorithm, self.optimizer = module, algorithm, optimizer
+        self._marks: Marks = {}
+        self._options: list[dict[str, Any]] = []
+        self._has_worked = self._has_warned = False
+
+    def begin_round(self) -> bool:
+        """Take note of everything; return whether an attribute has changed since this was last done."""
+        before, self._marks = self._marks, marks(self.module, self.algorithm)
+        self._options, self._has_worked = self._options_now(), False
+        return before != self._marks
+
+    def check_hooks(self) -> None:
+        """Refuse what ``on_client_start`` has set for one client, which its neighbours would find too.
+
+        Raises:
+            FederatedError: Naming it.
+        """
+        what = self._changed_attribute()
+        if what is None and self._options_now() != self._options:
+            what = "an option of the local optimizer"
+        if what is not None:
+            raise FederatedError(
+                f"engine='vectorized' cannot give each client its own settings: on_client_start changes {what}, and"
+                " clients that are run at once share it. Make it part of the client's data, or use"
+                " engine='sequential'."
+            )
+
+    def check_work(self) -> None:
+        """Refuse a ``training_step`` that has begun to change attributes; after the first clients of a round.
+
+        Raises:
+            FederatedError: Naming one.
+        """
+        if self._has_worked:
+            return
+        self._has_worked = True
+        what = self._changed_attribute()
+        if what is not None:
+            raise FederatedError(
+                f"engine='vectorized' cannot go on with {type(self.module).__name__}.training_step: it changes {what},"
+                " which it did not when it was tried out. Change that, or use engine='sequential'."
+            )
+
+    def end_round(self) -> None:
+        """Warn, once, of attributes that changed while clients were at work: hooks between them may have done it."""
+        if self._has_warned or not self._has_worked:
+            return
+        what = self._changed_attribute()
+        if what is not None:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{what[:1].upper()}{what[1:]} changes while a round's clients are at work. With engine='vectorized'"
+                " their local steps go by its value at the start of the round."
+            )
+
+    def _changed_attribute(self) -> str | None:
+        name = changed(self._marks, marks(self.module, self.algorithm))
+        return None if name is None else f"the attribute {name!r} of {type(self.module).__name__}"
+
+    def _options_now(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]

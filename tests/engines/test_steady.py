@@ -1,0 +1,281 @@
+"""Modules and optimizers that change in the middle of a run: done as the sequential engine does, or refused by name."""
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fed import FederatedCallback, FederatedError
+from lightning_fed.algorithms import FedAvg, FedCM, FedNova, Mime, Scaffold, SGDm
+from lightning_fed.engines.attributes import holders, marks
+from lightning_fed.engines.traces import Traces
+from tests.helpers.engines import Ordinary, assert_agree, run
+from tests.helpers.training import CLASSES, FEATURES, data, trainer
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+DECAYED = partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)
+PLAIN = partial(torch.optim.SGD, lr=0.1)
+EVEN = partial(data, (8, 8, 8, 8, 8, 8))
+ENGINES: list[dict[str, Any]] = [
+    {"engine": "vectorized"},
+    {"engine": "vectorized", "chunk_size": 1},
+    {"engine": "auto"},
+]
+
+
+def agree(engine: dict[str, Any], rounds: int = 3, **options: Any) -> None:
+    """Check that an engine gives what the sequential one gives."""
+    whole, other = run("sequential", max_rounds=rounds, **options), run(**engine, max_rounds=rounds, **options)
+    assert_agree(whole, other)
+
+
+class Heads(Ordinary):
+    """Learns by its head, or by its body alone."""
+
+    def loss(self, x: Tensor, y: Tensor, by_head: bool) -> Tensor:
+        hidden = self.body(x)
+        return F.cross_entropy(self.head(hidden), y) if by_head else hidden.square().mean()
+
+
+class ByBatch(Heads):
+    def training_step(self, batch: Any, number: int) -> Tensor:
+        return self.loss(*batch, by_head=number % 2 == 1)
+
+
+class ByRound(Heads):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(*batch, by_head=self.current_epoch % 2 == 1)
+
+
+class BySize(Heads):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(*batch, by_head=len(batch[0]) % 4 != 0)
+
+
+class Weight:
+    """A plain object that a module reads."""
+
+    value = 0.0
+
+
+class Reversal(Ordinary):
+    """A term that moves the gradient and not the loss, by weights in a plain object, a mapping and hyperparameters."""
+
+    def __init__(self, optimizer: Any = None) -> None:
+        super().__init__(optimizer)
+        self.weight, self.weights = Weight(), {"all": [0.0]}
+        self.hparams.weight = 0.0
+
+    def on_train_epoch_start(self) -> None:
+        self.weight.value = self.weights["all"][0] = self.hparams.weight = 0.1 * self.current_epoch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        term = out.square().mean() * (self.weight.value + self.weights["all"][0] + self.hparams.weight)
+        return F.cross_entropy(out, batch[1]) + term - term.detach()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("optimizer", [PLAIN, DECAYED, ADAM])
+@pytest.mark.parametrize("module", [ByBatch, ByRound, BySize])
+def test_a_loss_that_depends_on_other_parameters_later(module: Any, optimizer: Any, engine: dict[str, Any]) -> None:
+    datamodule = partial(data, (8, 8, 8, 8, 8, 8), batch_size=3) if module is BySize else EVEN
+    agree(engine, make=partial(module, optimizer), datamodule=datamodule)
+
+
+def test_clients_whose_losses_depend_on_different_parameters_are_refused() -> None:
+    with pytest.raises(FederatedError, match=r"losses depend on 'head\.\w+' for some of them only"):
+        run("vectorized", partial(BySize, ADAM), partial(data, (8, 7, 8, 7, 8, 7)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_module_reads_from_collections_and_objects_may_change(engine: dict[str, Any]) -> None:
+    agree(engine, make=partial(Reversal, PLAIN))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.Adam, lr=0.01, fused=True),
+        partial(torch.optim.AdamW, lr=0.01, fused=True),
+        partial(torch.optim.Adagrad, lr=0.05, fused=True),
+        partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True),
+        partial(torch.optim.Adam, lr=0.01, foreach=True),
+    ],
+)
+def test_implementations_of_an_optimizer_step_alike(optimizer: Any, engine: dict[str, Any]) -> None:
+    agree(engine, make=partial(Ordinary, optimizer))
+
+
+class Momentum(FederatedCallback):
+    """Switches momentum on."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        trainer.optimizers[0].param_groups[0]["momentum"] = 0.9 if round >= self.round else 0.0
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(), FedNova(), FedCM(alpha=0.3)])
+def test_momentum_may_be_switched_on(algorithm: Any) -> None:
+    make = partial(Ordinary, PLAIN)
+    for engine in ENGINES:
+        agree(engine, make=make, algorithm=algorithm, callbacks=[Momentum(1)])
+    from_the_start = run("sequential", make=make, algorithm=algorithm, callbacks=[Momentum(0)])
+    built = run("sequential", make=partial(Ordinary, partial(PLAIN, momentum=0.9)), algorithm=algorithm)
+    assert_agree(from_the_start, built)
+
+
+class Warming(Ordinary):
+    """Begins at a rate of zero."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = DECAYED(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda round: round / 2)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_normalized_mean_at_a_rate_of_zero_is_that_of_gradients(engine: dict[str, Any]) -> None:
+    first = run("sequential", Warming, algorithm=FedAvg("normalized"), max_rounds=1)
+    assert not torch.equal(first.fit_loop.state.x, run("sequential", Warming, max_rounds=1).fit_loop.state.x)
+    agree(engine, make=Warming, algorithm=FedAvg("normalized"))
+
+
+class Prior(Ordinary):
+    prior: Any = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]) + self.prior, batch[1])
+
+
+class SetsPrior(FederatedCallback):
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        pl_module.prior = torch.full((CLASSES,), float(client_id))
+
+
+class SetsRate(FederatedCallback):
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.01 * (1 + client_id)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("callback", "what"), [(SetsPrior(), "the attribute 'prior' of Prior"), (SetsRate(), "an option of the local")]
+)
+def test_settings_of_a_client_are_refused(callback: Any, what: str, engine: dict[str, Any]) -> None:
+    with pytest.raises(FederatedError, match=f"on_client_start changes {what}.*engine='sequential'"):
+        run(**engine, make=Prior, callbacks=[callback])
+
+
+class Notes(FederatedCallback):
+    """Writes to the module between clients."""
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        pl_module.prior = 0.1 * client_report.client_id
+
+
+def test_a_note_between_clients_is_told_of() -> None:
+    with pytest.warns(UserWarning, match="The attribute 'prior' of Prior changes while a round's clients are at work"):
+        run("vectorized", Prior, callbacks=[Notes()])
+
+
+class Later(Ordinary):
+    """Does something from the second round on."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__(PLAIN)
+        self.norm = nn.BatchNorm1d(FEATURES).eval()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(self.norm(batch[0])), batch[1])
+        return self.then(loss) if self.current_epoch else loss
+
+
+class LaterDropout(Later):
+    def then(self, loss: Tensor) -> Tensor:
+        return F.dropout(loss, 0.5) + loss
+
+
+class LaterPython(Later):
+    def then(self, loss: Tensor) -> Tensor:
+        return loss * (1 + random.random())
+
+
+class LaterCount(Later):
+    def then(self, loss: Tensor) -> Tensor:
+        self.count += 1
+        return loss * (1 + 0.1 * self.count)
+
+
+class LaterStatistics(Later):
+    def on_train_epoch_start(self) -> None:
+        self.norm.train(self.current_epoch > 0)
+
+    def then(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [
+        (LaterDropout, "draws random numbers"),
+        (LaterPython, "draws random numbers"),
+        (LaterCount, "changes the attribute 'count'"),
+        (LaterStatistics, r"layer 'norm' \(BatchNorm1d\) moves running statistics"),
+    ],
+)
+def test_what_begins_later_stops_by_name(module: Any, what: str, engine: dict[str, Any]) -> None:
+    for algorithm in (FedAvg(), Mime(SGDm())):
+        with pytest.raises(FederatedError, match=what):
+            run(**engine, make=module, algorithm=algorithm)
+
+
+class WithMetric(Ordinary):
+    def __init__(self) -> None:
+        super().__init__(PLAIN)
+        self.accuracy = MulticlassAccuracy(CLASSES)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.accuracy(self(batch[0]), batch[1])
+        self.log("val_acc", self.accuracy)
+
+
+def test_metrics_of_evaluation_do_not_cost_the_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    trace = Traces._trace
+    monkeypatch.setattr(Traces, "_trace", lambda self, *a, **k: made.append(1) or trace(self, *a, **k))
+    t = trainer(engine="vectorized", max_rounds=1, chunk_size=1)
+    t.fit(WithMetric(), EVEN())
+    in_one_round = len(made)
+    made.clear()
+    trainer(engine="vectorized", max_rounds=4, chunk_size=1).fit(WithMetric(), EVEN())
+    assert len(made) == in_one_round > 0
+
+
+def test_marks_look_into_collections_and_plain_objects() -> None:
+    module = nn.Linear(2, 2)
+    module.own, module.pairs = Weight(), {"a": [1, {"b": (2.0, torch.zeros(1))}]}
+    module.not_a_number = float("nan")
+    before = marks(module)
+    assert marks(module) == before
+    module.own.value = 1.0
+    assert marks(module) != before
+    before = marks(module)
+    module.pairs["a"][1]["b"][1].add_(1)
+    assert marks(module) != before
+    assert [type(inner) for inner in holders(module.pairs)] == [dict, list, dict]
+    module.myself = module.pairs
+    module.pairs["pairs"] = module.pairs  # ends all the same
+    assert marks(module)
+    module.many = list(range(10**6))
+    assert marks(module) == marks(module)
