@@ -1,11 +1,12 @@
 """Three of Lightning's connectors, told that an epoch is a round; and its evaluation loops, shared by processes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import EarlyStopping
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_fed._compat import (
     MisconfigurationException,
@@ -13,10 +14,12 @@ from lightning_fed._compat import (
     _CheckpointConnector,
     _LoggerConnector,
     rank_zero_info,
+    rank_zero_warn,
 )
 from lightning_fed.checkpoint_io import AtomicCheckpointIO
 from lightning_fed.checkpoint_places import newest, tidy_folders
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.options import differing_options, options_of
 from lightning_fed.engines.evaluation_loop import SharedEvaluationLoop
 from lightning_fed.engines.results import EvaluationResults
 from lightning_fed.restoring import check_optimizer_states, restored_from
@@ -54,10 +57,40 @@ class RoundCheckpointConnector(_CheckpointConnector):
 
     def restore_training_state(self) -> None:
         """Load loops, optimizers and schedules, or say what of the checkpoint does not fit."""
+        if not self._loaded_checkpoint:
+            super().restore_training_state()
+            return
+        optimizers = self.trainer.optimizers
+        self._check_optimizer(optimizers)
+        built = [options_of(optimizer) for optimizer in optimizers]
         with restored_from(self.trainer.ckpt_path, "optimizers and schedules"):
             super().restore_training_state()
-            for optimizer in self.trainer.optimizers if self._loaded_checkpoint else ():
+            for optimizer in optimizers:
                 check_optimizer_states(optimizer, "the local optimizer")
+        for optimizer, options in zip(optimizers, built, strict=True):
+            is_scheduled = bool(self.trainer.lr_scheduler_configs)
+            if differing := differing_options(options, options_of(optimizer), is_scheduled):
+                rank_zero_warn(
+                    f"The local optimizer goes on with the checkpoint's {', '.join(differing)}. To train with other"
+                    " options, start x^0 from its weights alone: Model.load_from_checkpoint(path), then fit without"
+                    " ckpt_path."
+                )
+
+    def _check_optimizer(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse a checkpoint of another local optimizer.
+
+        Raises:
+            FederatedError: Naming both.
+        """
+        saved = self._loaded_checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        there = saved.get("work", {}).get("optimizer")
+        here = [type(optimizer).__name__ for optimizer in optimizers]
+        if there is not None and here != [there]:
+            raise FederatedError(
+                f"The checkpoint's local optimizer is {there}, this run's is {', '.join(here)}. Resume with the one it"
+                " was written with, or start x^0 from its weights alone: Model.load_from_checkpoint(path), then fit"
+                " without ckpt_path."
+            )
 
     def _take(self, checkpoint: dict[str, Any], checkpoint_path: Any) -> None:
         """Look at a checkpoint before it is restored, and leave nothing but weights in one of no federated run."""

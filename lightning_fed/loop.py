@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import secrets
 import time
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_fed._compat import SIGTERMException, _FitLoop, call, rank_zero_info, rank_zero_warn
+from lightning_fed.algorithms.checking import check_method
 from lightning_fed.callbacks.base import call_round_hook, hears
 from lightning_fed.checkpoint_places import keep_last_round
 from lightning_fed.checks import (
@@ -42,7 +44,7 @@ from lightning_fed.engines.plan import Planner
 from lightning_fed.engines.ranks import Ranks, metrics_alone
 from lightning_fed.engines.round import Round
 from lightning_fed.optim import FederatedOptimizer
-from lightning_fed.restoring import check_optimizer_states, restored_from
+from lightning_fed.restoring import check_optimizer_states, compare_work, notes_of, restored_from
 from lightning_fed.server.client_store import ClientStore
 from lightning_fed.server.population import Population
 from lightning_fed.server.privacy import DifferentialPrivacy
@@ -92,6 +94,7 @@ class FederatedLoop(Inspection, _FitLoop):
         self._flat: FlatParameters | None = None
         self._plateau_round = 0
         self._work: Round | None = None
+        self._work_notes: dict[str, str] = {}
         self._ranks = Ranks()  # that share the clients
         self._warned: set[ClientId] = set()
         self._split = BatchSplit()  # whose processes share every batch
@@ -132,7 +135,8 @@ class FederatedLoop(Inspection, _FitLoop):
             )
         client_states = self.kept_states.record(self._state, self._ranks)
         transport = self.settings.transport()
-        return {**self._state.state_dict(client_states), "metrics": metrics, "transport": transport}
+        noted = {"transport": transport, "work": self._work_notes}
+        return {**self._state.state_dict(client_states), "metrics": metrics, **noted}
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Take a checkpoint's state, to be used when the fit starts; counters follow from its round."""
@@ -206,6 +210,8 @@ class FederatedLoop(Inspection, _FitLoop):
             self._split = trainer.strategy.split
         else:
             self._ranks = Ranks.of(trainer)
+        check_method(settings.algorithm)
+        self._work_notes = {**settings.work(), **notes_of(self.population, self.trainer.datamodule.batch_size, base)}
         self._state = self._make_state(module, base)
         self._planner = Planner(trainer, settings, self.population, self._cohort_seed())
         self._engine = self._make_engine()
@@ -262,6 +268,9 @@ class FederatedLoop(Inspection, _FitLoop):
             with restored_from(self.trainer.ckpt_path, "the state of the server"):
                 s.check_transport(restored.get("transport", {}))
                 state.load_state_dict({**restored, "client_states": {}}, any_seed=not s.seed_is_given)
+                if restored["seed"] != s.seed and not s.seed_is_given and "PL_GLOBAL_SEED" in os.environ:
+                    rank_zero_warn(f"The run goes on with the checkpoint's seed {restored['seed']}, not with {s.seed}.")
+                compare_work(restored.get("work", {}), self._work_notes, bool(restored["client_states"]))
                 check_optimizer_states(state.step.optimizer, "the server's optimizer")
                 metrics = {name: torch.tensor(value) for name, value in restored["metrics"].items()}
             self.trainer._logger_connector._callback_metrics.update(metrics)

@@ -1,14 +1,18 @@
 """What goes wrong while a checkpoint is restored, in terms of the checkpoint."""
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
+from lightning_fed._compat import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.server.population import Population
 
-__all__ = ["check_optimizer_states", "restored_from"]
+__all__ = ["check_optimizer_states", "compare_work", "notes_of", "restored_from"]
 
 _TELLS = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError)
 
@@ -54,3 +58,44 @@ def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:
         rate = group.get("lr", 0.0)
         if not isinstance(rate, (int, float, torch.Tensor)) or isinstance(rate, bool):
             raise FederatedError(f"The checkpoint's state of {what} has the learning rate {rate!r}.")
+
+
+def notes_of(population: Population, batch_size: int | None, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return what a checkpoint notes of clients' data and of what trains on them.
+
+    Args:
+        population: The clients; where their sizes are known, it notes these by a checksum.
+        batch_size: The examples in a full batch.
+        optimizer: The local optimizer.
+    """
+    notes = {"batch_size": repr(batch_size), "optimizer": type(optimizer).__name__}
+    if population.sizes_are_known:
+        sizes = np.array(population.sizes, dtype=np.int64)
+        notes["sizes"] = hashlib.blake2b(sizes.tobytes(), digest_size=8).hexdigest()
+    return notes
+
+
+def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states: bool) -> None:
+    """Warn where a checkpoint was written with other work or data; refuse it where clients' states rest on their data.
+
+    Args:
+        saved: What the checkpoint notes.
+        mine: The same of this run.
+        keeps_states: Whether the checkpoint has states of clients.
+
+    Raises:
+        FederatedError: If clients have other data than what they keep belongs to.
+    """
+    differing = {name for name in saved.keys() & mine.keys() if saved[name] != mine[name]}
+    if "sizes" in differing:
+        found = "The checkpoint was written with other numbers of examples per client"
+        if keeps_states:
+            raise FederatedError(
+                f"{found}, and what its clients keep belongs to their data. Resume with the data and the partition it"
+                " was written with, or start x^0 from its weights alone: Model.load_from_checkpoint(path), then fit"
+                " without ckpt_path."
+            )
+        rank_zero_warn(f"{found}. The run goes on with this run's.")
+    if others := sorted(differing - {"sizes"}):
+        told = ", ".join(f"{name}={saved[name]} (this run has {mine[name]})" for name in others)
+        rank_zero_warn(f"The checkpoint was written with {told}. The run goes on with this run's.")

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BUFFER_MODES
@@ -81,6 +82,18 @@ class Settings:
                     " for with its probability. Resume with the sampler it was written with."
                 )
 
+    def work(self) -> dict[str, str]:
+        """Return who works in a round and how much, as checkpoints note it."""
+        return {
+            name: _named(value)
+            for name, value in (
+                ("local_epochs", self.local_epochs),
+                ("local_steps", self.local_steps),
+                ("sampler", self.sampler),
+                ("heterogeneity", self.heterogeneity),
+            )
+        }
+
     def steps(self, num_batches: int, accumulated: int) -> int:
         """Return the optimizer steps asked of a client.
 
@@ -93,6 +106,12 @@ class Settings:
         if self.local_epochs is not None:
             return -(-num_batches // accumulated) * self.local_epochs
         return self.local_steps or 0
+
+
+def _named(value: Any) -> str:
+    """Return a text that is the same in another process."""
+    text = repr(value)
+    return text if " at 0x" not in text else str(getattr(value, "__qualname__", type(value).__name__))
 
 
 def cut(steps: int, num_batches: int, accumulated: int) -> tuple[int, ...]:

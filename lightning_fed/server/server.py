@@ -75,6 +75,7 @@ class Server:
         self.bytes_up = 0
         self.bytes_down = 0
         self._seen = Seen(len(ids))
+        self._options: dict[str, Any] | None = algorithm.options()  # until they have been looked at again
 
     @property
     def x(self) -> Vector:
@@ -116,7 +117,13 @@ class Server:
         norm = 0.0
         if mean:
             before = self.x.clone()
-            direction, state = self.algorithm.update_server(before, state, mean, cohort)
+            found = self.algorithm.update_server(before, state, mean, cohort)
+            if not (isinstance(found, tuple) and len(found) == 2):
+                raise FederatedError(
+                    f"{type(self.algorithm).__name__}.update_server() must return a direction and the server state,"
+                    f" found {type(found).__name__}. Return mean['delta'], server to leave both as they are."
+                )
+            direction, state = found
             self.step.step(direction, models if direction is mean.get("delta") else None)
             norm = float(torch.linalg.vector_norm(self.x - before))
         self.state = {name: value.detach() for name, value in state.items()}
@@ -124,7 +131,26 @@ class Server:
         self.clients.commit()
         self.step.end_round()
         self.round += 1
+        self._check_options()
         return norm
+
+    def _check_options(self) -> None:
+        """Refuse a method whose attributes change as it runs: a checkpoint of it could not be resumed.
+
+        Raises:
+            FederatedError: Naming an attribute, after the first round.
+        """
+        before, self._options = self._options, None
+        if before is None:
+            return
+        now = self.algorithm.options()
+        for name in now.keys() | before.keys():
+            if repr(now.get(name)) != repr(before.get(name)):
+                raise FederatedError(
+                    f"{type(self.algorithm).__name__} has changed its attribute {name!r} in a round. A method keeps"
+                    " hyper-parameters in attributes and all else in the states that its hooks return, so that it can"
+                    " be resumed."
+                )
 
     def count(self, indices: Sequence[int], bytes_up: int, bytes_down: int) -> None:
         """Add a round to the run's totals: clients seen, bytes up and down."""

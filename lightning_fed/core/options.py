@@ -1,0 +1,33 @@
+"""Options of optimizers, as they were built and as a checkpoint has them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+__all__ = ["differing_options", "options_of"]
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the options of every parameter group, without the parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def differing_options(
+    built: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]], is_scheduled: bool
+) -> list[str]:
+    """Return what a checkpoint has changed of an optimizer's options, in words.
+
+    Args:
+        built: The options of every group before it was loaded.
+        loaded: Those after.
+        is_scheduled: Whether a schedule moves the rates, which then differ anyhow; where it notes its first rates,
+            these are compared.
+    """
+    found: dict[str, None] = {}
+    for mine, saved in zip(built, loaded, strict=False):
+        for name in mine.keys() & saved.keys() - ({"lr"} if is_scheduled else {"initial_lr"}):
+            if mine[name] != saved[name]:
+                shown = "lr" if name == "initial_lr" else name
+                found[f"{shown}={saved[name]!r} (this run has {mine[name]!r})"] = None
+    return sorted(found)

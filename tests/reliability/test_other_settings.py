@@ -1,0 +1,113 @@
+"""A run that is resumed with other settings: refused, or told of, never changed in silence."""
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_fed import FederatedError
+from lightning_fed.algorithms import FedAvg, Scaffold
+from lightning_fed.server import FedAdam
+from tests.helpers.engines import Ordinary
+from tests.helpers.training import data, trainer
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+class Scheduled(Ordinary):
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+class Plateau(Ordinary):
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make(self.parameters())
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+def told(path: Path, first: dict[str, Any], then: dict[str, Any]) -> list[str]:
+    """Run two rounds, resume with other settings, and return the warnings that speak of the checkpoint."""
+    whole: dict[str, Any] = {"module": Ordinary, "optimizer": SGD, "sizes": (13, 8, 21, 5, 16, 9), "batch_size": 4}
+
+    def start(rounds: int, ckpt_path: Path | None, **settings: Any) -> Any:
+        chosen = {name: settings.pop(name) for name in whole}
+        torch.manual_seed(0)
+        t = trainer(max_rounds=rounds, **settings)
+        datamodule = data(chosen["sizes"], chosen["batch_size"])
+        t.fit(chosen["module"](chosen["optimizer"]), datamodule, ckpt_path=ckpt_path, weights_only=False)
+        return t
+
+    start(2, None, **{**whole, **first}).save_checkpoint(path / "half.ckpt")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        start(4, path / "half.ckpt", **{**whole, **first, **then})
+    return [
+        str(w.message) for w in caught if "checkpoint" in str(w.message).lower() and "dirpath" not in str(w.message)
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"module": Scheduled},
+        {"module": Plateau},
+        {"algorithm": Scaffold()},
+        {
+            "server_optimizer": partial(FedAdam, lr=0.1),
+            "server_lr_scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
+        },
+        {"sampler": lambda seed, round, population: population[:2]},
+    ],
+)
+def test_the_same_settings_are_nothing_to_tell(tmp_path: Path, settings: dict[str, Any]) -> None:
+    assert told(tmp_path, settings, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        ({}, {"optimizer": partial(SGD, lr=5.0)}, "local optimizer goes on with .*lr=0.1 (this run has 5.0)"),
+        ({}, {"optimizer": partial(SGD, momentum=0.9)}, "local optimizer goes on with .*momentum=0 (this run has 0.9)"),
+        ({"module": Scheduled}, {"optimizer": partial(SGD, lr=5.0)}, "lr=0.1 (this run has 5.0)"),
+        (
+            {"server_optimizer": partial(FedAdam, lr=0.1)},
+            {"server_optimizer": partial(FedAdam, lr=0.01)},
+            "server's optimizer goes on with the checkpoint's lr=0.1 (this run has 0.01)",
+        ),
+        ({}, {"local_epochs": 3}, "written with local_epochs=1 (this run has 3). The run goes on with this run's"),
+        ({}, {"clients_per_round": 2}, "sampler=UniformSampler(3) (this run has UniformSampler(2))"),
+        ({}, {"batch_size": 8}, "batch_size=4 (this run has 8)"),
+        ({}, {"sizes": (13, 8, 21, 5, 16, 8)}, "other numbers of examples per client. The run goes on"),
+    ],
+)
+def test_other_settings_are_told_of(tmp_path: Path, first: Any, then: Any, message: str) -> None:
+    (text,) = told(tmp_path, first, then)
+    before, _, after = message.partition(".*")
+    assert before in text
+    assert after in text
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        ({}, {"optimizer": ADAM}, "checkpoint's local optimizer is SGD, this run's is Adam"),
+        ({"optimizer": ADAM}, {"optimizer": SGD}, "checkpoint's local optimizer is Adam, this run's is SGD"),
+        ({"algorithm": Scaffold()}, {"sizes": (13, 8, 21, 5, 16, 8)}, "what its clients keep belongs to their data"),
+        ({"algorithm": FedAvg()}, {"algorithm": Scaffold()}, "method is 'FedAvg', this run's is 'Scaffold'"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(tmp_path: Path, first: Any, then: Any, message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        told(tmp_path, first, then)
+
+
+def test_another_seed_of_the_environment_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "5")
+    assert told(tmp_path, {"seed": 0}, {"seed": None}) == ["The run goes on with the checkpoint's seed 0, not with 5."]
