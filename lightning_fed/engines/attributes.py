@@ -25,6 +25,7 @@ INTERNAL = frozenset(vars(nn.Module()))
 
 _OPAQUE = (type, nn.Module, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _FOREIGN = ("torch", "pytorch_lightning", "lightning_fabric", "torchmetrics", "lightning_fed")
+_PLAIN = frozenset({int, str, bool, type(None)})
 _DEPTH = 4  # of collections in collections
 _MOST = 1_000  # values that are looked at in one attribute; of what holds more, how many
 
@@ -42,7 +43,7 @@ def marks(module: nn.Module, algorithm: Algorithm | None = None) -> Marks:
         parts = [value for value in vars(algorithm).values() if isinstance(value, BaseOptimizer)]
         owners += [("algorithm", algorithm), *((f"algorithm.{i}", part) for i, part in enumerate(parts))]
     return {
-        (name, key): _mark(value, [0 if key in INTERNAL else _MOST])
+        (name, key): value if type(value) in _PLAIN else _mark(value, [0 if key in INTERNAL else _MOST])
         for name, part in owners
         for key, value in vars(part).items()
         if key not in PASSING
@@ -80,6 +81,8 @@ def _mark(value: Any, left: list[int], depth: int = _DEPTH) -> Any:
         return id(value), value._version
     if isinstance(value, np.ndarray):
         return id(value), value.tobytes() if value.dtype != object and value.size <= left[0] else 0
+    if left[0] == 0 and isinstance(value, dict):
+        return id(value), len(value)
     inner = _inside(value)
     if inner is None:
         return id(value), 0

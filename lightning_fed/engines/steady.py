@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from torch import nn
+import pytorch_lightning as pl
 
 from lightning_fed._compat import rank_zero_warn
 from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.callbacks.base import hears
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.attributes import Marks, changed, marks
 from lightning_fed.optim import FederatedOptimizer
@@ -17,21 +18,23 @@ class Steady:
     """Sees to it that nothing changes between clients that are run at once.
 
     Args:
-        module: The module.
+        trainer: The trainer, with its module attached.
         algorithm: The method.
         optimizer: The wrapped local optimizer.
     """
 
-    def __init__(self, module: nn.Module, algorithm: Algorithm, optimizer: FederatedOptimizer) -> None:
-        self.module, self.algorithm, self.optimizer = module, algorithm, optimizer
+    def __init__(self, trainer: pl.Trainer, algorithm: Algorithm, optimizer: FederatedOptimizer) -> None:
+        self.trainer, self.algorithm, self.optimizer = trainer, algorithm, optimizer
+        self.module = trainer.lightning_module
         self._marks: Marks = {}
         self._options: list[dict[str, Any]] = []
-        self._has_worked = self._has_warned = False
+        self._worked = 0  # times that clients have been at work in this round
+        self._has_warned = False
 
     def begin_round(self) -> bool:
         """Take note of everything; return whether an attribute has changed since this was last done."""
         before, self._marks = self._marks, marks(self.module, self.algorithm)
-        self._options, self._has_worked = self._options_now(), False
+        self._options, self._worked = self._options_now(), 0
         return before != self._marks
 
     def check_hooks(self) -> None:
@@ -56,9 +59,9 @@ class Steady:
         Raises:
             FederatedError: Naming one.
         """
-        if self._has_worked:
+        self._worked += 1
+        if self._worked > 1:
             return
-        self._has_worked = True
         what = self._changed_attribute()
         if what is not None:
             raise FederatedError(
@@ -68,7 +71,7 @@ class Steady:
 
     def end_round(self) -> None:
         """Warn, once, of attributes that changed while clients were at work: hooks between them may have done it."""
-        if self._has_warned or not self._has_worked:
+        if self._has_warned or not (self._worked > 1 or hears(self.trainer, "on_client_end")):
             return
         what = self._changed_attribute()
         if what is not None:

@@ -61,7 +61,7 @@ class VectorizedEngine(Engine):
         self.full = FullGradients(self.step)
         self.resident = ResidentData(self.flat.y.device)
         self.stepping = Stepping(self, self.step, self.resident)
-        self.steady = Steady(self.trainer.lightning_module, self.algorithm, self.optimizer)
+        self.steady = Steady(self.trainer, self.algorithm, self.optimizer)
         self._row: tuple[ChunkResult, int] | None = None
         self._stack: Stack | None = None
         self._logged: dict[str, LoggedMean] = {}
