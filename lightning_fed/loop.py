@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from lightning_fed._compat import SIGTERMException, _FitLoop, call, rank_zero_info, rank_zero_warn
-from lightning_fed.algorithms.checking import check_method
 from lightning_fed.callbacks.base import call_round_hook, hears
 from lightning_fed.checkpoint_places import keep_last_round
 from lightning_fed.checks import (
@@ -29,6 +28,7 @@ from lightning_fed.checks import (
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
+from lightning_fed.core.options import differing_options, options_of
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.seeds import Purpose, derive_seed, seed_global
 from lightning_fed.core.types import ClientId
@@ -43,6 +43,7 @@ from lightning_fed.engines.kept_states import KeptStates
 from lightning_fed.engines.plan import Planner
 from lightning_fed.engines.ranks import Ranks, metrics_alone
 from lightning_fed.engines.round import Round
+from lightning_fed.method_checks import check_method
 from lightning_fed.optim import FederatedOptimizer
 from lightning_fed.restoring import check_optimizer_states, compare_work, notes_of, restored_from
 from lightning_fed.server.client_store import ClientStore
@@ -211,7 +212,8 @@ class FederatedLoop(Inspection, _FitLoop):
         else:
             self._ranks = Ranks.of(trainer)
         check_method(settings.algorithm)
-        self._work_notes = {**settings.work(), **notes_of(self.population, self.trainer.datamodule.batch_size, base)}
+        sizes = self.population.sizes if self.population.sizes_are_known else None
+        self._work_notes = {**settings.work(), **notes_of(sizes, self.trainer.datamodule.batch_size, base)}
         self._state = self._make_state(module, base)
         self._planner = Planner(trainer, settings, self.population, self._cohort_seed())
         self._engine = self._make_engine()
@@ -267,7 +269,11 @@ class FederatedLoop(Inspection, _FitLoop):
         if restored is not None:
             with restored_from(self.trainer.ckpt_path, "the state of the server"):
                 s.check_transport(restored.get("transport", {}))
+                built = options_of(state.step.optimizer)
                 state.load_state_dict({**restored, "client_states": {}}, any_seed=not s.seed_is_given)
+                loaded, is_scheduled = options_of(state.step.optimizer), state.step.scheduler is not None
+                if differing := differing_options(built, loaded, is_scheduled):
+                    rank_zero_warn(f"The server's optimizer goes on with the checkpoint's {', '.join(differing)}.")
                 if restored["seed"] != s.seed and not s.seed_is_given and "PL_GLOBAL_SEED" in os.environ:
                     rank_zero_warn(f"The run goes on with the checkpoint's seed {restored['seed']}, not with {s.seed}.")
                 compare_work(restored.get("work", {}), self._work_notes, bool(restored["client_states"]))

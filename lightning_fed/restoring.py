@@ -1,7 +1,7 @@
 """What goes wrong while a checkpoint is restored, in terms of the checkpoint."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 
 from lightning_fed._compat import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.server.population import Population
 
 __all__ = ["check_optimizer_states", "compare_work", "notes_of", "restored_from"]
 
@@ -60,18 +59,17 @@ def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:
             raise FederatedError(f"The checkpoint's state of {what} has the learning rate {rate!r}.")
 
 
-def notes_of(population: Population, batch_size: int | None, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def notes_of(sizes: Sequence[int] | None, batch_size: int | None, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return what a checkpoint notes of clients' data and of what trains on them.
 
     Args:
-        population: The clients; where their sizes are known, it notes these by a checksum.
+        sizes: The numbers of examples of all clients, which are noted by a checksum; None if they are not known.
         batch_size: The examples in a full batch.
         optimizer: The local optimizer.
     """
     notes = {"batch_size": repr(batch_size), "optimizer": type(optimizer).__name__}
-    if population.sizes_are_known:
-        sizes = np.array(population.sizes, dtype=np.int64)
-        notes["sizes"] = hashlib.blake2b(sizes.tobytes(), digest_size=8).hexdigest()
+    if sizes is not None:
+        notes["sizes"] = hashlib.blake2b(np.array(sizes, dtype=np.int64).tobytes(), digest_size=8).hexdigest()
     return notes
 
 

@@ -18,7 +18,7 @@ FLOORS = {
     "strategies": 2,
     "settings": 4,
     "engines": 5,
-    "checks": 5,
+    "checks": 5, "method_checks": 5,
     "loop": 6, "connectors": 6,
     "trainer_arguments": 5, "trainer_calls": 5,
     "trainer": 7,

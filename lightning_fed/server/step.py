@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_fed._compat import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import Layout
-from lightning_fed.core.options import differing_options, options_of
 from lightning_fed.core.types import Vector
 from lightning_fed.optim import refuse_unsupported
 
@@ -139,9 +137,6 @@ class ServerStep:
                     " with."
                 )
         self.x.copy_(state["x"])
-        built = options_of(self.optimizer)
         self.optimizer.load_state_dict(state["optimizer"])
-        if differing := differing_options(built, options_of(self.optimizer), self.scheduler is not None):
-            rank_zero_warn(f"The server's optimizer goes on with the checkpoint's {', '.join(differing)}.")
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["schedule"])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_fed import FederatedError, algorithms
 from lightning_fed.algorithms import Algorithm, CMime, FedAvg, MimeMVR, SGDm
-from lightning_fed.algorithms.checking import check_method
+from lightning_fed.method_checks import check_method
 from tests.helpers.training import fit
 
 
