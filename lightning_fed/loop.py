@@ -326,17 +326,18 @@ class FederatedLoop(Inspection, _FitLoop):
     # ------------------------------------------------------------------ one round
 
     def on_advance_start(self) -> None:
-        """Draw the cohort and call the hooks that start a round."""
+        """Call the hooks that start a round, and draw its cohort in between Lightning's and those of rounds."""
         trainer = self.trainer
         s = self.settings
         self._faults = Faults(s.drops_failed, s.max_failed_share, s.max_update_ratio, self.round)
-        self._plans, self._dropped = self._planner.cohort(self.round, self._faults)
-        if not self._plans and not self._faults.causes and not self._is_private:
-            rank_zero_info(f"Nobody takes part in round {self.round}: it changes nothing.")
         self.epoch_progress.increment_ready()
         call._call_callback_hooks(trainer, "on_train_epoch_start")
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
         self.epoch_progress.increment_started()
+        # after these hooks, where GradientAccumulationScheduler sets how many batches make a step of this round
+        self._plans, self._dropped = self._planner.cohort(self.round, self._faults)
+        if not self._plans and not self._faults.causes and not self._is_private:
+            rank_zero_info(f"Nobody takes part in round {self.round}: it changes nothing.")
         self.precision_at_start = copy.deepcopy(trainer.precision_plugin.state_dict()) or None
         call_round_hook(trainer, "on_round_start", self.round)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from pytorch_lightning.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
@@ -256,6 +256,54 @@ def test_local_work_is_counted_in_optimizer_steps(settings: dict[str, Any], step
             assert dict(round_report.steps) == steps
 
     fit(datamodule=data(sizes=(13, 8, 21)), callbacks=Count(), max_rounds=1, **settings)
+
+
+class Accumulated(RoundsOf):
+    """Keep every client's steps and batches of every round too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[dict[Any, int]] = []
+        self.batches: list[int] = []
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        self.batches.append(0)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches[-1] += 1
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        super().on_round_end(trainer, pl_module, round_report)
+        self.steps.append(dict(round_report.steps))
+
+
+@pytest.mark.parametrize(
+    ("local", "steps", "batches"),
+    [
+        ({"local_steps": 4}, [{0: 4, 1: 4}] * 4, [8, 14, 14, 8]),
+        ({"local_epochs": 2}, [{0: 8, 1: 6}, {0: 4, 1: 4}, {0: 4, 1: 4}, {0: 8, 1: 6}], [14, 14, 14, 14]),
+    ],
+    ids=["steps", "epochs"],
+)
+def test_scheduled_accumulation_holds_for_whole_rounds_and_after_a_resume(
+    local: dict[str, int], steps: list[dict[int, int]], batches: list[int], tmp_path: Path
+) -> None:
+    def run(rounds: int, **options: Any) -> Accumulated:
+        seen, schedule = Accumulated(), GradientAccumulationScheduler({0: 1, 1: 2, 3: 1})
+        options = {"callbacks": [schedule, seen], "clients_per_round": 1.0, "max_rounds": rounds, **local, **options}
+        ckpt_path = options.pop("ckpt_path", None)
+        trained = trainer(**options)
+        trained.fit(seeded(), data(sizes=(16, 12)), ckpt_path=ckpt_path)
+        trained.save_checkpoint(tmp_path / f"{rounds}.ckpt")
+        return seen
+
+    straight = run(4)
+    assert straight.steps == steps
+    assert straight.batches == batches
+    run(2)
+    resumed = run(4, ckpt_path=tmp_path / "2.ckpt")
+    assert resumed.steps == steps[2:]
+    assert torch.equal(torch.stack(resumed.models), torch.stack(straight.models[2:]))
 
 
 def test_a_checkpoint_that_needs_no_more_rounds_is_not_lost(tmp_path: Path) -> None:

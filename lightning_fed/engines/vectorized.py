@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_fed.core.errors import ClientError, FederatedError
@@ -315,6 +316,7 @@ def check_settings(engine: Engine) -> None:
     reason = None
     hooks = overridden_hooks(trainer)
     base = engine.optimizer.base
+    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
     if engine.split.size > 1:
         reason = "strategy='ddp' runs one client on several devices, and here several clients share one"
     elif hooks:
@@ -327,6 +329,8 @@ def check_settings(engine: Engine) -> None:
         reason = f"precision={trainer.precision!r} scales the loss, and clients would have to skip steps on their own"
     elif trainer.accumulate_grad_batches != 1:
         reason = f"accumulate_grad_batches={trainer.accumulate_grad_batches} is not offered"
+    elif any(scheduler.going_to_accumulate_grad_batches() for scheduler in schedulers):
+        reason = "GradientAccumulationScheduler asks for steps over several batches, which are not offered"
     elif engine.keeps_solver:
         reason = "local_optimizer_state='keep' is not offered: kept states may differ in their numbers of steps"
     elif engine.buffers.mode == "local" and engine.buffers.server:

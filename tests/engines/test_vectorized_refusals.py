@@ -11,7 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from pytorch_lightning.callbacks import LambdaCallback
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, LambdaCallback
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -19,6 +19,7 @@ from torchmetrics import CatMetric, MeanMetric
 
 from lightning_fed import ClientError, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import Mime
+from lightning_fed.engines.sequential import SequentialEngine
 from tests.helpers.engines import Ordinary, Record
 from tests.helpers.training import FEATURES, classification, data, parameters, trainer
 
@@ -232,6 +233,15 @@ def test_local_optimizers_that_mix_clients_are_refused(name: str) -> None:
 
 def test_accumulated_gradients_are_refused() -> None:
     refused(Ordinary, "accumulate_grad_batches=2", accumulate_grad_batches=2)
+
+
+def test_accumulation_that_is_scheduled_for_later_rounds_is_refused() -> None:
+    refused(Ordinary, "GradientAccumulationScheduler", callbacks=[GradientAccumulationScheduler({0: 1, 2: 2})])
+    chosen = trainer(engine="auto", max_rounds=3, callbacks=[GradientAccumulationScheduler({0: 1, 2: 2})])
+    chosen.fit(Ordinary(), data())
+    assert isinstance(chosen.fit_loop._engine, SequentialEngine)
+    never = GradientAccumulationScheduler({0: 1, 2: 1})
+    trainer(engine="vectorized", max_rounds=1, callbacks=[never]).fit(Ordinary(), data())
 
 
 def test_kept_states_of_the_local_optimizer_are_refused() -> None:
