@@ -209,9 +209,13 @@ class Engine(ABC):
         return self.gradients.hessian_vector(point, vector, batches.full(stream), batches.size, self.optimizer.decay)
 
     def loss_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> float:
-        """Return the sum of the loss over a client's examples at a point [P], in eval mode; of this process's part."""
+        """Return the sum of the loss over a client's examples at a point [P], in eval mode; of this process's part.
+
+        What is random all the same draws from a stream of the client's own, and the global generators stay as they are.
+        """
+        seed = self.split.seed(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index))
         stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
-        return float(self.gradients.loss(point, batches.unaugmented(stream)))
+        return float(self.gradients.loss(point, batches.unaugmented(stream), seed))
 
     def population_loss(
         self, x: Vector, clients: Iterable[tuple[int, ClientId]], round: int, faults: Faults

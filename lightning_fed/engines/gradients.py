@@ -18,7 +18,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_fed._compat import DummyLogger, call, is_param_in_hook_signature
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
-from lightning_fed.core.seeds import capture_random_state, preserved_random_state
+from lightning_fed.core.seeds import capture_random_state, preserved_random_state, seed_global
 from lightning_fed.core.types import Vector
 from lightning_fed.server.aggregation import accumulation_dtype
 from lightning_fed.strategies.ddp import split_of
@@ -207,15 +207,21 @@ class GradientPass:
         return [p.grad for p in params]
 
     @torch.no_grad()
-    def loss(self, point: Vector, batches: Iterable[tuple[Any, int]]) -> Tensor:
+    def loss(self, point: Vector, batches: Iterable[tuple[Any, int]], seed: int) -> Tensor:
         """Return the sum over examples of the loss at a point, in eval mode (0-dim, float64 where there is one).
 
         Where processes split batches, it is the sum over this one's examples.
+
+        Args:
+            point: The parameters [P].
+            batches: (batch, examples in it) pairs that visit every example once.
+            seed: Of what is random in eval mode too; the global generators are left as they were.
         """
         module = self.trainer.lightning_module
         total = torch.zeros((), dtype=accumulation_dtype(point.device), device=point.device)
         modes = [(m, m.training) for m in module.modules()]
         with self.silent(), preserved_random_state(point.device):
+            seed_global(seed, point.device)
             module.eval()
             self.flat.point_to(self.flat.layout.views(point))
             try:

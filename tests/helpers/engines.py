@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer
@@ -25,6 +26,13 @@ class Ordinary(Net):
 
     def configure_optimizers(self) -> Any:
         return self.make(self.parameters())
+
+
+class RandomAlways(Ordinary):
+    """Draws dropout masks in eval mode too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.3, training=True))
 
 
 class Record(FederatedCallback):

@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lightning_fed import FederatedDataModule
-from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
+from lightning_fed import FederatedCallback, FederatedDataModule
+from lightning_fed.algorithms import FedAvg, FedProx, Mime, Scaffold, SGDm
 from lightning_fed.data import ClientFolder, ClientImages, Dirichlet, LeafDataModule
 from lightning_fed.server import FedAdam, SystemsHeterogeneity, WeightedSampler
-from tests.helpers.training import CLASSES, classification, seeded, trainer
+from tests.helpers.engines import RandomAlways
+from tests.helpers.training import CLASSES, classification, data, seeded, trainer
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("ann", "bob", "cy", "dee", "eve", "flo")
@@ -111,6 +112,42 @@ def test_workers_of_loaders_change_nothing(engine: str) -> None:
 
 def test_another_seed_is_another_run() -> None:
     assert checksum(listed(), seed=1) != checksum(listed())
+
+
+class LossesAtX(FederatedCallback):
+    """Keep the loss and mu that clients read in every round and a client's loss after it; leave other random states."""
+
+    def __init__(self, elsewhere: int) -> None:
+        self.elsewhere = elsewhere
+        self.rounds: list[list[float]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        torch.manual_seed(self.elsewhere)
+
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        if len(self.rounds) <= round:
+            self.rounds += [[] for _ in range(round + 1 - len(self.rounds))]
+            state = trainer.fit_loop.round_state
+            self.rounds[round] += [float(state["loss"]), float(state["mu"])]
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        self.rounds[round_report.round].append(trainer.fit_loop.training_loss(0))
+        torch.manual_seed(self.elsewhere)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_losses_that_are_random_in_eval_mode_too_are_those_of_the_seed(engine: str, tmp_path: Path) -> None:
+    def run(rounds: int, elsewhere: int, ckpt_path: Path | None = None) -> list[list[float]]:
+        seen, method = LossesAtX(elsewhere), FedProx(0.1, adaptive={"step": 0.1, "patience": 1})
+        trained = trainer(algorithm=method, engine=engine, max_rounds=rounds, callbacks=seen)
+        trained.fit(seeded(RandomAlways), data(), ckpt_path=ckpt_path)
+        trained.save_checkpoint(tmp_path / f"{rounds}.ckpt")
+        return seen.rounds
+
+    straight = run(4, elsewhere=1)
+    assert run(4, elsewhere=2) == straight
+    run(2, elsewhere=3)
+    assert run(4, elsewhere=4, ckpt_path=tmp_path / "2.ckpt")[2:] == straight[2:]
 
 
 # ------------------------------------------------------------------ the order of files on disk
