@@ -80,7 +80,8 @@ class FederatedTrainer(pl.Trainer):
             warned of, counted and logged.
         max_failed_share: The share of a round's clients, in (0, 1], that "drop" may drop; the run stops where more
             fail, and where all do.
-        max_update_ratio: How many times the cohort's median norm a client's update may have; None for no limit.
+        max_update_ratio: How many times the cohort's median norm a client's update may have, a median of mere rounding
+            aside; None for no limit.
         client_states: Where what clients keep between their rounds lives. "memory" holds all of it, and copies it into
             every checkpoint. "disk" appends it to files, to which checkpoints refer: memory then holds the states of
             the clients at work. "auto" takes "disk" where states may come to more than 1 GiB, and says so.

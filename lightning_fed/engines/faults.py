@@ -79,7 +79,7 @@ class Faults:
     def add_outliers(self, norms: Mapping[ClientId, float], what: str, x: torch.Tensor) -> set[ClientId]:
         """Take note of the clients that are out of all proportion, and return them.
 
-        The median is that of the cohort, but no less than what rounding does to the parameters.
+        The median is that of the cohort, but no less than what rounding to float32 does to the parameters.
 
         Args:
             norms: The norm of what each client that completed came back with.
@@ -94,15 +94,20 @@ class Faults:
         middle = median(norms.values())
         if max(norms.values()) <= self.max_ratio * middle:
             return set()
-        middle = max(middle, torch.finfo(x.dtype).eps * float(torch.linalg.vector_norm(x)))
+        # Where most clients hardly move, their median is rounding, and no measure of those that still learn. The floor
+        # is at least float32's: float64 rounds so much less that any sound step would be out of proportion to it.
+        eps = max(torch.finfo(dtype).eps for dtype in (x.dtype, torch.float32))
+        floor = eps * float(torch.linalg.vector_norm(x))
+        times = f"times the cohort's median of {middle:.3g}"
+        if middle < floor:
+            times, middle = f"times the {floor:.3g} that may be rounding, the cohort's median being less", floor
         outliers = {client_id: norm for client_id, norm in norms.items() if norm > self.max_ratio * middle > 0}
         for client_id, norm in outliers.items():
             self.add(
                 ClientError(
                     f"Client {client_id!r} came back from round {self.round} with {what} of norm {norm:.3g},"
-                    f" {norm / middle:.3g} times the cohort's median of {middle:.3g};"
-                    f" max_update_ratio={self.max_ratio:g} allows less. Look at its data, clip gradients, or raise the"
-                    " limit.",
+                    f" {norm / middle:.3g} {times}; max_update_ratio={self.max_ratio:g} allows less. Look at its data,"
+                    " clip gradients, or raise the limit.",
                     client_id,
                 )
             )

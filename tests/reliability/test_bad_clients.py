@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from lightning_fed import ClientError, FederatedCallback, FederatedDataModule, F
 from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedDyn, FedProx, Mime, Scaffold, ServerOnly
 from lightning_fed.callbacks import RunSummary
 from lightning_fed.cli import main
+from lightning_fed.engines.faults import Faults
 from tests.helpers.engines import Ordinary, Record, assert_close, assert_plain_agree, plain, results_of, run, state_of
 from tests.helpers.processes import in_processes
 from tests.helpers.training import FEATURES, Net, classification, same
@@ -519,6 +521,49 @@ def test_updates_of_rounding_are_no_measure() -> None:
             return super().training_step(batch, batch_idx) * scale
 
     run("sequential", Tiny, clients, clients_per_round=3)
+
+
+class Hinge(pl.LightningModule):
+    """A linear classifier in float64 whose loss and gradient vanish where all margins are above 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(FEATURES, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.constant_(self.layer.weight, 0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return (1 - y * self.layer(x).squeeze(1)).clamp(min=0).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("options", [{}, {"on_client_error": "drop"}], ids=["raise", "drop"])
+@pytest.mark.parametrize("decay", [0.0, 1e-15])
+def test_who_still_learns_is_no_outlier_where_the_others_are_done(
+    decay: float, options: dict[str, Any], engine: str
+) -> None:
+    class Decays(Hinge):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # rounds, where there is nothing left to learn
+            return super().training_step(batch, batch_idx) + decay * self.layer.weight.square().sum()
+
+    def clients() -> FederatedDataModule:
+        x, y = torch.ones(4, FEATURES, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+        return FederatedDataModule([TensorDataset(x, y), TensorDataset(x, y), TensorDataset(0.1 * x, y)], batch_size=4)
+
+    record, model = Record(), Decays()
+    run(engine, lambda: model, clients, clients_per_round=3, max_rounds=3, callbacks=[record], **options)
+    assert [report.failed for report in record.rounds] == [{}] * 3
+    assert all(report.clients[2].update_norm > 1e-3 for report in record.rounds)
+
+
+def test_what_is_beyond_the_rounding_of_float32_too_is_an_outlier() -> None:
+    x = torch.ones(4, dtype=torch.float64)  # of norm 2, so that 2.4e-7 may be rounding
+    with pytest.raises(ClientError, match="of norm 0.3, 1.26e.06 times the 2.38e-07 that may be rounding"):
+        Faults(max_ratio=1e6).add_outliers({0: 0.0, 1: 0.2, 2: 0.3, 3: 0.0, 4: 1e-16}, "an update", x)
+    assert Faults(max_ratio=1e6).add_outliers({0: 0.0, 1: 0.2, 2: 0.0}, "an update", x) == set()
 
 
 # The population's loss
