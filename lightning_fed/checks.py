@@ -6,14 +6,14 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.callbacks import Inexactness, Measure, SplitPicture
+from lightning_fed.callbacks import Inexactness, Measure, PersonalizedAccuracy, SplitPicture
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
@@ -28,6 +28,7 @@ __all__ = [
     "check_batch_statistics",
     "check_buffers",
     "check_hyper_parameters",
+    "check_local_options",
     "check_module",
     "check_schedulers",
     "check_strategy",
@@ -112,6 +113,40 @@ def check_buffers(settings: Settings, buffers: Buffers) -> None:
             f" the mean of buffers such as {next(iter(buffers.server))!r}. Set buffers='server', or use layers without"
             " running statistics, such as GroupNorm."
         )
+
+
+def check_local_options(trainer: pl.Trainer) -> None:
+    """Refuse options of the local work with a method that has none.
+
+    Raises:
+        FederatedError: Naming the option, its value and the method.
+    """
+    loop = trainer.fit_loop
+    algorithm = loop.settings.algorithm
+    if algorithm.local_work:
+        return
+    clip, limit = trainer.gradient_clip_val, trainer.limit_train_batches
+    if loop.corrected_clip is not None:
+        clip, _ = loop.corrected_clip
+    fine_tunes = any(isinstance(callback, PersonalizedAccuracy) for callback in trainer.callbacks)
+    is_whole = trainer.fast_dev_run or limit == 0 or (isinstance(limit, float) and limit == 1.0)
+    options = {
+        "gradient_clip_val": clip if clip and not fine_tunes else None,  # measures that fine-tune clip too
+        "accumulate_grad_batches": trainer.accumulate_grad_batches if trainer.accumulate_grad_batches != 1 else None,
+        "overfit_batches" if trainer.overfit_batches else "limit_train_batches": None if is_whole else limit,
+    }
+    for name, value in options.items():
+        if value is not None:
+            raise FederatedError(
+                f"{name}={value!r} does not apply to {type(algorithm).__name__}, whose clients take no local steps."
+                " Leave it unset."
+            )
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
+            raise FederatedError(
+                f"The callback {type(callback).__name__} does not apply to {type(algorithm).__name__}, whose clients"
+                " take no local steps. Remove it."
+            )
 
 
 def check_trainer(trainer: pl.Trainer) -> None:

@@ -179,6 +179,11 @@ def make_settings(
             f"local_optimizer_state='keep' does not go with {algorithm!r}, which loads the server's statistics into the"
             " local optimizer before every step. Leave it at 'reset'."
         )
+    if local_optimizer_state == "keep" and not algorithm.local_work:
+        raise FederatedError(
+            f"local_optimizer_state='keep' does not apply to {type(algorithm).__name__}, whose clients take no local"
+            " steps. Leave it at 'reset'."
+        )
     _check_local_work(algorithm, local_epochs, local_steps)
     _check_failures(on_client_error, max_failed_share, max_update_ratio)
     if sampler is not None and clients_per_round is not None:
@@ -197,6 +202,12 @@ def make_settings(
             raise FederatedError(f"{name} must be callable, found {value!r}.")
         if isinstance(value, type) and not name.startswith("server_"):
             raise FederatedError(f"{name}={value.__name__} is a class: make one, as in {value.__name__}(...).")
+    if gradient_sampler is not None and not _has_gradient_cohort(algorithm):
+        own = ", or choose grad_cohort='own'" if "grad_cohort" in algorithm.options() else ""
+        raise FederatedError(
+            f"gradient_sampler={gradient_sampler!r} does not apply to {algorithm!r}, which averages no gradients over a"
+            f" cohort of their own. Leave it unset{own}."
+        )
     if heterogeneity is not None and not algorithm.local_work:
         raise FederatedError(
             f"heterogeneity={heterogeneity!r} does not apply to {type(algorithm).__name__}, whose clients take no local"
@@ -238,6 +249,10 @@ def make_settings(
         max_failed_share=max_failed_share,
         max_update_ratio=max_update_ratio,
     )
+
+
+def _has_gradient_cohort(algorithm: Algorithm) -> bool:
+    return bool(algorithm.full_grad_at) and algorithm.full_grad_for != "client" and algorithm.grad_cohort == "own"
 
 
 def _folder(client_states: str, folder: str | os.PathLike[str] | None) -> str | None:

@@ -13,7 +13,7 @@ from lightning_fed._compat import rank_zero_warn
 from lightning_fed.algorithms import Algorithm, FedAvg
 from lightning_fed.callbacks import RoundLogger, RoundProgressBar, RunSummary
 from lightning_fed.callbacks.schedulers import PlateauSchedulers
-from lightning_fed.checks import check_strategy, check_trainer, no_federated_data
+from lightning_fed.checks import check_local_options, check_strategy, check_trainer, no_federated_data
 from lightning_fed.connectors import RoundCheckpointConnector, install
 from lightning_fed.core.arguments import check_paths
 from lightning_fed.core.errors import FederatedError
@@ -161,6 +161,11 @@ class FederatedTrainer(pl.Trainer):
         )
         check_trainer_arguments(kwargs, own=signature(FederatedTrainer.__init__).parameters)
         _refuse_steps(kwargs)
+        if gradient_clip_on == "corrected" and kwargs.get("gradient_clip_val") is None:
+            raise FederatedError(
+                "gradient_clip_on='corrected' is of no use without gradient_clip_val, which says at what norm or value"
+                " to clip. Pass gradient_clip_val too, or leave gradient_clip_on at 'gradient'."
+            )
         check_strategy(kwargs.get("strategy", "auto"))
         callbacks, rounds = _with_defaults(callbacks, kwargs), _rounds(max_rounds, max_epochs)
         with refusals_of_lightning():
@@ -169,6 +174,7 @@ class FederatedTrainer(pl.Trainer):
         if gradient_clip_on == "corrected" and self.gradient_clip_val:
             self.fit_loop.corrected_clip = (self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
             self.gradient_clip_val = None  # or Lightning would clip before the correction as well
+        check_local_options(self)
         adopt(self)
         if settings.drops_failed and isinstance(self.strategy, WithinClientStrategy):
             raise FederatedError(

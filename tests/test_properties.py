@@ -48,19 +48,22 @@ class Plan:
     rates: tuple[float, ...]
     batch_size: int
 
-    def settings(self) -> dict[str, Any]:
-        """Return the plan as arguments of the trainer."""
+    def settings(self, algorithm: Algorithm) -> dict[str, Any]:
+        """Return the plan as arguments of the trainer of a method."""
 
         def heterogeneity(seed: int, round: int, clients: Any, epochs: Any, steps: Any) -> list[int | None]:
             return [self.steps[round][i] for i in clients]
 
-        return {
+        given: dict[str, Any] = {
             "sampler": lambda seed, round: list(self.cohorts[round]),
-            "gradient_sampler": lambda seed, round: list(self.cohorts[round][::-1]),
-            "heterogeneity": heterogeneity,
             "local_steps": MOST_STEPS,
             "max_rounds": len(self.cohorts),
         }
+        if algorithm.local_work:
+            given["heterogeneity"] = heterogeneity
+        if algorithm.grad_cohort == "own":
+            given["gradient_sampler"] = lambda seed, round: list(self.cohorts[round][::-1])
+        return given
 
 
 @st.composite
@@ -81,9 +84,7 @@ def plans(draw: st.DrawFn, losses: bool = False, repeats: bool = False) -> Plan:
 def run(plan: Plan, method: Method, ckpt_path: Path | None = None, **kwargs: Any) -> tuple[Any, Trajectory]:
     """Run least squares in float64; return the trainer and what it went through."""
     seen = Trajectory()
-    arguments = {**plan.settings(), "callbacks": seen, "precision": "64-true", **kwargs}
-    if not method.algorithm.local_work:
-        del arguments["heterogeneity"]
+    arguments = {**plan.settings(method.algorithm), "callbacks": seen, "precision": "64-true", **kwargs}
     made = trainer(method, **arguments)
     model = LeastSquares(partial(method.optimizer, lr=LR), lambda r: plan.rates[r])
     made.fit(model, least_squares.data(plan.sizes, batch_size=plan.batch_size), ckpt_path=ckpt_path)
@@ -137,7 +138,7 @@ def test_a_client_trains_alike_whoever_else_takes_part(plan: Plan, algorithm: Al
     def ends(cohorts: Any) -> list[Tensor]:
         # the server stands still, so that a client could hear of the others through nothing but a leak
         still, seen = partial(torch.optim.SGD, lr=0.0), Trajectory()
-        method, arguments = Method(algorithm), replace(plan, cohorts=tuple(cohorts)).settings()
+        method, arguments = Method(algorithm), replace(plan, cohorts=tuple(cohorts)).settings(algorithm)
         made = trainer(method, **arguments, server_optimizer=still, callbacks=seen)
         made.fit(classifier(method), data(plan.sizes, batch_size=plan.batch_size))
         return [models[client] for models in seen.ends]

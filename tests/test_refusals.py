@@ -9,6 +9,7 @@ import torch
 from pytorch_lightning.callbacks import (
     BatchSizeFinder,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -17,7 +18,9 @@ from pytorch_lightning.callbacks import (
 from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedError, FederatedTrainer
-from lightning_fed.algorithms import FedAvg, Mime, Scaffold, ServerOnly, SGDm
+from lightning_fed.algorithms import FedAvg, FedDane, Mime, Scaffold, ServerOnly, SGDm
+from lightning_fed.callbacks import PersonalizedAccuracy
+from lightning_fed.server import UniformSampler
 from tests.helpers.training import QUIET, Net, classification, data, fit, seeded, trainer
 
 
@@ -93,6 +96,10 @@ def test_callbacks_that_edit_training_per_batch(callback: pl.Callback) -> None:
         fit(callbacks=callback)
 
 
+ALL = UniformSampler(1.0)
+NO_WORK: dict[str, Any] = {"algorithm": ServerOnly(), "local_epochs": None}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -113,6 +120,25 @@ def test_callbacks_that_edit_training_per_batch(callback: pl.Callback) -> None:
         ({"sampler": 3}, "sampler must be callable, found 3"),
         ({"server_optimizer": 0.1}, "server_optimizer must be callable, found 0.1"),
         ({"algorithm": Scaffold(), "weighting": "examples"}, "weighting='examples' does not apply to Scaffold"),
+        ({"weighting": "steps", **NO_WORK}, "weighting='steps' does not apply to ServerOnly, whose .*Set 'examples'"),
+        ({"local_optimizer_state": "keep", **NO_WORK}, "'keep' does not apply to ServerOnly.*Leave it at 'reset'"),
+        ({"gradient_clip_val": 1.0, **NO_WORK}, "gradient_clip_val=1.0 does not apply to ServerOnly.*Leave it unset"),
+        ({"gradient_clip_val": 1.0, "gradient_clip_on": "corrected", **NO_WORK}, "gradient_clip_val=1.0 does not"),
+        ({"accumulate_grad_batches": 2, **NO_WORK}, "accumulate_grad_batches=2 does not apply to ServerOnly"),
+        ({"limit_train_batches": 1, **NO_WORK}, "limit_train_batches=1 does not apply to ServerOnly"),
+        ({"limit_train_batches": 0.5, **NO_WORK}, "limit_train_batches=0.5 does not apply to ServerOnly"),
+        ({"overfit_batches": 2, **NO_WORK}, "overfit_batches=2 does not apply to ServerOnly"),
+        (
+            {"callbacks": GradientAccumulationScheduler({1: 2}), **NO_WORK},
+            "GradientAccumulationScheduler does not apply to ServerOnly.*Remove it",
+        ),
+        ({"gradient_clip_on": "corrected"}, "gradient_clip_on='corrected' is of no use without gradient_clip_val"),
+        ({"gradient_sampler": ALL}, r"gradient_sampler=Uniform.* does not apply to FedAvg\(.* Leave it unset\.$"),
+        ({"gradient_sampler": ALL, "algorithm": Mime()}, r"gradient_sampler=.* apply to Mime\(.*Leave it unset\.$"),
+        (
+            {"gradient_sampler": ALL, "algorithm": FedDane(0.1, grad_cohort="same")},
+            "gradient_sampler=.* does not apply to FedDane.*Leave it unset, or choose grad_cohort='own'",
+        ),
         ({"buffers": "mean"}, "buffers must be one of .*found 'mean'"),
         ({"seed": -1}, "seed must be an int >= 0, found -1"),
         ({"strategy": "fsdp"}, "The strategy fsdp is not supported: it shards.*strategy='clients'.*strategy='ddp'"),
@@ -126,6 +152,23 @@ def test_callbacks_that_edit_training_per_batch(callback: pl.Callback) -> None:
 def test_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         FederatedTrainer(**{**QUIET, "local_epochs": 1, **settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"limit_train_batches": None, "gradient_clip_val": None, "accumulate_grad_batches": 1, **NO_WORK},
+        {"limit_train_batches": 1.0, "gradient_clip_val": 0, "overfit_batches": 0.0, **NO_WORK},
+        {"limit_train_batches": 0, "callbacks": GradientAccumulationScheduler({1: 1}), **NO_WORK},
+        {"fast_dev_run": True, "weighting": "uniform", "local_optimizer_state": "reset", **NO_WORK},
+        {"gradient_clip_val": 1.0, "callbacks": PersonalizedAccuracy(local_steps=1), **NO_WORK},
+        {"gradient_clip_val": 0.0, "gradient_clip_on": "corrected"},
+        {"gradient_sampler": ALL, "algorithm": FedDane(0.1)},
+    ],
+    ids=str,
+)
+def test_options_that_ask_for_nothing_or_have_an_effect_pass(settings: dict[str, Any]) -> None:
+    FederatedTrainer(**{**QUIET, "local_epochs": 1, **settings})
 
 
 @pytest.mark.parametrize(

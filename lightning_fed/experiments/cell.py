@@ -21,12 +21,11 @@ from lightning_fed.experiments.configuration import CellParts, refusal_in
 from lightning_fed.experiments.overrides import Config, overlay
 from lightning_fed.experiments.records import Record, write_record
 from lightning_fed.experiments.store import settle
+from lightning_fed.trainer import FederatedTrainer
 
 __all__ = ["CellRunner", "Recorder", "made_with"]
 
-_PROBE: Config = {
-    "trainer": {"max_rounds": 1, "limit_train_batches": 1, "limit_val_batches": 1, "check_val_every_n_epoch": 1}
-}
+_PROBE: Config = {"trainer": {"max_rounds": 1, "limit_val_batches": 1, "check_val_every_n_epoch": 1}}
 
 
 class Recorder(Logger):
@@ -107,15 +106,18 @@ class CellRunner:
         """
         recorder = Recorder()
         try:
-            self._fit(overlay(_measured_every_round(config), _PROBE), recorder)
+            self._fit(overlay(_measured_every_round(config), _PROBE), recorder, probes=True)
         except Exception as error:
             if "not finite" not in str(refusal_in(error)):
                 raise
             return None
         return sorted(recorder.series)
 
-    def _fit(self, config: Config, recorder: Recorder) -> None:
+    def _fit(self, config: Config, recorder: Recorder, probes: bool = False) -> None:
         parts = CellParts(config, recorder)
+        assert isinstance(parts.trainer, FederatedTrainer)
+        if probes and parts.trainer.fit_loop.settings.algorithm.local_work:  # without, it would be refused
+            parts.trainer.limit_train_batches = 1
         model, data = parts.model, parts.datamodule
         key = json.dumps(config["data"], sort_keys=True, default=str)
         if isinstance(data, StoredDataModule):

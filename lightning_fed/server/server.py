@@ -25,7 +25,8 @@ def resolve_weighting(algorithm: Algorithm, weighting: Weighting | None) -> Weig
     """Return the run's weighting.
 
     Raises:
-        FederatedError: If it is no weighting, or given to a method whose averages are fixed by its derivation.
+        FederatedError: If it is no weighting, or given to a method whose averages are fixed by its derivation, or by
+            steps to one without local steps.
     """
     if weighting is None:
         return algorithm.default_weighting
@@ -37,6 +38,11 @@ def resolve_weighting(algorithm: Algorithm, weighting: Weighting | None) -> Weig
         raise FederatedError(
             f"weighting={weighting!r} does not apply to {type(algorithm).__name__}: its averages are"
             f" {dict(algorithm.reduces)} by derivation, and it has no weighted form. Leave weighting unset."
+        )
+    if weighting == "steps" and not algorithm.local_work:
+        raise FederatedError(
+            f"weighting='steps' does not apply to {type(algorithm).__name__}, whose clients take no local steps. Set"
+            " 'examples' or 'uniform', or leave weighting unset."
         )
     return weighting
 

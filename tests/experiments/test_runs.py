@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_fed import FederatedCallback, FederatedError
+from lightning_fed import FederatedCallback, FederatedError, FederatedTrainer
 from lightning_fed.algorithms import FedAvg
 from lightning_fed.cli import main
 from lightning_fed.experiments.cell import CellRunner
@@ -97,6 +97,24 @@ def test_cells_alike_are_one_cell(write: Write, tmp_path: Path) -> None:
     results, ran = run(write(methods=methods), tmp_path / "out")
     assert len(ran) == 1
     assert len(results.jobs) == 2
+
+
+def test_methods_without_local_work_are_probed_too_and_the_others_on_one_batch(write: Write, tmp_path: Path) -> None:
+    only = {"trainer.algorithm": "lightning_fed.algorithms.ServerOnly", "trainer.local_steps": None}
+    path = write(methods={"ServerOnly": only, "FedAvg": {"trainer.algorithm": "lightning_fed.algorithms.FedAvg"}})
+    limits: list[Any] = []
+    original = FederatedTrainer.fit
+
+    def noting(self: FederatedTrainer, *args: Any, **kwargs: Any) -> None:
+        limits.append(self.limit_train_batches)
+        original(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FederatedTrainer, "fit", noting)
+        _, ran = run(path, tmp_path / "out")
+    assert len(ran) == 2
+    assert limits == [1.0, 1, 1.0, 1.0]
+    assert [type(limit) for limit in limits] == [float, int, float, float]
 
 
 def test_divergence_is_a_result(write: Write, tmp_path: Path) -> None:
