@@ -168,6 +168,19 @@ def test_a_class_in_the_folder_that_one_is_in_is_found(monkeypatch: pytest.Monke
         (["--trainer.algorithm", "Scafold"], "Did you mean Scaffold instead of Scafold?"),
         (["--trainer.clients_per_rounds", "3"], "Did you mean --trainer.clients_per_round instead of"),
         (["--data", "Digit"], "Did you mean Digits instead of Digit?"),
+        (["--trainer.algorithm", "SCAFFOLD"], "Did you mean Scaffold instead of SCAFFOLD?"),
+        (["--trainer.algorithm", "fedavg"], "Did you mean FedAvg instead of fedavg?"),
+        (["--trainer.algorithm", "mime"], "Did you mean Mime instead of mime?"),
+        (["--trainer.algorithm", "Fedavgg"], "Did you mean FedAvg instead of Fedavgg?"),
+        (["--trainer.algorithm", "Digits"], "There are CMime, FedAvg, FedCM, "),
+        (["--trainer.algorithm", "lightning_fed.algorithms.FedProxx"], "Did you mean FedProx instead of FedProxx?"),
+        (["--trainer.algorithm", "lightning_fed.algorithms.Unknown"], "There are CMime, FedAvg, FedCM, "),
+        (["--trainer.algorithm", "torch.optim.NotThere"], "has no attribute 'NotThere'"),
+        (["--data.partition", "foo"], "There are BalancedDirichlet, ByKey, "),
+        (["--model.lrr", "0.2"], "Did you mean lr instead of lrr?"),
+        (["--data.num_client", "3"], "Did you mean num_clients instead of num_client?"),
+        (["--trainer.algorithm", "FedProx", "--trainer.algorithm.muu", "3"], "Did you mean mu instead of muu?"),
+        (["--data.partition", "Shards", "--data.partition.num_client", "3"], "Did you mean num_clients instead of"),
     ],
 )
 def test_a_mistake_is_answered_with_what_was_meant(
@@ -178,6 +191,23 @@ def test_a_mistake_is_answered_with_what_was_meant(
     answer = capsys.readouterr().err
     assert meant in answer
     assert answer.startswith("usage: lightning-fed fit --config FILE [--OPTION VALUE ...]\n")
+
+
+@pytest.mark.parametrize(
+    ("config", "meant"),
+    [
+        ({"trainer": {"max_round": 3}}, "Did you mean trainer.max_rounds instead of trainer.max_round?"),
+        ({"trainr": {"max_rounds": 3}}, "Did you mean trainer.max_rounds instead of trainr.max_rounds?"),
+        ({"model": {"class_path": "ResNet", "init_args": {"detph": 8}}}, "Did you mean depth instead of detph?"),
+    ],
+)
+def test_a_mistake_in_a_file_is_answered_with_what_was_meant(
+    config: dict[str, Any], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mistaken.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(SystemExit):
+        fit("--config", "mistaken.yaml")
+    assert meant in capsys.readouterr().err
 
 
 def test_what_lightning_refuses_is_one_line() -> None:

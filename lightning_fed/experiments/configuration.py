@@ -14,6 +14,7 @@ from jsonargparse import Namespace
 from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
 from pytorch_lightning.loggers import Logger
 
+from lightning_fed.cli_parser import Parser
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.experiments.overrides import Config, overlay
 from lightning_fed.trainer import FederatedTrainer
@@ -45,6 +46,7 @@ class CellParts(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             load_from_checkpoint_support=False,
+            parser_class=Parser,  # for what was probably meant
             parser_kwargs={"exit_on_error": False},
             args=deepcopy(dict(config)),
             run=False,

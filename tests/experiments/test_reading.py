@@ -297,6 +297,19 @@ def test_the_files_that_the_documentation_shows_are_understood(tmp_path: Path) -
         Configurations().complete("shown", grid.config(cell))
 
 
+@pytest.mark.parametrize(
+    ("config", "meant"),
+    [
+        ({"model": {"class_path": "MLPClassifier", "init_args": {"lrr": 1}}}, "Did you mean lr instead of lrr?"),
+        ({"trainer": {"algorithm": "lightning_fed.algorithms.FedProxx"}}, "Did you mean FedProx instead of FedProxx?"),
+        ({"trainer": {"max_round": 3}}, "Did you mean trainer.max_rounds instead of trainer.max_round?"),
+    ],
+)
+def test_a_mistake_in_a_cell_is_answered_with_what_was_meant(config: dict[str, Any], meant: str) -> None:
+    with pytest.raises(FederatedError, match=re.escape(meant)):
+        Configurations().complete("a cell", config)
+
+
 def read_yaml_text(folder: Path, text: str) -> dict[str, Any]:
     (folder / "part.yaml").write_text(text)
     return read_yaml(folder / "part.yaml")
