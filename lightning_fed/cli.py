@@ -10,7 +10,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.cli import LightningCLI
+from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from lightning_fed._compat import MisconfigurationException
 from lightning_fed.callbacks import RunSummary
@@ -27,11 +27,11 @@ _ABOUT = (
     " `lightning-fed data --config FILE` draws how the data is dealt out to them; `lightning-fed reproduce`, `sweep`"
     " and `compare` run a paper's experiment, run a grid of your own, and put runs side by side."
 )
-_OWN: dict[str, Callable[[list[str]], None]] = {
-    "data": picture,
-    "reproduce": reproduce,
-    "sweep": sweep,
-    "compare": compare,
+_OWN: dict[str, tuple[Callable[[list[str]], None], str]] = {
+    "data": (picture, "Print how much the clients of a configuration differ, and draw who has what."),
+    "reproduce": (reproduce, "Run an experiment of a paper."),
+    "sweep": (sweep, "Run a grid over a configuration, or search it."),
+    "compare": (compare, "Put runs side by side."),
 }
 _FRAMEWORKS = (Path(__file__).parent, *(Path(getfile(package)).parent for package in (pl, torch)))
 
@@ -76,6 +76,22 @@ class FederatedCLI(LightningCLI):
                 )
 
 
+class _AllCommands(FederatedCLI):
+    """What ``lightning-fed`` runs: it lists the commands that :func:`main` serves itself, too."""
+
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        super()._add_subcommands(parser, **kwargs)
+        commands: Any = parser._subcommands_action
+        for name, (_, about) in _OWN.items():
+            commands.add_subcommand(name, Parser(), help=about)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse the arguments of Lightning's commands; the others come first."""
+        super().parse_arguments(parser, args)
+        if self.config.subcommand in _OWN:
+            parser.error(f"{self.config.subcommand} must be the first word: lightning-fed {self.config.subcommand} ...")
+
+
 def main(args: list[str] | dict[str, Any] | None = None) -> None:
     """Run the command line: ``data``, ``reproduce``, ``sweep``, ``compare``, and for the rest LightningCLI's commands.
 
@@ -91,9 +107,9 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
         sys.path.append(os.getcwd())  # a configuration names classes of the user's own; last, so as to hide nothing
     try:
         if isinstance(words, list) and words and words[0] in _OWN:
-            _OWN[words[0]](words[1:])
+            _OWN[words[0]][0](words[1:])
             return
-        FederatedCLI(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args)
+        _AllCommands(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args)
     except ValueError as error:
         refusal = _refusal_in(error)
         if refusal is None:

@@ -40,11 +40,16 @@ class Parser(LightningArgumentParser):
         options = [option for parser in (self, *self._parsers_below()) for option in parser._option_string_actions]
         keys = [option.removeprefix("--") for option in options]
         return [
+            *_close(re.findall(r"invalid choice: '(\S+)' \(choose from", message), self._commands()),
             *_close(re.findall(r"unrecognized arguments:.*?(--[\w.+]+)", message), options),
             *_close(re.findall(r"(?:Option|Subcommand '\w+' does not accept option) '([\w.]+)'", message), keys),
             *_close([".".join(found) for found in re.findall(_GROUP, message)], keys),
             *_close_classes(message),
         ]
+
+    def _commands(self) -> list[str]:
+        actions = self._subcommands_action
+        return [] if actions is None else list(actions._name_parser_map)
 
     def _parsers_below(self) -> list[Any]:
         actions = self._subcommands_action

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_fed.cli import main
+from lightning_fed.cli import FederatedCLI, main
 from lightning_fed.models import MLPClassifier
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -226,3 +226,35 @@ def test_a_command_that_is_not_there_is_answered_with_those_that_are(
     answer = capsys.readouterr().err
     assert answer.startswith("usage: lightning-fed COMMAND --config FILE")
     assert "fit" in answer
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("ft", "fit"), ("swep", "sweep"), ("compar", "compare"), ("dta", "data"), ("reproduc", "reproduce")],
+)
+def test_all_commands_are_listed_and_meant(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([word])
+    answer = capsys.readouterr().err
+    assert "'fit', 'validate', 'test', 'predict', 'data', 'reproduce', 'sweep', 'compare'" in answer
+    assert f"Did you mean {meant} instead of {word}?" in answer
+
+
+def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = capsys.readouterr().out.partition("Available subcommands:")[2]
+    assert re.findall(r"^    (\w+)", listed, re.MULTILINE) == [
+        *FederatedCLI.subcommands(),
+        "data",
+        "reproduce",
+        "sweep",
+        "compare",
+    ]
+
+
+def test_an_own_command_behind_an_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty.yaml").write_text("{}")
+    with pytest.raises(SystemExit):
+        main(["--config", "empty.yaml", "compare"])
+    assert "compare must be the first word: lightning-fed compare" in capsys.readouterr().err
