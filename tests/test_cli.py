@@ -253,6 +253,24 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+@pytest.mark.parametrize("command", ["reproduce", "sweep", "compare"])
+def test_help_shows_types_by_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(type: str, default: " in shown
+    assert "<function" not in shown
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"), [(["--seeds", "0"], "PositiveInt: 0"), (["--jobs", "-1"], "NonNegativeInt: -1")]
+)
+def test_numbers_out_of_range_are_refused(option: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["reproduce", "scaffold_quadratics", *option])
+    assert expected in capsys.readouterr().err
+
+
 def test_an_own_command_behind_an_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     Path("empty.yaml").write_text("{}")
     with pytest.raises(SystemExit):

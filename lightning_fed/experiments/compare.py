@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import ArgumentParser
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -171,7 +171,7 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("runs", type=str, nargs="+", metavar="RUN", help="The folder of a TensorBoard or CSV log.")
     parser.add_argument("--metric", type=str, default="val_acc", help="The metric.")
-    parser.add_argument("--mode", type=str, choices=["max", "min"], help="Whether it is good where it is high or low.")
+    parser.add_argument("--mode", type=Literal["max", "min"], help="Whether it is good where it is high or low.")
     parser.add_argument("--target", type=float, help="The value to reach.")
     parser.add_argument("--out", type=str, default="compared", help="The folder of the results.")
     return parser

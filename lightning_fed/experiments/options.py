@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 
-__all__ = ["add_run_options", "command_line", "default_jobs", "positive"]
+__all__ = ["add_run_options", "command_line", "default_jobs"]
 
 _MACHINES = ("--out", "--jobs")
 _PLACES = ("--data-root",)
@@ -20,8 +21,9 @@ def add_run_options(parser: ArgumentParser, out: str) -> None:
         parser: The parser.
         out: Where results go by default, in words.
     """
-    parser.add_argument("--seeds", type=positive, help="The number of seeds, in place of the file's.")
-    parser.add_argument("--jobs", type=_count, default=default_jobs(), help="Worker processes; 0 runs in this one.")
+    parser.add_argument("--seeds", type=PositiveInt, help="The number of seeds, in place of the file's.")
+    workers = "Worker processes; 0 runs in this one."
+    parser.add_argument("--jobs", type=NonNegativeInt, default=default_jobs(), help=workers)
     parser.add_argument("--out", type=str, help=f"The folder of the results; {out} by default.")
     parser.add_argument("--data-root", type=str, help="The folder of data sets.")
     parser.add_argument("--accelerator", type=str, help="Where to train: cpu, gpu, as for a Trainer.")
@@ -49,22 +51,3 @@ def command_line(command: str, args: Sequence[str]) -> str:
 def default_jobs() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def positive(text: str) -> int:
-    """Return an integer of at least 1.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    number = int(text)
-    if number < 1:
-        raise ValueError(f"{text} is not at least 1")
-    return number
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError(f"{text} is negative")
-    return number

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 from pytorch_lightning.loggers import TensorBoardLogger
@@ -218,6 +218,6 @@ def _parser() -> ArgumentParser:
         help="A configuration of `lightning-fed fit`; they stack.",
     )
     parser.add_argument("--grid", type=str, required=True, help="The grid, a YAML file.")
-    parser.add_argument("--search", type=str, choices=["optuna"], help="Search the axes, which may be ranges, instead.")
+    parser.add_argument("--search", type=Literal["optuna"], help="Search the axes, which may be ranges, instead.")
     add_run_options(parser, "swept")
     return parser
