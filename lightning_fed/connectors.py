@@ -57,7 +57,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
 
     def restore_training_state(self) -> None:
         """Load loops, optimizers and schedules, or say what of the checkpoint does not fit."""
-        if not self._loaded_checkpoint:
+        if not self._loaded_checkpoint or self.trainer.state.fn != TrainerFn.FITTING:
             super().restore_training_state()
             return
         optimizers = self.trainer.optimizers
