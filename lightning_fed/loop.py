@@ -471,6 +471,7 @@ class FederatedLoop(Inspection, _FitLoop):
         if self._split.size > 1:
             check_batch_statistics(trainer.lightning_module)
         with self._split.in_step(), metrics_alone(trainer):
+            self._engine.begin_round(work.mine)
             if work.plans or self._is_private:
                 if gathers and not work.take_gradients():
                     return None

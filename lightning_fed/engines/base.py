@@ -164,6 +164,9 @@ class Engine(ABC):
         """The parameters [P] of the client whose hooks are called."""
         return self.flat.y
 
+    def begin_round(self, plans: Sequence[WorkPlan]) -> None:  # noqa: B027
+        """Look at what may have changed since the last round, before this process's clients do anything in this one."""
+
     def check_hooks(self) -> None:  # noqa: B027
         """Refuse what the hooks that start clients' work have done, where it cannot have the effect that it should."""
 

@@ -74,12 +74,12 @@ class FullGradients:
         _, once = traced.once([point])
         loss, _ = traced(*views, *leaves, *once, factor)
         size = leaves[0].shape
-        if self.step.is_checked and size in traced.sizes_seen:
+        if "sum" in self.step.checked and size in traced.sizes_seen:
             return True
         traced.sizes_seen.add(size)
         at = self.layout.views(point)
         expected = self.step.loss_of_first(at, leaves if alone else [leaf[0] for leaf in leaves], spec, 0, True)
-        return self.step.is_right(loss if alone else loss[0], expected)
+        return self.step.is_right(loss if alone else loss[0], expected, "sum")
 
     def _polymorphic(
         self, views: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, point: Vector, examples: int

@@ -70,7 +70,8 @@ class FunctionalStep:
     Attributes:
         is_random: Whether the step draws random numbers.
         is_hot: Whether batches of this shape recur, so that a trace pays.
-        is_checked: Whether a trace has been compared with the module in this round.
+        checked: The kinds of traces that have been compared with the module in this round: "step", and "sum" for
+            full-batch gradients.
         last_unused: The parameters that the last loss of :meth:`gradient_of_one` did not depend on; None if unknown.
     """
 
@@ -91,7 +92,7 @@ class FunctionalStep:
         self._held: Sequence[Tensor] | None = None  # the views that the module's parameters look at
         self.traces = Traces()
         self.is_hot = False
-        self.is_checked = False
+        self.checked: set[str] = set()
         self._is_mixed = isinstance(trainer.precision_plugin, MixedPrecision)
         self._unused: dict[Any, frozenset[int]] = {}  # by what decides the shapes of a step
 
@@ -174,14 +175,14 @@ class FunctionalStep:
             found = function(*flat)
         else:
             found = trace(*flat)
-            if not self.is_checked and not self.is_right(found[1], function(*flat)[1]):
+            if "step" not in self.checked and not self.is_right(found[1], function(*flat)[1], "step"):
                 found = function(*flat)
         grads, loss, values = found
         return grads, loss, self.logged(values)
 
-    def is_right(self, loss: Tensor, real: Tensor) -> bool:
-        """Compare what a trace gives with what the module gives, once a round; the module is right."""
-        self.is_checked = True
+    def is_right(self, loss: Tensor, real: Tensor, kind: str) -> bool:
+        """Compare what a trace gives with what the module gives, once a round for each kind; the module is right."""
+        self.checked.add(kind)
         rtol, atol = _TOLERANCES.get("mixed" if self._is_mixed else loss.dtype, (5e-2, 1e-6))
         if torch.allclose(real, loss, rtol=rtol, atol=atol, equal_nan=True):
             return True
@@ -194,7 +195,8 @@ class FunctionalStep:
 
     def begin_round(self) -> None:
         """Look again at what is looked at once a round."""
-        self.is_checked = self._has_looked = False
+        self.checked.clear()
+        self._has_looked = False
         self._unused.clear()
 
     def unused_in(self, batch: Any, batch_idx: int) -> frozenset[int]:

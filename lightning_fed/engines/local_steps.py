@@ -117,12 +117,12 @@ class BoundSteps:
             self._made[traced] = self._run_once(traced)
         ready = self._made[traced]
         expected = None
-        if not self._step.is_checked or key not in traced.sizes_seen:
+        if "step" not in self._step.checked or key not in traced.sizes_seen:
             traced.sizes_seen.add(key)
             expected = self._step.loss_of_first(self._views, leaves, spec, group.batch_idx, self.alone)
             before = self._y.clone()
         loss, values = traced(*self._views, *leaves, *ready.rest)
-        if expected is not None and not self._step.is_right(loss if self.alone else loss[0], expected):
+        if expected is not None and not self._step.is_right(loss if self.alone else loss[0], expected, "step"):
             self._y.copy_(before)
             self._ready.clear()
             return None

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -81,13 +80,25 @@ class VectorizedEngine(Engine):
             Trial(self.step).run(group.first, group.batch_idx)
         self.steady.begin_round()
 
+    def begin_round(self, plans: Sequence[WorkPlan]) -> None:
+        """Try the module out again, and forget its traces, if an attribute of it or of the method has changed.
+
+        Raises:
+            FederatedError: If it can no longer be run on several clients at once.
+        """
+        check_settings(self)  # a callback may have changed one
+        self.step.begin_round()
+        if not self.steady.begin_round():
+            return
+        self.step.traces.drop()
+        try:
+            self.try_out(plans[0]) if plans else None
+        except Exception as error:
+            if isinstance(error, FederatedError) and not isinstance(error, ClientError):
+                raise  # anything else goes wrong at work too, where the client is named
+
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
         """Yield the clients that are run together."""
-        self.step.begin_round()
-        if self.steady.begin_round():  # what was found out about the module, and what was traced, may be no longer true
-            self.step.traces.drop()
-            with suppress(ClientError):  # whoever is to blame is found at work
-                self.try_out(plans[0]) if plans else None
         if self.where_it_pays and self.chunk_size > 1:
             return chunks_that_pay(plans, self.chunk_size, self.flat.layout.numel)
         return (plans[i : i + self.chunk_size] for i in range(0, len(plans), self.chunk_size))

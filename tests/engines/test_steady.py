@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import FederatedCallback, FederatedError
-from lightning_fed.algorithms import FedAvg, FedCM, FedNova, Mime, Scaffold, SGDm
+from lightning_fed.algorithms import FedAvg, FedCM, FedDane, FedNova, Mime, Scaffold, SGDm
 from lightning_fed.engines.attributes import holders, marks
 from lightning_fed.engines.traces import Traces
 from tests.helpers.engines import Ordinary, assert_agree, run
@@ -72,11 +72,11 @@ class Reversal(Ordinary):
         self.hparams.weight = 0.0
 
     def on_train_epoch_start(self) -> None:
-        self.weight.value = self.weights["all"][0] = self.hparams.weight = 0.1 * self.current_epoch
+        self.weight.value = self.weights["all"][0] = self.hparams.weight = 0.1 * max(0, self.current_epoch - 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         out = self(batch[0])
-        term = out.square().mean() * (self.weight.value + self.weights["all"][0] + self.hparams.weight)
+        term = F.cross_entropy(2 * out, batch[1]) * (self.weight.value + self.weights["all"][0] + self.hparams.weight)
         return F.cross_entropy(out, batch[1]) + term - term.detach()
 
 
@@ -94,8 +94,9 @@ def test_clients_whose_losses_depend_on_different_parameters_are_refused() -> No
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_a_module_reads_from_collections_and_objects_may_change(engine: dict[str, Any]) -> None:
-    agree(engine, make=partial(Reversal, PLAIN))
+@pytest.mark.parametrize("algorithm", [FedAvg(), Mime(SGDm()), FedDane(mu=0.1)])
+def test_what_a_module_reads_from_collections_and_objects_may_change(algorithm: Any, engine: dict[str, Any]) -> None:
+    agree(engine, 4, make=partial(Reversal, PLAIN), algorithm=algorithm)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
