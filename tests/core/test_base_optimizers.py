@@ -135,6 +135,19 @@ def test_dtype_stays_and_nothing_changes_in_place(rule, dtype):
     assert torch.equal(g, torch.tensor([1.0, -2.0, 0.5], dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_yogi_takes_no_side_where_v_and_the_square_differ_by_rounding(dtype):
+    rule, eps = Yogi(beta2=0.5), torch.finfo(dtype).eps
+    v, g = torch.tensor([4.0, 1e-6, 300.0, 0.0], dtype=dtype), torch.tensor([2.0, 1e-3, 300.0**0.5, 0.0], dtype=dtype)
+    for off in (-2 * eps, 2 * eps):
+        s = {**rule.init(v), "v": v * (1 + off)}
+        assert torch.equal(rule.track(g, s)["v"], s["v"])
+    s = {**rule.init(v), "v": v * 1.25}
+    assert torch.equal(rule.track(g, s)["v"] < s["v"], v > 0)
+    s = {**rule.init(v), "v": v * 0.75}
+    assert torch.equal(rule.track(g, s)["v"] > s["v"], v > 0)
+
+
 def test_step_counts_on_in_half_precision():
     rule = Adam()
     s = {**rule.init(torch.zeros(1, dtype=torch.bfloat16)), "step": torch.tensor(256.0)}

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import Adam as AdamDirection
-from lightning_fed.algorithms import FedCM, FedDane, FedDyn, FedProx, Mime, MimeMVR, Scaffold, ServerOnly
+from lightning_fed.algorithms import FedCM, FedDane, FedDyn, FedProx, Mime, MimeMVR, Scaffold, ServerOnly, Yogi
 from tests.helpers.training import FEATURES, Net, clients, parameters, same, seeded, trainer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -183,6 +183,7 @@ RUNS: Mapping[str, Callable[..., list[dict[str, Any]]]] = {
     "Scaffold": partial(run, algorithm=Scaffold()),
     "Scaffold, option i": partial(run, algorithm=Scaffold(option="i")),
     "Mime": partial(run, algorithm=Mime(base=AdamDirection())),
+    "Mime with Yogi": partial(run, algorithm=Mime(base=Yogi(v0="grad")), accumulate_grad_batches=3),
     "Mime with weight decay": partial(run, module=WithAdam, algorithm=Mime(), accumulate_grad_batches=2),
     "FedDane": partial(run, algorithm=FedDane(mu=0.1)),
     "FedProx": partial(run, algorithm=FedProx(mu=0.1, adaptive=True)),
