@@ -136,7 +136,8 @@ def _label_in(example: Any, owner: str) -> Any:
         return example[-1]
     raise FederatedError(
         f"{owner} does not say its labels: an example is a {type(example).__name__} without one. Give the data set an"
-        " attribute `targets` [n], use FederatedDataset.from_partition(dataset, partition, labels=...), or use Iid."
+        " attribute `targets` [n], write"
+        " FederatedDataModule(clients=FederatedDataset.from_partition(dataset, partition, labels=...)), or use Iid."
     )
 
 

@@ -237,6 +237,10 @@ def test_given_labels_win():
         (lambda: FederatedDataset.from_partition(tensors(3), lambda _: [[[0]]]), r"client 0.*shape \[1, 1\]"),
         (lambda: FederatedDataset.from_partition(tensors(3), Shards(1), labels=[0, 1]), r"labels.*\[3\].*shape \[2\]"),
         (lambda: labels_of(Plain(2, lambda i: i)), r"Plain does not say its labels.*`targets`"),
+        (
+            lambda: labels_of(Plain(2, lambda i: i)),
+            r"FederatedDataModule\(clients=FederatedDataset.from_partition\(dataset, partition, labels=...\)\)",
+        ),
         (lambda: labels_of(Plain(2, lambda i: {"x": i})), r"an example is a dict without one"),
         (lambda: labels_of(Plain(2, lambda i: (i, 0.5))), r"one integer class per example \[2\]; found torch.float"),
         (lambda: labels_of(Plain(2, lambda i: (i, torch.zeros(3)))), r"last element of each example of Plain"),
