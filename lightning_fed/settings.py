@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim import Optimizer
+
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BUFFER_MODES
 from lightning_fed.core.errors import FederatedError
@@ -199,7 +201,9 @@ def make_settings(
         ("heterogeneity", heterogeneity),
     ):
         if value is not None and not callable(value):
-            raise FederatedError(f"{name} must be callable, found {value!r}.")
+            found = f"an instance of {type(value).__name__}" if isinstance(value, Optimizer) else repr(value)
+            hint = " Write functools.partial(FedAdam, lr=0.1), say." if name == "server_optimizer" else ""
+            raise FederatedError(f"{name} must be callable, found {found}.{hint}")
         if isinstance(value, type) and not name.startswith("server_"):
             raise FederatedError(f"{name}={value.__name__} is a class: make one, as in {value.__name__}(...).")
     if gradient_sampler is not None and not _has_gradient_cohort(algorithm):

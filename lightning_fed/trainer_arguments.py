@@ -1,6 +1,7 @@
 """Lightning's own arguments of a Trainer: wrong types and values are refused by name, before Lightning sees them."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -12,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.strategies import StrategyRegistry
 
 from lightning_fed._compat import MisconfigurationException
 from lightning_fed.core.arguments import finite
@@ -86,7 +88,17 @@ def refusals_of_lightning() -> Iterator[None]:
     except FederatedError:
         raise
     except (MisconfigurationException, ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise FederatedError(f"FederatedTrainer: Lightning's Trainer refuses its arguments. {error}") from error
+        raise FederatedError(
+            f"FederatedTrainer: Lightning's Trainer refuses its arguments. {_strategy_meant(str(error))}{error}"
+        ) from error
+
+
+def _strategy_meant(refusal: str) -> str:
+    """Return the strategy that was meant where Lightning, whose examples lack ours, knows none of the name."""
+    found = re.search(r"invalid strategy name: `strategy='(\w+)'`", refusal)
+    ours = [name for name in StrategyRegistry.available_strategies() if name.startswith(("clients", "ddp"))]
+    close = get_close_matches(found[1], ours, n=1) if found else []
+    return f"Did you mean strategy={close[0]!r}? " if close else ""
 
 
 @cache
