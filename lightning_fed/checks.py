@@ -255,7 +255,7 @@ def check_optimizers(optimizers: list[Optimizer], module: pl.LightningModule) ->
     (optimizer,) = optimizers  # Lightning has refused several
     if type(optimizer).__name__ == "_MockOptimizer":
         raise FederatedError(f"{name}.configure_optimizers() returned None; return a torch optimizer, such as SGD.")
-    refuse_unsupported(optimizer, f"{name}.configure_optimizers() returned an optimizer that")
+    refuse_unsupported(optimizer, f"{name}.configure_optimizers(): the local optimizer")
     return optimizer
 
 

@@ -33,7 +33,7 @@ def restored_from(path: Any, what: str) -> Iterator[None]:
         raise
     except _TELLS as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        told = f"{type(error).__name__}: {' '.join(lines[:3])}"
+        told = f"{type(error).__name__}: {' '.join(lines[:3])}".rstrip(".")
         raise FederatedError(
             f"The checkpoint {path} does not fit this run: restoring {what} ended in {told}. Resume with the model and"
             " the settings it was written with, or start anew, without ckpt_path."

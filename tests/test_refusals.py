@@ -55,7 +55,10 @@ def mixed(module: Net) -> Any:
             lambda m: [torch.optim.SGD(m.body.parameters(), 0.1), torch.optim.SGD(m.head.parameters(), 0.1)],
             "exactly one. Use parameter groups",
         ),
-        (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS is not supported: it evaluates the closure several times"),
+        (
+            lambda m: torch.optim.LBFGS(m.parameters()),
+            r"\.configure_optimizers\(\): the local optimizer LBFGS is not supported: it evaluates the closure",
+        ),
         (lambda m: torch.optim.Rprop(m.parameters()), "Rprop is not supported"),
         (lambda m: torch.optim.ASGD(m.parameters()), "ASGD is not supported"),
         (lambda m: torch.optim.SGD(m.parameters(), 0.1, maximize=True), "maximize=True.*negate the loss"),

@@ -163,7 +163,8 @@ class FederatedDataModule(pl.LightningDataModule):
         self._clients = clients if isinstance(clients, FederatedDataset) else FederatedDataset(clients)
         strangers = set(self.client_val).difference(self._clients.ids) if self.client_val else set()
         if strangers:
-            raise FederatedError(f"client_val has {sorted(map(repr, strangers))}, which are no clients' ids.")
+            named = ", ".join(sorted(map(repr, strangers)))
+            raise FederatedError(f"client_val has {named}, which are no clients' ids.")
 
     @property
     def num_clients(self) -> int:

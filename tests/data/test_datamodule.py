@@ -497,7 +497,8 @@ class Stream(IterableDataset):
         ({"clients": [tensors(1)], "full_batch_size": -1}, r"full_batch_size=-1"),
         ({"clients": [tensors(1)], "num_workers": -1}, r"num_workers=-1"),
         ({"clients": [tensors(1)], "collate_fn": "stack"}, r"collate_fn='stack'"),
-        ({"clients": [tensors(1)], "client_val": {"ann": tensors(1)}}, r"client_val has.*ann"),
+        ({"clients": [tensors(1)], "client_val": {"ann": tensors(1)}}, r"client_val has 'ann', which are no"),
+        ({"clients": [tensors(1)], "client_val": {99: tensors(1)}}, r"client_val has 99, which are no clients' ids"),
     ],
 )
 def test_arguments_are_refused_at_construction(arguments, message):

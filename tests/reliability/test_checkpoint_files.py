@@ -18,6 +18,7 @@ from lightning_fed import checkpoint_io
 from lightning_fed.algorithms import Scaffold
 from lightning_fed.checkpoint_io import AtomicCheckpointIO, fault_of, link, newest_sound, remove_leftovers
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.restoring import restored_from
 from tests.helpers.training import data, fit, parameters, same, seeded, trainer
 
 CONTENT = {"x": torch.arange(500.0), "optimizer_states": [], "note": "whole"}
@@ -291,3 +292,12 @@ def test_last_without_any_begins(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="no last checkpoint available"):
         begun = run(tmp_path, 2, ckpt_path="last")
     assert torch.equal(parameters(begun.lightning_module), fit(seeded(), algorithm=Scaffold(), max_rounds=2))
+
+
+@pytest.mark.parametrize("cause", ["the sizes differ", "the sizes differ."])
+def test_what_does_not_fit_is_told_in_whole_sentences(cause: str) -> None:
+    with (
+        pytest.raises(FederatedError, match=r"the model ended in RuntimeError: the sizes differ\. Resume with"),
+        restored_from("last.ckpt", "the model"),
+    ):
+        raise RuntimeError(cause)
