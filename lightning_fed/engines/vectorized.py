@@ -86,7 +86,8 @@ class VectorizedEngine(Engine):
         Raises:
             FederatedError: If it can no longer be run on several clients at once.
         """
-        check_settings(self)  # a callback may have changed one
+        if self.trainer.accumulate_grad_batches != 1:  # a callback has changed it
+            check_settings(self)
         self.step.begin_round()
         if not self.steady.begin_round():
             return
