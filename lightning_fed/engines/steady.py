@@ -13,6 +13,8 @@ from lightning_fed.optim import FederatedOptimizer
 
 __all__ = ["Steady"]
 
+_TELLING = 3  # rounds in a row that begin with another attribute, after which it is told
+
 
 class Steady:
     """Sees to it that nothing changes between clients that are run at once.
@@ -29,13 +31,27 @@ class Steady:
         self._marks: Marks = {}
         self._options: list[dict[str, Any]] = []
         self._worked = 0  # times that clients have been at work in this round
+        self._in_a_row = 0  # rounds before which an attribute has changed
         self._has_warned = False
+
+    def remember(self) -> None:
+        """Take note of all attributes."""
+        self._marks = marks(self.module, self.algorithm)
 
     def begin_round(self) -> bool:
         """Take note of everything; return whether an attribute has changed since this was last done."""
-        before, self._marks = self._marks, marks(self.module, self.algorithm)
+        before = self._marks
+        self.remember()
         self._options, self._worked = self._options_now(), 0
-        return before != self._marks
+        name = changed(before, self._marks)
+        self._in_a_row = 0 if name is None else self._in_a_row + 1
+        if self._in_a_row == _TELLING:
+            rank_zero_warn(
+                f"The attribute {name!r} of {type(self.module).__name__} changes from round to round, so that"
+                " engine='vectorized' tries the module out and traces it anew each time, which is slow. If no step"
+                " reads it, keep it elsewhere, in a callback for one; or use engine='sequential'."
+            )
+        return name is not None
 
     def check_hooks(self) -> None:
         """Refuse what ``on_client_start`` has set for one client, which its neighbours would find too.

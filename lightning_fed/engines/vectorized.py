@@ -78,7 +78,7 @@ class VectorizedEngine(Engine):
         with self.gradients.silent():
             (group,) = self.stepping.batches([plan], [stream], by_index=True).step(1)
             Trial(self.step).run(group.first, group.batch_idx)
-        self.steady.begin_round()
+        self.steady.remember()
 
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:
         """Try the module out again, and forget its traces, if an attribute of it or of the method has changed.

@@ -187,6 +187,23 @@ def test_a_note_between_clients_is_told_of() -> None:
         run("vectorized", Prior, callbacks=[Notes()])
 
 
+class History(Ordinary):
+    """Keeps what validation comes to."""
+
+    def __init__(self) -> None:
+        super().__init__(PLAIN)
+        self.history: list[float] = []
+
+    def on_validation_epoch_end(self) -> None:
+        self.history.append(1.0)
+
+
+def test_an_attribute_that_changes_every_round_is_told_of() -> None:
+    with pytest.warns(UserWarning, match="The attribute 'history' of History changes from round to round") as caught:
+        run("vectorized", History, max_rounds=6)
+    assert sum("from round to round" in str(w.message) for w in caught) == 1
+
+
 class Later(Ordinary):
     """Does something from the second round on."""
 
