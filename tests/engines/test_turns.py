@@ -64,7 +64,7 @@ def test_every_method_agrees_with_the_sequential_engine(name: str, taken: list[A
     at_once = run("vectorized", make, **options)
     assert_agree(run("sequential", make, **options), at_once)
     engine = at_once.fit_loop._engine
-    assert bool(taken) == stepping.StackedWork.plain_steps(engine.algorithm, engine.optimizer, None, frozenset())
+    assert bool(taken) == stepping.StackedWork.plain_steps(engine.algorithm, engine.optimizer, None)
 
 
 @pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(), Mime(SGDm())], ids=["FedAvg", "Scaffold", "Mime"])
