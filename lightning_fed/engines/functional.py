@@ -211,6 +211,7 @@ class FunctionalStep:
     def unused_parameters(self, batch: Any, batch_idx: int) -> frozenset[int]:
         """Return the positions of parameters that the loss does not depend on: they have no gradient, not zero."""
         self.flat.restore()
+        self._held = None
         arguments = self._arguments(batch, batch_idx)
         with torch.enable_grad():
             loss, _ = self._loss(lambda: self.module.training_step(*arguments))
