@@ -61,9 +61,9 @@ class RoundCheckpointConnector(_CheckpointConnector):
             super().restore_training_state()
             return
         optimizers = self.trainer.optimizers
-        self._check_optimizer(optimizers)
         built = [options_of(optimizer) for optimizer in optimizers]
         with restored_from(self.trainer.ckpt_path, "optimizers and schedules"):
+            self._check_optimizer(optimizers)
             super().restore_training_state()
             for optimizer in optimizers:
                 check_optimizer_states(optimizer, "the local optimizer")

@@ -21,12 +21,13 @@ def differing_options(
     Args:
         built: The options of every group before it was loaded.
         loaded: Those after.
-        is_scheduled: Whether a schedule moves the rates, which then differ anyhow; where it notes its first rates,
-            these are compared.
+        is_scheduled: Whether a schedule moves the rates, and momentum perhaps, which then differ anyhow; where it notes
+            its first rates, these are compared.
     """
+    moving = {"lr", "momentum", "betas"} if is_scheduled else {"initial_lr"}
     found: dict[str, None] = {}
     for mine, saved in zip(built, loaded, strict=False):
-        for name in mine.keys() & saved.keys() - ({"lr"} if is_scheduled else {"initial_lr"}):
+        for name in mine.keys() & saved.keys() - moving:
             if mine[name] != saved[name]:
                 shown = "lr" if name == "initial_lr" else name
                 found[f"{shown}={saved[name]!r} (this run has {mine[name]!r})"] = None

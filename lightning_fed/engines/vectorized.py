@@ -92,9 +92,11 @@ class VectorizedEngine(Engine):
         if not self.steady.begin_round():
             return
         self.step.traces.drop()
+        was_random = self.step.is_random
         try:
             self.try_out(plans[0]) if plans else None
         except Exception as error:
+            self.step.is_random = was_random
             if isinstance(error, FederatedError) and not isinstance(error, ClientError):
                 raise  # anything else goes wrong at work too, where the client is named
 

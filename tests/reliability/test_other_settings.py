@@ -24,6 +24,12 @@ class Scheduled(Ordinary):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
+class Cycling(Ordinary):
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make(self.parameters(), momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3)]
+
+
 class Plateau(Ordinary):
     def configure_optimizers(self) -> Any:
         optimizer = self.make(self.parameters())
@@ -58,6 +64,7 @@ def told(path: Path, first: dict[str, Any], then: dict[str, Any]) -> list[str]:
         {},
         {"module": Scheduled},
         {"module": Plateau},
+        {"module": Cycling},
         {"algorithm": Scaffold()},
         {
             "server_optimizer": partial(FedAdam, lr=0.1),
