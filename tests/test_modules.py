@@ -225,6 +225,34 @@ def test_a_client_without_any_step_is_named() -> None:
         fit(seeded(SkipsAll), data(sizes=(5,)), clients_per_round=1)
 
 
+class Lists(Net):
+    """Its loss is a list of a single number, or of as many as there are examples."""
+
+    def __init__(self, length: int = 1) -> None:
+        super().__init__(dropout=0.0)
+        self.length = length
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss.expand(self.length)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("algorithm", [FedAvg(), Mime(SGDm())], ids=repr)
+def test_a_loss_in_a_list_is_a_number(engine: str, algorithm: Any) -> None:
+    models = [seeded(Lists), seeded(Net, dropout=0.0)]
+    for model in models:
+        model.configure_optimizers = lambda model=model: torch.optim.SGD(model.parameters(), lr=0.1)
+        fit(model, data(), algorithm=algorithm, engine=engine)
+    torch.testing.assert_close(*(parameters(model) for model in models))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized", "auto"])
+def test_a_loss_of_several_numbers_is_refused(engine: str) -> None:
+    with pytest.raises(FederatedError, match=r"one number, found one of shape \[3\]. Return its mean"):
+        fit(seeded(Lists, length=3), data(), engine=engine)
+
+
 class Raises(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 1:

@@ -26,7 +26,7 @@ from lightning_fed.callbacks.base import uses_hook
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import Vector
-from lightning_fed.engines.gradients import GradientPass
+from lightning_fed.engines.gradients import GradientPass, check_loss
 from lightning_fed.engines.hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS, TRANSFER_HOOKS, saves_at_round_ends
 from lightning_fed.engines.results import RoundResults
 from lightning_fed.engines.split_results import SplitResults
@@ -122,6 +122,7 @@ class _ClientOptimization(_AutomaticOptimization):
             optimizer.zero_grad()
             loss = results[0].closure_loss
             if loss is not None:
+                check_loss(loss)
                 loss.backward()
             return results[0].loss
 
@@ -148,7 +149,9 @@ class _ClientOptimization(_AutomaticOptimization):
     def _training_step(self, kwargs: OrderedDict) -> ClosureResult:  # type: ignore[type-arg]
         """Call ``training_step``, which may also return None where several processes train clients of their own."""
         output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
-        return self.output_result_cls.from_training_step_output(output, self.trainer.accumulate_grad_batches)
+        result = self.output_result_cls.from_training_step_output(output, self.trainer.accumulate_grad_batches)
+        check_loss(result.closure_loss)
+        return result
 
 
 class ClientEpochLoop(_TrainingEpochLoop):
@@ -309,7 +312,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
     def _add_loss(self, output: dict[str, Any], examples: int) -> None:
         loss = output.get("loss")
         if loss is not None and self._loss is not None:
-            self._loss.add_(loss, alpha=examples * self.trainer.accumulate_grad_batches)
+            self._loss.add_(loss.reshape(()), alpha=examples * self.trainer.accumulate_grad_batches)
             self._loss_examples += examples
             self._losses.append(loss)  # looked at only if something is wrong with them
 

@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, vjp, vmap
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
@@ -19,6 +19,7 @@ from lightning_fed._compat import is_param_in_hook_signature, rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
+from lightning_fed.engines.gradients import check_loss
 from lightning_fed.engines.traces import Found, Traces, Values
 
 __all__ = ["FunctionalStep", "Logged", "batch_shape", "first_batch", "stack_batches"]
@@ -61,7 +62,7 @@ class _Step(nn.Module):
 
 
 class FunctionalStep:
-    """Gradients of ``training_step`` for several clients at once: ``vmap(grad(...))`` over stacked parameters.
+    """Gradients of ``training_step`` for several clients at once: ``vmap`` over stacked parameters.
 
     Args:
         trainer: The trainer, with its module attached.
@@ -117,7 +118,7 @@ class FunctionalStep:
 
     def _many(self, flat: Sequence[Tensor], spec: Any, batch_idx: int, shared: bool) -> Found:
         rows = (None if shared else 0, *(0 for _ in flat[len(self._names) :]))
-        take = vmap(grad(self._loss_at(spec, batch_idx), has_aux=True), in_dims=rows, randomness="different")
+        take = vmap(_gradient_of(self._loss_at(spec, batch_idx)), in_dims=rows, randomness="different")
         grads, (loss, values) = take(tuple(flat[: len(self._names)]), *flat[len(self._names) :])
         return grads, loss, self._with_sizes(values)
 
@@ -151,7 +152,7 @@ class FunctionalStep:
         return whole, loss.detach(), self.logged(self._with_sizes(values))
 
     def _one(self, flat: Sequence[Tensor], spec: Any, batch_idx: int) -> Found:
-        take = grad(self._loss_at(spec, batch_idx), has_aux=True)
+        take = _gradient_of(self._loss_at(spec, batch_idx))
         grads, (loss, values) = take(tuple(flat[: len(self._names)]), *flat[len(self._names) :])
         return grads, loss, self._with_sizes(values)
 
@@ -286,7 +287,8 @@ class FunctionalStep:
                 f"training_step returned {type(loss).__name__} instead of a loss, which clients that are run at"
                 " once cannot skip. Return a tensor for every batch, or use engine='sequential'."
             )
-        return loss, values
+        check_loss(loss)
+        return loss.reshape(()) if loss.ndim else loss, values
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
         """Stand in for ``self.log``: collect the value, and check the other arguments once."""
@@ -315,6 +317,22 @@ class FunctionalStep:
             attributes.update(own)
             self.flat.restore()
             self._held = None
+
+
+def _gradient_of(loss_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the gradient of a loss by its first argument, with what else the loss returns.
+
+    ``torch.func.grad`` does the same, but in a way that could be differentiated again, for which some operations have a
+    formula of many steps instead of a kernel: the backward pass of a group norm takes twenty passes over its input.
+    """
+
+    def take(point: tuple[Tensor, ...], *parts: Tensor) -> Any:
+        pulled: Any = vjp(lambda *at: loss_of(at, *parts), *point, has_aux=True)
+        loss, pull_back, found = pulled
+        with torch.no_grad():
+            return pull_back(torch.ones_like(loss)), found
+
+    return take
 
 
 def flatten(batch: Any) -> tuple[Sequence[Tensor], Any]:

@@ -23,7 +23,7 @@ from lightning_fed.core.types import Vector
 from lightning_fed.server.aggregation import accumulation_dtype
 from lightning_fed.strategies.ddp import split_of
 
-__all__ = ["GradientPass", "buffer_owners", "prepare_batch", "step_arguments"]
+__all__ = ["GradientPass", "buffer_owners", "check_loss", "prepare_batch", "step_arguments"]
 
 _METRICS = (Metric, MetricCollection)
 
@@ -39,6 +39,18 @@ def step_arguments(module: pl.LightningModule, batch: Any, batch_idx: int) -> tu
     """Return the arguments of ``training_step``, which may leave ``batch_idx`` out."""
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     return (batch, batch_idx) if takes_index else (batch,)
+
+
+def check_loss(loss: Tensor | None) -> None:
+    """Refuse a loss of several numbers, which has no gradient.
+
+    Raises:
+        FederatedError: Naming its shape.
+    """
+    if loss is not None and loss.ndim and loss.numel() != 1:
+        raise FederatedError(
+            f"training_step must return a loss of one number, found one of shape {list(loss.shape)}. Return its mean."
+        )
 
 
 def _no_log(*_: Any, **__: Any) -> None:
@@ -130,6 +142,7 @@ class GradientPass:
             raise FederatedError(
                 f"training_step must return a tensor, a dict with 'loss', or None, found {type(loss).__name__}."
             )
+        check_loss(loss)
         return loss
 
     def _backward(self, batch: Any, batch_idx: int, factor: float) -> list[Tensor | None]:

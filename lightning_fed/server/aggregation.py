@@ -173,7 +173,8 @@ class Aggregation:
         self._models_weight = 0.0
         self._sums: State = {}
         self._models: Tensor | None = None
-        self._change: Tensor | None = None  # known once everything has been added
+        self._change: Tensor | None = None  # known once everything has been added, and takes the place of the sum then
+        self._mean_model: Tensor | None = None
         self._has_other_delta = False
 
     def weight(self, index: int, rule: str) -> float:
@@ -281,7 +282,11 @@ class Aggregation:
         """Return the weighted sum of ``y - x`` [P] over the clients whose models are summed, None if there are none."""
         if self._change is None and self._models is not None:
             is_whole = abs(self._models_weight - 1.0) < _ROUNDING
-            self._change = self._models - (x if is_whole else self._models_weight * x)
+            if is_whole and not self._has_other_delta:
+                self._mean_model = self._models.to(x.dtype, copy=True)
+            # in place: for large models new memory costs more than the arithmetic
+            self._change = self._models.sub_(x, alpha=1.0 if is_whole else self._models_weight)
+            self._models = None
         return self._change
 
     def mean(self, x: Vector) -> tuple[State, Vector | None]:
@@ -302,24 +307,19 @@ class Aggregation:
         }
         factors = {name: scale.get(self.reduces[name], 1.0) for name in self._sums}
         means = {name: value if factors[name] == 1.0 else value * factors[name] for name, value in self._sums.items()}
-        models = None
-        if self._models is not None:
+        change = self.change(x)
+        if change is not None:
             factor = scale[self.reduces["delta"]]
-            models = self._models if factor == 1.0 else self._models * factor
-            if self._has_other_delta:
-                share = self._models_weight * scale[self.reduces["delta"]]
-                means["delta"] = means["delta"] + (models - share * x)
-            elif factor == 1.0 and self._change is not None and abs(self._models_weight - 1.0) < _ROUNDING:
-                means["delta"] = self._change
-            else:
-                means["delta"] = models - x
-        cast = {name: value.to(x.dtype) for name, value in means.items()}
-        return cast, None if models is None or self._has_other_delta else models.to(x.dtype)
+            moved = change if factor == 1.0 else change * factor
+            means["delta"] = means["delta"] + moved if self._has_other_delta else moved
+            if self._mean_model is None and not self._has_other_delta:
+                self._mean_model = (moved + x).to(x.dtype)
+        return {name: value.to(x.dtype) for name, value in means.items()}, self._mean_model
 
 
 def _add(total: Tensor | None, value: Tensor, weight: float) -> Tensor:
     if total is None:
-        return value.detach().to(accumulation_dtype(value.device)) * weight
+        total = torch.zeros(value.shape, dtype=accumulation_dtype(value.device), device=value.device)
     return total.add_(value.detach(), alpha=weight)
 
 

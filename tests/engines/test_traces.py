@@ -181,3 +181,24 @@ def test_marks_change_with_what_a_module_holds() -> None:
     with_tensor = marks(module)
     module[0].gain.mul_(2)
     assert with_tensor != marks(module)
+
+
+class Normed(Ordinary):
+    """Its backward pass has a kernel of its own, and a formula of many steps that could be differentiated again."""
+
+    def __init__(self, optimizer: Any = None) -> None:
+        super().__init__(optimizer)
+        self.norm = torch.nn.GroupNorm(2, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.body(x)))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 64])
+def test_backward_passes_are_not_made_to_be_differentiated_again(chunk_size: int) -> None:
+    traced = run("vectorized", Normed, chunk_size=chunk_size, algorithm=Scaffold())
+    steps = [step for step in traces_of(traced)._steps.values() if step is not None]
+    operators = [{node.target for node in step.whole.graph.nodes} for step in steps]
+    assert steps
+    assert all(torch.ops.aten.native_group_norm_backward.default in found for found in operators)
+    assert_agree(run("sequential", Normed, algorithm=Scaffold()), traced)
