@@ -43,7 +43,7 @@ def marks(module: nn.Module, algorithm: Algorithm | None = None) -> Marks:
         parts = [value for value in vars(algorithm).values() if isinstance(value, BaseOptimizer)]
         owners += [("algorithm", algorithm), *((f"algorithm.{i}", part) for i, part in enumerate(parts))]
     return {
-        (name, key): value if type(value) in _PLAIN else _mark(value, [0 if key in INTERNAL else _MOST])
+        (name, key): value if type(value) in _PLAIN else len(value) if key in INTERNAL else _mark(value, [_MOST])
         for name, part in owners
         for key, value in vars(part).items()
         if key not in PASSING
@@ -52,6 +52,8 @@ def marks(module: nn.Module, algorithm: Algorithm | None = None) -> Marks:
 
 def changed(before: Marks, after: Marks) -> str | None:
     """Return the name of an attribute that has changed, None if none has."""
+    if before == after:
+        return None
     for key in after.keys() | before.keys():
         if after.get(key) != before.get(key):
             return ".".join(filter(None, key))
@@ -81,8 +83,6 @@ def _mark(value: Any, left: list[int], depth: int = _DEPTH) -> Any:
         return id(value), value._version
     if isinstance(value, np.ndarray):
         return id(value), value.tobytes() if value.dtype != object and value.size <= left[0] else 0
-    if left[0] == 0 and isinstance(value, dict):
-        return id(value), len(value)
     inner = _inside(value)
     if inner is None:
         return id(value), 0
