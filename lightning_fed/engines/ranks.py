@@ -20,9 +20,10 @@ from lightning_fed.strategies.shared_memory import SharedMemory
 __all__ = ["Ranks", "deal", "metrics_alone"]
 
 Record = TypeVar("Record")
-# In local steps on a batch of 20, about:
-_MOVE = 4  # what it takes to send a client's state of one vector, there and back
-_TRIP = 8  # what it takes to send anything at all
+# In local steps on a batch of 20, about, of a small model and of a large one:
+_MOVE = (4, 1)  # what it takes to send a client's state of one vector, there and back
+_TRIP = (8, 1)  # what it takes to send anything at all
+_LARGE = 2**20  # parameters from which a step takes longer than they take to be sent
 
 
 class Ranks:
@@ -174,7 +175,9 @@ class Ranks:
         return self.home_of(index) == self.rank
 
 
-def deal(plans: Iterable[WorkPlan], ranks: Ranks, keeps_state: bool, most_moves: int = 2**31) -> Mapping[int, int]:
+def deal(
+    plans: Iterable[WorkPlan], ranks: Ranks, keeps_state: bool, most_moves: int = 2**31, numel: int = 0
+) -> Mapping[int, int]:
     """Return who trains whom: ranks by stored index.
 
     Args:
@@ -184,10 +187,12 @@ def deal(plans: Iterable[WorkPlan], ranks: Ranks, keeps_state: bool, most_moves:
             those by whose moving all are done sooner; else the largest are dealt first, each to whoever has the fewest
             local steps so far.
         most_moves: The most clients that are trained elsewhere than their state is kept.
+        numel: The number of parameters.
     """
     members = {plan.participant.index: plan.participant for plan in plans}
     if keeps_state or ranks.size == 1:
-        return _balanced({index: ranks.home_of(index) for index in members}, members, ranks.size, most_moves)
+        homes = {index: ranks.home_of(index) for index in members}
+        return _balanced(homes, members, ranks.size, most_moves, numel >= _LARGE)
     loads = [0] * ranks.size
     owners = {}
     for member in sorted(members.values(), key=lambda m: (-m.steps, -m.size, m.index)):
@@ -198,9 +203,10 @@ def deal(plans: Iterable[WorkPlan], ranks: Ranks, keeps_state: bool, most_moves:
 
 
 def _balanced(
-    homes: Mapping[int, int], members: Mapping[int, Participant], size: int, most_moves: int
+    homes: Mapping[int, int], members: Mapping[int, Participant], size: int, most_moves: int, is_large: bool
 ) -> Mapping[int, int]:
     """Move clients from the process with the most local steps to that with the fewest, as long as it gains."""
+    a_move, a_trip = _MOVE[is_large], _TRIP[is_large]
     loads = [0] * size
     for index, rank in homes.items():
         loads[rank] += members[index].steps
@@ -210,15 +216,15 @@ def _balanced(
         most, fewest = loads.index(max(loads)), loads.index(min(loads))
 
         def after(index: int, most: int = most, fewest: int = fewest) -> tuple[int, int]:
-            return max(loads[most] - members[index].steps, loads[fewest] + members[index].steps) + _MOVE, index
+            return max(loads[most] - members[index].steps, loads[fewest] + members[index].steps) + a_move, index
 
         best = min(movable[most], key=after, default=None)
         if best is None or moves == most_moves or after(best)[0] >= loads[most]:
-            return owners if loads[most] + _TRIP < at_home else homes
+            return owners if loads[most] + a_trip < at_home else homes
         owners[best], moves = fewest, moves + 1
         movable[most].remove(best)
-        loads[most] += _MOVE - members[best].steps
-        loads[fewest] += _MOVE + members[best].steps
+        loads[most] += a_move - members[best].steps
+        loads[fewest] += a_move + members[best].steps
 
 
 @contextmanager

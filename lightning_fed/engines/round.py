@@ -85,8 +85,9 @@ class Round:
             or engine.buffers.mode == "local"
             or (compressor is not None and compressor.error_feedback)
         )
-        most_moves = max(1, _MOVED_BYTES // (server.x.numel() * server.x.element_size()))
-        self._owners = deal([*plans, *gradient_plans], self.ranks, self._keeps_state, most_moves)
+        numel = server.x.numel()
+        most_moves = max(1, _MOVED_BYTES // (numel * server.x.element_size()))
+        self._owners = deal([*plans, *gradient_plans], self.ranks, self._keeps_state, most_moves, numel)
         members = [plan.participant for plan in plans]
         moves = {p.index: self._owners[p.index] for p in members if self._keeps_state}
         moves = {index: rank for index, rank in moves.items() if rank != self.ranks.home_of(index)}

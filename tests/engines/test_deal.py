@@ -38,6 +38,12 @@ def test_a_little_work_is_not_worth_a_move() -> None:
     assert owners == {0: 0, 2: 0, 4: 0, 1: 1}
 
 
+def test_a_little_work_on_a_large_model_is() -> None:
+    plans = [WorkPlan(Participant(i, i, 4, steps=5), BATCHES, (5,)) for i in (0, 2, 4, 1)]
+    owners = deal(plans, Ranks(0, 2), keeps_state=True, numel=10**7)
+    assert sorted(owners.values()) == [0, 0, 1, 1]
+
+
 def test_the_work_of_one_process_is_shared_if_there_is_enough_of_it() -> None:
     _, loads = dealt({0: 50, 2: 50, 4: 50, 6: 50}, 2, keeps_state=True)
     assert loads == {0: 100, 1: 100}
