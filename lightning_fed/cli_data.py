@@ -59,10 +59,15 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--seed_everything", type=bool | int, default=False, help="As for `lightning-fed fit`.")
     parser.add_subclass_arguments(FederatedDataModule, "data", required=True)
     for name in _OTHERS:
-        parser.add_argument(f"--{name}", type=_unread, help="Allowed in a configuration, and not used.")
+        parser.add_argument(f"--{name}", type=_Unread(), help="Allowed in a configuration, and not used.")
     return parser
 
 
-def _unread(value: Any) -> Any:
-    """Take a part of a configuration as it is, so that no class in it is made."""
-    return value
+class _Unread:
+    """A part of a configuration that is taken as it is, so that no class in it is made."""
+
+    def __call__(self, value: Any) -> Any:
+        return value
+
+    def __repr__(self) -> str:
+        return "anything"

@@ -253,7 +253,7 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-@pytest.mark.parametrize("command", ["reproduce", "sweep", "compare"])
+@pytest.mark.parametrize("command", ["data", "reproduce", "sweep", "compare"])
 def test_help_shows_types_by_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])

@@ -61,7 +61,8 @@ class FederatedDataset:
 
         Args:
             dataset: A map-style data set of n examples.
-            partition: A partition, or any callable from labels [n] to each client's indices.
+            partition: A partition, or any callable from labels [n] to each client's indices; where the last tensor of a
+                ``TensorDataset`` holds real numbers to be predicted, a callable gets these.
             labels: The class of each example [n]. By default the data set's ``targets`` or ``labels``, the last integer
                 tensor [n] of a ``TensorDataset``, the same of what a ``Subset`` selects from, or else the last element
                 of every example, which takes one pass over the data. They are looked for only if the partition needs
@@ -162,10 +163,14 @@ class _PartitionedDataset(FederatedDataset):
         self._labels: Tensor | None = None
         if labels is not None:
             self._labels = as_labels(labels, num_examples, "labels")
-        elif getattr(partition, "needs_labels", True):
+        elif getattr(partition, "needs_labels", True) and isinstance(partition, Partition):
             self._labels = labels_of(dataset)
+        dealt = self._labels
+        if dealt is None and getattr(partition, "needs_labels", True):  # a function may deal by real numbers too
+            (dealt,) = targets_of([dataset])
+            self._labels = None if dealt.is_floating_point() else dealt
         blank = torch.zeros(1, dtype=torch.int64).expand(num_examples)  # n labels in the memory of one
-        parts = partition(blank if self._labels is None else self._labels)
+        parts = partition(blank if dealt is None else dealt)
         self.ids = _ids(parts)
         self._positions = None if isinstance(self.ids, range) else {key: i for i, key in enumerate(self.ids)}
         self._order, self._sizes = _join(parts, self.ids, num_examples, repr(partition))

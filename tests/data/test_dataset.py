@@ -157,6 +157,18 @@ def test_any_function_of_the_labels_partitions():
     assert FederatedDataset.from_partition(tensors(5), lambda _: []).known_sizes == []
 
 
+def test_a_function_may_deal_by_real_numbers():
+    y = torch.tensor([[0.3], [-1.0], [2.0], [-0.5]])
+    dataset = TensorDataset(torch.zeros(4, 2), y)
+    federated = FederatedDataset.from_partition(
+        dataset, lambda targets: [torch.nonzero(part).flatten() for part in (targets < 0, targets >= 0)]
+    )
+    assert [federated.indices(i).tolist() for i in (0, 1)] == [[1, 3], [0, 2]]
+    assert "label skew" not in federated.summary()
+    with pytest.raises(FederatedError, match="one integer class per example"):
+        FederatedDataset.from_partition(dataset, Shards(2))
+
+
 def test_labels_are_looked_for_only_if_needed():
     dataset = Plain(6, lambda i: i)
     assert FederatedDataset.from_partition(dataset, Iid(3)).known_sizes == [2, 2, 2]
