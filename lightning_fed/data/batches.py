@@ -126,7 +126,7 @@ class TensorBatches(_IndexedBatches):
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], indices: Tensor | None, settings: BatchSettings) -> None:
-        super().__init__(len(tensors[0]) if indices is None else len(indices), settings)
+        super().__init__(len(tensors[0]) if indices is None else indices.numel(), settings)
         self.tensors = tensors
         self.indices = indices
         self._pin = settings.pin_memory and torch.cuda.is_available()

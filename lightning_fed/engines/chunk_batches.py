@@ -261,7 +261,7 @@ def _epoch_rows(plan: WorkPlan, stream: torch.Generator, shuffle: bool) -> list[
     size = batches.settings.batch_size
     for length in plan.epochs:
         rows = batches.epoch_rows(stream, shuffle)
-        out += enumerate(rows.split(size)[:length] if len(rows) > size else (rows,)[:length])
+        out += enumerate(rows.split(size)[:length] if rows.numel() > size else (rows,)[:length])
     return out
 
 

@@ -111,19 +111,23 @@ def weights_of(weighting: Weighting, cohort: Sequence[Participant]) -> list[floa
 
 def raw_weight(weighting: Weighting, member: Participant, steps: int) -> float:
     """Return a client's weight before normalisation, times how often it was drawn."""
-    if callable(weighting):
-        weight = float(weighting(member.client_id, member.size, steps))
-        if not math.isfinite(weight) or weight < 0:
-            raise FederatedError(
-                f"weighting must give finite weights >= 0, found {weight!r} for client {member.client_id!r} of"
-                f" {member.size} examples and {steps} steps."
-            )
-        return weight * member.count
-    if weighting not in WEIGHTINGS:
+    if weighting == "examples":
+        return float(member.size * member.count)
+    if weighting == "uniform":
+        return float(member.count)
+    if weighting == "steps":
+        return float(steps * member.count)
+    if not callable(weighting):
         raise FederatedError(
             f"weighting must be one of {WEIGHTINGS} or a function of (client_id, size, steps), found {weighting!r}."
         )
-    return float({"examples": member.size, "uniform": 1, "steps": steps}[weighting] * member.count)
+    weight = float(weighting(member.client_id, member.size, steps))
+    if not math.isfinite(weight) or weight < 0:
+        raise FederatedError(
+            f"weighting must give finite weights >= 0, found {weight!r} for client {member.client_id!r} of"
+            f" {member.size} examples and {steps} steps."
+        )
+    return weight * member.count
 
 
 def no_weight(clients: Sequence[ClientId]) -> FederatedError:
