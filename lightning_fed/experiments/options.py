@@ -35,6 +35,8 @@ def command_line(command: str, args: Sequence[str]) -> str:
     Example:
         >>> command_line("reproduce", ["mime_fig1", "--data-root", "/mnt/data", "--jobs=4"])
         'lightning-fed reproduce mime_fig1 --data-root DATA'
+        >>> command_line("sweep", ["--config=configs/quickstart.yaml", "--grid", "/home/ann/grid.yaml"])
+        'lightning-fed sweep --config=configs/quickstart.yaml --grid grid.yaml'
     """
     kept, words = [], iter(args)
     for word in words:
@@ -44,7 +46,10 @@ def command_line(command: str, args: Sequence[str]) -> str:
                 next(words, None)
             kept += ["--data-root DATA"] if name in _PLACES else []
         else:
-            kept.append(shlex.quote(Path(word).name if word.endswith((".yaml", ".yml")) else word))
+            option = f"{name}=" if has_value and name.startswith("--") else ""
+            value = word.removeprefix(option)
+            is_elsewhere = value.endswith((".yaml", ".yml")) and Path(value).is_absolute()
+            kept.append(option + shlex.quote(Path(value).name if is_elsewhere else value))
     return " ".join([f"lightning-fed {command}", *kept])
 
 
