@@ -1,5 +1,9 @@
 """What the strategies of several processes share: Lightning's DDP without its wrapper around the module."""
 
+import atexit
+import sys
+
+import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_fed._compat import _sync_module_states
@@ -14,7 +18,20 @@ class UnwrappedDDPStrategy(DDPStrategy):
     ``training_step`` is also called at other points than the current one.
     """
 
+    def setup_distributed(self) -> None:
+        """Find the other processes, and leave them before Python ends."""
+        super().setup_distributed()
+        atexit.unregister(_leave_group)
+        atexit.register(_leave_group)
+
     def configure_ddp(self) -> None:
         """Give every process the same initial model, and no wrapper."""
         assert self.model is not None
         _sync_module_states(self.model)
+
+
+def _leave_group() -> None:
+    # A thread of gloo's may let go of a tensor only after the exchange it was for, and aborts the process if Python is
+    # ending by then, with all results written. After an error, others are to miss this process at once.
+    if dist.is_initialized() and getattr(sys, "last_type", None) is None:
+        dist.destroy_process_group()
