@@ -71,7 +71,7 @@ class LocalWork:
 
     Args:
         algorithm: The method.
-        steps: What ``correct`` may read, one :class:`Step` per parameter.
+        steps: What ``correct`` may read, one :class:`Step` per parameter; needed only where something is injected.
         solver: Optimizer statistics to load before every step, per parameter, if the method keeps them.
     """
 
@@ -101,6 +101,9 @@ class FederatedOptimizer(Optimizer):
     Args:
         base: The optimizer that ``configure_optimizers`` returned.
         flat: The parameters that it trains, as one vector.
+
+    Attributes:
+        is_injecting: Whether the gradients of the client at work are changed before the wrapped optimizer steps.
     """
 
     def __init__(self, base: Optimizer, flat: FlatParameters) -> None:
@@ -109,6 +112,7 @@ class FederatedOptimizer(Optimizer):
         self._base = base
         self.flat = flat
         self.work: LocalWork | None = None
+        self.is_injecting = False
         self._groups = _groups_of(base, flat)
         self.clip: Callable[[], None] | None = None  # clips the corrected gradients, where that is wanted
         self.__class__ = type(type(base).__name__, (type(self),), {})
@@ -200,11 +204,11 @@ class FederatedOptimizer(Optimizer):
         self._load_solver(solver_entries(kept or {}, len(self.flat.params)))
         self.work = work
         self._lr_sums = [0.0] * len(self.base.param_groups)
-        self._decay = self.decay
         self._advances = overrides(work.algorithm, "advance")
         self._was_plain = self.is_plain
         self._tracks = self.needs_path(work.algorithm) and not self._was_plain
-        self._injects = self.injects(work.algorithm)
+        self.is_injecting = self.injects(work.algorithm)
+        self._decay = self.decay if self.is_injecting else []
 
     @staticmethod
     def needs_path(algorithm: Algorithm) -> bool:
@@ -251,7 +255,7 @@ class FederatedOptimizer(Optimizer):
             raise FederatedError("The federated optimizer was stepped outside a client's local work.")
         if all(p.grad is None for p in self.flat.params):
             return loss
-        if self._injects:
+        if self.is_injecting:
             self._inject(self.work)
             if self.clip is not None:
                 self.clip()
@@ -293,7 +297,7 @@ class FederatedOptimizer(Optimizer):
     def _step_base(self, work: LocalWork) -> None:
         if work.solver is not None:
             self._load_solver(work.solver)
-        if self._injects:
+        if self.is_injecting:
             with without_coupled_decay(self.base):
                 self.base.step()
         else:

@@ -2,6 +2,8 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from operator import mul
 from typing import Any
 
 import pytorch_lightning as pl
@@ -30,7 +32,6 @@ from lightning_fed.engines.gradients import GradientPass, check_loss
 from lightning_fed.engines.hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS, TRANSFER_HOOKS, saves_at_round_ends
 from lightning_fed.engines.results import RoundResults
 from lightning_fed.engines.split_results import SplitResults
-from lightning_fed.server.aggregation import accumulation_dtype
 from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import split_of
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
@@ -83,11 +84,15 @@ class _ClientOptimization(_AutomaticOptimization):
         self.anchor_decay: list[float] = []
         self.split = BatchSplit()
         self._is_lean = False
+        self._has_context = True  # around forward passes
 
     def prepare(self, callbacks: Sequence[Callback]) -> None:
         """Find out, once a fit, whether anything happens between batch and step but forward and backward."""
         trainer, module = self.trainer, self.trainer.lightning_module
         self.split = split_of(trainer)
+        methods = (getattr(type(trainer.precision_plugin), name) for name in ("train_step_context", "forward_context"))
+        bases = (Precision.train_step_context, Precision.forward_context)
+        self._has_context = any(found is not base for found, base in zip(methods, bases, strict=True))
         self._is_lean = (
             type(trainer.precision_plugin).optimizer_step in (Precision.optimizer_step, MixedPrecision.optimizer_step)
             and getattr(trainer.precision_plugin, "scaler", None) is None
@@ -115,10 +120,13 @@ class _ClientOptimization(_AutomaticOptimization):
         def closure() -> Tensor | None:
             attributes = module.__dict__  # an assignment would go through the slow nn.Module.__setattr__
             previous, attributes["_current_fx_name"] = attributes["_current_fx_name"], "training_step"
-            with precision.train_step_context():
+            with precision.train_step_context() if self._has_context else nullcontext():
                 output = module.training_step(*kwargs.values())
             attributes["_current_fx_name"] = previous
-            results.append(ClosureResult.from_training_step_output(output))
+            if isinstance(output, Tensor) and output.is_floating_point():
+                results.append(ClosureResult(output))  # without Lightning's division by one accumulated batch
+            else:
+                results.append(ClosureResult.from_training_step_output(output))
             optimizer.zero_grad()
             loss = results[0].closure_loss
             if loss is not None:
@@ -166,9 +174,8 @@ class ClientEpochLoop(_TrainingEpochLoop):
         super().__init__(trainer)
         self.automatic_optimization: _ClientOptimization = _ClientOptimization(trainer)
         self._results: RoundResults = RoundResults()
-        self._loss: Tensor | None = None
-        self._loss_examples = 0
-        self._losses: list[Tensor] = []
+        self._losses: list[Tensor] = []  # of the batches of the client at work
+        self._loss_weights: list[int] = []
         self._split = BatchSplit()
         self.own_examples = 0  # that this process has seen of the client at work, counted in every local epoch
 
@@ -200,9 +207,9 @@ class ClientEpochLoop(_TrainingEpochLoop):
         """Find out, once a fit, which hooks anybody uses."""
         trainer, module = self.trainer, self.trainer.lightning_module
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        profiles = not isinstance(trainer.profiler, PassThroughProfiler)
+        self._profiles = not isinstance(trainer.profiler, PassThroughProfiler)
         self._uses = {
-            hook: profiles or is_overridden(hook, module, pl.LightningModule) or self._callback_uses(hook)
+            hook: self._profiles or is_overridden(hook, module, pl.LightningModule) or self._callback_uses(hook)
             for hook in ("on_train_batch_start", "on_train_batch_end")
         }
         self.automatic_optimization.prepare(trainer.callbacks)
@@ -224,15 +231,15 @@ class ClientEpochLoop(_TrainingEpochLoop):
         )
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
-        """Connect the profiler to the fetcher."""
-        data_fetcher._start_profiler = self._on_before_fetch
-        data_fetcher._stop_profiler = self._on_after_fetch
+        """Connect the profiler to the fetcher, if there is one."""
+        if self._profiles:
+            data_fetcher._start_profiler = self._on_before_fetch
+            data_fetcher._stop_profiler = self._on_after_fetch
 
-    def begin_client(self, device: torch.device) -> None:
-        """Start the running mean of a client's loss."""
-        self._loss = torch.zeros((), dtype=accumulation_dtype(device), device=device)
-        self._loss_examples = self.own_examples = 0
-        self._losses = []
+    def begin_client(self) -> None:
+        """Forget the losses of the client before."""
+        self.own_examples = 0
+        self._losses, self._loss_weights = [], []
 
     @property
     def step_losses(self) -> list[float]:
@@ -243,8 +250,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
     def close_client(self) -> tuple[float, dict[str, float]]:
         """Return the client's mean loss and the means of what it logged."""
-        assert self._loss is not None
-        total, examples = float(self._loss), self._loss_examples
+        total, examples = self._summed_losses()
         if isinstance(self._results, SplitResults):
             parts = self._split.gather((total, examples, self._results.outline_client()))
             total, examples = sum(part[0] for part in parts), sum(part[1] for part in parts)
@@ -273,8 +279,8 @@ class ClientEpochLoop(_TrainingEpochLoop):
                 batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
                 batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
         self.batch_progress.increment_ready()
-        connector.on_batch_start(batch)
-        self._results.batch_size = examples
+        connector._first_loop_iter = connector._first_loop_iter is None  # as connector.on_batch_start() has it
+        self._results.batch, self._results.batch_size, self._results.dataloader_idx = batch, examples, None
         skips_epoch = self._uses["on_train_batch_start"] and not is_idle and self._start_hooks(batch, batch_idx) == -1
         if skips_epoch:
             self._check_may_skip()
@@ -282,7 +288,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
             raise StopIteration
         self.batch_progress.increment_started()
         kwargs = OrderedDict(batch=batch, batch_idx=batch_idx) if self._takes_index else OrderedDict(batch=batch)
-        with trainer.profiler.profile("run_training_batch"):
+        with trainer.profiler.profile("run_training_batch") if self._profiles else nullcontext():
             output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
         self.batch_progress.increment_processed()
         self._add_loss(output, examples)
@@ -311,10 +317,17 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
     def _add_loss(self, output: dict[str, Any], examples: int) -> None:
         loss = output.get("loss")
-        if loss is not None and self._loss is not None:
-            self._loss.add_(loss.reshape(()), alpha=examples * self.trainer.accumulate_grad_batches)
-            self._loss_examples += examples
-            self._losses.append(loss)  # looked at only if something is wrong with them
+        if loss is not None:
+            self._losses.append(loss)
+            self._loss_weights.append(examples)
+
+    def _summed_losses(self) -> tuple[float, int]:
+        """Return the sum of the losses of a client's batches by their examples, and the sum of the examples."""
+        if not self._losses:
+            return 0.0, 0
+        losses = torch.stack([loss if loss.ndim == 0 else loss.reshape(()) for loss in self._losses]).tolist()
+        total: float = sum(map(mul, losses, self._loss_weights))
+        return total * self.trainer.accumulate_grad_batches, sum(self._loss_weights)
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Save nothing: the round says it all."""

@@ -344,7 +344,8 @@ class Round:
         """Hold what a client keeps, and its part of the mean of the buffers."""
         who, buffers = result.participants[row], self.engine.buffers
         keep = result.kept_by(row) or self._states[who.index]
-        if not (keep or residuals or result.solver or result.buffers):
+        own_buffers = result.buffers[row] if result.buffers else {}
+        if not (keep or residuals or result.solver or own_buffers):
             return
         if keep and not self._keeps_state and self.ranks.size > 1:
             raise FederatedError(
@@ -352,11 +353,11 @@ class Round:
                 " new client has: several processes would not know where to look for it. Override init_client."
             )
         parts = KeptParts(keep, residuals=residuals, solver=result.solver[row] if result.solver else {})
-        if buffers.mode == "local" and result.buffers:
-            parts.buffers = result.buffers[row]
+        if buffers.mode == "local":
+            parts.buffers = own_buffers
         self._guests.keep(who.index, parts)
-        if buffers.mode != "server" and result.buffers:
-            self._buffers.add(result.buffers[row], who.size, who.index, who.count)
+        if buffers.mode != "server" and own_buffers:
+            self._buffers.add(own_buffers, who.size, who.index, who.count)
 
     def _note_drift(self, result: ChunkResult, row: int) -> None:
         weight = self._aggregation.weight(result.participants[row].index, self._rule)

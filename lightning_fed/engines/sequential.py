@@ -51,11 +51,14 @@ class SequentialEngine(Engine):
         who = plan.participant
         with self.errors_of(plan, inputs.round, "its local work"):
             self.flat.y.copy_(inputs.x)
-            steps = self._steps(inputs, plan, client)
-            local = steps[1]
-            self.optimizer.begin(LocalWork(self.algorithm, steps[0], self._solver(inputs, local)), solver)
+            local = self.algorithm.init_local(inputs.x, inputs.server, client)
+            work = LocalWork(self.algorithm, [], self._solver(inputs, local))
+            self.optimizer.begin(work, solver)
+            self.epoch_loop.automatic_optimization.anchor_grad = None
+            if self.optimizer.is_injecting:
+                work.steps = self._steps(inputs, plan, client, local)
             before = self.buffers.read() if self.split.size > 1 else {}
-            self.epoch_loop.begin_client(self.flat.y.device)
+            self.epoch_loop.begin_client()
             with self.epoch_loop._results.of_client(self.trainer.lightning_module):
                 self._train(inputs, plan)
             loss, metrics = self.epoch_loop.close_client()
@@ -110,10 +113,9 @@ class SequentialEngine(Engine):
         self.buffers.write(merged)
         return merged
 
-    def _steps(self, inputs: RoundInputs, plan: WorkPlan, client: State) -> tuple[list[Step], State]:
+    def _steps(self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State) -> list[Step]:
         """Cut everything that ``correct`` may read into the parameters' shapes, once a client."""
         layout, who = self.flat.layout, plan.participant
-        local = self.algorithm.init_local(inputs.x, inputs.server, client)
         full_grad = inputs.full_grad.get(who.index, {})
         optimization = self.epoch_loop.automatic_optimization
         anchors: list[torch.Tensor | None] = [None] * len(layout.sizes)
@@ -123,8 +125,6 @@ class SequentialEngine(Engine):
             optimization.gradients, optimization.anchor_grad = self.gradients, self.anchor_grad
             optimization.anchor_point, optimization.anchor_decay = layout.views(point), self.optimizer.decay
             anchors = list(layout.views(self.anchor_grad))
-        else:
-            optimization.anchor_grad = None
         x, server, cohort_grad = inputs.per_parameter(layout, flat=False)
         columns: tuple[Sequence[Any], ...] = (
             x,
@@ -137,7 +137,7 @@ class SequentialEngine(Engine):
             [float(who.size)] * len(anchors),
             [inputs.mean_examples] * len(anchors),
         )
-        return [Step(*row) for row in zip(*columns, strict=True)], local
+        return [Step(*row) for row in zip(*columns, strict=True)]
 
     def _solver(self, inputs: RoundInputs, local: State) -> list[dict[str, torch.Tensor]] | None:
         if not self.algorithm.uses_solver_state:

@@ -46,6 +46,7 @@ class Participant:
 
 
 _ROWS = 128  # clients whose messages are converted at once
+_BLOCK = 2**16  # numbers that are converted at once on a CPU
 _ROUNDING = 1e-9  # by which weights that sum to one may miss it
 
 
@@ -289,7 +290,7 @@ class Aggregation:
             if is_whole and not self._has_other_delta:
                 self._mean_model = self._models.to(x.dtype, copy=True)
             # in place: for large models new memory costs more than the arithmetic
-            self._change = self._models.sub_(x, alpha=1.0 if is_whole else self._models_weight)
+            self._change = _add(self._models, x, -1.0 if is_whole else -self._models_weight)
             self._models = None
         return self._change
 
@@ -324,7 +325,13 @@ class Aggregation:
 def _add(total: Tensor | None, value: Tensor, weight: float) -> Tensor:
     if total is None:
         total = torch.zeros(value.shape, dtype=accumulation_dtype(value.device), device=value.device)
-    return total.add_(value.detach(), alpha=weight)
+    value = value.detach()
+    if total.device.type != "cpu" or total.dtype == value.dtype or total.numel() <= _BLOCK:
+        return total.add_(value, alpha=weight)
+    # numbers of another type are converted first, all of them, which takes new memory of twice the message's size
+    for block, part in zip(total.view(-1).split(_BLOCK), value.reshape(-1).split(_BLOCK), strict=True):
+        block.add_(part, alpha=weight)
+    return total
 
 
 def _add_rows(total: Tensor | None, rows: Tensor, weights: Sequence[float]) -> Tensor:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,7 @@ def test_tensorboard_shows_every_round_once(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="my own"):
         run(tmp_path, logger=logger(), callbacks=[At(fail, 3, hook="on_round_end")])  # step=2.ckpt is the newest
+    time.sleep(1.0)  # files of one second go by their number in the process, of which 10 comes before 9
     run(tmp_path, logger=logger(), ckpt_path="last")
     events = EventAccumulator(str(tmp_path / "here")).Reload()
     assert [e.step for e in events.Scalars("val_loss")] == list(range(1, 7))

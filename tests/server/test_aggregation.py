@@ -226,6 +226,16 @@ def test_sums_are_in_float64_and_messages_are_not_changed() -> None:
     assert accumulation_dtype(torch.device("mps")) == torch.float32
 
 
+def test_long_messages_are_summed_as_short_ones_are() -> None:
+    size = 2**16 + 3  # longer than what is converted at once
+    members = cohort(*((i, i + 1, 1, 1) for i in range(3)))
+    messages = torch.randn(3, 2, size, generator=torch.Generator().manual_seed(0))
+    sent = {i: {"m": message.t().contiguous().t()} for i, message in enumerate(messages)}  # in no order of memory
+    means, _ = aggregate(members, {"m": "examples"}, sent)
+    want = torch.einsum("c,cab->ab", torch.tensor([1.0, 2.0, 3.0]).double() / 6, messages.double())
+    torch.testing.assert_close(means["m"], want, rtol=1e-14, atol=1e-15)
+
+
 def test_means_carry_no_graph() -> None:
     w = torch.ones(1, dtype=torch.float64, requires_grad=True)
     means, _ = aggregate(cohort((0, 1, 1, 1)), {"m": "uniform"}, {0: {"m": 2 * w}})
