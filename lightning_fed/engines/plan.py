@@ -107,6 +107,7 @@ class Planner:
     def _plan(self, drawn: dict[ClientId, int], round: int, faults: Faults) -> list[WorkPlan]:
         """Plan the work asked of each client; one drawn twice is trained once."""
         accumulated, batches_of = self.trainer.accumulate_grad_batches, self.trainer.datamodule.batches_of()
+        work: dict[int, tuple[int, tuple[int, ...]]] = {}  # steps and batches by the length of an epoch
         plans = []
         for client_id, count in drawn.items():
             index = self.population.index_of(client_id)
@@ -118,10 +119,12 @@ class Planner:
             if batches.size == 0:
                 rank_zero_warn(f"Client {client_id!r} is empty: it is left out of round {round}.")
                 continue
-            num_batches = _limit(length, self.trainer.limit_train_batches)
-            steps = self.settings.steps(num_batches, accumulated)
-            member = Participant(client_id, index, batches.size, count, steps)
-            plans.append(WorkPlan(member, batches, cut(steps, num_batches, accumulated)))
+            if length not in work:
+                num_batches = _limit(length, self.trainer.limit_train_batches)
+                steps = self.settings.steps(num_batches, accumulated)
+                work[length] = steps, cut(steps, num_batches, accumulated)
+            steps, epochs = work[length]
+            plans.append(WorkPlan(Participant(client_id, index, batches.size, count, steps), batches, epochs))
         return plans
 
     def _build(
@@ -129,13 +132,13 @@ class Planner:
     ) -> tuple[ClientBatches, int]:
         """Return a client's data, and its number of batches; what a module refuses by name is refused here too."""
         try:
+            batches = batches_of(client_id)
+            return batches, batches.num_batches() if batches.size else 0
+        except Exception as error:
+            if isinstance(error, FederatedError) and not isinstance(error, ClientError):
+                raise
             with NamesClient(client_id, round, "the making of its data", lambda: None):
-                batches = batches_of(client_id)
-                return batches, batches.num_batches() if batches.size else 0
-        except ClientError as error:
-            if error.culprit is None and isinstance(error.__cause__, FederatedError):
-                raise error.__cause__ from None
-            raise
+                raise
 
     def _completed(self, plans: list[WorkPlan], round: int) -> list[WorkPlan]:
         """Cut the work to what heterogeneity lets clients complete."""
