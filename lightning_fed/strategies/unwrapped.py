@@ -20,9 +20,10 @@ class UnwrappedDDPStrategy(DDPStrategy):
 
     def setup_distributed(self) -> None:
         """Find the other processes, and leave them before Python ends."""
+        was_there = dist.is_initialized()
         super().setup_distributed()
-        atexit.unregister(_leave_group)
-        atexit.register(_leave_group)
+        if not was_there:
+            atexit.register(_leave_group)
 
     def configure_ddp(self) -> None:
         """Give every process the same initial model, and no wrapper."""
