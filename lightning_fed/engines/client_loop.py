@@ -90,9 +90,10 @@ class _ClientOptimization(_AutomaticOptimization):
         """Find out, once a fit, whether anything happens between batch and step but forward and backward."""
         trainer, module = self.trainer, self.trainer.lightning_module
         self.split = split_of(trainer)
-        methods = (getattr(type(trainer.precision_plugin), name) for name in ("train_step_context", "forward_context"))
-        bases = (Precision.train_step_context, Precision.forward_context)
-        self._has_context = any(found is not base for found, base in zip(methods, bases, strict=True))
+        self._has_context = any(
+            getattr(type(trainer.precision_plugin), name) is not getattr(Precision, name)
+            for name in ("train_step_context", "forward_context")
+        )
         self._is_lean = (
             type(trainer.precision_plugin).optimizer_step in (Precision.optimizer_step, MixedPrecision.optimizer_step)
             and getattr(trainer.precision_plugin, "scaler", None) is None
