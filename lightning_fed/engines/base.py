@@ -188,14 +188,17 @@ class Engine(ABC):
 
     def full_gradients(self, inputs: RoundInputs, plan: WorkPlan) -> State:
         """Return a client's full-batch gradients at the points that the method names, before any local work."""
-        index = plan.participant.index
         grads = {}
         with self.errors_of(plan, inputs.round, "its full-batch gradient"):
             for name in self.algorithm.full_grad_at:
                 self.trainer._signal_connector.check()
-                point = inputs.x if name == "x" else inputs.server[name]
-                grads[name] = self.gradient_at(point, plan.batches, inputs.round, index)
+                grads[name] = self._full_gradient(inputs, plan, name)
         return grads
+
+    def _full_gradient(self, inputs: RoundInputs, plan: WorkPlan, name: str) -> Vector:
+        """Return a client's full-batch gradient [P] at the point of a name."""
+        point = inputs.x if name == "x" else inputs.server[name]
+        return self.gradient_at(point, plan.batches, inputs.round, plan.participant.index)
 
     def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
         """Return a client's full-batch gradient [P] at a point [P]; random layers draw from a stream of its own."""

@@ -17,7 +17,16 @@ from lightning_fed.engines.hooks import TRANSFER_HOOKS
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.resident import ResidentData
 
-__all__ = ["BatchGroup", "ChunkBatches", "SharedTensors", "Stream", "chunk_batches", "has_transfer_hooks", "on_device"]
+__all__ = [
+    "BatchGroup",
+    "ChunkBatches",
+    "SharedTensors",
+    "Stream",
+    "chunk_batches",
+    "fits_one_lookup",
+    "has_transfer_hooks",
+    "on_device",
+]
 
 Stream: TypeAlias = Callable[..., torch.Generator]
 """Makes the generator of a client's batch orders; seeds another one if given ``reuse``."""
@@ -94,7 +103,7 @@ def chunk_batches(
         if isinstance(first, TensorBatches)
     )
     if shares and isinstance(first, TensorBatches):
-        if len(plans) == 1 and _bytes_of(first) <= _GATHERED:
+        if len(plans) == 1 and fits_one_lookup(first):
             return _OneClient(trainer, first, plans[0], streams[0], shuffle, resident)
         return SharedTensors(trainer, first.tensors, plans, streams, shuffle, by_index, resident)
     return _AnyBatches(trainer, plans, streams, shuffle, by_index)
@@ -241,8 +250,9 @@ def on_device(trainer: pl.Trainer, tensors: list[Tensor]) -> list[Tensor]:
     return converted if device.type == "cpu" else trainer.strategy.batch_to_device(converted, device)
 
 
-def _bytes_of(batches: TensorBatches) -> int:
-    return batches.size * sum(t.element_size() * (t.numel() // max(1, len(t))) for t in batches.tensors)
+def fits_one_lookup(batches: TensorBatches) -> bool:
+    """Whether a local epoch is small enough to be looked up at once."""
+    return batches.size * sum(t.element_size() * (t.numel() // max(1, len(t))) for t in batches.tensors) <= _GATHERED
 
 
 def _batches(plan: WorkPlan, make_stream: Stream, shuffle: bool) -> Iterator[tuple[int, Any, int]]:

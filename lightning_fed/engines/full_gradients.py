@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lightning_fed.core.types import Vector
 from lightning_fed.engines.functional import FunctionalStep, flatten
-from lightning_fed.engines.local_steps import kinds, resized
-from lightning_fed.engines.traces import Found, TracedStep
+from lightning_fed.engines.traces import Found, TracedStep, kinds, resized
 
 __all__ = ["FullGradients"]
 

@@ -184,8 +184,7 @@ class FunctionalStep:
     def is_right(self, loss: Tensor, real: Tensor, kind: str) -> bool:
         """Compare what a trace gives with what the module gives, once a round for each kind; the module is right."""
         self.checked.add(kind)
-        rtol, atol = _TOLERANCES.get("mixed" if self._is_mixed else loss.dtype, (5e-2, 1e-6))
-        if torch.allclose(real, loss, rtol=rtol, atol=atol, equal_nan=True):
+        if self.agrees(loss, real):
             return True
         self.traces.forbid()
         rank_zero_warn(
@@ -193,6 +192,11 @@ class FunctionalStep:
             " something beside self and the batch that changes. Local steps run untraced from here on, which is slower."
         )
         return False
+
+    def agrees(self, loss: Tensor, real: Tensor) -> bool:
+        """Whether two losses are the same up to rounding."""
+        rtol, atol = _TOLERANCES.get("mixed" if self._is_mixed else loss.dtype, (5e-2, 1e-6))
+        return torch.allclose(real, loss, rtol=rtol, atol=atol, equal_nan=True)
 
     def begin_round(self) -> None:
         """Look again at what is looked at once a round."""

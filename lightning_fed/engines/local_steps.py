@@ -11,13 +11,14 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.rounds import Step
 from lightning_fed.core.types import State
 from lightning_fed.core.watched import Watched
+from lightning_fed.engines.anchors import KeptAnchor
 from lightning_fed.engines.captures import CapturedStep, captured
 from lightning_fed.engines.chunk_batches import BatchGroup
 from lightning_fed.engines.functional import FunctionalStep, Logged, flatten
 from lightning_fed.engines.stacked import StackedWork
-from lightning_fed.engines.traces import Found, TracedStep
+from lightning_fed.engines.traces import Found, TracedStep, kinds, resized
 
-__all__ = ["BoundSteps", "LocalSteps", "kinds", "resized"]
+__all__ = ["BoundSteps", "LocalSteps"]
 
 
 class LocalSteps:
@@ -77,39 +78,41 @@ class BoundSteps:
         self._fixed = self._constants.tensors
         self._y = work.y[work.start] if self.alone else work.y[work.at_work]
         self._rate = -work.rate
-        self._ready: dict[int, _Ready] = {}
+        self._ready: dict[tuple[int, bool], _Ready] = {}
         self._made: dict[TracedStep, _Ready] = {}
         self._found: dict[Any, TracedStep | None] = {}
 
-    def take(self, group: BatchGroup) -> tuple[Tensor, dict[str, Logged]] | None:
+    def take(self, group: BatchGroup, kept: KeptAnchor | None = None) -> tuple[Tensor, dict[str, Logged]] | None:
         """Take a step, without gradients.
 
         Args:
             group: The batches of the clients at work.
+            kept: What is kept of the gradient at the anchor on the batch of a single client, if anything is.
 
         Returns:
             The losses and what was logged, or None if no step was taken, since it cannot be traced.
         """
         leaves, spec = flatten(group.first if self.alone else group.batch)
-        ready = self._ready.get(group.examples) if group.is_rows else None
+        ready = self._ready.get((group.examples, kept is None)) if group.is_rows else None
         if ready is None:
-            return self._take_first(group, leaves, spec)
+            return self._take_first(group, leaves, spec, kept)
+        parts = () if kept is None else kept.parts
         if ready.capture is not None:
-            loss, values = ready.capture(leaves, ready.rest)
+            loss, values = ready.capture([*leaves, *parts], ready.rest)
         else:
-            loss, values = ready.step(*self._views, *leaves, *ready.rest)
+            loss, values = ready.step(*self._views, *leaves, *parts, *ready.rest)
         if ready.moved:
             torch._foreach_add_(ready.moved, ready.constant, alpha=self._rate)
         return loss, self._step.logged(values)
 
     def _take_first(
-        self, group: BatchGroup, leaves: Sequence[Tensor], spec: Any
+        self, group: BatchGroup, leaves: Sequence[Tensor], spec: Any, kept: KeptAnchor | None
     ) -> tuple[Tensor, dict[str, Logged]] | None:
         """Do the same with batches of a shape that is new to these clients, or may be."""
-        key = (spec, *kinds(leaves))
+        key = (spec, kept is None, *kinds(leaves))
         if key not in self._found:
             stands_still = self._work.skips and self._step.unused_in(group.first, group.batch_idx)
-            self._found[key] = None if stands_still else self._trace(leaves, spec, group.examples)
+            self._found[key] = None if stands_still else self._trace(leaves, spec, group.examples, kept)
         traced = self._found[key]
         if traced is None or not self._step.traces.allowed:
             return None
@@ -121,7 +124,8 @@ class BoundSteps:
             traced.sizes_seen.add(key)
             expected = self._step.loss_of_first(self._views, leaves, spec, group.batch_idx, self.alone)
             before = self._y.clone()
-        loss, values = traced(*self._views, *leaves, *ready.rest)
+        given = [*leaves, *(() if kept is None else kept.parts)]
+        loss, values = traced(*self._views, *given, *ready.rest)
         if expected is not None and not self._step.is_right(loss if self.alone else loss[0], expected, "step"):
             self._y.copy_(before)
             self._ready.clear()
@@ -129,8 +133,8 @@ class BoundSteps:
         if ready.moved:
             torch._foreach_add_(ready.moved, ready.constant, alpha=self._rate)
         if group.is_rows:
-            capture = captured(self._step.traces, traced, self._y, self._views, leaves, ready.rest)
-            self._ready[group.examples] = ready if capture is None else replace(ready, capture=capture)
+            capture = captured(self._step.traces, traced, self._y, self._views, given, ready.rest)
+            self._ready[group.examples, kept is None] = ready if capture is None else replace(ready, capture=capture)
         return loss, self._step.logged(values)
 
     def _run_once(self, traced: TracedStep) -> "_Ready":
@@ -143,7 +147,7 @@ class BoundSteps:
         moved, constant = [view for view, _ in both], [part.expand_as(view) for view, part in both]
         return _Ready(traced, (*once, self._rate), moved, constant)
 
-    def _trace(self, leaves: Sequence[Tensor], spec: Any, examples: int) -> TracedStep | None:
+    def _trace(self, leaves: Sequence[Tensor], spec: Any, examples: int, kept: KeptAnchor | None) -> TracedStep | None:
         """Return the graph for batches such as these, if there is one.
 
         What is traced is a function of the step alone: full batches; smaller ones that several clients have at once;
@@ -152,47 +156,54 @@ class BoundSteps:
         full = self._steps.batch_size
         if full is None or examples > full:
             return None
-        key = ("step", spec, self._constants.key)
+        key = ("step", spec, self._constants.key, kept is None)
         if examples == full or not self.alone:
-            return self._get((*key, *kinds(leaves)), leaves, spec)
+            return self._get((*key, *kinds(leaves)), leaves, spec, kept)
         if min(examples, full - 1) < 2 or any(len(leaf) != examples for leaf in leaves):
             return None
-        traced = self._get((*key, *kinds(leaves, full)), leaves, spec, full)
+        traced = self._get((*key, *kinds(leaves, full)), leaves, spec, kept, full)
         if traced is None:
             return None
         if traced.fits_any_size is None:
-            others = [resized(leaves, size) for size in (full - 1, 2)]
+            function = self._function(len(leaves), spec, kept)
             traced.fits_any_size = all(
-                self._step.traces.is_same(traced, self._function(len(leaves), spec), self._flat(other))
-                for other in others
+                self._step.traces.is_same(traced, function, self._flat(resized(leaves, size), kept))
+                for size in (full - 1, 2)
             )
         return traced if traced.fits_any_size else None
 
-    def _get(self, key: Any, leaves: Sequence[Tensor], spec: Any, size: int | None = None) -> TracedStep | None:
+    def _get(
+        self, key: Any, leaves: Sequence[Tensor], spec: Any, kept: KeptAnchor | None, size: int | None = None
+    ) -> TracedStep | None:
         """Return the graph by its key, made with these tensors, or with batches of another size made of them."""
-        function, notes = self._function(len(leaves), spec), self._constants.notes
+        function, notes = self._function(len(leaves), spec, kept), self._constants.notes
 
         def flat() -> list[Tensor]:
-            return self._flat(leaves if size is None else resized(leaves, size))
+            return self._flat(leaves if size is None else resized(leaves, size), kept)
 
         return self._step.traces.get_step(key, function, flat, len(self._views), len(self._fixed), notes)
 
-    def _flat(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        return [*self._views, *leaves, *self._fixed]
+    def _flat(self, leaves: Sequence[Tensor], kept: KeptAnchor | None) -> list[Tensor]:
+        parts = () if kept is None else kept.parts_of(leaves, self._views)
+        return [*self._views, *leaves, *parts, *self._fixed]
 
-    def _function(self, num_leaves: int, spec: Any) -> Callable[..., Found]:
+    def _function(self, num_leaves: int, spec: Any, kept: KeptAnchor | None) -> Callable[..., Found]:
         """Return the step as a function of parameters, batch and constants: to directions, loss and logged values."""
         step, constants, work, n = self._step, self._constants, self._work, len(self._views)
+        at_fixed = n + num_leaves + (0 if kept is None else len(kept.parts))
 
         def function(*flat: Tensor) -> Found:
-            views, leaves, fixed = flat[:n], flat[n : n + num_leaves], flat[n + num_leaves :]
+            views, leaves, fixed = flat[:n], flat[n : n + num_leaves], flat[at_fixed:]
             grads, loss, values = step.take(views, leaves, spec, self.alone)
             grads = [g.add(y, alpha=d) if d else g for g, y, d in zip(grads, views, work.decay, strict=True)]
             if not constants.corrects:
                 return grads, loss, values
             own, point = constants.unpack(fixed)
             if point is not None:
-                found, _, _ = step.take(point, leaves, spec, self.alone, shared=True)
+                if kept is None:
+                    found, _, _ = step.take(point, leaves, spec, self.alone, shared=True)
+                else:
+                    found = kept.assemble(*flat[n:at_fixed])
                 anchors = [g.add(v, alpha=d) if d else g for g, v, d in zip(found, point, work.decay, strict=True)]
                 for each, anchor in zip(own, anchors, strict=True):
                     each.anchor_grad = anchor
@@ -270,14 +281,3 @@ class _Constants:
     def _cut(self, value: Tensor, i: int) -> Tensor:
         start, layout = sum(self.layout.sizes[:i]), self.layout
         return value[:, start : start + layout.sizes[i]].view(self.count, *layout.shapes[i])
-
-
-def resized(leaves: Sequence[Tensor], size: int) -> list[Tensor]:
-    """Return a batch of so many examples, made of those of another."""
-    return [leaf.index_select(0, torch.arange(size, device=leaf.device) % len(leaf)) for leaf in leaves]
-
-
-def kinds(leaves: Sequence[Tensor], size: int | None = None) -> list[tuple[torch.Size, torch.dtype]]:
-    """Return what tells the tensors of batches apart; of :func:`resized` ones, if a size is given."""
-    shapes = [leaf.shape if size is None else torch.Size((size, *leaf.shape[1:])) for leaf in leaves]
-    return [(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]

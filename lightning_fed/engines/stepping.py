@@ -1,7 +1,9 @@
 """The local steps of the clients of a chunk: traced where they can be, and in an order that lets them be."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, capture_random_state, derive_seed, generator, seed_global
 from lightning_fed.data.batches import ClientBatches, TensorBatches
+from lightning_fed.engines.anchors import KeptAnchor
 from lightning_fed.engines.base import Engine, RoundInputs
 from lightning_fed.engines.chunk_batches import (
     BatchGroup,
@@ -16,6 +19,7 @@ from lightning_fed.engines.chunk_batches import (
     SharedTensors,
     Stream,
     chunk_batches,
+    fits_one_lookup,
     has_transfer_hooks,
 )
 from lightning_fed.engines.chunk_means import ChunkMeans
@@ -68,7 +72,13 @@ class Stepping:
         return all(is_rows(p.batches) and full_size_of(p) == self.batch_size for p in plans)
 
     def run(
-        self, inputs: RoundInputs, plans: Sequence[WorkPlan], work: StackedWork, means: ChunkMeans, in_turns: bool
+        self,
+        inputs: RoundInputs,
+        plans: Sequence[WorkPlan],
+        work: StackedWork,
+        means: ChunkMeans,
+        in_turns: bool,
+        kept: Sequence[KeptAnchor] = (),
     ) -> None:
         """Take all steps of the clients of a chunk.
 
@@ -78,6 +88,7 @@ class Stepping:
             work: Their parameters and states.
             means: Takes their losses, and what they log.
             in_turns: Whether they step in turns.
+            kept: What is kept of the gradients at the anchor on the first batches of a single client.
         """
         if self.step.is_random or not all(is_rows(plan.batches) for plan in plans):
             seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, plans[0].participant.index), self.device)
@@ -88,12 +99,26 @@ class Stepping:
                 assert isinstance(batches, SharedTensors)
                 self._take_turns(inputs, batches, work, means)
             else:
-                self._step_together(inputs, [plan.participant.steps for plan in plans], batches, work, means)
+                steps = [plan.participant.steps for plan in plans]
+                self._step_together(inputs, steps, batches, work, means, kept)
         self._taken = None
 
     def batches(self, plans: Sequence[WorkPlan], streams: Sequence[Stream], by_index: bool) -> ChunkBatches:
         """Return the batches of the clients of a chunk; see :func:`chunk_batches`."""
         return chunk_batches(self.trainer, plans, streams, self.shuffle, by_index, self.resident, self.has_hooks)
+
+    def fits_one_lookup(self, batches: ClientBatches) -> bool:
+        """Whether :meth:`first_epoch` may look up a client's examples."""
+        if not isinstance(batches, TensorBatches) or self.has_hooks or self.device.type != "cpu":
+            return False
+        return batches.settings.batch_size == self.batch_size and fits_one_lookup(batches)
+
+    def first_epoch(self, plan: WorkPlan, round: int) -> list[tuple[Any, int]]:
+        """Return the batches of a client's first local epoch, each with the examples in it."""
+        stream = partial(generator, self.seed, Purpose.BATCHES, round, plan.participant.index)
+        batches = self.batches([replace(plan, epochs=plan.epochs[:1])], [stream], by_index=False)
+        groups = [batches.step(1)[0] for _ in range(plan.epochs[0])]
+        return [(group.first, group.examples) for group in groups]
 
     def abandon(self) -> int | None:
         """Forget the clients at work; return the local steps they had taken, None if nobody is."""
@@ -107,6 +132,7 @@ class Stepping:
         batches: ChunkBatches,
         work: StackedWork,
         means: ChunkMeans,
+        kept: Sequence[KeptAnchor],
     ) -> None:
         """Take step k of all clients that have so many, then the next."""
         anchor = self._anchor(inputs)
@@ -122,7 +148,8 @@ class Stepping:
                 work.narrow(active)
                 bound = self.steps.bind(work) if active in (1, len(steps)) else None
             groups = batches.step(active)
-            if bound is None or not self._take_traced(bound, groups, means):
+            at_anchor = kept[k] if k < len(kept) else None
+            if bound is None or not self._take_traced(bound, groups, means, at_anchor):
                 self._step(work, groups, anchor, means)
 
     def _take_turns(self, inputs: RoundInputs, batches: SharedTensors, work: StackedWork, means: ChunkMeans) -> None:
@@ -141,12 +168,14 @@ class Stepping:
             if bound is None or not self._take_traced(bound, [group], means):
                 self._step(work, [group], anchor, means)
 
-    def _take_traced(self, bound: BoundSteps, groups: Sequence[BatchGroup], means: ChunkMeans) -> bool:
+    def _take_traced(
+        self, bound: BoundSteps, groups: Sequence[BatchGroup], means: ChunkMeans, kept: KeptAnchor | None = None
+    ) -> bool:
         """Take a step in one go, where there is a trace of it."""
         if len(groups) > 1:
             return False
         (group,) = groups
-        found = bound.take(group)
+        found = bound.take(group, kept)
         if found is not None:
             means.add(group, *found)
         return found is not None

@@ -12,7 +12,7 @@ from lightning_fed._compat import rank_zero_warn
 from lightning_fed.engines.graphs import StepGraphs, same, split_step, use_bindings, use_onednn
 from lightning_fed.engines.simplify import simplify
 
-__all__ = ["TracedStep", "Traces"]
+__all__ = ["TracedStep", "Traces", "kinds", "resized"]
 
 Values: TypeAlias = dict[str, tuple[Tensor, int | None]]
 """What was logged by name: the value, and the ``batch_size`` given with it."""
@@ -72,6 +72,7 @@ class Traces:
         count: int,
         constants: int,
         notes: dict[str, set[str]],
+        prepare: Callable[[fx.GraphModule], bool] | None = None,
     ) -> "TracedStep | None":
         """Return the trace of a function that moves its first ``count`` tensors along what it returns first.
 
@@ -82,6 +83,7 @@ class Traces:
             count: The number of parameters, which come first.
             constants: The number of tensors that stay as they are from step to step, which come last.
             notes: What the function notes of what it reads.
+            prepare: Changes what the trace returns after the loss; False if there is to be none.
 
         Returns:
             None if there can be none.
@@ -89,7 +91,7 @@ class Traces:
         if key not in self._steps:
             if not self.allowed:
                 return None
-            self._steps[key] = self._make_step(function, flat(), count, constants, notes)
+            self._steps[key] = self._make_step(function, flat(), count, constants, notes, prepare)
         return self._steps[key]
 
     def _make_step(
@@ -99,6 +101,7 @@ class Traces:
         count: int,
         constants: int,
         notes: dict[str, set[str]],
+        prepare: Callable[[fx.GraphModule], bool] | None,
     ) -> "TracedStep | None":
         # a correction that cannot be traced leaves the gradients, which are traced by themselves
         traced = self._trace(function, flat, may_fail=constants > 0)
@@ -106,6 +109,8 @@ class Traces:
             return None
         module, sizes = traced
         whole = fx.GraphModule(module, copy.deepcopy(module.graph))
+        if prepare is not None and not prepare(module):
+            return None
         graphs = split_step(module.graph, count, constants)
         if graphs is None:
             return None
@@ -219,3 +224,14 @@ class TracedStep:
         """Return the loss and the logged values out of what :attr:`run` returns."""
         loss, *logged = results
         return loss, {name: (value, size) for (name, size), value in zip(self._sizes.items(), logged, strict=True)}
+
+
+def resized(leaves: Sequence[Tensor], size: int) -> list[Tensor]:
+    """Return a batch of so many examples, made of those of another."""
+    return [leaf.index_select(0, torch.arange(size, device=leaf.device) % len(leaf)) for leaf in leaves]
+
+
+def kinds(leaves: Sequence[Tensor], size: int | None = None) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return what tells the tensors of batches apart; of :func:`resized` ones, if a size is given."""
+    shapes = [leaf.shape if size is None else torch.Size((size, *leaf.shape[1:])) for leaf in leaves]
+    return [(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]

@@ -16,6 +16,7 @@ from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import State, Vector
 from lightning_fed.data.batches import ClientBatches, TensorBatches
+from lightning_fed.engines.anchors import AnchorPass
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs
 from lightning_fed.engines.chunk_batches import on_device
 from lightning_fed.engines.chunk_means import ChunkMeans, LoggedMean
@@ -59,6 +60,7 @@ class VectorizedEngine(Engine):
         self.where_it_pays = where_it_pays
         self.step = FunctionalStep(self.trainer, self.flat)
         self.full = FullGradients(self.step)
+        self.anchors = AnchorPass(self.step)
         self.resident = ResidentData(self.flat.y.device)
         self.stepping = Stepping(self, self.step, self.resident)
         self.steady = Steady(self.trainer, self.algorithm, self.optimizer)
@@ -89,7 +91,9 @@ class VectorizedEngine(Engine):
         if self.trainer.accumulate_grad_batches != 1:  # a callback has changed it
             check_settings(self)
         self.step.begin_round()
-        if not self.steady.begin_round():
+        has_changed = self.steady.begin_round()
+        self.anchors.begin_round(is_new=has_changed)
+        if not has_changed:
             return
         self.step.traces.drop()
         was_random = self.step.is_random
@@ -146,7 +150,8 @@ class VectorizedEngine(Engine):
                 clip,
             )
             means = ChunkMeans(len(plans))
-            self.stepping.run(inputs, sorted_plans, work, means, in_turns)
+            kept = self.anchors.of(plans[0].participant.index) if len(plans) == 1 else ()
+            self.stepping.run(inputs, sorted_plans, work, means, in_turns, kept)
             self.steady.check_work()
             delta, send, keep, sends_delta = work.finish()
         loss, metrics = means.of_clients(back)
@@ -210,6 +215,29 @@ class VectorizedEngine(Engine):
                     return None  # whoever is to blame is found one by one
                 grads[name] = self._add_decay(found, point)
         return [{name: value[row] for name, value in grads.items()} for row in range(len(plans))]
+
+    def _full_gradient(self, inputs: RoundInputs, plan: WorkPlan, name: str) -> Vector:
+        """Return a client's full-batch gradient [P]; with what its local steps will ask for again, it is kept."""
+        if name == self.algorithm.anchor_at and self._keeps_anchor(plan):
+            assert isinstance(plan.batches, TensorBatches)
+            point = inputs.x if name == "x" else inputs.server[name]
+            index, settings = plan.participant.index, plan.batches.settings
+            with self.gradients.silent(), self.step.recording():
+                batches = self.stepping.first_epoch(plan, inputs.round)
+                found = self.anchors.gradient(index, point, batches, settings)
+            if found is not None:
+                return self._add_decay(found, point)
+        return super()._full_gradient(inputs, plan, name)
+
+    def _keeps_anchor(self, plan: WorkPlan) -> bool:
+        """Whether a client's traced steps visit once, in their first epoch, every example of its full pass."""
+        batches = plan.batches
+        if self.chunk_size != 1 or self.algorithm.grad_cohort != "same" or not plan.epochs:
+            return False
+        if not self._traces_gradients(batches) or not self.stepping.fits_one_lookup(batches):
+            return False
+        is_whole = plan.epochs[0] == batches.num_batches() and batches.num_examples(plan.epochs[0]) == batches.size
+        return is_whole and StackedWork.plain_steps(self.algorithm, self.optimizer, self._clipping())
 
     def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
         """Return a client's full-batch gradient [P] at a point [P]; through a trace where there is one."""

@@ -1,0 +1,217 @@
+"""Gradients at the anchor that are kept from the full pass are those that the local steps would take."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.data import TensorDataset
+
+from lightning_fed import FederatedDataModule
+from lightning_fed.algorithms import CMime, Mime, MimeLite, MimeMVR, SGDm
+from lightning_fed.engines import anchors
+from lightning_fed.engines.anchors import AnchorPass, keep_parts
+from lightning_fed.engines.local_steps import BoundSteps
+from lightning_fed.engines.simplify import simplify
+from tests.helpers.engines import Ordinary, assert_agree, run, state_of
+from tests.helpers.training import CLASSES, FEATURES, data
+
+SIZES = (14, 7, 11, 6, 10, 8)  # of batches of 4 the last ones have 2, 3 or 4 examples
+UNEVEN = partial(data, SIZES)
+PLAIN = partial(torch.optim.SGD, lr=0.05)
+DECAYED = partial(torch.optim.SGD, lr=0.05, weight_decay=0.01)
+ALONE: dict[str, Any] = {"chunk_size": 1}
+Seen = list[bool]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """For every traced local step, whether it was given a gradient at the anchor."""
+    given: Seen = []
+    take = BoundSteps.take
+
+    def note(self: BoundSteps, group: Any, kept: Any = None) -> Any:
+        given.append(kept is not None)
+        return take(self, group, kept)
+
+    monkeypatch.setattr(BoundSteps, "take", note)
+    return given
+
+
+USUAL = partial(Ordinary, DECAYED)
+
+
+def both(make: Callable[[], Any] = USUAL, datamodule: Any = UNEVEN, **options: Any) -> None:
+    """Run Mime in both engines, and compare everything."""
+    options = {"algorithm": Mime(SGDm()), **options}
+    assert_agree(
+        run("sequential", make, datamodule, **options), run("vectorized", make, datamodule, **ALONE, **options)
+    )
+
+
+@pytest.mark.parametrize("optimizer", [PLAIN, DECAYED])
+@pytest.mark.parametrize("algorithm", [Mime(), Mime(SGDm()), MimeMVR(a=0.5), MimeMVR(a=0.5, anchor="lemma9")], ids=repr)
+def test_local_steps_take_what_the_full_pass_has_kept(algorithm: Any, optimizer: Any, seen: Seen) -> None:
+    both(partial(Ordinary, optimizer), algorithm=algorithm, max_rounds=4)
+    assert seen
+    assert all(seen)
+
+
+def test_later_epochs_take_their_own(seen: Seen) -> None:
+    both(local_epochs=2)
+    assert seen.count(True) == seen.count(False) > 0
+
+
+def test_clients_that_train_on_some_batches_only_take_their_own(seen: Seen) -> None:
+    both(local_epochs=None, local_steps=1)
+    assert seen
+    assert not any(seen)
+    both(limit_train_batches=2)
+    assert not all(seen)
+
+
+def test_a_full_pass_sees_what_an_epoch_drops(seen: Seen) -> None:
+    both(datamodule=partial(data, SIZES, drop_last=True))
+    assert True in seen  # of the client whose batches are all full
+    assert False in seen
+
+
+@pytest.mark.parametrize("algorithm", [MimeLite(SGDm()), CMime(SGDm())], ids=repr)
+def test_methods_without_an_anchor_or_a_traced_correction_keep_nothing(algorithm: Any, seen: Seen) -> None:
+    both(algorithm=algorithm)
+    assert not any(seen)
+
+
+class Pictures(Ordinary):
+    """A convolutional network, whose gradients are kept whole."""
+
+    def __init__(self) -> None:
+        super().__init__(DECAYED)
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 2), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x.view(-1, 1, 2, 3)))
+
+
+def test_gradients_of_convolutions_are_kept_whole(seen: Seen) -> None:
+    both(Pictures, partial(data, (12, 8, 4, 16, 8, 12)))
+    assert all(seen)
+
+
+def test_batches_that_need_a_trace_of_their_own_are_taken_twice(seen: Seen) -> None:
+    both(Pictures)  # whose last batches are reshaped by numbers that depend on the examples
+    assert set(seen) == {True, False}
+
+
+class Centered(Ordinary):
+    """Its loss is no mean over examples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        z = self(x)
+        loss = F.cross_entropy(z - z.mean(0), y)
+        self.log("train_loss", loss)
+        return loss
+
+
+class Larger(Ordinary):
+    """Its loss is another one for batches that are larger than those of local epochs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y) * (2.0 if len(y) > 4 else 1.0)
+        self.log("train_loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("module", [Centered, Larger])
+@pytest.mark.filterwarnings("ignore:.*gives another loss than when it was traced")
+def test_losses_that_are_no_means_are_taken_over_full_batches(module: Any, seen: Seen) -> None:
+    both(partial(module, PLAIN))
+    assert not any(seen)
+
+
+def ignoring(share: float) -> FederatedDataModule:
+    """Clients some of whose targets are to be ignored."""
+    stream = torch.Generator().manual_seed(5)
+    sets = []
+    for size in SIZES:
+        y = torch.randint(0, CLASSES, (size,), generator=stream)
+        y[torch.rand(size, generator=stream) < share] = -100
+        y[::4] = 0
+        sets.append(TensorDataset(torch.randn(size, FEATURES, generator=stream), y))
+    return FederatedDataModule(clients=sets, batch_size=4, shuffle=False)
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.5, False), (0.0, True)])
+def test_targets_that_are_ignored_weigh_as_they_do_in_full_batches(share: float, kept: bool, seen: Seen) -> None:
+    both(partial(Ordinary, PLAIN), partial(ignoring, share))
+    assert seen
+    assert all(seen) if kept else not any(seen)
+
+
+def test_what_does_not_fit_is_taken_twice(monkeypatch: pytest.MonkeyPatch, seen: Seen) -> None:
+    monkeypatch.setattr(anchors, "_KEPT_BYTES", 4000)
+    both()
+    assert set(seen) == {True, False}
+
+
+def test_other_losses_in_the_next_round_are_looked_at_anew(seen: Seen) -> None:
+    class Later(Larger):
+        is_late = False
+
+        def on_train_epoch_start(self) -> None:
+            self.is_late = self.current_epoch > 1
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, 0) if self.is_late else Ordinary.training_step(self, batch, 0)
+
+    both(partial(Later, PLAIN), max_rounds=4)
+    assert set(seen) == {True, False}
+
+
+def test_runs_repeat_bit_by_bit(tmp_path: Any) -> None:
+    options = {"algorithm": Mime(SGDm()), "datamodule": UNEVEN, "max_rounds": 4, **ALONE}
+    whole = run("vectorized", **options)
+    half = run("vectorized", **{**options, "max_rounds": 2})
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    rest = run("vectorized", ckpt_path=tmp_path / "half.ckpt", **options)
+    assert all(torch.equal(value, state_of(rest)[name]) for name, value in state_of(whole).items())
+
+
+def test_single_precision_agrees_too(seen: Seen) -> None:
+    options = {"algorithm": Mime(SGDm()), "datamodule": UNEVEN, "precision": "32-true"}
+    assert_agree(run("sequential", **options), run("vectorized", **ALONE, **options), rtol=1e-5, metrics=1e-4)
+    assert all(seen)
+
+
+@pytest.mark.parametrize(("examples", "expected"), [(2, (2, 20)), (4, (20, 3))], ids=["factor", "product"])
+def test_of_a_layer_the_smaller_is_kept_the_factors_or_the_product(examples: int, expected: tuple[int, int]) -> None:
+    def gradients(_: Tensor, x: Tensor, point: Tensor) -> list[Tensor]:
+        def loss(weight: Tensor) -> Tensor:
+            return F.linear(x, weight).tanh().square().mean()
+
+        return list(torch.func.grad_and_value(loss)(point))  # type: ignore[no-untyped-call]
+
+    x, weight = torch.randn(examples, 3), torch.randn(20, 3)
+    module = make_fx(gradients)(weight, x, weight)
+    simplify(module)
+    parts = keep_parts(module, 1, 1)
+    assert parts is not None
+    module.recompile()
+    grad, _, *kept = module(weight, x, weight)
+    assert [tuple(part.shape) for part in kept] == [expected]  # the other factor is the batch, which is at hand
+    torch.testing.assert_close(parts.assemble(x, *kept), [grad])
+
+
+def test_nothing_is_kept_into_the_next_round() -> None:
+    engine = run("vectorized", algorithm=Mime(SGDm()), datamodule=UNEVEN, **ALONE).fit_loop._engine
+    kept: AnchorPass = engine.anchors
+    assert any(kept.of(i) for i in range(len(SIZES)))
+    kept.begin_round(is_new=False)
+    assert not any(kept.of(i) for i in range(len(SIZES)))
