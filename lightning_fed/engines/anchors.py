@@ -14,15 +14,17 @@ from torch import Tensor, fx
 
 from lightning_fed.core.types import Vector
 from lightning_fed.data.batch_settings import BatchSettings
-from lightning_fed.engines.functional import FunctionalStep, flatten
+from lightning_fed.engines.functional import FunctionalStep
+from lightning_fed.engines.onednn import add_product
 from lightning_fed.engines.separable import mean_over_examples
-from lightning_fed.engines.simplify import is_view, root, shape_of, writes
+from lightning_fed.engines.simplify import erase_unused, is_view, root, shape_of, writes
 from lightning_fed.engines.traces import Found, TracedStep, kinds, resized
 
 __all__ = ["AnchorPass", "KeptAnchor", "keep_parts"]
 
 _KEPT_BYTES = 2**30  # kept from the full pass to the local steps, in each process
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+_aten = torch.ops.aten
+_PRODUCTS = (_aten.mm.default, _aten.bmm.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +35,17 @@ class Parts:
         assemble: From the tensors of a batch and its parts to its gradients.
         count: The number of parts.
         shares: Of each count that a mean was divided by, the share of each example.
+        products: Gradients that are products of two matrices with a row for every example, or as many for each, by
+            their positions: where the left one, transposed, and the right one stand among the tensors of the batch and
+            the parts. They are left to one product for all batches.
+        others: The positions of the gradients that the trace adds to sums.
     """
 
     assemble: Callable[..., list[Tensor]]
     count: int
     shares: list[int]
+    products: dict[int, tuple[int, int]]
+    others: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +63,28 @@ class _AtPoint:
     rest: Sequence[Tensor]
 
     def add(self, sums: Sequence[Tensor], leaves: Sequence[Tensor], factor: float) -> tuple[Tensor, list[Tensor]]:
-        """Add a batch's gradients to sums, and return the loss, the parts and the counts."""
+        """Add a batch's gradients to sums, but for the products; return the loss, the parts and the counts."""
         with torch.no_grad():
-            loss, *parts = self.step.run(*sums, *leaves, *self.rest, factor)
+            loss, *parts = self.step.run(*(sums[i] for i in self.parts.others), *leaves, *self.rest, factor)
         return loss, parts
+
+    def add_products(
+        self, sums: Sequence[Tensor], epoch: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], examples: list[int]
+    ) -> None:
+        """Add the products of all batches, given all their tensors, their parts, and the examples in each."""
+
+        def joined(at: int, is_weighted: bool) -> Tensor:
+            if at < len(epoch):
+                return epoch[at]
+            column = [own[at - len(epoch)] for own in parts]
+            if is_weighted and examples[-1] != examples[0]:
+                column[-1] = column[-1] * (examples[-1] / examples[0])
+            return torch.cat(column)
+
+        for i, (left, right) in self.parts.products.items():
+            weighs_left = left >= len(epoch)  # the tensors of the batches stay as they are
+            factors = joined(left, weighs_left).t(), joined(right, not weighs_left)
+            add_product(sums[i], *factors, alpha=examples[0] / sum(examples))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,95 +130,90 @@ class AnchorPass:
         """Return what is kept of a client's batches, in the order of its first local epoch; nothing if it is not."""
         return self._kept.get(index, ())
 
-    def gradient(
-        self, index: int, point: Vector, batches: Sequence[tuple[Any, int]], settings: BatchSettings
-    ) -> Vector | None:
+    def gradient(self, index: int, point: Vector, epoch: list[Tensor], settings: BatchSettings) -> Vector | None:
         """Return a client's full-batch gradient [P], and keep its parts; None if it cannot be had in this way.
 
         Args:
             index: The client's.
             point: The parameters [P], the same throughout a round.
-            batches: (batch, examples in it) pairs of its local epoch, which visit every example once.
+            epoch: The tensors of all batches of its local epoch, which visit every example once, one after the other.
             settings: How examples become batches.
         """
-        size = sum(examples for _, examples in batches)
+        size = len(epoch[0])
         if not self._is_mean.get(size, True):
             return None
+        batches = [list(batch) for batch in zip(*(t.split(settings.batch_size) for t in epoch), strict=True)]
         out = torch.zeros_like(point)
         sums, kept, losses = self.layout.views(out), list[KeptAnchor](), list[Tensor]()
-        flat = [(*flatten(batch), examples) for batch, examples in batches]
-        found = [self._trace(*each, point, sums, settings.batch_size) for each in flat]
+        found = [self._trace(batch, point, sums, settings.batch_size) for batch in batches]
         traces = [at for at in found if at is not None]
-        if len(traces) < len(flat):
+        if len(traces) < len(batches):
             return None
-        for (leaves, _, examples), at in zip(flat, traces, strict=True):
-            loss, parts = at.add(sums, leaves, examples / size)
-            if [int(count) for count in parts[at.parts.count :]] != [share * examples for share in at.parts.shares]:
+        for batch, at in zip(batches, traces, strict=True):
+            loss, parts = at.add(sums, batch, len(batch[0]) / size)
+            if [int(count) for count in parts[at.parts.count :]] != [
+                share * len(batch[0]) for share in at.parts.shares
+            ]:
                 return None  # targets that are to be ignored: batches do not weigh as much as they have examples
             losses.append(loss)
             kept.append(KeptAnchor(parts[: at.parts.count], at))
         needed = sum(part.numel() * part.element_size() for each in kept for part in each.parts)
-        if self._bytes + needed > _KEPT_BYTES or not self._is_right(losses, batches, point, settings):
+        if self._bytes + needed > _KEPT_BYTES or not self._is_right(losses, epoch, point, settings):
             return None
+        traces[0].add_products(sums, epoch, [each.parts for each in kept], [len(batch[0]) for batch in batches])
         self._bytes += needed
         self._kept[index] = kept
         return out
 
-    def _is_right(
-        self, losses: list[Tensor], batches: Sequence[tuple[Any, int]], point: Vector, settings: BatchSettings
-    ) -> bool:
+    def _is_right(self, losses: list[Tensor], epoch: Sequence[Tensor], point: Vector, settings: BatchSettings) -> bool:
         """Compare with the module's loss on all batches at once, once a round and for clients of a new size."""
-        size = sum(examples for _, examples in batches)
+        size = len(epoch[0])
         if self._has_checked and size in self._is_mean:
             return True
         self._has_checked = True
         most = settings.full_batch_size
-        many = len(batches) if size <= most else max(1, most // settings.batch_size)
-        flat = [flatten(batch) for batch, _ in batches[:many]]
-        whole = [torch.cat(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
-        expected = self.step.loss_of_first(self.layout.views(point), whole, flat[0][1], 0, True)
-        weights = [examples / len(whole[0]) for _, examples in batches[:many]]
+        count = size if size <= most else max(1, most // settings.batch_size) * settings.batch_size
+        expected = self.step.loss_of_first(self.layout.views(point), [t[:count] for t in epoch], list, 0, True)
+        starts = range(0, count, settings.batch_size)
+        weights = [min(settings.batch_size, count - start) / count for start in starts]
         found = sum(loss * weight for loss, weight in zip(losses, weights, strict=False))
         self._is_mean[size] = self.step.agrees(torch.as_tensor(found), expected)
         return self._is_mean[size]
 
-    def _trace(
-        self, leaves: Sequence[Tensor], spec: Any, examples: int, point: Vector, sums: Sequence[Tensor], full: int
-    ) -> _AtPoint | None:
+    def _trace(self, leaves: Sequence[Tensor], point: Vector, sums: Sequence[Tensor], full: int) -> _AtPoint | None:
         """Return the trace for a batch: of full ones, which may do for others too."""
-        key = ("anchor", spec, *kinds(leaves, full))
+        examples = len(leaves[0])
+        key = ("anchor", *kinds(leaves, full))
         if key not in self._at:
             made_of = leaves if examples == full else resized(leaves, full)
-            step = self._get(key, made_of, spec, point, sums)
+            step = self._get(key, made_of, point, sums)
             parts = self._parts.get(key)
             if step is None or parts is None:
                 return None
             self._at[key] = _AtPoint(step, parts, step.once([point])[1])
         at = self._at[key]
         if examples != full and at.step.fits_any_size is None:
-            function, other = self._function(len(leaves), spec), (full - 1, 2)
+            function, other = self._function(len(leaves)), (full - 1, 2)
             at.step.fits_any_size = full > 2 and all(
                 self.step.traces.is_same(at.step, function, [*sums, *resized(leaves, n), point]) for n in other
             )
         return at if examples == full or (at.step.fits_any_size and examples > 1) else None
 
-    def _get(
-        self, key: Any, leaves: Sequence[Tensor], spec: Any, point: Vector, sums: Sequence[Tensor]
-    ) -> TracedStep | None:
-        def keep(module: fx.GraphModule) -> bool:
-            self._parts[key] = keep_parts(module, len(sums), len(leaves))
-            return self._parts[key] is not None
+    def _get(self, key: Any, leaves: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> TracedStep | None:
+        def keep(module: fx.GraphModule) -> int | None:
+            parts = self._parts[key] = keep_parts(module, len(sums), len(leaves))
+            return None if parts is None else len(parts.others)
 
-        function = self._function(len(leaves), spec)
+        function = self._function(len(leaves))
         return self.step.traces.get_step(key, function, lambda: [*sums, *leaves, point], len(sums), 1, {}, keep)
 
-    def _function(self, num_leaves: int, spec: Any) -> Callable[..., Found]:
+    def _function(self, num_leaves: int) -> Callable[..., Found]:
         """Return gradients and loss as a function of sums (not read), batch and point."""
         step, n = self.step, len(self.layout.shapes)
 
         def function(*flat: Tensor) -> Found:
             leaves, point = flat[n : n + num_leaves], self.layout.views(flat[-1])
-            grads, loss, _ = step.take(point, leaves, spec, alone=True, shared=True)
+            grads, loss, _ = step.take(point, leaves, list, alone=True, shared=True)
             return grads, loss, {}
 
         return function
@@ -210,7 +231,8 @@ def keep_parts(module: fx.GraphModule, count: int, num_leaves: int) -> Parts | N
         None if the loss is not provably a mean over examples.
     """
     graph = module.graph
-    leaves = [node for node in graph.nodes if node.op == "placeholder"][count : count + num_leaves]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    sums, leaves = inputs[:count], inputs[count : count + num_leaves]
     (output,) = (node for node in graph.nodes if node.op == "output")
     *grads, loss = output.args[0]
     shape = shape_of(leaves[0])
@@ -220,8 +242,28 @@ def keep_parts(module: fx.GraphModule, count: int, num_leaves: int) -> Parts | N
     if counts is None:
         return None
     assembly, parts = _assembly(graph, grads, leaves)
-    output.args = ([*grads, loss, *parts, *(node for node, _ in counts)],)
-    return Parts(fx.GraphModule(module, assembly).forward, len(parts), [share for _, share in counts])
+    products = _products(grads, [*leaves, *parts], num_leaves)
+    others = [i for i in range(count) if i not in products]
+    output.args = ([*(grads[i] for i in others), loss, *parts, *(node for node, _ in counts)],)
+    erase_unused(graph)
+    for i in products:
+        graph.erase_node(sums[i])
+    assemble = fx.GraphModule(module, assembly).forward
+    return Parts(assemble, len(parts), [share for _, share in counts], products, others)
+
+
+def _products(grads: Sequence[fx.Node], at_hand: Sequence[fx.Node], num_leaves: int) -> dict[int, tuple[int, int]]:
+    """Return the gradients that are products of what is at hand, by their positions."""
+    places: dict[Any, int] = {node: i for i, node in enumerate(at_hand)}
+    found = {}
+    for i, grad in enumerate(grads):
+        if grad.target is not _aten.mm.default or len(grad.users) != 1:
+            continue
+        turned: Any = grad.args[0]
+        left, right = turned.args[0] if turned.target is _aten.t.default else None, grad.args[1]
+        if left in places and right in places and max(places[left], places[right]) >= num_leaves:
+            found[i] = places[left], places[right]
+    return found
 
 
 def _assembly(graph: fx.Graph, grads: Sequence[Any], leaves: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:

@@ -172,10 +172,10 @@ class _OneClient:
         shuffle: bool,
         resident: ResidentData,
     ) -> Iterator[BatchGroup]:
-        size, stream, tensors = batches.settings.batch_size, make_stream(), resident.of(batches.tensors)
+        size, stream = batches.settings.batch_size, make_stream()
         for length in plan.epochs:
             rows = batches.epoch_rows(stream, shuffle)[: length * size]
-            epoch = on_device(trainer, [t.index_select(0, rows.to(t.device)) for t in tensors])
+            epoch = look_up(trainer, resident, batches, rows)
             for i, batch in enumerate(zip(*(t.split(size) for t in epoch), strict=True)):
                 yield _Alone((0,), slice(0, 1), list(batch), len(batch[0]), i, is_rows=True)
 
@@ -241,6 +241,11 @@ class SharedTensors:
         index = torch.cat(list(rows))
         picked = [t.index_select(0, index.to(t.device)) for t in self.tensors]
         return on_device(self.trainer, [t.view(len(rows), size, *t.shape[1:]) for t in picked])
+
+
+def look_up(trainer: pl.Trainer, resident: ResidentData, batches: TensorBatches, rows: Tensor) -> list[Tensor]:
+    """Return rows of the tensors that a client is cut out of, on the device."""
+    return on_device(trainer, [t.index_select(0, rows.to(t.device)) for t in resident.of(batches.tensors)])
 
 
 def on_device(trainer: pl.Trainer, tensors: list[Tensor]) -> list[Tensor]:

@@ -1,19 +1,16 @@
 """Rewrites of traced local steps: what is the same for every step is done once, products go into the parameters."""
 
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from lightning_fed.engines.simplify import root, shape_of, writes
+from lightning_fed.engines.simplify import erase_unused, root, shape_of, writes
 
-__all__ = ["StepGraphs", "same", "split_step", "use_bindings", "use_onednn"]
+__all__ = ["StepGraphs", "same", "split_step", "use_bindings"]
 
 _aten = torch.ops.aten
 
@@ -45,70 +42,6 @@ _BOUND: dict[Any, Any] = {
     _aten.addmm_.default: Tensor.addmm_,
     _aten.baddbmm_.default: Tensor.baddbmm_,
 }
-
-
-_ONEDNN = 2**15
-"""Weights of a layer from which oneDNN multiplies faster than the library that PyTorch asks otherwise."""
-
-_MANY = 48
-"""Examples from which it does so for gradients of weights too, though these have to be brought into its order."""
-
-
-def use_onednn(graph: fx.Graph) -> None:
-    """Let oneDNN take the products of large linear layers on a CPU, in float32, where PyTorch is built with it.
-
-    On AMD processors, where the library that PyTorch asks otherwise leaves half of the arithmetic unused, these take
-    four fifths to two fifths of the time, the more examples the less. Which products is a matter of their sizes alone,
-    and not of a trial, so that every run has the same bits.
-    """
-    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
-        return
-    for node in graph.find_nodes(op="call_function", target=_aten.addmm.default):
-        bias, rows, columns = node.args
-        if node.kwargs or not isinstance(value := columns.meta.get("val"), Tensor) or not _is_plain(value.t()):
-            continue
-        values = [part.meta.get("val") for part in (bias, rows)]
-        if value.numel() >= _ONEDNN and all(map(_is_plain, values)):
-            after = next(iter(node.users))
-            is_relu = len(node.users) == 1 and after.target is _aten.relu.default
-            if is_relu:
-                after.replace_all_uses_with(node)
-            with graph.inserting_before(node):
-                is_turned = columns.target is _aten.t.default
-                weight = columns.args[0] if is_turned else graph.call_function(_aten.t.default, (columns,))
-            node.target = torch.ops.mkldnn._linear_pointwise.default
-            node.args = (rows, weight, bias, "relu" if is_relu else "none", [], "")
-    for node in graph.find_nodes(op="call_function", target=_aten.addmm_.default) if _is_amd() else ():
-        value = node.args[0].meta.get("val")
-        if _is_plain(value) and value.numel() >= _ONEDNN:
-            node.target = _add_product
-    _erase_unused(graph)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """Add the product of two matrices to a third, through oneDNN where they have many examples in common."""
-    if len(right) < _MANY:
-        return total.addmm_(left, right, beta=beta, alpha=alpha)
-    turned = right.t().contiguous()
-    product = torch.ops.mkldnn._linear_pointwise(left.contiguous(), turned, None, "none", [], "")
-    return (total if beta == 1 else total.mul_(beta)).add_(product, alpha=alpha)
-
-
-@cache
-def _is_amd() -> bool:
-    try:
-        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-
-
-def _is_plain(value: Any) -> bool:
-    known = isinstance(value, Tensor) and value.device.type == "cpu"
-    return known and value.dtype is torch.float32 and value.is_contiguous()
-
-
-def _numel(node: fx.Node) -> int:
-    return math.prod(shape_of(node) or (0,))
 
 
 def use_bindings(graph: fx.Graph) -> None:
@@ -191,7 +124,7 @@ def split_step(graph: fx.Graph, count: int, constants: int) -> StepGraphs | None
         for each in sums:
             _Update(graph, factor, inputs[:count]).emit(each)
     output.args = (list(rest),)
-    _erase_unused(graph)
+    erase_unused(graph)
     needed = [node for node in fixed if any(user not in fixed for user in node.users)]
     with graph.inserting_before(factor):
         for node in needed:
@@ -200,7 +133,7 @@ def split_step(graph: fx.Graph, count: int, constants: int) -> StepGraphs | None
             node.replace_all_uses_with(stand_in, delete_user_cb=lambda user: user not in fixed)
     once.output([*(_added(once, each.fixed, copies) for each in sums), *(copies[node] for node in needed)])
     once.eliminate_dead_code()
-    _erase_unused(graph)
+    erase_unused(graph)
     for node in inputs[len(inputs) - constants :]:
         graph.erase_node(node)
     return StepGraphs(once, graph, any(each.fixed for each in sums))
@@ -320,12 +253,6 @@ class _Update:
             and shape_of(node) == shape_of(parameter)
             and not any(root(a) in self.parameters for a in node.args)
         )
-
-
-def _erase_unused(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not writes(node) and node.target is not _add_product:
-            graph.erase_node(node)
 
 
 def _copied(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:

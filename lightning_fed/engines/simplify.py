@@ -1,12 +1,13 @@
 """Rewrites of traces that leave every result as it is: what is computed for nothing, or twice, is computed once."""
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-__all__ = ["is_view", "root", "shape_of", "simplify", "writes"]
+__all__ = ["erase_unused", "is_view", "root", "shape_of", "simplify", "writes"]
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.expand.default)
@@ -126,3 +127,10 @@ def root(node: Any) -> Any:
 def is_view(target: Any) -> bool:
     """Whether an operator returns views of what it is given."""
     return isinstance(target, torch._ops.OpOverload) and any(r.alias_info is not None for r in target._schema.returns)
+
+
+def erase_unused(graph: fx.Graph, keep: Sequence[Any] = ()) -> None:
+    """Erase what nobody asks for; not what changes something, as operators say and functions to ``keep`` do."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not writes(node) and node.target not in keep:
+            graph.erase_node(node)

@@ -1,9 +1,7 @@
 """The local steps of the clients of a chunk: traced where they can be, and in an order that lets them be."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ from lightning_fed.engines.chunk_batches import (
     chunk_batches,
     fits_one_lookup,
     has_transfer_hooks,
+    look_up,
 )
 from lightning_fed.engines.chunk_means import ChunkMeans
 from lightning_fed.engines.chunking import share_tensors
@@ -113,12 +112,11 @@ class Stepping:
             return False
         return batches.settings.batch_size == self.batch_size and fits_one_lookup(batches)
 
-    def first_epoch(self, plan: WorkPlan, round: int) -> list[tuple[Any, int]]:
-        """Return the batches of a client's first local epoch, each with the examples in it."""
-        stream = partial(generator, self.seed, Purpose.BATCHES, round, plan.participant.index)
-        batches = self.batches([replace(plan, epochs=plan.epochs[:1])], [stream], by_index=False)
-        groups = [batches.step(1)[0] for _ in range(plan.epochs[0])]
-        return [(group.first, group.examples) for group in groups]
+    def first_epoch(self, plan: WorkPlan, round: int) -> list[Tensor]:
+        """Return the tensors of all batches of a client's first local epoch, one after the other."""
+        assert isinstance(plan.batches, TensorBatches)
+        stream = generator(self.seed, Purpose.BATCHES, round, plan.participant.index)
+        return look_up(self.trainer, self.resident, plan.batches, plan.batches.epoch_rows(stream, self.shuffle))
 
     def abandon(self) -> int | None:
         """Forget the clients at work; return the local steps they had taken, None if nobody is."""

@@ -9,7 +9,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fed._compat import rank_zero_warn
-from lightning_fed.engines.graphs import StepGraphs, same, split_step, use_bindings, use_onednn
+from lightning_fed.engines.graphs import StepGraphs, same, split_step, use_bindings
+from lightning_fed.engines.onednn import use_onednn
 from lightning_fed.engines.simplify import simplify
 
 __all__ = ["TracedStep", "Traces", "kinds", "resized"]
@@ -72,7 +73,7 @@ class Traces:
         count: int,
         constants: int,
         notes: dict[str, set[str]],
-        prepare: Callable[[fx.GraphModule], bool] | None = None,
+        prepare: Callable[[fx.GraphModule], int | None] | None = None,
     ) -> "TracedStep | None":
         """Return the trace of a function that moves its first ``count`` tensors along what it returns first.
 
@@ -83,7 +84,8 @@ class Traces:
             count: The number of parameters, which come first.
             constants: The number of tensors that stay as they are from step to step, which come last.
             notes: What the function notes of what it reads.
-            prepare: Changes what the trace returns after the loss; False if there is to be none.
+            prepare: Changes what the trace returns; from the trace to the number of tensors that it then moves, None if
+                there is to be none.
 
         Returns:
             None if there can be none.
@@ -101,7 +103,7 @@ class Traces:
         count: int,
         constants: int,
         notes: dict[str, set[str]],
-        prepare: Callable[[fx.GraphModule], bool] | None,
+        prepare: Callable[[fx.GraphModule], int | None] | None,
     ) -> "TracedStep | None":
         # a correction that cannot be traced leaves the gradients, which are traced by themselves
         traced = self._trace(function, flat, may_fail=constants > 0)
@@ -109,8 +111,11 @@ class Traces:
             return None
         module, sizes = traced
         whole = fx.GraphModule(module, copy.deepcopy(module.graph))
-        if prepare is not None and not prepare(module):
-            return None
+        if prepare is not None:
+            left = prepare(module)
+            if left is None:
+                return None
+            count = left
         graphs = split_step(module.graph, count, constants)
         if graphs is None:
             return None

@@ -223,8 +223,8 @@ class VectorizedEngine(Engine):
             point = inputs.x if name == "x" else inputs.server[name]
             index, settings = plan.participant.index, plan.batches.settings
             with self.gradients.silent(), self.step.recording():
-                batches = self.stepping.first_epoch(plan, inputs.round)
-                found = self.anchors.gradient(index, point, batches, settings)
+                epoch = self.stepping.first_epoch(plan, inputs.round)
+                found = self.anchors.gradient(index, point, epoch, settings)
             if found is not None:
                 return self._add_decay(found, point)
         return super()._full_gradient(inputs, plan, name)

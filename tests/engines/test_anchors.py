@@ -199,14 +199,19 @@ def test_of_a_layer_the_smaller_is_kept_the_factors_or_the_product(examples: int
         return list(torch.func.grad_and_value(loss)(point))  # type: ignore[no-untyped-call]
 
     x, weight = torch.randn(examples, 3), torch.randn(20, 3)
+    grad, loss = gradients(weight, x, weight)
     module = make_fx(gradients)(weight, x, weight)
     simplify(module)
     parts = keep_parts(module, 1, 1)
     assert parts is not None
     module.recompile()
-    grad, _, *kept = module(weight, x, weight)
-    assert [tuple(part.shape) for part in kept] == [expected]  # the other factor is the batch, which is at hand
-    torch.testing.assert_close(parts.assemble(x, *kept), [grad])
+    *grads, again, kept = module(*[weight for _ in parts.others], x, weight)
+    assert kept.shape == expected  # the other factor is the batch, which is at hand
+    torch.testing.assert_close(again, loss)
+    torch.testing.assert_close(parts.assemble(x, kept), [grad])
+    if parts.products:
+        assert (parts.products, grads) == ({0: (1, 0)}, [])
+        torch.testing.assert_close(kept.t() @ x, grad)
 
 
 def test_nothing_is_kept_into_the_next_round() -> None:

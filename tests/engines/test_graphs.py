@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lightning_fed.engines.graphs import StepGraphs, same, split_step, use_bindings, use_onednn
+from lightning_fed.engines.graphs import StepGraphs, same, split_step, use_bindings
 from lightning_fed.engines.simplify import simplify
 
 W, B = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
@@ -193,65 +193,3 @@ def test_a_trace_that_writes_keeps_its_copies() -> None:
     simplify(module)
     module.recompile()
     assert all(torch.equal(a, b) for a, b in zip(module(x), writes(x), strict=True))
-
-
-def relus(x: Tensor, w: Tensor, b: Tensor, v: Tensor, c: Tensor) -> list[Tensor]:
-    z = torch.addmm(b, x, w.t())
-    return [torch.addmm(c, torch.relu(z), v.t()), torch.relu(torch.addmm(b, x, w.t())), z]
-
-
-@pytest.mark.parametrize(
-    ("width", "dtype", "layers"), [(512, torch.float32, 2), (64, torch.float32, 0), (512, torch.float64, 0)]
-)
-def test_onednn_takes_large_layers_in_float32_and_gives_the_same(width, dtype, layers):
-    tensors = [0.1 * torch.randn(*shape, dtype=dtype) for shape in ((20, width), (64, width), (64,), (3, 64), (3,))]
-    module = make_fx(relus)(*tensors)
-    expected = module(*tensors)
-    use_onednn(module.graph)
-    use_bindings(module.graph)
-    module.recompile()
-    assert module.code.count("mkldnn") == layers
-    if layers:  # one of them feeds a ReLU alone, the other one is asked for itself
-        assert module.code.count("'relu'") == 1
-    torch.testing.assert_close(module(*tensors), expected)
-
-
-@pytest.mark.parametrize("examples", [20, 100])
-@pytest.mark.parametrize("beta", [1, 0.5])
-def test_gradients_of_weights_over_many_examples_go_through_onednn(
-    examples: int, beta: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_fed.engines.graphs._is_amd", lambda: True)
-
-    def step(w: Tensor, x: Tensor, g: Tensor) -> Tensor:
-        return torch.ops.aten.addmm_.default(w, g.t(), x, beta=beta, alpha=-0.1)
-
-    w, x, g = 0.1 * torch.randn(64, 512), torch.randn(examples, 512), torch.randn(examples, 64)
-    module = make_fx(step)(w.clone(), x, g)
-    expected = step(w.clone(), x, g)
-    use_onednn(module.graph)
-    module.recompile()
-    assert "_add_product" in module.code
-    torch.testing.assert_close(module(w.clone(), x, g), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_weights_that_do_not_change_go_through_onednn_as_they_lie() -> None:
-    """The anchor's weights reach a step transposed, as constants."""
-
-    def at_anchor(w: Tensor, b: Tensor, x: Tensor, v: Tensor) -> list[Tensor]:
-        grads = torch.addmm(b, x, w.t())
-        anchor = torch.addmm(b, x, v.t())
-        return [(grads - anchor).t() @ x, (grads - anchor).sum(0), grads.sum()]
-
-    w, b, x, v = 0.1 * torch.randn(64, 512), torch.zeros(64), torch.randn(20, 512), 0.1 * torch.randn(64, 512)
-    module = make_fx(at_anchor)(w, b, x, v)
-    simplify(module)
-    graphs = split_step(module.graph, 2, 1)
-    assert graphs is not None
-    use_onednn(graphs.step)
-    step = fx.GraphModule(module, graphs.step)
-    assert step.code.count("_linear_pointwise") == 2
-    moved_w, moved_b = w.clone(), b.clone()
-    step(moved_w, moved_b, x, *fx.GraphModule(module, graphs.once)(v)[2:], -0.1)
-    for found, start, direction in zip((moved_w, moved_b), (w, b), at_anchor(w, b, x, v), strict=False):
-        torch.testing.assert_close(found, start - 0.1 * direction, rtol=1e-5, atol=1e-4)
