@@ -124,7 +124,8 @@ class AnchorPass:
         self._is_mean = {} if is_new else self._is_mean
         self._kept: dict[int, list[KeptAnchor]] = {}
         self._at: dict[Any, _AtPoint] = {}
-        self._bytes, self._has_checked = 0, False
+        self._bytes: dict[int, int] = {}
+        self._has_checked = False
 
     def of(self, index: int) -> Sequence[KeptAnchor]:
         """Return what is kept of a client's batches, in the order of its first local epoch; nothing if it is not."""
@@ -151,17 +152,17 @@ class AnchorPass:
             return None
         for batch, at in zip(batches, traces, strict=True):
             loss, parts = at.add(sums, batch, len(batch[0]) / size)
-            if [int(count) for count in parts[at.parts.count :]] != [
-                share * len(batch[0]) for share in at.parts.shares
-            ]:
+            counted = [int(count) for count in parts[at.parts.count :]]
+            if counted != [share * len(batch[0]) for share in at.parts.shares]:
                 return None  # targets that are to be ignored: batches do not weigh as much as they have examples
             losses.append(loss)
             kept.append(KeptAnchor(parts[: at.parts.count], at))
         needed = sum(part.numel() * part.element_size() for each in kept for part in each.parts)
-        if self._bytes + needed > _KEPT_BYTES or not self._is_right(losses, epoch, point, settings):
+        others = sum(size for client, size in self._bytes.items() if client != index)
+        if others + needed > _KEPT_BYTES or not self._is_right(losses, epoch, point, settings):
             return None
         traces[0].add_products(sums, epoch, [each.parts for each in kept], [len(batch[0]) for batch in batches])
-        self._bytes += needed
+        self._bytes[index] = needed
         self._kept[index] = kept
         return out
 
