@@ -152,7 +152,7 @@ class AnchorPass:
             return None
         for batch, at in zip(batches, traces, strict=True):
             loss, parts = at.add(sums, batch, len(batch[0]) / size)
-            counted = [int(count) for count in parts[at.parts.count :]]
+            counted = [float(count) for count in parts[at.parts.count :]]
             if counted != [share * len(batch[0]) for share in at.parts.shares]:
                 return None  # targets that are to be ignored: batches do not weigh as much as they have examples
             losses.append(loss)
