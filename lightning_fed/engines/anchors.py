@@ -117,15 +117,22 @@ class AnchorPass:
         self.layout = step.flat.layout
         self._parts: dict[Any, Parts | None] = {}  # by the traces' keys
         self._is_mean: dict[int, bool] = {}  # by the number of a client's examples
-        self.begin_round(is_new=True)
+        self._kept: dict[int, list[KeptAnchor]] = {}
+        self._bytes: dict[int, int] = {}
+        self._at: dict[Any, _AtPoint] = {}
+        self._has_checked = False
 
     def begin_round(self, is_new: bool) -> None:
-        """Forget what was kept in the last round; and what is known of the loss, if it may be a new one."""
-        self._is_mean = {} if is_new else self._is_mean
-        self._kept: dict[int, list[KeptAnchor]] = {}
-        self._at: dict[Any, _AtPoint] = {}
-        self._bytes: dict[int, int] = {}
+        """Begin with nothing kept; and with nothing known of the loss, if it may be a new one."""
+        self.end_round()  # the last one may have been given up
         self._has_checked = False
+        if is_new:
+            self._is_mean.clear()
+
+    def end_round(self) -> None:
+        """Let go of all that was kept."""
+        for kept in (self._kept, self._bytes, self._at):
+            kept.clear()
 
     def of(self, index: int) -> Sequence[KeptAnchor]:
         """Return what is kept of a client's batches, in the order of its first local epoch; nothing if it is not."""

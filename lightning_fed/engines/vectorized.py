@@ -282,6 +282,7 @@ class VectorizedEngine(Engine):
         results.close_client()
         module._current_fx_name = previous
         self.steady.end_round()
+        self.anchors.end_round()
         self._logged = {}
         self._row = None
 

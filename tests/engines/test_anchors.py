@@ -214,9 +214,17 @@ def test_of_a_layer_the_smaller_is_kept_the_factors_or_the_product(examples: int
         torch.testing.assert_close(kept.t() @ x, grad)
 
 
-def test_nothing_is_kept_into_the_next_round() -> None:
-    engine = run("vectorized", algorithm=Mime(SGDm()), datamodule=UNEVEN, **ALONE).fit_loop._engine
-    kept: AnchorPass = engine.anchors
-    assert any(kept.of(i) for i in range(len(SIZES)))
-    kept.begin_round(is_new=False)
-    assert not any(kept.of(i) for i in range(len(SIZES)))
+def test_what_was_kept_goes_with_its_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    end = AnchorPass.end_round
+
+    def note(self: AnchorPass) -> None:
+        held.append(sum(len(self.of(i)) for i in range(len(SIZES))))
+        end(self)
+
+    monkeypatch.setattr(AnchorPass, "end_round", note)
+    engine = run("vectorized", algorithm=Mime(SGDm()), datamodule=UNEVEN, clients_per_round=2, **ALONE)
+    at_end = [count for count in held if count]
+    assert len(at_end) == 3
+    assert all(2 + 2 <= count <= 4 + 4 for count in at_end)  # of two clients of two to four batches
+    assert not any(engine.fit_loop._engine.anchors.of(i) for i in range(len(SIZES)))
