@@ -153,11 +153,10 @@ class AnchorPass:
         batches = [list(batch) for batch in zip(*(t.split(settings.batch_size) for t in epoch), strict=True)]
         out = torch.zeros_like(point)
         sums, kept, losses = self.layout.views(out), list[KeptAnchor](), list[Tensor]()
-        found = [self._trace(batch, point, sums, settings.batch_size) for batch in batches]
-        traces = [at for at in found if at is not None]
-        if len(traces) < len(batches):
-            return None
-        for batch, at in zip(batches, traces, strict=True):
+        at = self._trace(batches[0], point, sums, settings.batch_size)
+        if at is None or self._trace(batches[-1], point, sums, settings.batch_size) is None:
+            return None  # the last one may have fewer examples than the trace fits
+        for batch in batches:
             loss, parts = at.add(sums, batch, len(batch[0]) / size)
             counted = [float(count) for count in parts[at.parts.count :]]
             if counted != [share * len(batch[0]) for share in at.parts.shares]:
@@ -168,7 +167,7 @@ class AnchorPass:
         others = sum(size for client, size in self._bytes.items() if client != index)
         if others + needed > _KEPT_BYTES or not self._is_right(losses, epoch, point, settings):
             return None
-        traces[0].add_products(sums, epoch, [each.parts for each in kept], [len(batch[0]) for batch in batches])
+        at.add_products(sums, epoch, [each.parts for each in kept], [len(batch[0]) for batch in batches])
         self._bytes[index] = needed
         self._kept[index] = kept
         return out

@@ -85,8 +85,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, *, beta: float = 1,
 def _least() -> _Examples:
     """Return from how many examples on oneDNN is faster on this processor, as far as processors have been measured.
 
-    On Zen 5, where MKL leaves half of the arithmetic unused, it takes four fifths to two fifths of the time, the more
-    examples the less. On Zen 4 it is a fifth faster in forward passes over many examples, and slower in all else.
+    On Zen 4 it is up to a quarter faster in forward passes over many examples, and slower in all else. On an AMD
+    processor twice as fast, which by its speed was of the next family, MKL leaves half of the arithmetic unused, and
+    oneDNN takes four fifths to two fifths of the time, the more examples the less.
     """
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         return _Examples(None, None)
