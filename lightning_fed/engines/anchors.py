@@ -3,10 +3,12 @@
 The full-batch gradient of Mime is the mean of the gradients on the batches on which its local steps take them again.
 Where the loss is provably a mean over examples, the full pass goes over these very batches, and keeps what the steps
 need: of the gradient of a linear layer its two factors, if they are smaller than their product; else the gradient.
+Where that is a row for every example throughout, as in networks of linear layers, many batches are passed at once.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,38 +16,33 @@ from torch import Tensor, fx
 
 from lightning_fed.core.types import Vector
 from lightning_fed.data.batch_settings import BatchSettings
+from lightning_fed.engines.anchor_parts import Parts, keep_parts
 from lightning_fed.engines.functional import FunctionalStep
 from lightning_fed.engines.onednn import add_product
-from lightning_fed.engines.separable import mean_over_examples
-from lightning_fed.engines.simplify import erase_unused, is_view, root, shape_of, writes
 from lightning_fed.engines.traces import Found, TracedStep, kinds, resized
 
-__all__ = ["AnchorPass", "KeptAnchor", "keep_parts"]
+__all__ = ["AnchorPass", "KeptAnchor"]
 
 _KEPT_BYTES = 2**30  # kept from the full pass to the local steps, in each process
-_aten = torch.ops.aten
-_PRODUCTS = (_aten.mm.default, _aten.bmm.default)
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What a trace of gradients returns after the loss: the parts to be kept, then counts.
+class _Passed:
+    """What a pass over some batches of a local epoch gave.
 
     Attributes:
-        assemble: From the tensors of a batch and its parts to its gradients.
-        count: The number of parts.
-        shares: Of each count that a mean was divided by, the share of each example.
-        products: Gradients that are products of two matrices with a row for every example, or as many for each, by
-            their positions: where the left one, transposed, and the right one stand among the tensors of the batch and
-            the parts. They are left to one product for all batches.
-        others: The positions of the gradients that the trace adds to sums.
+        start: Its first example in the epoch.
+        examples: Their number.
+        in_batch: The examples in each of the batches, or in the last one of the epoch if that was passed alone.
+        loss: Their mean loss.
+        parts: The parts.
     """
 
-    assemble: Callable[..., list[Tensor]]
-    count: int
-    shares: list[int]
-    products: dict[int, tuple[int, int]]
-    others: list[int]
+    start: int
+    examples: int
+    in_batch: int
+    loss: Tensor
+    parts: list[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,36 +52,84 @@ class _AtPoint:
     Attributes:
         step: Adds them to sums.
         parts: What it returns beside.
-        rest: What it takes after the batch.
+        rest: What it takes after the batch and its factor.
+        by_rows: Whether every part has a row for each example, which depends on no other, so that batches may be passed
+            at once.
     """
 
     step: TracedStep
     parts: Parts
     rest: Sequence[Tensor]
+    by_rows: bool = False
 
-    def add(self, sums: Sequence[Tensor], leaves: Sequence[Tensor], factor: float) -> tuple[Tensor, list[Tensor]]:
-        """Add a batch's gradients to sums, but for the products; return the loss, the parts and the counts."""
+    def add(
+        self, sums: Sequence[Tensor], leaves: Sequence[Tensor], batches: int = 1, factor: float = 0.0
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Add a multiple of the sum of the gradients on batches to sums, but for the products.
+
+        Args:
+            sums: One tensor per parameter.
+            leaves: The examples of all batches.
+            batches: The number of batches, of one size.
+            factor: The multiple.
+
+        Returns:
+            The mean loss, then the parts and the counts.
+        """
+        times = torch.tensor(float(batches), dtype=sums[0].dtype, device=sums[0].device)
         with torch.no_grad():
-            loss, *parts = self.step.run(*(sums[i] for i in self.parts.others), *leaves, *self.rest, factor)
+            loss, *parts = self.step.run(*(sums[i] for i in self.parts.others), *leaves, times, *self.rest, factor)
         return loss, parts
 
-    def add_products(
-        self, sums: Sequence[Tensor], epoch: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], examples: list[int]
-    ) -> None:
-        """Add the products of all batches, given all their tensors, their parts, and the examples in each."""
+    def pass_over(self, sums: Sequence[Tensor], epoch: Sequence[Tensor], span: range, size: int) -> _Passed | None:
+        """Add the gradients on some batches of an epoch to the full-batch gradient, but for the products.
+
+        Args:
+            sums: One tensor per parameter.
+            epoch: The examples of the epoch.
+            span: Those of the batches.
+            size: The examples in a full batch.
+
+        Returns:
+            None if some targets are to be ignored: batches do not weigh as much as they have examples then.
+        """
+        examples, total = len(span), len(epoch[0])
+        in_batch = min(size, examples)
+        leaves = [t[span.start : span.stop] for t in epoch]
+        is_single = examples == 1 and self.by_rows
+        if is_single:  # which the trace does not fit
+            leaves = [torch.cat([t, t]) for t in leaves]
+        batches = 2 if is_single else examples // in_batch
+        loss, found = self.add(sums, leaves, batches, examples / (batches * total))
+        counts = [float(count) for count in found[self.parts.count :]]
+        if counts != [share * len(leaves[0]) for share in self.parts.shares]:
+            return None
+        parts = found[: self.parts.count]
+        return _Passed(span.start, examples, in_batch, loss, [p[:1] for p in parts] if is_single else parts)
+
+    def add_products(self, sums: Sequence[Tensor], epoch: Sequence[Tensor], passed: Sequence[_Passed]) -> None:
+        """Add the products of all batches of an epoch."""
+        first, last = passed[0].in_batch, passed[-1].in_batch
 
         def joined(at: int, is_weighted: bool) -> Tensor:
             if at < len(epoch):
                 return epoch[at]
-            column = [own[at - len(epoch)] for own in parts]
-            if is_weighted and examples[-1] != examples[0]:
-                column[-1] = column[-1] * (examples[-1] / examples[0])
-            return torch.cat(column)
+            column = [each.parts[at - len(epoch)] for each in passed]
+            if is_weighted and last != first:
+                column[-1] = column[-1] * (last / first)
+            return column[0] if len(column) == 1 else torch.cat(column)
 
         for i, (left, right) in self.parts.products.items():
             weighs_left = left >= len(epoch)  # the tensors of the batches stay as they are
             factors = joined(left, weighs_left).t(), joined(right, not weighs_left)
-            add_product(sums[i], *factors, alpha=examples[0] / sum(examples))
+            add_product(sums[i], *factors, alpha=first / len(epoch[0]))
+
+    def kept(self, passed: _Passed) -> "list[KeptAnchor]":
+        """Return what is kept for each of the batches."""
+        if passed.examples == passed.in_batch:
+            return [KeptAnchor(passed.parts, self)]
+        of_batches = zip(*(part.split(passed.in_batch) for part in passed.parts), strict=True)
+        return [KeptAnchor(list(parts), self) for parts in of_batches]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +146,7 @@ class KeptAnchor:
 
     def parts_of(self, leaves: Sequence[Tensor], sums: Sequence[Tensor]) -> list[Tensor]:
         """Return the parts of another batch, given memory in the parameters' shapes; for traces of other sizes."""
-        _, parts = self._made_by.add([torch.empty_like(s) for s in sums], leaves, 0.0)
+        _, parts = self._made_by.add([torch.empty_like(s) for s in sums], leaves)
         return parts[: self._made_by.parts.count]
 
 
@@ -120,6 +165,7 @@ class AnchorPass:
         self._kept: dict[int, list[KeptAnchor]] = {}
         self._bytes: dict[int, int] = {}
         self._at: dict[Any, _AtPoint] = {}
+        self._by_rows: dict[Any, bool] = {}
         self._has_checked = False
 
     def begin_round(self, is_new: bool) -> None:
@@ -147,33 +193,35 @@ class AnchorPass:
             epoch: The tensors of all batches of its local epoch, which visit every example once, one after the other.
             settings: How examples become batches.
         """
-        size = len(epoch[0])
+        size, full = len(epoch[0]), settings.batch_size
         if not self._is_mean.get(size, True):
             return None
-        batches = [list(batch) for batch in zip(*(t.split(settings.batch_size) for t in epoch), strict=True)]
         out = torch.zeros_like(point)
-        sums, kept, losses = self.layout.views(out), list[KeptAnchor](), list[Tensor]()
-        at = self._trace(batches[0], point, sums, settings.batch_size)
-        if at is None or self._trace(batches[-1], point, sums, settings.batch_size) is None:
-            return None  # the last one may have fewer examples than the trace fits
-        for batch in batches:
-            loss, parts = at.add(sums, batch, len(batch[0]) / size)
-            counted = [float(count) for count in parts[at.parts.count :]]
-            if counted != [share * len(batch[0]) for share in at.parts.shares]:
-                return None  # targets that are to be ignored: batches do not weigh as much as they have examples
-            losses.append(loss)
-            kept.append(KeptAnchor(parts[: at.parts.count], at))
-        needed = sum(part.numel() * part.element_size() for each in kept for part in each.parts)
-        others = sum(size for client, size in self._bytes.items() if client != index)
-        if others + needed > _KEPT_BYTES or not self._is_right(losses, epoch, point, settings):
+        sums, passed = self.layout.views(out), list[_Passed]()
+        first = resized(epoch, full) if size < full else [t[:full] for t in epoch]
+        at = self._trace(first, point, sums)
+        if at is None or (size % full == 1 and not at.by_rows):
             return None
-        at.add_products(sums, epoch, [each.parts for each in kept], [len(batch[0]) for batch in batches])
+        for span in _spans(size, full, settings.full_batch_size if at.by_rows else full):
+            if len(span) < full and not self._fits_any_size(at, first, point, sums):
+                return None
+            found = at.pass_over(sums, epoch, span, full)
+            if found is None:
+                return None
+            passed.append(found)
+        needed = sum(part.numel() * part.element_size() for each in passed for part in each.parts)
+        others = sum(size for client, size in self._bytes.items() if client != index)
+        if others + needed > _KEPT_BYTES or not self._is_right(passed, epoch, point, settings):
+            return None
+        at.add_products(sums, epoch, passed)
         self._bytes[index] = needed
-        self._kept[index] = kept
+        self._kept[index] = [kept for each in passed for kept in at.kept(each)]
         return out
 
-    def _is_right(self, losses: list[Tensor], epoch: Sequence[Tensor], point: Vector, settings: BatchSettings) -> bool:
-        """Compare with the module's loss on all batches at once, once a round and for clients of a new size."""
+    def _is_right(
+        self, passed: Sequence[_Passed], epoch: Sequence[Tensor], point: Vector, settings: BatchSettings
+    ) -> bool:
+        """Compare with the module's loss on all examples at once, once a round and for clients of a new size."""
         size = len(epoch[0])
         if self._has_checked and size in self._is_mean:
             return True
@@ -181,30 +229,33 @@ class AnchorPass:
         most = settings.full_batch_size
         count = size if size <= most else max(1, most // settings.batch_size) * settings.batch_size
         expected = self.step.loss_of_first(self.layout.views(point), [t[:count] for t in epoch], list, 0, True)
-        starts = range(0, count, settings.batch_size)
-        weights = [min(settings.batch_size, count - start) / count for start in starts]
-        found = sum(loss * weight for loss, weight in zip(losses, weights, strict=False))
+        found = sum(each.loss * (each.examples / count) for each in passed if each.start < count)
         self._is_mean[size] = self.step.agrees(torch.as_tensor(found), expected)
         return self._is_mean[size]
 
-    def _trace(self, leaves: Sequence[Tensor], point: Vector, sums: Sequence[Tensor], full: int) -> _AtPoint | None:
-        """Return the trace for a batch: of full ones, which may do for others too."""
-        examples = len(leaves[0])
-        key = ("anchor", *kinds(leaves, full))
+    def _trace(self, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> _AtPoint | None:
+        """Return the trace for batches such as this full one."""
+        key = ("anchor", *kinds(full))
         if key not in self._at:
-            made_of = leaves if examples == full else resized(leaves, full)
-            step = self._get(key, made_of, point, sums)
+            step = self._get(key, full, point, sums)
             parts = self._parts.get(key)
             if step is None or parts is None:
                 return None
-            self._at[key] = _AtPoint(step, parts, step.once([point])[1])
-        at = self._at[key]
-        if examples != full and at.step.fits_any_size is None:
-            function, other = self._function(len(leaves)), (full - 1, 2)
-            at.step.fits_any_size = full > 2 and all(
-                self.step.traces.is_same(at.step, function, [*sums, *resized(leaves, n), point]) for n in other
+            at = _AtPoint(step, parts, step.once([point])[1])
+            if key not in self._by_rows:
+                fits = partial(self._fits_any_size, at, full, point, sums)
+                self._by_rows[key] = _is_by_rows(at, full, sums, fits)
+            self._at[key] = replace(at, by_rows=self._by_rows[key])
+        return self._at[key]
+
+    def _fits_any_size(self, at: _AtPoint, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> bool:
+        """Whether a trace is the same for every number of examples, but for a single one, as for a full batch."""
+        if at.step.fits_any_size is None:
+            function, sizes = self._function(len(full)), (len(full[0]) - 1, 2)
+            at.step.fits_any_size = sizes[0] > 1 and all(
+                self.step.traces.is_same(at.step, function, self._flat(resized(full, n), point, sums)) for n in sizes
             )
-        return at if examples == full or (at.step.fits_any_size and examples > 1) else None
+        return at.step.fits_any_size
 
     def _get(self, key: Any, leaves: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> TracedStep | None:
         def keep(module: fx.GraphModule) -> int | None:
@@ -212,92 +263,46 @@ class AnchorPass:
             return None if parts is None else len(parts.others)
 
         function = self._function(len(leaves))
-        return self.step.traces.get_step(key, function, lambda: [*sums, *leaves, point], len(sums), 1, {}, keep)
+        return self.step.traces.get_step(key, function, lambda: self._flat(leaves, point, sums), len(sums), 1, {}, keep)
+
+    def _flat(self, leaves: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> list[Tensor]:
+        return [*sums, *leaves, torch.ones((), dtype=point.dtype, device=point.device), point]
 
     def _function(self, num_leaves: int) -> Callable[..., Found]:
-        """Return gradients and loss as a function of sums (not read), batch and point."""
+        """Return gradients and loss as a function of sums (not read), batch, a factor of the gradients, and point."""
         step, n = self.step, len(self.layout.shapes)
 
         def function(*flat: Tensor) -> Found:
             leaves, point = flat[n : n + num_leaves], self.layout.views(flat[-1])
-            grads, loss, _ = step.take(point, leaves, list, alone=True, shared=True)
+            grads, loss, _ = step.take(point, leaves, list, alone=True, shared=True, times=flat[-2])
             return grads, loss, {}
 
         return function
 
 
-def keep_parts(module: fx.GraphModule, count: int, num_leaves: int) -> Parts | None:
-    """Let a trace of gradients return their parts as well, and the counts that its mean is divided by.
-
-    Args:
-        module: From ``count`` sums, the tensors of a batch and a point to as many gradients and the loss.
-        count: The number of parameters.
-        num_leaves: The number of tensors in the batch.
-
-    Returns:
-        None if the loss is not provably a mean over examples.
-    """
-    graph = module.graph
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    sums, leaves = inputs[:count], inputs[count : count + num_leaves]
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    *grads, loss = output.args[0]
-    shape = shape_of(leaves[0])
-    if not shape or any(writes(node) for node in graph.nodes):
-        return None
-    counts = mean_over_examples(loss, leaves, shape[0])
-    if counts is None:
-        return None
-    assembly, parts = _assembly(graph, grads, leaves)
-    products = _products(grads, [*leaves, *parts], num_leaves)
-    others = [i for i in range(count) if i not in products]
-    output.args = ([*(grads[i] for i in others), loss, *parts, *(node for node, _ in counts)],)
-    erase_unused(graph)
-    for i in products:
-        graph.erase_node(sums[i])
-    assemble = fx.GraphModule(module, assembly).forward
-    return Parts(assemble, len(parts), [share for _, share in counts], products, others)
+def _spans(size: int, full: int, most: int) -> Iterator[range]:
+    """Yield the examples of an epoch in spans of full batches, of ``most`` examples if more than one; then the rest."""
+    whole, step = size - size % full, max(1, most // full) * full
+    for start in range(0, whole, step):
+        yield range(start, min(start + step, whole))
+    if whole < size:
+        yield range(whole, size)
 
 
-def _products(grads: Sequence[fx.Node], at_hand: Sequence[fx.Node], num_leaves: int) -> dict[int, tuple[int, int]]:
-    """Return the gradients that are products of what is at hand, by their positions."""
-    places: dict[Any, int] = {node: i for i, node in enumerate(at_hand)}
-    found = {}
-    for i, grad in enumerate(grads):
-        if grad.target is not _aten.mm.default or len(grad.users) != 1:
-            continue
-        turned: Any = grad.args[0]
-        left, right = turned.args[0] if turned.target is _aten.t.default else None, grad.args[1]
-        if left in places and right in places and max(places[left], places[right]) >= num_leaves:
-            found[i] = places[left], places[right]
-    return found
+def _is_by_rows(
+    at: _AtPoint, leaves: Sequence[Tensor], sums: Sequence[Tensor], fits_any_size: Callable[[], bool]
+) -> bool:
+    """Whether parts have a row for every example, and are the same row by row if a batch comes twice."""
+    scratch, examples, count = [torch.zeros_like(s) for s in sums], len(leaves[0]), at.parts.count
+    once = at.add(scratch, leaves)[1][:count]
+    if any(not part.ndim or len(part) != examples for part in once) or not fits_any_size():
+        return False
+    twice = at.add(scratch, [torch.cat([t, t]) for t in leaves], 2)[1][:count]
+    return all(map(_repeats, once, twice))
 
 
-def _assembly(graph: fx.Graph, grads: Sequence[Any], leaves: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
-    """Return the graph from batch and parts to gradients, and the parts."""
-    parts: dict[fx.Node, None] = {}
-    later: set[fx.Node] = set()  # done when gradients are assembled
-    waiting = list(grads)
-    while waiting:
-        node = waiting.pop()
-        if node in leaves or node in later or node in parts:
-            continue
-        factors = [a for a in node.all_input_nodes if root(a) not in leaves]
-        is_large = node.target in _PRODUCTS and sum(map(_numel, factors)) < _numel(node)
-        if is_large or (is_view(node.target) and node.op == "call_function"):
-            later.add(node)
-            waiting += node.all_input_nodes
-        else:
-            parts[node] = None
-    out = fx.Graph()
-    copies = {node: out.placeholder(node.name) for node in (*leaves, *parts)}
-    for node in graph.nodes:
-        if node in later:
-            copies[node] = out.node_copy(node, copies.__getitem__)
-    out.output([copies[grad] for grad in grads])
-    return out, list(parts)
-
-
-def _numel(node: fx.Node) -> int:
-    shape = shape_of(node)
-    return 0 if shape is None else shape.numel()
+def _repeats(one: Tensor, two: Tensor) -> bool:
+    if two.shape != (2 * len(one), *one.shape[1:]):
+        return False
+    scale = float(one.abs().max()) if one.numel() else 0.0
+    return torch.allclose(two, torch.cat([one, one]), rtol=1e-3, atol=1e-3 * scale, equal_nan=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed._compat import rank_zero_warn
-from lightning_fed.engines.traces import TracedStep, Traces, Values
+from lightning_fed.engines.traces import TracedStep, Traces
 
 __all__ = ["CapturedStep", "captured"]
 
@@ -109,21 +109,21 @@ class CapturedStep:
         leaves: Sequence[Tensor],
         rest: Sequence[Any],
     ) -> None:
-        self._recording, self._step = recording, step
+        self._recording = recording
         self.numbers = _numbers(rest)
         self._leaves = [leaf.clone() for leaf in leaves]
         self._rest = [value.clone() if isinstance(value, Tensor) else value for value in rest]
         self._given = rest
         self._results = recording.record(lambda: step.run(*views, *self._leaves, *self._rest))
 
-    def __call__(self, leaves: Sequence[Tensor], rest: Sequence[Any]) -> tuple[Tensor, Values]:
-        """Move the parameters, and return the loss and the logged values."""
+    def __call__(self, leaves: Sequence[Tensor], rest: Sequence[Any]) -> Sequence[Tensor]:
+        """Move the parameters, and return the loss and the logged values in a list."""
         _copy(leaves, self._leaves)
         if rest is not self._given:
             _copy(rest, self._rest)
             self._given = rest
         self._recording.replay()
-        return self._step.named([result.clone() for result in self._results])
+        return [result.clone() for result in self._results]
 
 
 def _numbers(rest: Sequence[Any]) -> list[Any]:

@@ -18,8 +18,10 @@ from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.resident import ResidentData
 
 __all__ = [
+    "Alike",
     "BatchGroup",
     "ChunkBatches",
+    "OneClient",
     "SharedTensors",
     "Stream",
     "chunk_batches",
@@ -68,6 +70,25 @@ class _Alone(BatchGroup):
         return self.batch
 
 
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Batches of a single client with as many examples each, one after the other in a local epoch.
+
+    Attributes:
+        batches: The tensors of each, [B, ...].
+        examples: The examples in each.
+        start: The index of the first in the local epoch.
+    """
+
+    batches: Sequence[list[Tensor]]
+    examples: int
+    start: int
+
+    def group(self, i: int) -> BatchGroup:
+        """Return one of them."""
+        return _Alone((0,), slice(0, 1), self.batches[i], self.examples, self.start + i, is_rows=True)
+
+
 class ChunkBatches(Protocol):
     """The local epochs of several clients, cut into steps that they take together."""
 
@@ -104,7 +125,7 @@ def chunk_batches(
     )
     if shares and isinstance(first, TensorBatches):
         if len(plans) == 1 and fits_one_lookup(first):
-            return _OneClient(trainer, first, plans[0], streams[0], shuffle, resident)
+            return OneClient(trainer, first, plans[0], streams[0], shuffle, resident)
         return SharedTensors(trainer, first.tensors, plans, streams, shuffle, by_index, resident)
     return _AnyBatches(trainer, plans, streams, shuffle, by_index)
 
@@ -149,7 +170,7 @@ class _AnyBatches:
         return out
 
 
-class _OneClient:
+class OneClient:
     """Batches of a single client that are rows of tensors: one lookup for a whole local epoch."""
 
     def __init__(
@@ -161,25 +182,25 @@ class _OneClient:
         shuffle: bool,
         resident: ResidentData,
     ) -> None:
-        self._groups = iter(self._make(trainer, batches, plan, stream, shuffle, resident))
+        self._trainer, self._batches, self._epochs = trainer, batches, plan.epochs
+        self._stream, self._shuffle, self._resident = stream, shuffle, resident
+        self._groups = (runs.group(i) for runs in self.runs() for i in range(len(runs.batches)))
 
-    @staticmethod
-    def _make(
-        trainer: pl.Trainer,
-        batches: TensorBatches,
-        plan: WorkPlan,
-        make_stream: Stream,
-        shuffle: bool,
-        resident: ResidentData,
-    ) -> Iterator[BatchGroup]:
-        size, stream = batches.settings.batch_size, make_stream()
-        for length in plan.epochs:
-            rows = batches.epoch_rows(stream, shuffle)[: length * size]
-            epoch = look_up(trainer, resident, batches, rows)
-            for i, batch in enumerate(zip(*(t.split(size) for t in epoch), strict=True)):
-                yield _Alone((0,), slice(0, 1), list(batch), len(batch[0]), i, is_rows=True)
+    def runs(self) -> Iterator[Alike]:
+        """Yield all batches of the local work, those of one size together; or :meth:`step` yields them one by one."""
+        size, stream = self._batches.settings.batch_size, self._stream()
+        for length in self._epochs:
+            rows = self._batches.epoch_rows(stream, self._shuffle)[: length * size]
+            epoch = look_up(self._trainer, self._resident, self._batches, rows)
+            batches = [list(batch) for batch in zip(*(t.split(size) for t in epoch), strict=True)]
+            full, last = divmod(len(rows), size)
+            if full:
+                yield Alike(batches[:full], size, 0)
+            if last:
+                yield Alike(batches[full:], last, full)
 
     def step(self, active: int) -> list[BatchGroup]:
+        """Return the next batch."""
         return [next(self._groups)]
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fed.engines.chunk_batches import BatchGroup
 from lightning_fed.engines.functional import Logged
 
 __all__ = ["ChunkMeans", "LoggedMean"]
@@ -41,13 +40,20 @@ class ChunkMeans:
         self._options: dict[str, dict[str, Any]] = {}
         self._sums: dict[str, tuple[list[float], list[int]]] = {}
 
-    def add(self, group: BatchGroup, loss: Tensor, logged: dict[str, Logged]) -> None:
-        """Add a step of some clients, whose batches have as many examples each."""
-        self._entries[""].append((group.clients, loss, group.examples))
+    def add(self, clients: Sequence[int], examples: int, loss: Tensor, logged: dict[str, Logged]) -> None:
+        """Add steps on batches of one size.
+
+        Args:
+            clients: Whose steps they are; one who took several is named several times.
+            examples: The examples in each batch.
+            loss: The loss of each step.
+            logged: What each logged.
+        """
+        self._entries[""].append((clients, loss, examples))
         for name, log in logged.items():
             self._options[name] = log.options
-            weight = log.batch_size or group.examples
-            self._entries.setdefault(f".{name}", []).append((group.clients, log.value, weight))
+            weight = log.batch_size or examples
+            self._entries.setdefault(f".{name}", []).append((clients, log.value, weight))
 
     def of_clients(self, back: Sequence[int]) -> tuple[list[float], list[dict[str, float]]]:
         """Return each client's mean loss and its means of what it logged, in the order ``back``."""
@@ -77,7 +83,8 @@ class ChunkMeans:
 
     def losses_of(self, row: int) -> list[float]:
         """Return the loss of each local step of one client."""
-        return [float(loss.reshape(-1)[at.index(row)]) for at, loss, _ in self._entries[""] if row in at]
+        steps = (zip(at, loss.reshape(-1).tolist(), strict=True) for at, loss, _ in self._entries[""] if row in at)
+        return [loss for step in steps for client, loss in step if client == row]
 
     def add_to(self, means: dict[str, LoggedMean], without: Collection[int] = ()) -> None:
         """Add what the chunk's clients logged to the means of the round.

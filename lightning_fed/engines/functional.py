@@ -151,8 +151,8 @@ class FunctionalStep:
         whole = [torch.zeros_like(v) if g is None else g for g, v in zip(grads, views, strict=True)]
         return whole, loss.detach(), self.logged(self._with_sizes(values))
 
-    def _one(self, flat: Sequence[Tensor], spec: Any, batch_idx: int) -> Found:
-        take = _gradient_of(self._loss_at(spec, batch_idx))
+    def _one(self, flat: Sequence[Tensor], spec: Any, batch_idx: int, times: Tensor | None = None) -> Found:
+        take = _gradient_of(self._loss_at(spec, batch_idx), times)
         grads, (loss, values) = take(tuple(flat[: len(self._names)]), *flat[len(self._names) :])
         return grads, loss, self._with_sizes(values)
 
@@ -231,7 +231,13 @@ class FunctionalStep:
         return {name: Logged(value, self._options[name], size) for name, (value, size) in values.items()}
 
     def take(
-        self, views: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, alone: bool, shared: bool = False
+        self,
+        views: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        spec: Any,
+        alone: bool,
+        shared: bool = False,
+        times: Tensor | None = None,
     ) -> Found:
         """Return gradients, loss and logged values as a pure function, to be traced.
 
@@ -241,9 +247,10 @@ class FunctionalStep:
             spec: What puts a batch together.
             alone: Whether it is a single client.
             shared: Whether all clients are at the same point.
+            times: What the gradients of a single client are multiplied with [], from the loss on.
         """
         flat = (*views, *leaves)
-        return self._one(flat, spec, 0) if alone else self._many(flat, spec, 0, shared)
+        return self._one(flat, spec, 0, times) if alone else self._many(flat, spec, 0, shared)
 
     def loss_of_first(
         self, views: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int, alone: bool
@@ -323,8 +330,8 @@ class FunctionalStep:
             self._held = None
 
 
-def _gradient_of(loss_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the gradient of a loss by its first argument, with what else the loss returns.
+def _gradient_of(loss_of: Callable[..., Any], times: Tensor | None = None) -> Callable[..., Any]:
+    """Return the gradient of a loss by its first argument, times a number, with what else the loss returns.
 
     ``torch.func.grad`` does the same, but in a way that could be differentiated again, for which some operations have a
     formula of many steps instead of a kernel: the backward pass of a group norm takes twenty passes over its input.
@@ -334,7 +341,7 @@ def _gradient_of(loss_of: Callable[..., Any]) -> Callable[..., Any]:
         pulled: Any = vjp(lambda *at: loss_of(at, *parts), *point, has_aux=True)
         loss, pull_back, found = pulled
         with torch.no_grad():
-            return pull_back(torch.ones_like(loss)), found
+            return pull_back(torch.ones_like(loss) if times is None else times.to(loss.dtype)), found
 
     return take
 

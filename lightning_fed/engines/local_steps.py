@@ -13,7 +13,7 @@ from lightning_fed.core.types import State
 from lightning_fed.core.watched import Watched
 from lightning_fed.engines.anchors import KeptAnchor
 from lightning_fed.engines.captures import CapturedStep, captured
-from lightning_fed.engines.chunk_batches import BatchGroup
+from lightning_fed.engines.chunk_batches import Alike, BatchGroup
 from lightning_fed.engines.functional import FunctionalStep, Logged, flatten
 from lightning_fed.engines.stacked import StackedWork
 from lightning_fed.engines.traces import Found, TracedStep, kinds, resized
@@ -96,14 +96,43 @@ class BoundSteps:
         ready = self._ready.get((group.examples, kept is None)) if group.is_rows else None
         if ready is None:
             return self._take_first(group, leaves, spec, kept)
-        parts = () if kept is None else kept.parts
+        loss, values = ready.step.named(self._run(ready, [*leaves, *(() if kept is None else kept.parts)]))
+        return loss, self._step.logged(values)
+
+    def take_alike(
+        self, alike: Alike, kept: Sequence[KeptAnchor], each: Callable[[], None]
+    ) -> tuple[Tensor, dict[str, Logged]] | None:
+        """Take the steps on batches of one size that follow a first one, of which :meth:`take` has taken the step.
+
+        Args:
+            alike: The batches, the first one too.
+            kept: What is kept of the gradients at the anchor on them, if anything is.
+            each: Called after every step.
+
+        Returns:
+            The losses of these steps [n] and what they logged, or None if none was taken.
+        """
+        ready = self._ready.get((alike.examples, not kept))
+        if ready is None or len(alike.batches) < 2:
+            return None
+        found = []
+        for i, leaves in enumerate(alike.batches[1:], start=1):
+            found.append(self._run(ready, [*leaves, *kept[i].parts] if kept else leaves))
+            each()
+        columns = {id(column[0]): column for column in zip(*found, strict=True)}  # a loss may be logged too
+        stacked = {key: torch.stack(column) for key, column in columns.items()}
+        loss, values = ready.step.named([stacked[id(result)] for result in found[0]])
+        return loss, self._step.logged(values)
+
+    def _run(self, ready: "_Ready", given: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Take a step, given what changes from step to step."""
         if ready.capture is not None:
-            loss, values = ready.capture([*leaves, *parts], ready.rest)
+            found = ready.capture(given, ready.rest)
         else:
-            loss, values = ready.step(*self._views, *leaves, *parts, *ready.rest)
+            found = ready.step.run(*self._views, *given, *ready.rest)
         if ready.moved:
             torch._foreach_add_(ready.moved, ready.constant, alpha=self._rate)
-        return loss, self._step.logged(values)
+        return found
 
     def _take_first(
         self, group: BatchGroup, leaves: Sequence[Tensor], spec: Any, kept: KeptAnchor | None
@@ -151,15 +180,15 @@ class BoundSteps:
         """Return the graph for batches such as these, if there is one.
 
         What is traced is a function of the step alone: full batches; smaller ones that several clients have at once;
-        and those of a single client, where the graph is the same for every number of examples.
+        those of a single example; and others of a single client, where the graph is the same for every number.
         """
         full = self._steps.batch_size
         if full is None or examples > full:
             return None
         key = ("step", spec, self._constants.key, kept is None)
-        if examples == full or not self.alone:
+        if examples in (1, full) or not self.alone:
             return self._get((*key, *kinds(leaves)), leaves, spec, kept)
-        if min(examples, full - 1) < 2 or any(len(leaf) != examples for leaf in leaves):
+        if any(len(leaf) != examples for leaf in leaves):
             return None
         traced = self._get((*key, *kinds(leaves, full)), leaves, spec, kept, full)
         if traced is None:
@@ -167,7 +196,7 @@ class BoundSteps:
         if traced.fits_any_size is None:
             function = self._function(len(leaves), spec, kept)
             traced.fits_any_size = all(
-                self._step.traces.is_same(traced, function, self._flat(resized(leaves, size), kept))
+                self._step.traces.is_same(traced, function, self._flat_of(resized(leaves, size), kept))
                 for size in (full - 1, 2)
             )
         return traced if traced.fits_any_size else None
@@ -179,13 +208,17 @@ class BoundSteps:
         function, notes = self._function(len(leaves), spec, kept), self._constants.notes
 
         def flat() -> list[Tensor]:
-            return self._flat(leaves if size is None else resized(leaves, size), kept)
+            return self._flat(leaves, kept) if size is None else self._flat_of(resized(leaves, size), kept)
 
         return self._step.traces.get_step(key, function, flat, len(self._views), len(self._fixed), notes)
 
     def _flat(self, leaves: Sequence[Tensor], kept: KeptAnchor | None) -> list[Tensor]:
-        parts = () if kept is None else kept.parts_of(leaves, self._views)
-        return [*self._views, *leaves, *parts, *self._fixed]
+        return [*self._views, *leaves, *(() if kept is None else kept.parts), *self._fixed]
+
+    def _flat_of(self, other: Sequence[Tensor], kept: KeptAnchor | None) -> list[Tensor]:
+        """Return the same with another batch than that of which the parts were kept."""
+        parts = () if kept is None else kept.parts_of(other, self._views)
+        return [*self._views, *other, *parts, *self._fixed]
 
     def _function(self, num_leaves: int, spec: Any, kept: KeptAnchor | None) -> Callable[..., Found]:
         """Return the step as a function of parameters, batch and constants: to directions, loss and logged values."""

@@ -12,8 +12,10 @@ from lightning_fed.data.batches import ClientBatches, TensorBatches
 from lightning_fed.engines.anchors import KeptAnchor
 from lightning_fed.engines.base import Engine, RoundInputs
 from lightning_fed.engines.chunk_batches import (
+    Alike,
     BatchGroup,
     ChunkBatches,
+    OneClient,
     SharedTensors,
     Stream,
     chunk_batches,
@@ -97,9 +99,11 @@ class Stepping:
             if in_turns:
                 assert isinstance(batches, SharedTensors)
                 self._take_turns(inputs, batches, work, means)
+            elif isinstance(batches, OneClient):
+                self._step_one(inputs, batches, work, means, kept)
             else:
                 steps = [plan.participant.steps for plan in plans]
-                self._step_together(inputs, steps, batches, work, means, kept)
+                self._step_together(inputs, steps, batches, work, means)
         self._taken = None
 
     def batches(self, plans: Sequence[WorkPlan], streams: Sequence[Stream], by_index: bool) -> ChunkBatches:
@@ -130,7 +134,6 @@ class Stepping:
         batches: ChunkBatches,
         work: StackedWork,
         means: ChunkMeans,
-        kept: Sequence[KeptAnchor],
     ) -> None:
         """Take step k of all clients that have so many, then the next."""
         anchor = self._anchor(inputs)
@@ -146,9 +149,45 @@ class Stepping:
                 work.narrow(active)
                 bound = self.steps.bind(work) if active in (1, len(steps)) else None
             groups = batches.step(active)
-            at_anchor = kept[k] if k < len(kept) else None
-            if bound is None or not self._take_traced(bound, groups, means, at_anchor):
+            if bound is None or not self._take_traced(bound, groups, means):
                 self._step(work, groups, anchor, means)
+
+    def _step_one(
+        self,
+        inputs: RoundInputs,
+        batches: OneClient,
+        work: StackedWork,
+        means: ChunkMeans,
+        kept: Sequence[KeptAnchor],
+    ) -> None:
+        """Take all steps of a single client, those on batches of one size in one go where they are traced."""
+        anchor, bound = self._anchor(inputs), self.steps.bind(work)
+        self._taken = 0
+        for alike in batches.runs():
+            own, kept = kept[: len(alike.batches)], kept[len(alike.batches) :]
+            done = 0 if bound is None else self._take_alike(bound, alike, means, own)
+            for i in range(done, len(alike.batches)):
+                self.trainer._signal_connector.check()
+                self._step(work, [alike.group(i)], anchor, means)
+                self._taken += 1
+
+    def _take_alike(self, bound: BoundSteps, alike: Alike, means: ChunkMeans, kept: Sequence[KeptAnchor]) -> int:
+        """Take the traced steps on batches of one size, and return how many were taken."""
+        self.trainer._signal_connector.check()
+        group = alike.group(0)
+        if not self._take_traced(bound, [group], means, kept[0] if kept else None):
+            return 0
+        self._count()
+        found = bound.take_alike(alike, kept, self._count)
+        if found is None:
+            return 1
+        means.add((0,) * (len(alike.batches) - 1), alike.examples, *found)
+        return len(alike.batches)
+
+    def _count(self) -> None:
+        """Count a step of the client at work, and look whether the run is to stop."""
+        self._taken = (self._taken or 0) + 1
+        self.trainer._signal_connector.check()
 
     def _take_turns(self, inputs: RoundInputs, batches: SharedTensors, work: StackedWork, means: ChunkMeans) -> None:
         """Take the clients' full batches at once, and their smaller ones client by client."""
@@ -175,7 +214,7 @@ class Stepping:
         (group,) = groups
         found = bound.take(group, kept)
         if found is not None:
-            means.add(group, *found)
+            means.add(group.clients, group.examples, *found)
         return found is not None
 
     def _anchor(self, inputs: RoundInputs) -> list[Tensor] | None:
@@ -198,7 +237,7 @@ class Stepping:
             restore = capture_random_state(self.device) if anchor is not None and self.step.is_random else None
             found, loss, logged = self.step.gradients(views, group.batch, group.batch_idx)
             grads.append([g.reshape(len(g), -1) for g in found])
-            means.add(group, loss, logged)
+            means.add(group.clients, group.examples, loss, logged)
             if anchor is not None:
                 if restore is not None:
                     restore()
@@ -232,7 +271,7 @@ class Stepping:
         restore = capture_random_state(self.device) if anchor is not None and self.step.is_random else None
         batch = group.first
         grads, loss, logged = self.step.gradient_of_one(work.alone, batch, group.batch_idx)
-        means.add(group, loss, logged)
+        means.add(group.clients, group.examples, loss, logged)
         if work.takes_raw:
             work.take_raw_step(grads)
             return

@@ -14,7 +14,8 @@ from torch.utils.data import TensorDataset
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import CMime, Mime, MimeLite, MimeMVR, SGDm
 from lightning_fed.engines import anchors
-from lightning_fed.engines.anchors import AnchorPass, keep_parts
+from lightning_fed.engines.anchor_parts import keep_parts
+from lightning_fed.engines.anchors import AnchorPass
 from lightning_fed.engines.local_steps import BoundSteps
 from lightning_fed.engines.simplify import simplify
 from tests.helpers.engines import Ordinary, assert_agree, run, state_of
@@ -42,7 +43,19 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return given
 
 
+class Wide(Ordinary):
+    """A network of layers whose factors are smaller than their gradients, in batches of four."""
+
+    def __init__(self, optimizer: Any = None) -> None:
+        super().__init__(optimizer)
+        self.body, self.head = nn.Linear(FEATURES, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).relu())
+
+
 USUAL = partial(Ordinary, DECAYED)
+KINDS = pytest.mark.parametrize("kind", [Ordinary, Wide])
 
 
 def both(make: Callable[[], Any] = USUAL, datamodule: Any = UNEVEN, **options: Any) -> None:
@@ -53,16 +66,18 @@ def both(make: Callable[[], Any] = USUAL, datamodule: Any = UNEVEN, **options: A
     )
 
 
+@KINDS
 @pytest.mark.parametrize("optimizer", [PLAIN, DECAYED])
 @pytest.mark.parametrize("algorithm", [Mime(), Mime(SGDm()), MimeMVR(a=0.5), MimeMVR(a=0.5, anchor="lemma9")], ids=repr)
-def test_local_steps_take_what_the_full_pass_has_kept(algorithm: Any, optimizer: Any, seen: Seen) -> None:
-    both(partial(Ordinary, optimizer), algorithm=algorithm, max_rounds=4)
+def test_local_steps_take_what_the_full_pass_has_kept(algorithm: Any, optimizer: Any, kind: Any, seen: Seen) -> None:
+    both(partial(kind, optimizer), algorithm=algorithm, max_rounds=4)
     assert seen
     assert all(seen)
 
 
-def test_later_epochs_take_their_own(seen: Seen) -> None:
-    both(local_epochs=2)
+@KINDS
+def test_later_epochs_take_their_own(kind: Any, seen: Seen) -> None:
+    both(partial(kind, DECAYED), local_epochs=2)
     assert seen.count(True) == seen.count(False) > 0
 
 
@@ -108,6 +123,53 @@ def test_batches_that_need_a_trace_of_their_own_are_taken_twice(seen: Seen) -> N
     assert set(seen) == {True, False}
 
 
+class Words(Ordinary):
+    """A network whose layers see the features of all examples one after the other, each as an example of its own."""
+
+    def __init__(self, first: str) -> None:
+        super().__init__(PLAIN)
+        self.first = first
+        self.body, self.head = nn.Linear(1, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.t().reshape(-1, 1) if self.first == "features" else x.reshape(-1, 1)
+        hidden = self.body(rows).tanh()
+        by_feature = hidden.view(FEATURES, -1, 5) if self.first == "features" else hidden.view(-1, FEATURES, 5)
+        return self.head(by_feature.mean(0 if self.first == "features" else 1))
+
+
+@pytest.mark.parametrize("first", ["features", "examples"])
+def test_rows_that_are_no_examples_are_not_taken_for_such(first: str) -> None:
+    both(partial(Words, first), partial(data, (12, 8, 4, 16, 8, 12)))
+
+
+@pytest.mark.parametrize(
+    ("make", "full", "expected"),
+    [
+        (Wide, 4096, [[range(12), range(12, 14)], [range(4), range(4, 5)], [range(1)]]),
+        (Wide, 11, [[range(8), range(8, 12), range(12, 14)], [range(4), range(4, 5)], [range(1)]]),
+        (Wide, 2, [[range(4), range(4, 8), range(8, 12), range(12, 14)], [range(4), range(4, 5)], [range(1)]]),
+        (Pictures, 4096, [[range(4), range(4, 8), range(8, 12)]]),
+    ],
+    ids=["at-once", "by-twos", "one-by-one", "convolutions"],
+)
+def test_full_batches_are_passed_at_once_where_parts_have_rows(
+    make: Any, full: int, expected: list[list[range]], monkeypatch: pytest.MonkeyPatch, seen: Seen
+) -> None:
+    spans: list[range] = []
+    passed = anchors._AtPoint.pass_over
+
+    def note(self: Any, sums: Any, epoch: Any, span: range, size: int) -> Any:
+        spans.append(span)
+        return passed(self, sums, epoch, span, size)
+
+    monkeypatch.setattr(anchors._AtPoint, "pass_over", note)
+    sizes = (14, 5, 1) if make is Wide else (12,)
+    both(make, partial(data, sizes, full_batch_size=full), max_rounds=1, clients_per_round=len(sizes))
+    assert spans == [span for client in expected for span in client]
+    assert all(seen)
+
+
 class Centered(Ordinary):
     """Its loss is no mean over examples."""
 
@@ -148,9 +210,12 @@ def ignoring(share: float) -> FederatedDataModule:
     return FederatedDataModule(clients=sets, batch_size=4, shuffle=False)
 
 
+@KINDS
 @pytest.mark.parametrize(("share", "kept"), [(0.5, False), (0.0, True)])
-def test_targets_that_are_ignored_weigh_as_they_do_in_full_batches(share: float, kept: bool, seen: Seen) -> None:
-    both(partial(Ordinary, PLAIN), partial(ignoring, share))
+def test_targets_that_are_ignored_weigh_as_they_do_in_full_batches(
+    share: float, kept: bool, kind: Any, seen: Seen
+) -> None:
+    both(partial(kind, PLAIN), partial(ignoring, share))
     assert seen
     assert all(seen) if kept else not any(seen)
 
@@ -175,8 +240,9 @@ def test_other_losses_in_the_next_round_are_looked_at_anew(seen: Seen) -> None:
     assert set(seen) == {True, False}
 
 
-def test_runs_repeat_bit_by_bit(tmp_path: Any) -> None:
-    options = {"algorithm": Mime(SGDm()), "datamodule": UNEVEN, "max_rounds": 4, **ALONE}
+@KINDS
+def test_runs_repeat_bit_by_bit(kind: Any, tmp_path: Any) -> None:
+    options = {"make": kind, "algorithm": Mime(SGDm()), "datamodule": UNEVEN, "max_rounds": 4, **ALONE}
     whole = run("vectorized", **options)
     half = run("vectorized", **{**options, "max_rounds": 2})
     half.save_checkpoint(tmp_path / "half.ckpt")
@@ -184,8 +250,9 @@ def test_runs_repeat_bit_by_bit(tmp_path: Any) -> None:
     assert all(torch.equal(value, state_of(rest)[name]) for name, value in state_of(whole).items())
 
 
-def test_single_precision_agrees_too(seen: Seen) -> None:
-    options = {"algorithm": Mime(SGDm()), "datamodule": UNEVEN, "precision": "32-true"}
+@KINDS
+def test_single_precision_agrees_too(kind: Any, seen: Seen) -> None:
+    options = {"make": kind, "algorithm": Mime(SGDm()), "datamodule": UNEVEN, "precision": "32-true"}
     assert_agree(run("sequential", **options), run("vectorized", **ALONE, **options), rtol=1e-5, metrics=1e-4)
     assert all(seen)
 
