@@ -10,7 +10,7 @@ from lightning_fed.engines.turns import full_batches
 
 __all__ = ["chunks_that_pay", "share_tensors"]
 
-_CLIENT = 8.5
+_CLIENT = 10.6
 """What is around the local steps of a client that runs alone; in local steps of such a client, as all costs here."""
 
 
@@ -18,7 +18,7 @@ _CLIENT = 8.5
 class _Costs:
     """What a chunk costs on a CPU, beside the arithmetic, which is the same alone.
 
-    They were measured with logistic regression of 610 to 20,000 parameters, in which a step takes 29 us beside the
+    They were measured with logistic regression of 610 to 65,000 parameters, in which a step takes 23 us beside the
     arithmetic. Nothing is timed in a run: it has to repeat bit by bit.
 
     Attributes:
@@ -38,9 +38,9 @@ class _Costs:
     smaller: float
 
 
-_EQUAL = _Costs(7.0, 0.9, 1.7, 0.3, 1.3e-5, 0.0)  # all have as many examples: none has a smaller batch of its own
-_IN_TURNS = _Costs(7.0, 0.9, 3.0, 0.3, 1.3e-5, 2.9)
-_STACKED = _Costs(20.0, 1.0, 7.0, 1.4, 0.0, 0.0)  # clients of tensors of their own: each batch has to be put together
+_EQUAL = _Costs(8.8, 1.1, 2.1, 0.38, 0.5e-5, 0.0)  # all have as many examples: none has a smaller batch of its own
+_IN_TURNS = _Costs(8.8, 1.1, 3.8, 0.38, 0.5e-5, 3.6)
+_STACKED = _Costs(25.0, 1.3, 8.8, 1.8, 0.0, 0.0)  # clients of tensors of their own: each batch has to be put together
 
 
 def chunks_that_pay(plans: Sequence[WorkPlan], most: int, numel: int) -> Iterator[Sequence[WorkPlan]]:

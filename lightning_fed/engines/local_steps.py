@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.rounds import Step
-from lightning_fed.core.types import State
-from lightning_fed.core.watched import Watched
 from lightning_fed.engines.anchors import KeptAnchor
 from lightning_fed.engines.captures import CapturedStep, captured
 from lightning_fed.engines.chunk_batches import Alike, BatchGroup
 from lightning_fed.engines.functional import FunctionalStep, Logged, flatten
 from lightning_fed.engines.stacked import StackedWork
+from lightning_fed.engines.step_constants import Constants, KnownParts
 from lightning_fed.engines.traces import Found, TracedStep, kinds, resized
 
 __all__ = ["BoundSteps", "LocalSteps"]
@@ -33,9 +31,14 @@ class LocalSteps:
     def __init__(self, step: FunctionalStep, algorithm: Algorithm, batch_size: int | None) -> None:
         self.step, self.algorithm, self.batch_size = step, algorithm, batch_size
 
-    def bind(self, work: StackedWork) -> "BoundSteps | None":
-        """Return the steps of the clients at work, None if they cannot be traced."""
-        return BoundSteps(self, work) if work.is_plain and self.may_trace else None
+    def bind(self, work: StackedWork, like: "BoundSteps | None" = None) -> "BoundSteps | None":
+        """Return the steps of the clients at work, None if they cannot be traced.
+
+        Args:
+            work: The clients' parameters and states.
+            like: Steps of others of the same clients, which may know what is the same for these.
+        """
+        return BoundSteps(self, work, like) if work.is_plain and self.may_trace else None
 
     @property
     def may_trace(self) -> bool:
@@ -68,13 +71,17 @@ class BoundSteps:
     Args:
         steps: The method's.
         work: The clients' parameters and states.
+        like: Steps of others of the same clients.
     """
 
-    def __init__(self, steps: LocalSteps, work: StackedWork) -> None:
+    def __init__(self, steps: LocalSteps, work: StackedWork, like: "BoundSteps | None" = None) -> None:
         self._steps, self._step, self._work = steps, steps.step, work
         self.alone = work.active == 1
         self._views = work.alone if self.alone else work.views
-        self._constants = _Constants(work, steps.algorithm, self.alone)
+        self._constants: Constants = Constants(
+            work, steps.algorithm, self.alone, None if like is None else like._constants
+        )
+        self._known: list[KnownParts] = [] if like is None else like._known
         self._fixed = self._constants.tensors
         self._y = work.y[work.start] if self.alone else work.y[work.at_work]
         self._rate = -work.rate
@@ -171,10 +178,23 @@ class BoundSteps:
         inputs = self._work.inputs
         inputs.server.read |= traced.notes["server"]
         inputs.cohort_grad.read |= traced.notes["cohort_grad"]
-        sums, once = traced.once(self._fixed)
+        sums, once = self._constant_parts(traced)
         both = [(view, part) for view, part in zip(self._views, sums, strict=True) if part is not None]
         moved, constant = [view for view, _ in both], [part.expand_as(view) for view, part in both]
         return _Ready(traced, (*once, self._rate), moved, constant)
+
+    def _constant_parts(self, traced: TracedStep) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
+        """Return what :meth:`TracedStep.once` does, out of what is known of more clients where that is all there is."""
+        rows = self._work.at_work
+        if not traced.takes_more:
+            for known in self._known:
+                if known.has(rows, traced):
+                    return known.of(rows), ()
+        sums, once = traced.once(self._fixed)
+        found = KnownParts(rows, traced.constant, sums, self._work.layout.shapes)
+        if not (self.alone or traced.takes_more) and found.can_be_cut:
+            self._known.append(found)
+        return sums, once
 
     def _trace(self, leaves: Sequence[Tensor], spec: Any, examples: int, kept: KeptAnchor | None) -> TracedStep | None:
         """Return the graph for batches such as these, if there is one.
@@ -244,73 +264,3 @@ class BoundSteps:
             return directions, loss, values
 
         return function
-
-
-class _Constants:
-    """What ``correct`` may read that stays as it is from step to step, as tensors in a fixed order.
-
-    Args:
-        work: The clients' work.
-        algorithm: The method.
-        alone: Whether a single client is at work.
-    """
-
-    def __init__(self, work: StackedWork, algorithm: Algorithm, alone: bool) -> None:
-        self.corrects, self.alone, self.layout, self.count = work.corrects, alone, work.layout, work.active
-        self.anchor_at = algorithm.anchor_at
-        self.notes: dict[str, set[str]] = {"server": set(), "cohort_grad": set()}
-        self._states: dict[str, Sequence[str]] = {}
-        self.tensors: list[Tensor] = []
-        self.key: tuple[Any, ...] = (alone, work.active, tuple(work.decay))
-        if not self.corrects:
-            return
-        at: int | slice = work.start if alone else work.at_work
-        inputs, own = work.inputs, (lambda v: v[at])
-        examples, mean = own(work.examples), torch.tensor(inputs.mean_examples, dtype=inputs.x.dtype)
-        self.tensors = [inputs.x, examples, mean.to(inputs.x.device)]
-        for name, state, is_own in (
-            ("server", inputs.server.unwatched(), False),
-            ("cohort_grad", inputs.cohort_grad.unwatched(), False),
-            ("client", work.clients, True),
-            ("local", work.local, True),
-            ("full_grad", work.full_grad, True),
-        ):
-            self._states[name] = tuple(state)
-            self.tensors += [own(value) if is_own else value for value in state.values()]
-        names = tuple(self._states.items())
-        self.key = (*self.key, names, *[(t.shape, t.dtype) for t in self.tensors])
-
-    def unpack(self, tensors: Sequence[Tensor]) -> tuple[list[Step], list[Tensor] | None]:
-        """Return one :class:`Step` per parameter, and the parameters at the anchor, if there is one."""
-        x, examples, mean = tensors[:3]
-        rest = iter(tensors[3:])
-        states = {name: {key: next(rest) for key in keys} for name, keys in self._states.items()}
-        steps = []
-        cut = {
-            name: self.layout.state_views(state) if self.alone or name in self.notes else self._own(state)
-            for name, state in states.items()
-        }
-        for i, (part, shape) in enumerate(zip(self.layout.views(x), self.layout.shapes, strict=True)):
-            size = examples if self.alone else examples.view(-1, *[1] * len(shape))
-            server = Watched(cut["server"][i], self.notes["server"])
-            grads = Watched(cut["cohort_grad"][i], self.notes["cohort_grad"])
-            client, local, full_grad = (cut[name][i] for name in ("client", "local", "full_grad"))
-            steps.append(Step(part, server, client, local, None, full_grad, grads, size, mean))
-        if self.anchor_at is None:
-            return steps, None
-        return steps, self.layout.views(x if self.anchor_at == "x" else states["server"][self.anchor_at])
-
-    def _own(self, state: State) -> list[State]:
-        """Cut the clients' states: vectors [S, P] into [S, *shape], a number per client [S] into [S, 1, ...]."""
-        layout, count = self.layout, self.count
-        return [
-            {
-                name: self._cut(value, i) if value.shape == (count, layout.numel) else value.view(-1, *[1] * len(shape))
-                for name, value in state.items()
-            }
-            for i, shape in enumerate(layout.shapes)
-        ]
-
-    def _cut(self, value: Tensor, i: int) -> Tensor:
-        start, layout = sum(self.layout.sizes[:i]), self.layout
-        return value[:, start : start + layout.sizes[i]].view(self.count, *layout.shapes[i])

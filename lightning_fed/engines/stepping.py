@@ -200,7 +200,7 @@ class Stepping:
             at = (rows.stop - rows.start, rows.start)
             work.narrow(*at)
             if at not in bounds:
-                bounds[at] = self.steps.bind(work)
+                bounds[at] = self.steps.bind(work, next(iter(bounds.values()), None))
             bound = bounds[at]
             if bound is None or not self._take_traced(bound, [group], means):
                 self._step(work, [group], anchor, means)

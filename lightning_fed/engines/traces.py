@@ -192,6 +192,8 @@ class TracedStep:
     Attributes:
         fits_any_size: Whether it is the same for every number of examples; None as long as nobody has looked.
         sizes_seen: The shapes of batches for which its loss was compared with the module's.
+        constant: Of every parameter, whether its direction has a constant part.
+        takes_more: Whether a step takes more than constant parts of what depends on nothing else.
         run: Moves the parameters, and returns the loss and the logged values in a list.
         captures: Recordings of it, by where the parameters lie and the shapes of the batch.
     """
@@ -208,6 +210,10 @@ class TracedStep:
         self.fits_any_size: bool | None = None
         self.sizes_seen: set[Any] = set()
         self._count, self._sizes = count, sizes
+        found = graphs.once.output_node().args[0]
+        assert isinstance(found, (list, tuple))
+        self.constant = [part is not None for part in found[:count]]
+        self.takes_more = len(found) > count
         use_onednn(graphs.step)
         for graph in (graphs.once, graphs.step):
             use_bindings(graph)

@@ -38,7 +38,8 @@ from lightning_fed.engines.turns import full_batches
 
 __all__ = ["VectorizedEngine"]
 
-_SMALL = 20_000  # parameters, up to which a CPU runs several clients at once
+_SMALL = 2**16  # parameters, up to which a CPU runs several clients at once
+_SMALL_AT_ANCHOR = 20_000  # the same of methods whose gradients at the anchor would be kept of clients that run alone
 
 
 class VectorizedEngine(Engine):
@@ -56,7 +57,7 @@ class VectorizedEngine(Engine):
     def __init__(self, chunk_size: int | None, where_it_pays: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         check_settings(self)
-        self.chunk_size = chunk_size or _chunk_size(self.flat.y)
+        self.chunk_size = chunk_size or _chunk_size(self.flat.y, self.algorithm.anchor_at is not None)
         self.where_it_pays = where_it_pays
         self.step = FunctionalStep(self.trainer, self.flat)
         self.full = FullGradients(self.step)
@@ -337,14 +338,19 @@ def _stack(states: Sequence[State]) -> State:
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
-def _chunk_size(y: Vector) -> int:
+def _chunk_size(y: Vector, has_anchor: bool) -> int:
     """Return how many clients to run at once.
 
     On a CPU one at a time is fastest unless the model is small: its parameters stay in the cache then. On a GPU as many
     as fit its memory.
+
+    Args:
+        y: The parameters [P].
+        has_anchor: Whether local steps take gradients at an anchor.
     """
     if y.device.type == "cpu":
-        return min(128, 2**20 // y.numel()) if y.numel() <= _SMALL else 1
+        small = _SMALL_AT_ANCHOR if has_anchor else _SMALL
+        return min(128, 2**20 // y.numel()) if y.numel() <= small else 1
     free, _ = torch.cuda.mem_get_info(y.device) if y.device.type == "cuda" else (2**33, 0)
     return max(1, min(1024, free // (16 * y.numel() * y.element_size())))
 

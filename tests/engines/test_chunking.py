@@ -56,8 +56,8 @@ def test_clients_are_sorted_by_the_steps_that_they_can_share() -> None:
 
 
 def test_large_models_gain_less() -> None:
-    assert len(groups([205, 195] * 2, numel=610)) == 1
-    assert groups([205, 195] * 2, numel=100_000) == [[205], [205], [195], [195]]
+    assert len(groups([205, 195] * 3, numel=610)) == 1
+    assert groups([205, 195] * 3, numel=100_000) == [[205]] * 3 + [[195]] * 3
 
 
 def test_clients_without_tensors_in_common_are_run_at_once_for_a_few_steps_only() -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.engines import stepping
+from lightning_fed.engines.traces import TracedStep
 from lightning_fed.engines.turns import _COUNTS, pieces, turns
 from lightning_fed.server import SystemsHeterogeneity
 from tests.helpers.engines import Ordinary, Record, assert_agree, run, state_of
@@ -85,6 +86,23 @@ def test_work_of_any_length_agrees(algorithm: Any, options: Any, taken: list[Any
     assert_agree(one, run("vectorized", **options), rtol, metrics=max(rtol, 1e-6))
     assert {count for count, _ in taken} > {1}
     assert any(start > 0 for _, start in taken)
+
+
+def test_what_a_correction_adds_to_every_step_is_worked_out_once_for_all(
+    monkeypatch: pytest.MonkeyPatch, taken: list[Any]
+) -> None:
+    calls: list[int] = []
+    once = TracedStep.once
+
+    def note(self: TracedStep, constants: Any) -> Any:
+        calls.append(len(constants))
+        return once(self, constants)
+
+    monkeypatch.setattr(TracedStep, "once", note)
+    options = {"datamodule": partial(cut, (13, 8, 21, 6, 16, 9)), "clients_per_round": 6, "algorithm": Scaffold()}
+    assert_agree(run("sequential", **options), run("vectorized", **options))
+    assert len(calls) == 3  # one a round
+    assert len(set(taken)) > 6
 
 
 @pytest.mark.parametrize(
