@@ -191,8 +191,8 @@ class BoundSteps:
                 if known.has(rows, traced):
                     return known.of(rows), ()
         sums, once = traced.once(self._fixed)
-        found = KnownParts(rows, traced.constant, sums, self._work.layout.shapes)
-        if not (self.alone or traced.takes_more) and found.can_be_cut:
+        found = KnownParts(rows, self.alone, traced.constant, sums, self._work.layout.shapes)
+        if not traced.takes_more and found.can_be_cut:
             self._known.append(found)
         return sums, once
 

@@ -23,6 +23,7 @@ Record = TypeVar("Record")
 # In local steps on a batch of 20, about, of a small model and of a large one:
 _MOVE = (4, 1)  # what it takes to send a client's state of one vector, there and back
 _TRIP = (8, 1)  # what it takes to send anything at all
+_ALONE = 2**13  # numbers from which a tensor is summed by itself where processes share memory
 _LARGE = 2**20  # parameters from which a step takes longer than they take to be sent
 
 
@@ -112,8 +113,15 @@ class Ranks:
         return records or []
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors of one dtype by their sums over all ranks, in one reduction."""
+        """Replace contiguous tensors of one dtype by their sums over all ranks, whose tensors have the same shapes."""
         if self.size == 1 or not tensors:
+            return
+        if self._shared is not None:  # large ones one by one, as putting them side by side takes longer than to wait
+            large = [t for t in tensors if t.numel() >= _ALONE]
+            for tensor in large:
+                self._shared.sum(tensor.view(-1))
+            tensors = [t for t in tensors if not any(t is other for other in large)]
+        if not tensors:
             return
         whole = torch.cat([tensor.reshape(-1) for tensor in tensors])
         if self._shared is not None:
@@ -149,22 +157,23 @@ class Ranks:
             sent: What goes to each process, as bytes.
             received: How many bytes come from each process.
         """
-        whole = torch.cat([torch.empty(0, dtype=torch.uint8, device=self.device), *(t for to in sent for t in to)])
         if self._shared is not None:
-            return self._exchange_in_memory(whole, [sum(len(part) for part in to) for to in sent])
+            return self._exchange_in_memory(sent)
+        whole = torch.cat([torch.empty(0, dtype=torch.uint8, device=self.device), *(t for to in sent for t in to)])
         found = whole.new_empty(sum(received))
         dist.all_to_all_single(found, whole, list(received), [sum(len(part) for part in to) for to in sent])
         return found
 
-    def _exchange_in_memory(self, whole: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _exchange_in_memory(self, sent: Sequence[Sequence[Tensor]]) -> Tensor:
         """Do the same where every process may read all that is sent; its lengths go before it."""
         assert self._shared is not None
-        sizes = torch.tensor(lengths, dtype=torch.int64).view(torch.uint8)
+        sizes = torch.tensor([sum(len(part) for part in to) for to in sent], dtype=torch.int64).view(torch.uint8)
         arrived = []
-        for message in self._shared.gather(torch.cat([sizes, whole])):
+        for message in self._shared.gather(torch.cat([sizes, *(part for to in sent for part in to)])):
             ends = (message[: len(sizes)].view(torch.int64).cumsum(0) + len(sizes)).tolist()
-            arrived.append(message[ends[self.rank - 1] if self.rank else len(sizes) : ends[self.rank]])
-        return torch.cat(arrived)
+            part = message[ends[self.rank - 1] if self.rank else len(sizes) : ends[self.rank]]
+            arrived += [part] if len(part) else []
+        return arrived[0] if len(arrived) == 1 else torch.cat([sizes[:0], *arrived])
 
     def home_of(self, index: int) -> int:
         """The process that keeps the state of the client with this stored index."""

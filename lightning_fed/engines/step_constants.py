@@ -23,12 +23,14 @@ class KnownParts:
 
     Attributes:
         rows: The clients.
+        alone: Whether it is a single one, whose parts have no dimension for clients.
         constant: Of every parameter, whether there is such a part.
         parts: The parts, [n, *shape] where they differ from client to client.
         shapes: The parameters' shapes.
     """
 
     rows: slice
+    alone: bool
     constant: list[bool]
     parts: Sequence[Tensor | None]
     shapes: Sequence[Sequence[int]]
@@ -36,6 +38,8 @@ class KnownParts:
     @property
     def can_be_cut(self) -> bool:
         """Whether each part is a parameter's, or one of each client's."""
+        if self.alone:
+            return True
         count = self.rows.stop - self.rows.start
         shapes = (((*shape,), (count, *shape)) for shape in self.shapes)
         return all(p is None or tuple(p.shape) in own for p, own in zip(self.parts, shapes, strict=True))
@@ -46,6 +50,8 @@ class KnownParts:
 
     def of(self, rows: slice) -> list[Tensor | None]:
         """Return those of certain clients; a single one's without a dimension for clients."""
+        if self.alone:
+            return list(self.parts)
         start, stop = rows.start - self.rows.start, rows.stop - self.rows.start
         at = start if stop - start == 1 else slice(start, stop)
         return [

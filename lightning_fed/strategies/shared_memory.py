@@ -79,7 +79,7 @@ class SharedMemory:
         return found if all(answers) else None
 
     def gather(self, message: Tensor) -> list[Tensor]:
-        """Return everybody's bytes, in the order of ranks.
+        """Return everybody's bytes, in the order of ranks; this process's are the message itself.
 
         Args:
             message: This process's, of any length [n].
@@ -91,9 +91,11 @@ class SharedMemory:
         start, longest = 0, 1
         while start < longest:
             parts, lengths = self._exchange(message, start)
-            out = out or [part.new_empty(n) for part, n in zip(parts, lengths, strict=True)]
-            for whole, part in zip(out, parts, strict=True):
-                whole[start : start + len(part)] = part
+            if not out:
+                out = [message if r == self.rank else parts[r].new_empty(n) for r, n in enumerate(lengths)]
+            for rank, part in enumerate(parts):
+                if rank != self.rank:
+                    out[rank][start : start + len(part)] = part
             start, longest = start + PIECE, max(lengths)
         return out
 

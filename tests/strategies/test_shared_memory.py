@@ -142,8 +142,10 @@ def test_ranks_exchange_the_same_with_and_without(tmp_path: Path) -> None:
         assert memory is not None
         found = []
         for ranks in (Ranks(rank, size, torch.device("cpu"), memory), Ranks(rank, size, torch.device("cpu"))):
-            totals = [torch.full((2, 3), rank + 0.25), torch.arange(5.0) * rank]
+            large = [torch.arange(10_000.0).view(100, 100) * (rank + 1), torch.full((8192,), rank + 0.5)]
+            totals = [torch.full((2, 3), rank + 0.25), large[0], torch.arange(5.0) * rank, large[1]]
             ranks.sum(totals)
+            ranks.sum(large[:1])
             sent = [[message(rank, 16 * (to + 1)), message(rank + to, 16)] for to in range(size)]
             received = ranks.exchange_bytes(sent, [16 * (rank + 2)] * size)
             found.append(([t.tolist() for t in totals], received.tolist(), ranks.gather({"rank": rank})))
