@@ -292,17 +292,24 @@ def _spans(size: int, full: int, most: int) -> Iterator[range]:
 def _is_by_rows(
     at: _AtPoint, leaves: Sequence[Tensor], sums: Sequence[Tensor], fits_any_size: Callable[[], bool]
 ) -> bool:
-    """Whether parts have a row for every example, and are the same row by row if a batch comes twice."""
-    scratch, examples, count = [torch.zeros_like(s) for s in sums], len(leaves[0]), at.parts.count
-    once = at.add(scratch, leaves)[1][:count]
-    if any(not part.ndim or len(part) != examples for part in once) or not fits_any_size():
+    """Whether parts have a row for every example, which is the same whatever comes with it.
+
+    A loss that is provably a mean over examples leaves hardly another way; it is looked at all the same.
+    """
+    scratch, examples = [torch.zeros_like(s) for s in sums], len(leaves[0])
+
+    def parts_of(batch: Sequence[Tensor], batches: int) -> list[Tensor]:
+        return at.add(scratch, batch, batches)[1][: at.parts.count]
+
+    first = parts_of(leaves, 1)
+    if any(not part.ndim or len(part) != examples for part in first) or not fits_any_size():
         return False
-    twice = at.add(scratch, [torch.cat([t, t]) for t in leaves], 2)[1][:count]
-    return all(map(_repeats, once, twice))
+    other = [t[:1].expand_as(t).contiguous() for t in leaves]
+    both = parts_of([torch.cat(pair) for pair in zip(leaves, other, strict=True)], 2)
+    return all(map(_are_joined, both, first, parts_of(other, 1)))
 
 
-def _repeats(one: Tensor, two: Tensor) -> bool:
-    if two.shape != (2 * len(one), *one.shape[1:]):
-        return False
-    scale = float(one.abs().max()) if one.numel() else 0.0
-    return torch.allclose(two, torch.cat([one, one]), rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
+def _are_joined(both: Tensor, first: Tensor, second: Tensor) -> bool:
+    expected = torch.cat([first, second])
+    atol = 1e-3 * float(expected.abs().max()) if expected.numel() else 0.0
+    return both.shape == expected.shape and torch.allclose(both, expected, rtol=1e-3, atol=atol, equal_nan=True)

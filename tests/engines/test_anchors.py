@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import CMime, Mime, MimeLite, MimeMVR, SGDm
 from lightning_fed.engines import anchors
-from lightning_fed.engines.anchor_parts import keep_parts
+from lightning_fed.engines.anchor_parts import Parts, keep_parts
 from lightning_fed.engines.anchors import AnchorPass
 from lightning_fed.engines.local_steps import BoundSteps
 from lightning_fed.engines.simplify import simplify
@@ -168,6 +168,33 @@ def test_full_batches_are_passed_at_once_where_parts_have_rows(
     both(make, partial(data, sizes, full_batch_size=full), max_rounds=1, clients_per_round=len(sizes))
     assert spans == [span for client in expected for span in client]
     assert all(seen)
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        (lambda x, batches: x, True),
+        (lambda x, batches: x * batches / len(x), True),
+        (lambda x, batches: x / len(x), False),
+        (lambda x, batches: x * batches, False),
+        (lambda x, batches: x.flip(0), False),
+        (lambda x, batches: x - x.mean(0), False),
+        (lambda x, batches: x[:, 0].sum(), False),
+        (lambda x, batches: x.t(), False),
+        (lambda x, batches: torch.cat([x, x]), False),
+    ],
+    ids=["activations", "gradients", "shares", "multiples", "turned-round", "centered", "number", "columns", "twice"],
+)
+def test_parts_have_rows_where_each_is_the_same_whatever_comes_with_it(part: Any, expected: bool) -> None:
+    class At:
+        parts = Parts(lambda: [], 1, [], {}, [])
+
+        def add(self, sums: Any, leaves: Any, batches: int) -> Any:
+            return None, [part(leaves[0], batches)]
+
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    assert anchors._is_by_rows(At(), [x], [], lambda: True) is expected  # type: ignore[arg-type]
+    assert not anchors._is_by_rows(At(), [x], [], lambda: False)  # type: ignore[arg-type]
 
 
 class Centered(Ordinary):
