@@ -161,11 +161,11 @@ class AnchorPass:
         self.step = step
         self.layout = step.flat.layout
         self._parts: dict[Any, Parts | None] = {}  # by the traces' keys
+        self._by_rows: dict[Any, bool] = {}
         self._is_mean: dict[int, bool] = {}  # by the number of a client's examples
         self._kept: dict[int, list[KeptAnchor]] = {}
         self._bytes: dict[int, int] = {}
         self._at: dict[Any, _AtPoint] = {}
-        self._by_rows: dict[Any, bool] = {}
         self._has_checked = False
 
     def begin_round(self, is_new: bool) -> None:
@@ -260,6 +260,7 @@ class AnchorPass:
     def _get(self, key: Any, leaves: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> TracedStep | None:
         def keep(module: fx.GraphModule) -> int | None:
             parts = self._parts[key] = keep_parts(module, len(sums), len(leaves))
+            self._by_rows.pop(key, None)  # which was known of an earlier trace, that has been dropped
             return None if parts is None else len(parts.others)
 
         function = self._function(len(leaves))

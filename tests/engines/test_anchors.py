@@ -267,6 +267,24 @@ def test_other_losses_in_the_next_round_are_looked_at_anew(seen: Seen) -> None:
     assert set(seen) == {True, False}
 
 
+def test_parts_of_another_network_in_the_next_round_are_looked_at_anew(seen: Seen) -> None:
+    class Switching(Wide):
+        """A network of linear layers first, then a convolution, and linear layers again."""
+
+        is_odd = False
+
+        def on_train_epoch_start(self) -> None:
+            self.is_odd = self.current_epoch % 2 == 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.is_odd:
+                return super().forward(x)
+            return F.conv2d(x.view(-1, 1, 2, 3), self.body.weight[:4, :4].reshape(4, 1, 2, 2)).flatten(1)
+
+    both(partial(Switching, PLAIN), partial(data, (12, 8, 4, 16, 8, 12)), max_rounds=4)
+    assert all(seen)
+
+
 @KINDS
 def test_runs_repeat_bit_by_bit(kind: Any, tmp_path: Any) -> None:
     options = {"make": kind, "algorithm": Mime(SGDm()), "datamodule": UNEVEN, "max_rounds": 4, **ALONE}
