@@ -200,11 +200,9 @@ class AnchorPass:
         sums, passed = self.layout.views(out), list[_Passed]()
         first = resized(epoch, full) if size < full else [t[:full] for t in epoch]
         at = self._trace(first, point, sums)
-        if at is None or (size % full == 1 and not at.by_rows):
+        if at is None or not self._fits_rest(at, size % full, first, point, sums):
             return None
         for span in _spans(size, full, settings.full_batch_size if at.by_rows else full):
-            if len(span) < full and not self._fits_any_size(at, first, point, sums):
-                return None
             found = at.pass_over(sums, epoch, span, full)
             if found is None:
                 return None
@@ -247,6 +245,12 @@ class AnchorPass:
                 self._by_rows[key] = _is_by_rows(at, full, sums, fits)
             self._at[key] = replace(at, by_rows=self._by_rows[key])
         return self._at[key]
+
+    def _fits_rest(
+        self, at: _AtPoint, rest: int, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]
+    ) -> bool:
+        """Whether a trace does for a last batch of so many examples, 0 if there is none of its own size."""
+        return rest == 0 or (self._fits_any_size(at, full, point, sums) and (rest > 1 or at.by_rows))
 
     def _fits_any_size(self, at: _AtPoint, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> bool:
         """Whether a trace is the same for every number of examples, but for a single one, as for a full batch."""

@@ -43,6 +43,20 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return given
 
 
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> list[range]:
+    """The examples of the batches that were passed over at once."""
+    found: list[range] = []
+    pass_over = anchors._AtPoint.pass_over
+
+    def note(self: Any, sums: Any, epoch: Any, span: range, size: int) -> Any:
+        found.append(span)
+        return pass_over(self, sums, epoch, span, size)
+
+    monkeypatch.setattr(anchors._AtPoint, "pass_over", note)
+    return found
+
+
 class Wide(Ordinary):
     """A network of layers whose factors are smaller than their gradients, in batches of four."""
 
@@ -118,9 +132,10 @@ def test_gradients_of_convolutions_are_kept_whole(seen: Seen) -> None:
     assert all(seen)
 
 
-def test_batches_that_need_a_trace_of_their_own_are_taken_twice(seen: Seen) -> None:
+def test_batches_that_need_a_trace_of_their_own_are_taken_twice(spans: list[range], seen: Seen) -> None:
     both(Pictures)  # whose last batches are reshaped by numbers that depend on the examples
     assert set(seen) == {True, False}
+    assert spans == [range(4), range(4, 8)] * sum(seen)  # of a client of eight examples, and of no other in vain
 
 
 class Words(Ordinary):
@@ -154,16 +169,8 @@ def test_rows_that_are_no_examples_are_not_taken_for_such(first: str) -> None:
     ids=["at-once", "by-twos", "one-by-one", "convolutions"],
 )
 def test_full_batches_are_passed_at_once_where_parts_have_rows(
-    make: Any, full: int, expected: list[list[range]], monkeypatch: pytest.MonkeyPatch, seen: Seen
+    make: Any, full: int, expected: list[list[range]], spans: list[range], seen: Seen
 ) -> None:
-    spans: list[range] = []
-    passed = anchors._AtPoint.pass_over
-
-    def note(self: Any, sums: Any, epoch: Any, span: range, size: int) -> Any:
-        spans.append(span)
-        return passed(self, sums, epoch, span, size)
-
-    monkeypatch.setattr(anchors._AtPoint, "pass_over", note)
     sizes = (14, 5, 1) if make is Wide else (12,)
     both(make, partial(data, sizes, full_batch_size=full), max_rounds=1, clients_per_round=len(sizes))
     assert spans == [span for client in expected for span in client]
