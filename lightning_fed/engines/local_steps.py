@@ -186,13 +186,15 @@ class BoundSteps:
     def _constant_parts(self, traced: TracedStep) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
         """Return what :meth:`TracedStep.once` does, out of what is known of more clients where that is all there is."""
         rows = self._work.at_work
-        if not traced.takes_more:
+        # a gradient at the anchor may have such a part too, which differs between sizes of batches
+        is_shared = not traced.takes_more and self._steps.algorithm.anchor_at is None
+        if is_shared:
             for known in self._known:
                 if known.has(rows, traced):
                     return known.of(rows), ()
         sums, once = traced.once(self._fixed)
         found = KnownParts(rows, self.alone, traced.constant, sums, self._work.layout.shapes)
-        if not traced.takes_more and found.can_be_cut:
+        if is_shared and found.can_be_cut:
             self._known.append(found)
         return sums, once
 

@@ -75,6 +75,23 @@ def test_batches_with_fewer_examples_go_untraced_where_it_is_not(steps_taken: li
     assert_agree(*runs)
 
 
+class SizedPenalty(Ordinary):
+    """Its gradient at the anchor has a part that depends on the number of examples alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        penalty = torch.stack([p.square().sum() for p in self.parameters()]).sum()
+        loss = F.cross_entropy(self(x), y) + penalty / len(y)
+        self.log("train_loss", loss)
+        return loss
+
+
+def test_what_is_the_same_for_every_step_is_so_for_batches_of_one_size_only() -> None:
+    options = {"datamodule": UNEVEN, "algorithm": Mime(SGDm()), "local_epochs": 2}
+    runs = [run(engine, SizedPenalty, **options, **more) for engine, more in ENGINES]
+    assert_agree(*runs)
+
+
 class Threshold(Ordinary):
     """Its loss is another one for large batches, which small ones do not show."""
 
