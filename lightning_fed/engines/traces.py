@@ -12,6 +12,7 @@ from lightning_fed._compat import rank_zero_warn
 from lightning_fed.engines.graphs import StepGraphs, same, split_step, use_bindings
 from lightning_fed.engines.onednn import use_onednn
 from lightning_fed.engines.simplify import simplify
+from lightning_fed.engines.stacked_losses import use_nll_kernels
 
 __all__ = ["TracedStep", "Traces", "kinds", "resized"]
 
@@ -150,6 +151,7 @@ class Traces:
         if not self.allowed:  # the function has forbidden it
             return None
         simplify(module)
+        use_nll_kernels(module.graph)
         module.recompile()
         return module, sizes
 
