@@ -49,7 +49,7 @@ class Workload:
     epochs: int = 1
     lr: float = 0.1
     eval_rows: int = 4000
-    warmup: int = 5
+    warmup: int = 30
     repeats: int = 3
 
 
@@ -60,7 +60,7 @@ WORKLOADS = {
     "W2": Workload("W1", (784, 62), cohort=20, batch=20),
     # A round takes ten seconds and all its batches have one shape: little varies from round to round
     "W3": Workload("W3", (), cohort=4, batch=20, lr=0.001, eval_rows=200, warmup=2, repeats=1),
-    "W4": Workload("W4", (60, 10), cohort=100, batch=10, warmup=30),
+    "W4": Workload("W4", (60, 10), cohort=100, batch=10),
     # A client's examples are one batch, so that their order plays no role and losses agree up to rounding
     "tiny": Workload("tiny", (8, 6, 4), cohort=4, batch=20, epochs=2),
 }

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from lightning_fed.data.batches import TensorBatches
 from lightning_fed.engines.plan import WorkPlan
+from lightning_fed.engines.row_batches import are_of_one_kind
 from lightning_fed.engines.turns import full_batches
 
-__all__ = ["chunks_that_pay", "share_tensors"]
+__all__ = ["chunks_that_pay"]
 
 _CLIENT = 10.6
 """What is around the local steps of a client that runs alone; in local steps of such a client, as all costs here."""
@@ -40,7 +40,7 @@ class _Costs:
 
 _EQUAL = _Costs(8.8, 1.1, 2.1, 0.38, 0.5e-5, 0.0)  # all have as many examples: none has a smaller batch of its own
 _IN_TURNS = _Costs(8.8, 1.1, 3.8, 0.38, 0.5e-5, 3.6)
-_STACKED = _Costs(25.0, 1.3, 8.8, 1.8, 0.0, 0.0)  # clients of tensors of their own: each batch has to be put together
+_STACKED = _Costs(25.0, 1.3, 8.8, 1.8, 0.0, 0.0)  # each batch has to be made by itself, and stacked
 
 
 def chunks_that_pay(plans: Sequence[WorkPlan], most: int, numel: int) -> Iterator[Sequence[WorkPlan]]:
@@ -55,9 +55,9 @@ def chunks_that_pay(plans: Sequence[WorkPlan], most: int, numel: int) -> Iterato
         most: The most clients at once.
         numel: The number of parameters.
     """
-    shares = share_tensors(plans)
+    are_rows = are_of_one_kind([plan.batches for plan in plans])
     members = [plan.participant for plan in plans]
-    at_once = [full_batches(plan) if shares else plan.participant.steps for plan in plans]
+    at_once = [full_batches(plan) if are_rows else plan.participant.steps for plan in plans]
     work = [(n, member.steps, member.size) for n, member in zip(at_once, members, strict=True)]
     order = sorted(range(len(plans)), key=work.__getitem__, reverse=True)
     full = [work[i][0] for i in order]
@@ -69,16 +69,10 @@ def chunks_that_pay(plans: Sequence[WorkPlan], most: int, numel: int) -> Iterato
         total = steps_before[stop] - steps_before[start]
         common = full_before[stop] - full_before[start]
         is_equal = work[order[start]] == work[order[stop - 1]]
-        costs = _STACKED if not shares else _EQUAL if is_equal else _IN_TURNS
+        costs = _STACKED if not are_rows else _EQUAL if is_equal else _IN_TURNS
         together = costs.chunk + costs.client * (stop - start) + costs.step * full[start]
         together += (costs.row + costs.row_of_parameter * numel) * common + costs.smaller * (total - common)
         if together >= total + _CLIENT * (stop - start):
             stop = start + 1
         yield [plans[i] for i in order[start:stop]]
         start = stop
-
-
-def share_tensors(plans: Sequence[WorkPlan]) -> bool:
-    """Whether all clients are cut out of the same tensors, so that a chunk's batches are one lookup."""
-    tensors = {id(plan.batches.tensors) if isinstance(plan.batches, TensorBatches) else None for plan in plans}
-    return len(tensors) == 1 and None not in tensors

@@ -1,5 +1,7 @@
 """Clients' data on the device that trains them, moved there once."""
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -11,13 +13,15 @@ _SHARE = 4  # at most one part in so many of the free memory holds data
 class ResidentData:
     """Copies of data sets' tensors on a GPU, where they fit a quarter of its free memory; on a CPU there is no need.
 
+    A copy is let go of together with its original: clients that are built on demand leave nothing behind.
+
     Args:
         device: Where clients are trained.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._held: dict[tuple[int, ...], tuple[tuple[Tensor, ...], tuple[int, ...], tuple[Tensor, ...]]] = {}
+        self._held: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[Tensor, ...] | None]] = {}
 
     def of(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return tensors of the same content, on the device if they fit; anew where somebody has written to them."""
@@ -25,12 +29,14 @@ class ResidentData:
             return tensors
         key, versions = tuple(map(id, tensors)), tuple(t._version for t in tensors)
         held = self._held.get(key)
-        if held is None or held[1] != versions:
+        if held is None:
+            for t in tensors:  # whose ids may be others' then
+                weakref.finalize(t, _forget, weakref.ref(self), key).atexit = False
+        if held is None or held[0] != versions:
             size = sum(t.numel() * t.element_size() for t in tensors if t.device != self.device)
             fits = _SHARE * size <= self.free()
-            held = (tensors, versions, tuple(t.to(self.device) for t in tensors) if fits else tensors)
-            self._held[key] = held  # with the originals, whose ids nobody else can have then
-        return held[2]
+            held = self._held[key] = (versions, tuple(t.to(self.device) for t in tensors) if fits else None)
+        return tensors if held[1] is None else held[1]
 
     def index(self, rows: list[Tensor]) -> list[Tensor]:
         """Return tensors of rows on the device, all in one transfer."""
@@ -45,3 +51,9 @@ class ResidentData:
     def free(self) -> int:
         """The free memory of the device in bytes."""
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+
+
+def _forget(data: "weakref.ref[ResidentData]", key: tuple[int, ...]) -> None:
+    found = data()
+    if found is not None:
+        found._held.pop(key, None)

@@ -11,29 +11,28 @@ from lightning_fed.core.seeds import Purpose, capture_random_state, derive_seed,
 from lightning_fed.data.batches import ClientBatches, TensorBatches
 from lightning_fed.engines.anchors import KeptAnchor
 from lightning_fed.engines.base import Engine, RoundInputs
-from lightning_fed.engines.chunk_batches import (
-    Alike,
-    BatchGroup,
-    ChunkBatches,
-    OneClient,
-    SharedTensors,
-    Stream,
-    chunk_batches,
-    fits_one_lookup,
-    has_transfer_hooks,
-    look_up,
-)
+from lightning_fed.engines.batch_groups import BatchGroup
+from lightning_fed.engines.chunk_batches import ChunkBatches, chunk_batches, has_transfer_hooks
 from lightning_fed.engines.chunk_means import ChunkMeans
-from lightning_fed.engines.chunking import share_tensors
 from lightning_fed.engines.functional import FunctionalStep
 from lightning_fed.engines.local_steps import BoundSteps, LocalSteps
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.resident import ResidentData
+from lightning_fed.engines.row_batches import (
+    Alike,
+    OneClient,
+    RowBatches,
+    Stream,
+    are_of_one_kind,
+    fits_one_lookup,
+    is_rows,
+    look_up,
+)
 from lightning_fed.engines.stacked import StackedWork
 from lightning_fed.engines.stacked_optimizer import Clipping
 from lightning_fed.engines.turns import full_size_of, turns
 
-__all__ = ["Stepping", "is_rows"]
+__all__ = ["Stepping"]
 
 
 class Stepping:
@@ -68,9 +67,9 @@ class Stepping:
             return False
         if not StackedWork.plain_steps(self.algorithm, self.optimizer, clip):
             return False
-        if not share_tensors(plans) or self.has_hooks:
+        if self.has_hooks or not are_of_one_kind([plan.batches for plan in plans]):
             return False
-        return all(is_rows(p.batches) and full_size_of(p) == self.batch_size for p in plans)
+        return all(full_size_of(plan) == self.batch_size for plan in plans)
 
     def run(
         self,
@@ -97,7 +96,7 @@ class Stepping:
         batches = self.batches(plans, streams, self.step.reads_index)
         with self.step.recording(), torch.no_grad():
             if in_turns:
-                assert isinstance(batches, SharedTensors)
+                assert isinstance(batches, RowBatches)
                 self._take_turns(inputs, batches, work, means)
             elif isinstance(batches, OneClient):
                 self._step_one(inputs, batches, work, means, kept)
@@ -189,7 +188,7 @@ class Stepping:
         self._taken = (self._taken or 0) + 1
         self.trainer._signal_connector.check()
 
-    def _take_turns(self, inputs: RoundInputs, batches: SharedTensors, work: StackedWork, means: ChunkMeans) -> None:
+    def _take_turns(self, inputs: RoundInputs, batches: RowBatches, work: StackedWork, means: ChunkMeans) -> None:
         """Take the clients' full batches at once, and their smaller ones client by client."""
         anchor, size = self._anchor(inputs), self.batch_size
         assert size is not None
@@ -310,8 +309,3 @@ def _scatter(groups: Sequence[BatchGroup], parts: Sequence[Sequence[Tensor]], wo
         for whole, part in zip(out, columns, strict=True):
             whole[group.rows] = part
     return out
-
-
-def is_rows(batches: ClientBatches) -> bool:
-    """Whether a batch is nothing but rows of tensors, which takes no randomness but the order's."""
-    return isinstance(batches, TensorBatches) and batches.is_plain

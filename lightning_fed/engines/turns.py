@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from lightning_fed.data.batches import TensorBatches
-from lightning_fed.engines.chunk_batches import BatchGroup, SharedTensors
+from lightning_fed.engines.batch_groups import BatchGroup
 from lightning_fed.engines.plan import WorkPlan
+from lightning_fed.engines.row_batches import RowBatches
 
 __all__ = ["full_batches", "full_size_of", "pieces", "turns"]
 
@@ -32,7 +33,7 @@ def pieces(active: int) -> Iterator[slice]:
         start += count
 
 
-def turns(batches: SharedTensors, size: int) -> Iterator[tuple[slice, BatchGroup]]:
+def turns(batches: RowBatches, size: int) -> Iterator[tuple[slice, BatchGroup]]:
     """Yield the clients' steps: on full batches many at once, on each smaller one its client alone, as it comes to it.
 
     Every client takes its own steps in order; who is ahead of whom makes no difference to what it arrives at. Clients

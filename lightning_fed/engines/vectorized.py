@@ -18,7 +18,6 @@ from lightning_fed.core.types import State, Vector
 from lightning_fed.data.batches import ClientBatches, TensorBatches
 from lightning_fed.engines.anchors import AnchorPass
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs
-from lightning_fed.engines.chunk_batches import on_device
 from lightning_fed.engines.chunk_means import ChunkMeans, LoggedMean
 from lightning_fed.engines.chunking import chunks_that_pay
 from lightning_fed.engines.faults import fault_of
@@ -28,11 +27,12 @@ from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.hooks import overridden_hooks
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.resident import ResidentData
+from lightning_fed.engines.row_batches import RowSource, are_of_one_kind, is_rows
 from lightning_fed.engines.stack import Stack
 from lightning_fed.engines.stacked import StackedWork
 from lightning_fed.engines.stacked_optimizer import ELEMENTWISE, Clipping
 from lightning_fed.engines.steady import Steady
-from lightning_fed.engines.stepping import Stepping, is_rows
+from lightning_fed.engines.stepping import Stepping
 from lightning_fed.engines.trial import Trial
 from lightning_fed.engines.turns import full_batches
 
@@ -199,14 +199,14 @@ class VectorizedEngine(Engine):
         batches = [plan.batches for plan in plans if isinstance(plan.batches, TensorBatches)]
         if len(plans) == 1 or len(batches) < len(plans) or self.stepping.has_hooks:
             return None
-        tensors, size = batches[0].tensors, batches[0].size
-        if size > batches[0].settings.full_batch_size or not all(
-            self._traces_gradients(b) and b.size == size and b.tensors is tensors for b in batches
-        ):
+        size = batches[0].size
+        if size > batches[0].settings.full_batch_size or not are_of_one_kind(batches):
             return None
-        rows = torch.cat([b.stored_rows() for b in batches])
-        picked = [t.index_select(0, rows.to(t.device)) for t in self.resident.of(tensors)]
-        batch = on_device(self.trainer, [t.view(len(plans), size, *t.shape[1:]) for t in picked])
+        if not all(self._traces_gradients(b) and b.size == size for b in batches):
+            return None
+        source = RowSource(self.trainer, batches, self.resident)
+        rows = source.moved([source.places(client, b.stored_rows()) for client, b in enumerate(batches)])
+        batch = source.together(range(len(batches)), rows)
         grads: dict[str, Tensor] = {}
         with self.gradients.silent(), self.step.recording():
             for name in self.algorithm.full_grad_at:

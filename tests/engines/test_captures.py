@@ -1,5 +1,6 @@
 """Recorded local steps and data on the device, with stand-ins for what only a GPU has."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -111,6 +112,23 @@ def test_data_that_does_not_fit_stays_where_it_is() -> None:
     far.room = 100
     x = torch.arange(26.0)
     assert far.of((x,)) == (x,)
+
+
+@pytest.mark.parametrize("room", [10**6, 0])
+def test_data_that_is_gone_leaves_nothing_behind(room: int) -> None:
+    far = Far(torch.device("meta"))
+    far.room = room
+    x, y = torch.arange(6.0), torch.arange(6)
+    far.of((x, y))
+    kept = weakref.ref(x)
+    assert len(far._held) == 1
+    del x
+    assert kept() is None
+    assert not far._held
+    assert far.of((y,))[0].device.type == ("meta" if room else "cpu")
+    copies = weakref.ref(far.of((y,))[0])
+    del far
+    assert room == 0 or copies() is None
 
 
 def test_rows_travel_in_one_transfer_and_come_back_as_they_were() -> None:

