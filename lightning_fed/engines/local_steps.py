@@ -19,6 +19,8 @@ from lightning_fed.engines.traces import Found, TracedStep, kinds, resized
 
 __all__ = ["BoundSteps", "LocalSteps"]
 
+_COUNTS = (5, 7)  # of clients with whom a graph that takes any number is made, whoever is at work
+
 
 class LocalSteps:
     """The traced local steps of a method.
@@ -146,7 +148,7 @@ class BoundSteps:
         self, group: BatchGroup, leaves: Sequence[Tensor], spec: Any, kept: KeptAnchor | None
     ) -> tuple[Tensor, dict[str, Logged]] | None:
         """Do the same with batches of a shape that is new to these clients, or may be."""
-        key = (spec, kept is None, *kinds(leaves))
+        key = (spec, kept is None, *self._kinds(leaves))
         if key not in self._found:
             stands_still = self._work.skips and self._step.unused_in(group.first, group.batch_idx)
             self._found[key] = None if stands_still else self._trace(leaves, spec, group.examples, kept)
@@ -173,6 +175,22 @@ class BoundSteps:
             capture = captured(self._step.traces, traced, self._y, self._views, given, ready.rest)
             self._ready[group.examples, kept is None] = ready if capture is None else replace(ready, capture=capture)
         return loss, self._step.logged(values)
+
+    def fits_any_count(self, group: BatchGroup) -> bool:
+        """Whether there is a trace of such a step that takes any number of clients at once."""
+        full = self._steps.batch_size
+        if full is None or group.examples > full or (self._work.skips and self._step.unused_in(group.first, 0)):
+            return False
+        leaves, spec = flatten(group.batch)
+        return self._get_any_count(self._key(spec, None), leaves, spec) is not None
+
+    def _key(self, spec: Any, kept: KeptAnchor | None) -> tuple[Any, ...]:
+        """Return what decides the function that is traced."""
+        return "step", spec, self._constants.key, kept is None
+
+    def _kinds(self, leaves: Sequence[Tensor]) -> list[Any]:
+        """Return what tells the tensors of batches apart, whatever the number of clients at once."""
+        return kinds(leaves) if self.alone else [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
 
     def _run_once(self, traced: TracedStep) -> "_Ready":
         """Work out what stays as it is from step to step."""
@@ -208,8 +226,10 @@ class BoundSteps:
         full = self._steps.batch_size
         if full is None or examples > full:
             return None
-        key = ("step", spec, self._constants.key, kept is None)
-        if examples in (1, full) or not self.alone:
+        key = self._key(spec, kept)
+        if not self.alone:
+            return self._get_any_count(key, leaves, spec) or self._get((*key, *kinds(leaves)), leaves, spec, kept)
+        if examples in (1, full):
             return self._get((*key, *kinds(leaves)), leaves, spec, kept)
         if any(len(leaf) != examples for leaf in leaves):
             return None
@@ -234,6 +254,24 @@ class BoundSteps:
             return self._flat(leaves, kept) if size is None else self._flat_of(resized(leaves, size), kept)
 
         return self._step.traces.get_step(key, function, flat, len(self._views), len(self._fixed), notes)
+
+    def _get_any_count(self, key: Any, leaves: Sequence[Tensor], spec: Any) -> TracedStep | None:
+        """Return the graph of several clients that takes any number of them, if there is one.
+
+        A GPU, where all take a step together, does without: larger models would not fit so many times.
+        """
+        if self._y.device.type != "cpu":
+            return None
+
+        def of(count: int) -> list[Tensor]:
+            return [*resized((*self._views, *leaves), count), *self._constants.of(count)]
+
+        function, notes = self._function(len(leaves), spec, None), self._constants.notes
+        counts = (len(self._views), len(self._fixed))
+        key = (*key, *self._kinds(leaves))
+        return self._step.traces.get_step(
+            key, function, lambda: of(_COUNTS[0]), *counts, notes, again=lambda: of(_COUNTS[1])
+        )
 
     def _flat(self, leaves: Sequence[Tensor], kept: KeptAnchor | None) -> list[Tensor]:
         return [*self._views, *leaves, *(() if kept is None else kept.parts), *self._fixed]

@@ -159,6 +159,7 @@ class RowBatches:
     """Batches of several clients that are rows of tensors of one kind.
 
     Attributes:
+        kinds: The types and shapes of the tensors' rows.
         rows: For every client its batches: the index in its local epoch, and where its rows are looked up [B].
     """
 
@@ -173,6 +174,7 @@ class RowBatches:
     ) -> None:
         self.by_index = by_index
         self._source = source = RowSource(trainer, [_tensor_batches(plan) for plan in plans], resident)
+        self.kinds = tuple((t.dtype, t.shape[1:]) for t in _tensor_batches(plans[0]).tensors)
         self._step = 0
         one = torch.Generator()  # whose orders are drawn right away, client by client
         on_host = [

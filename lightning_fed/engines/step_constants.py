@@ -12,7 +12,7 @@ from lightning_fed.core.rounds import Step
 from lightning_fed.core.types import State
 from lightning_fed.core.watched import Watched
 from lightning_fed.engines.stacked import StackedWork
-from lightning_fed.engines.traces import TracedStep
+from lightning_fed.engines.traces import TracedStep, resized
 
 __all__ = ["Constants", "KnownParts"]
 
@@ -71,20 +71,28 @@ class Constants:
     """
 
     def __init__(self, work: StackedWork, algorithm: Algorithm, alone: bool, like: "Constants | None" = None) -> None:
-        self.corrects, self.alone, self.layout, self.count = work.corrects, alone, work.layout, work.active
+        self.corrects, self.alone, self.layout = work.corrects, alone, work.layout
         self.anchor_at = algorithm.anchor_at
         self.notes: dict[str, set[str]] = {"server": set(), "cohort_grad": set()}
         self._states: dict[str, Sequence[str]] = {} if like is None else like._states
         self._all: list[tuple[Tensor, bool]] = [] if like is None else like._all  # and whether it is the clients' own
-        self.key: tuple[Any, ...] = (alone, work.active, tuple(work.decay))
+        self.key: tuple[Any, ...] = (alone, tuple(work.decay))  # the same for any number of clients at once
         if not self.corrects:
             self.tensors: list[Tensor] = []
+            self._are_own: list[bool] = []
             return
         if like is None:
             self._collect(work)
         at: int | slice = work.start if alone else work.at_work
         self.tensors = [value[at] if is_own else value for value, is_own in self._all]
-        self.key = (*self.key, tuple(self._states.items()), *[(t.shape, t.dtype) for t in self.tensors])
+        self._are_own = [is_own and not alone for _, is_own in self._all]
+        shapes = [t.shape[1:] if own else t.shape for t, own in zip(self.tensors, self._are_own, strict=True)]
+        self.key = (*self.key, tuple(self._states.items()), *zip(shapes, (t.dtype for t in self.tensors), strict=True))
+
+    def of(self, count: int) -> list[Tensor]:
+        """Return the tensors of so many clients, made of those of these."""
+        both = zip(self.tensors, self._are_own, strict=True)
+        return [resized([value], count)[0] if is_own else value for value, is_own in both]
 
     def _collect(self, work: StackedWork) -> None:
         """List the tensors of all clients."""
@@ -123,10 +131,10 @@ class Constants:
 
     def _own(self, state: State) -> list[State]:
         """Cut the clients' states: vectors [S, P] into [S, *shape], a number per client [S] into [S, 1, ...]."""
-        layout, count = self.layout, self.count
+        layout = self.layout
         return [
             {
-                name: self._cut(value, i) if value.shape == (count, layout.numel) else value.view(-1, *[1] * len(shape))
+                name: self._cut(value, i) if value.shape[1:] == (layout.numel,) else value.view(-1, *[1] * len(shape))
                 for name, value in state.items()
             }
             for i, shape in enumerate(layout.shapes)
@@ -134,4 +142,4 @@ class Constants:
 
     def _cut(self, value: Tensor, i: int) -> Tensor:
         start, layout = sum(self.layout.sizes[:i]), self.layout
-        return value[:, start : start + layout.sizes[i]].view(self.count, *layout.shapes[i])
+        return value[:, start : start + layout.sizes[i]].view(len(value), *layout.shapes[i])

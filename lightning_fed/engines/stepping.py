@@ -193,7 +193,8 @@ class Stepping:
         anchor, size = self._anchor(inputs), self.batch_size
         assert size is not None
         bounds: dict[tuple[int, int], BoundSteps | None] = {}
-        for k, (rows, group) in enumerate(turns(batches, size)):
+        whole = self._takes_any_count(batches, work, size)
+        for k, (rows, group) in enumerate(turns(batches, size, whole)):
             self._taken = k
             self.trainer._signal_connector.check()
             at = (rows.stop - rows.start, rows.start)
@@ -203,6 +204,22 @@ class Stepping:
             bound = bounds[at]
             if bound is None or not self._take_traced(bound, [group], means):
                 self._step(work, [group], anchor, means)
+
+    def _takes_any_count(self, batches: RowBatches, work: StackedWork, size: int) -> bool:
+        """Whether the traced step on full batches takes any number of clients; found out before the first is taken.
+
+        What is run depends on the clients' work alone then, and not on what was run before.
+        """
+        traces, key = self.step.traces, batches.kinds
+        if key not in traces.fit_any_count:
+            full = sum(len(of_client[0][1]) == size for of_client in batches.rows if of_client)
+            if full < 2:
+                return False
+            work.narrow(full)
+            bound = self.steps.bind(work)
+            group = batches.together(slice(0, full), [0] * full)
+            traces.fit_any_count[key] = bound is not None and bound.fits_any_count(group)
+        return traces.fit_any_count[key]
 
     def _take_traced(
         self, bound: BoundSteps, groups: Sequence[BatchGroup], means: ChunkMeans, kept: KeptAnchor | None = None

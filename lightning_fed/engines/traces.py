@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fed._compat import rank_zero_warn
+from lightning_fed.engines.counts import take_any_count
 from lightning_fed.engines.graphs import StepGraphs, same, split_step, use_bindings
 from lightning_fed.engines.onednn import use_onednn
 from lightning_fed.engines.simplify import simplify
@@ -29,10 +30,14 @@ class Traces:
     A trace repeats what Python decided when it was made. Whoever holds the traces must therefore forbid them where
     Python may decide otherwise later, drop them when something has changed, and check them now and then. What is traced
     must not depend on what was run before: a trace rounds otherwise, and a resumed run has the same bits.
+
+    Attributes:
+        fit_any_count: Whether traced steps take any number of clients at once, by the kinds of their batches.
     """
 
     def __init__(self) -> None:
         self.allowed = self.may_capture = True
+        self.fit_any_count: dict[Any, bool] = {}
         self._made: dict[Any, Callable[..., Found]] = {}
         self._steps: dict[Any, TracedStep | None] = {}
 
@@ -43,13 +48,13 @@ class Traces:
     def forbid(self) -> None:
         """Drop all traces and make no others."""
         self.allowed = False
-        self._made.clear()
-        self._steps.clear()
+        self.drop()
 
     def drop(self) -> None:
         """Drop all traces; they are made anew."""
         self._made.clear()
         self._steps.clear()
+        self.fit_any_count.clear()
 
     def get(self, key: Any, function: Callable[..., Found], flat: Sequence[Tensor]) -> Callable[..., Found] | None:
         """Return the trace of a function, None if there can be none.
@@ -75,6 +80,7 @@ class Traces:
         constants: int,
         notes: dict[str, set[str]],
         prepare: Callable[[fx.GraphModule], int | None] | None = None,
+        again: Callable[[], Sequence[Tensor]] | None = None,
     ) -> "TracedStep | None":
         """Return the trace of a function that moves its first ``count`` tensors along what it returns first.
 
@@ -87,6 +93,7 @@ class Traces:
             notes: What the function notes of what it reads.
             prepare: Changes what the trace returns; from the trace to the number of tensors that it then moves, None if
                 there is to be none.
+            again: Makes those of another number of clients, for a trace that takes any number of them.
 
         Returns:
             None if there can be none.
@@ -94,7 +101,7 @@ class Traces:
         if key not in self._steps:
             if not self.allowed:
                 return None
-            self._steps[key] = self._make_step(function, flat(), count, constants, notes, prepare)
+            self._steps[key] = self._make_step(function, flat(), count, constants, notes, prepare, again)
         return self._steps[key]
 
     def _make_step(
@@ -105,6 +112,7 @@ class Traces:
         constants: int,
         notes: dict[str, set[str]],
         prepare: Callable[[fx.GraphModule], int | None] | None,
+        again: Callable[[], Sequence[Tensor]] | None,
     ) -> "TracedStep | None":
         # a correction that cannot be traced leaves the gradients, which are traced by themselves
         traced = self._trace(function, flat, may_fail=constants > 0)
@@ -120,6 +128,14 @@ class Traces:
         graphs = split_step(module.graph, count, constants)
         if graphs is None:
             return None
+        if again is not None:
+            traced = self._trace(function, again(), may_fail=True)
+            other = None if traced is None else split_step(traced[0].graph, count, constants)
+            if traced is None or other is None:
+                return None
+            pairs = [(graphs.once, other.once), (graphs.step, other.step)]
+            if graphs.has_sum != other.has_sum or not take_any_count(pairs, (module, traced[0])):
+                return None
         return TracedStep(whole, graphs, count, sizes, {name: set(read) for name, read in notes.items()})
 
     def is_same(self, step: "TracedStep", function: Callable[..., Found], flat: Sequence[Tensor]) -> bool:

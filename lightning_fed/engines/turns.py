@@ -33,7 +33,7 @@ def pieces(active: int) -> Iterator[slice]:
         start += count
 
 
-def turns(batches: RowBatches, size: int) -> Iterator[tuple[slice, BatchGroup]]:
+def turns(batches: RowBatches, size: int, whole: bool = False) -> Iterator[tuple[slice, BatchGroup]]:
     """Yield the clients' steps: on full batches many at once, on each smaller one its client alone, as it comes to it.
 
     Every client takes its own steps in order; who is ahead of whom makes no difference to what it arrives at. Clients
@@ -42,6 +42,7 @@ def turns(batches: RowBatches, size: int) -> Iterator[tuple[slice, BatchGroup]]:
     Args:
         batches: The batches of clients that are sorted by :func:`full_batches`, those with the most first.
         size: The examples in a full batch.
+        whole: Whether any number of clients may step at once; or they go in :func:`pieces`.
 
     Yields:
         The rows of the clients that take a step, and their batches.
@@ -60,6 +61,6 @@ def turns(batches: RowBatches, size: int) -> Iterator[tuple[slice, BatchGroup]]:
             active -= 1
         if not active:
             return
-        for piece in pieces(active):
+        for piece in (slice(0, active),) if whole else pieces(active):
             yield piece, batches.together(piece, at)
         at[:active] = [k + 1 for k in at[:active]]
