@@ -206,20 +206,21 @@ class Stepping:
                 self._step(work, [group], anchor, means)
 
     def _takes_any_count(self, batches: RowBatches, work: StackedWork, size: int) -> bool:
-        """Whether the traced step on full batches takes any number of clients; found out before the first is taken.
+        """Whether the traced step that comes first takes any number of clients; found out before it is taken.
 
         What is run depends on the clients' work alone then, and not on what was run before.
         """
-        traces, key = self.step.traces, batches.kinds
-        if key not in traces.fit_any_count:
-            full = sum(len(of_client[0][1]) == size for of_client in batches.rows if of_client)
-            if full < 2:
-                return False
-            work.narrow(full)
+        firsts = [len(of_client[0][1]) for of_client in batches.rows if of_client]
+        full = firsts.count(size)
+        count = full or (len(firsts) if len(set(firsts)) == 1 else 0)
+        if count < 2:
+            return False
+        known, key = self.step.traces.fit_any_count, (batches.kinds, firsts[0])
+        if key not in known:
+            work.narrow(count)
             bound = self.steps.bind(work)
-            group = batches.together(slice(0, full), [0] * full)
-            traces.fit_any_count[key] = bound is not None and bound.fits_any_count(group)
-        return traces.fit_any_count[key]
+            known[key] = bound is not None and bound.fits_any_count(batches.together(slice(0, count), [0] * count))
+        return known[key]
 
     def _take_traced(
         self, bound: BoundSteps, groups: Sequence[BatchGroup], means: ChunkMeans, kept: KeptAnchor | None = None

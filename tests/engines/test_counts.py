@@ -154,6 +154,20 @@ def test_one_trace_serves_all_numbers_of_clients(algorithm: Any, made: list[int]
     assert len(steps) == 3 * (7 + 5)  # the full batches of all at work, and five smaller ones
 
 
+def test_clients_of_a_single_smaller_batch_are_all_at_once_too(made: list[int], steps: list[int]) -> None:
+    options = {**OPTIONS, "datamodule": partial(cut, (3,) * 9), "local_epochs": 2, "algorithm": Scaffold()}
+    assert_agree(*(run(engine, **options) for engine in ("sequential", "vectorized")))
+    assert made == [5]
+    assert steps == [9] * 6
+
+
+def test_clients_with_smaller_batches_of_their_own_are_never_at_once(made: list[int], steps: list[int]) -> None:
+    options = {**OPTIONS, "datamodule": partial(cut, (3, 2, 1, 3, 2, 3, 1, 2, 3))}
+    assert_agree(*(run(engine, **options) for engine in ("sequential", "vectorized")))
+    assert not made
+    assert set(steps) == {1}
+
+
 @pytest.mark.parametrize("algorithm", METHODS, ids=["FedAvg", "Scaffold", "Mime"])
 def test_traces_that_do_not_are_made_for_a_few_numbers(
     algorithm: Any, made: list[int], steps: list[int], monkeypatch: pytest.MonkeyPatch
