@@ -53,7 +53,10 @@ def on_device(trainer: pl.Trainer, tensors: list[Tensor]) -> list[Tensor]:
     """Convert and move tensors as Lightning does where nobody has transfer hooks."""
     converted: list[Tensor] = trainer.precision_plugin.convert_input(tensors)
     device = trainer.strategy.root_device
-    return converted if device.type == "cpu" else trainer.strategy.batch_to_device(converted, device)
+    if device.type == "cpu" and all(t.device.type == "cpu" for t in converted):
+        return converted
+    moved: list[Tensor] = trainer.strategy.batch_to_device(converted, device)
+    return moved
 
 
 def chosen(rows: Sequence[int], active: int) -> slice | Tensor:

@@ -5,9 +5,10 @@ from itertools import islice
 from typing import Any, Protocol
 
 import pytorch_lightning as pl
+from torch import Tensor
 
 from lightning_fed._compat import is_overridden
-from lightning_fed.engines.batch_groups import BatchGroup, chosen
+from lightning_fed.engines.batch_groups import BatchGroup, chosen, on_device
 from lightning_fed.engines.functional import batch_shape, stack_batches
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.hooks import TRANSFER_HOOKS
@@ -50,7 +51,7 @@ def chunk_batches(
         if len(plans) == 1 and fits_one_lookup(plans[0].batches):
             return OneClient(trainer, plans[0], streams[0], shuffle, resident)
         return RowBatches(trainer, plans, streams, shuffle, by_index, resident)
-    return _AnyBatches(trainer, plans, streams, shuffle, by_index)
+    return _AnyBatches(trainer, plans, streams, shuffle, by_index, has_hooks)
 
 
 def has_transfer_hooks(trainer: pl.Trainer) -> bool:
@@ -75,15 +76,17 @@ class _AnyBatches:
         streams: Sequence[Stream],
         shuffle: bool,
         by_index: bool,
+        has_hooks: bool,
     ) -> None:
-        self.trainer, self.by_index = trainer, by_index
+        self.trainer, self.by_index, self.has_hooks = trainer, by_index, has_hooks
         self._batches = [_batches(plan, stream, shuffle) for plan, stream in zip(plans, streams, strict=True)]
 
     def step(self, active: int) -> list[BatchGroup]:
         groups: dict[Any, list[tuple[int, Any, int, int]]] = {}
         for row, client in enumerate(self._batches[:active]):
             batch_idx, batch, examples = next(client)
-            batch = prepare_batch(self.trainer, batch)
+            is_plain = type(batch) is list and all(type(part) is Tensor for part in batch) and not self.has_hooks
+            batch = on_device(self.trainer, batch) if is_plain else prepare_batch(self.trainer, batch)
             key = (batch_shape(batch), examples, batch_idx if self.by_index else 0)
             groups.setdefault(key, []).append((row, batch, examples, batch_idx))
         out = []

@@ -13,7 +13,7 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.data.batch_settings import BatchSettings
 from lightning_fed.data.batches import LoaderBatches, TensorBatches
-from lightning_fed.engines import row_batches, stepping
+from lightning_fed.engines import chunk_batches, row_batches, stepping
 from lightning_fed.engines.full_gradients import FullGradients
 from lightning_fed.engines.resident import ResidentData
 from lightning_fed.engines.row_batches import RowSource, are_of_one_kind
@@ -134,3 +134,15 @@ def test_clients_whose_tensors_differ_in_type_are_still_run_at_once(taken: list[
 
     assert_agree(run("sequential", datamodule=mixed), run("vectorized", datamodule=mixed))
     assert not taken
+
+
+def test_batches_that_are_transformed_are_still_moved_without_lightnings_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def transformed() -> FederatedDataModule:
+        sets = [classification(n, seed=i) for i, n in enumerate(SIZES)]
+        return FederatedDataModule(
+            sets, batch_size=4, val=classification(20, 7), transform=lambda batch: [2.0 * batch[0], batch[1]]
+        )
+
+    expected = run("sequential", datamodule=transformed)
+    monkeypatch.setattr(chunk_batches, "prepare_batch", None)
+    assert_agree(expected, run("vectorized", datamodule=transformed))
