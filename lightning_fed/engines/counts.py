@@ -73,6 +73,8 @@ def _stacked(pairs: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node | None, tuple[in
         ]
         if shapes[0] == shapes[1]:
             continue
+        if len(shapes[0]) != len(shapes[1]):
+            raise _DiffersError
         counts = (shapes[0][0], shapes[1][0])
         if shapes[0][1:] != shapes[1][1:] or (found[0] is not None and found[1] != counts):
             raise _DiffersError

@@ -12,11 +12,10 @@ from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
-from lightning_fed.engines import stepping, traces
+from lightning_fed.engines import traces
 from lightning_fed.engines.counts import take_any_count
 from lightning_fed.engines.simplify import simplify
 from lightning_fed.engines.traces import Traces
-from lightning_fed.engines.turns import turns
 from tests.engines.test_turns import cut
 from tests.helpers.engines import assert_agree, run, state_of
 from tests.helpers.training import same
@@ -124,20 +123,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return make(self, function, flat, *args)
 
     monkeypatch.setattr(Traces, "_make_step", noted)
-    return found
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many clients took each step."""
-    found: list[int] = []
-
-    def noted(*args: Any) -> Any:
-        for rows, group in turns(*args):
-            found.append(rows.stop - rows.start)
-            yield rows, group
-
-    monkeypatch.setattr(stepping, "turns", noted)
     return found
 
 

@@ -13,11 +13,10 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.data.batch_settings import BatchSettings
 from lightning_fed.data.batches import LoaderBatches, TensorBatches
-from lightning_fed.engines import chunk_batches, row_batches, stepping
+from lightning_fed.engines import chunk_batches, row_batches
 from lightning_fed.engines.full_gradients import FullGradients
 from lightning_fed.engines.resident import ResidentData
 from lightning_fed.engines.row_batches import RowSource, are_of_one_kind
-from lightning_fed.engines.turns import turns
 from tests.helpers.engines import assert_agree, run
 from tests.helpers.training import classification, trainer
 
@@ -84,30 +83,16 @@ def some_shared() -> FederatedDataModule:
     return FederatedDataModule([*sets, classification(5, 2)], batch_size=4, val=classification(20, 7))
 
 
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many clients took each step."""
-    found: list[int] = []
-
-    def noted(*args: Any) -> Any:
-        for rows, group in turns(*args):
-            found.append(rows.stop - rows.start)
-            yield rows, group
-
-    monkeypatch.setattr(stepping, "turns", noted)
-    return found
-
-
 @pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(), Mime(SGDm())], ids=["FedAvg", "Scaffold", "Mime"])
 @pytest.mark.parametrize("data", [own, some_shared])
 @pytest.mark.parametrize("joined", [2**25, 0], ids=["side by side", "one by one"])
 def test_the_result_is_that_of_the_sequential_engine(
-    algorithm: Any, data: Any, joined: int, taken: list[int], monkeypatch: pytest.MonkeyPatch
+    algorithm: Any, data: Any, joined: int, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_batches, "_JOINED", joined)
     options = {"datamodule": data, "algorithm": algorithm, "local_epochs": 2}
     assert_agree(run("sequential", **options), run("vectorized", **options))
-    assert max(taken) > 1
+    assert max(steps) > 1
 
 
 def test_full_batch_gradients_of_clients_with_as_many_examples_are_taken_at_once(
@@ -126,14 +111,14 @@ def test_full_batch_gradients_of_clients_with_as_many_examples_are_taken_at_once
     assert calls == [4, 4, 4]
 
 
-def test_clients_whose_tensors_differ_in_type_are_still_run_at_once(taken: list[int]) -> None:
+def test_clients_whose_tensors_differ_in_type_are_still_run_at_once(steps: list[int]) -> None:
     def mixed() -> FederatedDataModule:
         sets: list[Dataset[Any]] = [classification(n, seed=i) for i, n in enumerate(SIZES)]
         sets[1] = ConcatDataset([sets[1]])
         return FederatedDataModule(sets, batch_size=4, val=classification(20, 7))
 
     assert_agree(run("sequential", datamodule=mixed), run("vectorized", datamodule=mixed))
-    assert not taken
+    assert not steps
 
 
 def test_batches_that_are_transformed_are_still_moved_without_lightnings_hooks(monkeypatch: pytest.MonkeyPatch) -> None:

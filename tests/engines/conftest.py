@@ -1,0 +1,22 @@
+"""What tests of engines look at."""
+
+from typing import Any
+
+import pytest
+
+from lightning_fed.engines import stepping
+from lightning_fed.engines.turns import turns
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many clients took each step, of those that do not wait for each other."""
+    found: list[int] = []
+
+    def noted(*args: Any) -> Any:
+        for rows, group in turns(*args):
+            found.append(rows.stop - rows.start)
+            yield rows, group
+
+    monkeypatch.setattr(stepping, "turns", noted)
+    return found
