@@ -134,7 +134,7 @@ class _AtPoint:
 
 @dataclass(frozen=True, slots=True)
 class KeptAnchor:
-    """The parts of the gradient at the anchor on one batch."""
+    """The parts of the gradient at the anchor on one batch; on a batch of each of several clients, if :meth:`stacked`."""
 
     parts: list[Tensor]
     _made_by: _AtPoint
@@ -143,6 +143,12 @@ class KeptAnchor:
     def assemble(self) -> Callable[..., list[Tensor]]:
         """From the tensors of the batch and the parts to the gradients."""
         return self._made_by.parts.assemble
+
+    @staticmethod
+    def stacked(kept: "Sequence[KeptAnchor]") -> "KeptAnchor":
+        """Return those of several clients' batches of one size as one, each part [n, ...]."""
+        parts = [torch.stack(column) for column in zip(*(each.parts for each in kept), strict=True)]
+        return KeptAnchor(parts, kept[0]._made_by)
 
     def parts_of(self, leaves: Sequence[Tensor], sums: Sequence[Tensor]) -> list[Tensor]:
         """Return the parts of another batch, given memory in the parameters' shapes; for traces of other sizes."""

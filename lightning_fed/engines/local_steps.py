@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.engines.anchors import KeptAnchor
@@ -97,7 +98,7 @@ class BoundSteps:
 
         Args:
             group: The batches of the clients at work.
-            kept: What is kept of the gradient at the anchor on the batch of a single client, if anything is.
+            kept: What is kept of the gradients at the anchor on them, if anything is.
 
         Returns:
             The losses and what was logged, or None if no step was taken, since it cannot be traced.
@@ -176,13 +177,13 @@ class BoundSteps:
             self._ready[group.examples, kept is None] = ready if capture is None else replace(ready, capture=capture)
         return loss, self._step.logged(values)
 
-    def fits_any_count(self, group: BatchGroup) -> bool:
+    def fits_any_count(self, group: BatchGroup, kept: KeptAnchor | None) -> bool:
         """Whether there is a trace of such a step that takes any number of clients at once."""
         full = self._steps.batch_size
         if full is None or group.examples > full or (self._work.skips and self._step.unused_in(group.first, 0)):
             return False
         leaves, spec = flatten(group.batch)
-        return self._get_any_count(self._key(spec, None), leaves, spec) is not None
+        return self._get_any_count(self._key(spec, kept), leaves, spec, kept) is not None
 
     def _key(self, spec: Any, kept: KeptAnchor | None) -> tuple[Any, ...]:
         """Return what decides the function that is traced."""
@@ -228,7 +229,8 @@ class BoundSteps:
             return None
         key = self._key(spec, kept)
         if not self.alone:
-            return self._get_any_count(key, leaves, spec) or self._get((*key, *kinds(leaves)), leaves, spec, kept)
+            found = self._get_any_count(key, leaves, spec, kept)
+            return found or self._get((*key, *kinds(leaves)), leaves, spec, kept)
         if examples in (1, full):
             return self._get((*key, *kinds(leaves)), leaves, spec, kept)
         if any(len(leaf) != examples for leaf in leaves):
@@ -255,7 +257,9 @@ class BoundSteps:
 
         return self._step.traces.get_step(key, function, flat, len(self._views), len(self._fixed), notes)
 
-    def _get_any_count(self, key: Any, leaves: Sequence[Tensor], spec: Any) -> TracedStep | None:
+    def _get_any_count(
+        self, key: Any, leaves: Sequence[Tensor], spec: Any, kept: KeptAnchor | None
+    ) -> TracedStep | None:
         """Return the graph of several clients that takes any number of them, if there is one.
 
         A GPU, where all take a step together, does without: larger models would not fit so many times.
@@ -264,9 +268,10 @@ class BoundSteps:
             return None
 
         def of(count: int) -> list[Tensor]:
-            return [*resized((*self._views, *leaves), count), *self._constants.of(count)]
+            parts = () if kept is None else kept.parts
+            return [*resized((*self._views, *leaves, *parts), count), *self._constants.of(count)]
 
-        function, notes = self._function(len(leaves), spec, None), self._constants.notes
+        function, notes = self._function(len(leaves), spec, kept), self._constants.notes
         counts = (len(self._views), len(self._fixed))
         key = (*key, *self._kinds(leaves))
         return self._step.traces.get_step(
@@ -297,7 +302,8 @@ class BoundSteps:
                 if kept is None:
                     found, _, _ = step.take(point, leaves, spec, self.alone, shared=True)
                 else:
-                    found = kept.assemble(*flat[n:at_fixed])
+                    assemble = kept.assemble if self.alone else vmap(kept.assemble)
+                    found = assemble(*flat[n:at_fixed])
                 anchors = [g.add(v, alpha=d) if d else g for g, v, d in zip(found, point, work.decay, strict=True)]
                 for each, anchor in zip(own, anchors, strict=True):
                     each.anchor_grad = anchor

@@ -78,7 +78,7 @@ class Stepping:
         work: StackedWork,
         means: ChunkMeans,
         in_turns: bool,
-        kept: Sequence[KeptAnchor] = (),
+        kept: Sequence[Sequence[KeptAnchor]],
     ) -> None:
         """Take all steps of the clients of a chunk.
 
@@ -88,7 +88,7 @@ class Stepping:
             work: Their parameters and states.
             means: Takes their losses, and what they log.
             in_turns: Whether they step in turns.
-            kept: What is kept of the gradients at the anchor on the first batches of a single client.
+            kept: What is kept of the gradients at the anchor on each client's first batches.
         """
         if self.step.is_random or not all(is_rows(plan.batches) for plan in plans):
             seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, plans[0].participant.index), self.device)
@@ -97,9 +97,9 @@ class Stepping:
         with self.step.recording(), torch.no_grad():
             if in_turns:
                 assert isinstance(batches, RowBatches)
-                self._take_turns(inputs, batches, work, means)
+                self._take_turns(inputs, batches, work, means, kept)
             elif isinstance(batches, OneClient):
-                self._step_one(inputs, batches, work, means, kept)
+                self._step_one(inputs, batches, work, means, kept[0])
             else:
                 steps = [plan.participant.steps for plan in plans]
                 self._step_together(inputs, steps, batches, work, means)
@@ -188,12 +188,19 @@ class Stepping:
         self._taken = (self._taken or 0) + 1
         self.trainer._signal_connector.check()
 
-    def _take_turns(self, inputs: RoundInputs, batches: RowBatches, work: StackedWork, means: ChunkMeans) -> None:
+    def _take_turns(
+        self,
+        inputs: RoundInputs,
+        batches: RowBatches,
+        work: StackedWork,
+        means: ChunkMeans,
+        kept: Sequence[Sequence[KeptAnchor]],
+    ) -> None:
         """Take the clients' full batches at once, and their smaller ones client by client."""
         anchor, size = self._anchor(inputs), self.batch_size
         assert size is not None
         bounds: dict[tuple[int, int], BoundSteps | None] = {}
-        whole = self._takes_any_count(batches, work, size)
+        whole, done = self._takes_any_count(batches, work, size, kept), [0] * len(kept)
         for k, (rows, group) in enumerate(turns(batches, size, whole)):
             self._taken = k
             self.trainer._signal_connector.check()
@@ -202,10 +209,14 @@ class Stepping:
             if at not in bounds:
                 bounds[at] = self.steps.bind(work, next(iter(bounds.values()), None))
             bound = bounds[at]
-            if bound is None or not self._take_traced(bound, [group], means):
+            if bound is None or not self._take_traced(bound, [group], means, _kept_of(kept, rows, done)):
                 self._step(work, [group], anchor, means)
+            for client in range(rows.start, rows.stop):
+                done[client] += 1
 
-    def _takes_any_count(self, batches: RowBatches, work: StackedWork, size: int) -> bool:
+    def _takes_any_count(
+        self, batches: RowBatches, work: StackedWork, size: int, kept: Sequence[Sequence[KeptAnchor]]
+    ) -> bool:
         """Whether the traced step that comes first takes any number of clients; found out before it is taken.
 
         What is run depends on the clients' work alone then, and not on what was run before.
@@ -215,11 +226,13 @@ class Stepping:
         count = full or (len(firsts) if len(set(firsts)) == 1 else 0)
         if count < 2:
             return False
-        known, key = self.step.traces.fit_any_count, (batches.kinds, firsts[0])
+        anchors = _kept_of(kept, slice(0, count), [0] * count)
+        known, key = self.step.traces.fit_any_count, (batches.kinds, firsts[0], anchors is None)
         if key not in known:
             work.narrow(count)
             bound = self.steps.bind(work)
-            known[key] = bound is not None and bound.fits_any_count(batches.together(slice(0, count), [0] * count))
+            group = batches.together(slice(0, count), [0] * count)
+            known[key] = bound is not None and bound.fits_any_count(group, anchors)
         return known[key]
 
     def _take_traced(
@@ -316,6 +329,14 @@ class Stepping:
     def _with_decay(self, grads: Sequence[Tensor], anchor: Sequence[Tensor], count: int) -> list[Tensor]:
         parts = zip(grads, anchor, self.optimizer.decay, strict=True)
         return [(g.add(v, alpha=decay) if decay else g).reshape(count, -1) for g, v, decay in parts]
+
+
+def _kept_of(kept: Sequence[Sequence[KeptAnchor]], rows: slice, done: Sequence[int]) -> KeptAnchor | None:
+    """Return what is kept of the gradients at the anchor on the next batches of some clients, None if any lacks it."""
+    own = [kept[i][done[i]] for i in range(rows.start, rows.stop) if done[i] < len(kept[i])]
+    if len(own) < rows.stop - rows.start:
+        return None
+    return own[0] if len(own) == 1 else KeptAnchor.stacked(own)
 
 
 def _scatter(groups: Sequence[BatchGroup], parts: Sequence[Sequence[Tensor]], work: StackedWork) -> Sequence[Tensor]:

@@ -39,7 +39,7 @@ from lightning_fed.engines.turns import full_batches
 __all__ = ["VectorizedEngine"]
 
 _SMALL = 2**16  # parameters, up to which a CPU runs several clients at once
-_SMALL_AT_ANCHOR = 20_000  # the same of methods whose gradients at the anchor would be kept of clients that run alone
+_SMALL_AT_ANCHOR = 20_000  # the same, up to which taking gradients at the anchor again costs less than keeping them
 
 
 class VectorizedEngine(Engine):
@@ -57,7 +57,8 @@ class VectorizedEngine(Engine):
     def __init__(self, chunk_size: int | None, where_it_pays: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         check_settings(self)
-        self.chunk_size = chunk_size or _chunk_size(self.flat.y, self.algorithm.anchor_at is not None)
+        self.chunk_size = chunk_size or _chunk_size(self.flat.y)
+        self.keeps_anchors = self._may_keep_anchors()
         self.where_it_pays = where_it_pays
         self.step = FunctionalStep(self.trainer, self.flat)
         self.full = FullGradients(self.step)
@@ -151,7 +152,7 @@ class VectorizedEngine(Engine):
                 clip,
             )
             means = ChunkMeans(len(plans))
-            kept = self.anchors.of(plans[0].participant.index) if len(plans) == 1 else ()
+            kept = [self.anchors.of(plan.participant.index) for plan in sorted_plans]
             self.stepping.run(inputs, sorted_plans, work, means, in_turns, kept)
             self.steady.check_work()
             delta, send, keep, sends_delta = work.finish()
@@ -191,7 +192,7 @@ class VectorizedEngine(Engine):
         """Yield the full-batch gradients of clients, at once where all of a chunk have one batch of the same size."""
         for i in range(0, len(plans), self.chunk_size):
             chunk = plans[i : i + self.chunk_size]
-            found = self._gradients_at_once(inputs, chunk)
+            found = None if self.keeps_anchors else self._gradients_at_once(inputs, chunk)
             yield from super().each_full_gradients(inputs, chunk) if found is None else zip(chunk, found, strict=True)
 
     def _gradients_at_once(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> list[State] | None:
@@ -230,10 +231,17 @@ class VectorizedEngine(Engine):
                 return self._add_decay(found, point)
         return super()._full_gradient(inputs, plan, name)
 
+    def _may_keep_anchors(self) -> bool:
+        """Whether gradients at the anchor are kept from full passes to local steps, as far as the method decides."""
+        algorithm, is_small = self.algorithm, self.chunk_size > 1 and self.flat.layout.numel <= _SMALL_AT_ANCHOR
+        if self.flat.y.device.type != "cpu" or is_small:
+            return False
+        return algorithm.anchor_at in algorithm.full_grad_at and algorithm.grad_cohort == "same"
+
     def _keeps_anchor(self, plan: WorkPlan) -> bool:
         """Whether a client's traced steps visit once, in their first epoch, every example of its full pass."""
         batches = plan.batches
-        if self.chunk_size != 1 or self.algorithm.grad_cohort != "same" or not plan.epochs:
+        if not self.keeps_anchors or not plan.epochs:
             return False
         if not self._traces_gradients(batches) or not self.stepping.fits_one_lookup(batches):
             return False
@@ -338,7 +346,7 @@ def _stack(states: Sequence[State]) -> State:
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
-def _chunk_size(y: Vector, has_anchor: bool) -> int:
+def _chunk_size(y: Vector) -> int:
     """Return how many clients to run at once.
 
     On a CPU one at a time is fastest unless the model is small: its parameters stay in the cache then. On a GPU as many
@@ -346,11 +354,9 @@ def _chunk_size(y: Vector, has_anchor: bool) -> int:
 
     Args:
         y: The parameters [P].
-        has_anchor: Whether local steps take gradients at an anchor.
     """
     if y.device.type == "cpu":
-        small = _SMALL_AT_ANCHOR if has_anchor else _SMALL
-        return min(128, 2**20 // y.numel()) if y.numel() <= small else 1
+        return min(128, 2**20 // y.numel()) if y.numel() <= _SMALL else 1
     free, _ = torch.cuda.mem_get_info(y.device) if y.device.type == "cuda" else (2**33, 0)
     return max(1, min(1024, free // (16 * y.numel() * y.element_size())))
 
