@@ -25,6 +25,7 @@ from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.optim import FederatedOptimizer
 from lightning_fed.server.aggregation import Participant
+from lightning_fed.server.client_store import lasting_copy
 
 __all__ = ["ChunkResult", "Engine", "RoundInputs"]
 
@@ -98,7 +99,7 @@ class ChunkResult:
 
     def kept_by(self, row: int) -> State:
         """Return copies of what one client keeps, so that a row does not hold on to the whole chunk."""
-        return {name: value[row].clone() for name, value in self.keep.items()}
+        return {name: lasting_copy(value[row]) for name, value in self.keep.items()}
 
 
 class Engine(ABC):

@@ -266,7 +266,7 @@ def _copied(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]
 def _added(graph: fx.Graph, terms: Sequence[tuple[float, fx.Node]], copies: dict[fx.Node, fx.Node]) -> fx.Node | None:
     """Add up terms with factors; None if there are none."""
     total: fx.Node | None = None
-    for factor, node in terms:
+    for factor, node in sorted(terms, key=lambda term: term[0] != 1.0):  # which one begins without a product
         if total is None:
             total = graph.call_function(_aten.mul.Tensor, (copies[node], factor)) if factor != 1.0 else copies[node]
         else:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_fed.core.types import State
 from lightning_fed.engines.kept_parts import KeptParts, parts_of, residuals_of
 from lightning_fed.engines.ranks import Ranks
+from lightning_fed.server.client_store import lasting_copy
 from lightning_fed.server.server import Server
 
 __all__ = ["Guests", "Kinds", "kinds_of", "send_states"]
@@ -111,7 +112,7 @@ def send_states(
         arrived[index] = {}
         for name, (shape, dtype) in kind_of.items():
             part = received[start : start + prod(shape) * dtype.itemsize]
-            arrived[index][name] = part.view(dtype).view(shape).clone()
+            arrived[index][name] = lasting_copy(part.view(dtype).view(shape))
             start += _padded(shape, dtype)
     return arrived
 

@@ -4,11 +4,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_fed.core.types import State
 
-__all__ = ["ClientStore", "MemoryClientStore"]
+__all__ = ["ClientStore", "MemoryClientStore", "lasting_copy"]
+
+_PAGES = 2**15  # bytes from which on a tensor's memory is worth being used again
+
+
+def lasting_copy(value: Tensor) -> Tensor:
+    """Return a copy of what a client keeps.
+
+    Kept states come and go in one size. PyTorch asks for aligned memory, of which glibc cannot use again what was given
+    back in the very same size: every state would be on new pages, each of which costs about as much as copying it. What
+    NumPy asks for is used again.
+    """
+    if value.device.type != "cpu" or value.nbytes < _PAGES:
+        return value.clone()
+    memory = torch.from_numpy(np.empty(value.nbytes, np.uint8))
+    return memory.view(value.dtype).view(value.shape).copy_(value)
 
 
 class ClientStore(ABC):
