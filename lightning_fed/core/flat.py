@@ -32,6 +32,11 @@ class Layout:
         """Return one view of ``vector`` [P] per shape."""
         return [part.view(shape) for part, shape in zip(vector.split(self.sizes), self.shapes, strict=True)]
 
+    def stacked_views(self, vectors: Tensor) -> list[Tensor]:
+        """Return one view [n, *shape] of ``vectors`` [n, P] per shape."""
+        parts = zip(vectors.split(self.sizes, dim=1), self.shapes, strict=True)
+        return [part.view(len(vectors), *shape) for part, shape in parts]
+
     def state_views(self, state: State) -> list[State]:
         """Return ``state`` once per shape, its vectors cut into views, everything else (0-dim, odd shapes) as it is."""
         columns = {k: self.views(v) if v.shape == (self.numel,) else None for k, v in state.items()}

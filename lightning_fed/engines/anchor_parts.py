@@ -14,6 +14,7 @@ __all__ = ["Parts", "keep_parts"]
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.bmm.default)
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ def _assembly(graph: fx.Graph, grads: Sequence[Any], leaves: Sequence[fx.Node]) 
         factors = [a for a in node.all_input_nodes if root(a) not in leaves]
         is_large = node.target in _PRODUCTS and sum(map(_numel, factors)) < _numel(node)
         is_over_kept = node.target is _aten.sum.dim_IntList and node.args[0] in parts
-        if is_large or is_over_kept or (is_view(node.target) and node.op == "call_function"):
+        is_strided = node.target is _aten.as_strided.default  # which several clients' parts are not as one's own are
+        if is_large or is_over_kept or (is_view(node.target) and node.op == "call_function" and not is_strided):
             later.add(node)
             waiting += node.all_input_nodes
         else:
@@ -105,7 +107,9 @@ def _assembly(graph: fx.Graph, grads: Sequence[Any], leaves: Sequence[fx.Node]) 
     copies = {node: out.placeholder(node.name) for node in (*leaves, *parts)}
     for node in graph.nodes:
         if node in later:
-            copies[node] = out.node_copy(node, copies.__getitem__)
+            copies[node] = copy = out.node_copy(node, copies.__getitem__)
+            if copy.target in _VIEWS:  # of several clients at once, what comes before may lie otherwise in memory
+                copy.target = _aten.reshape.default
     out.output([copies[grad] for grad in grads])
     return out, list(parts)
 

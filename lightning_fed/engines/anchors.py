@@ -134,7 +134,7 @@ class _AtPoint:
 
 @dataclass(frozen=True, slots=True)
 class KeptAnchor:
-    """The parts of the gradient at the anchor on one batch; on a batch of each of several clients, if :meth:`stacked`."""
+    """The parts of the gradient at the anchor on a batch; on one of each of several clients, if :meth:`stacked`."""
 
     parts: list[Tensor]
     _made_by: _AtPoint

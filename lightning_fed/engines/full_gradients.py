@@ -53,8 +53,7 @@ class FullGradients:
         leaves, spec = flatten(batch)
         count = len(leaves[0])
         out = point.new_zeros(count, len(point))
-        columns = zip(out.split(self.layout.sizes, dim=1), self.layout.shapes, strict=True)
-        views = [column.view(count, *shape) for column, shape in columns]
+        views = self.layout.stacked_views(out)
         key = ("sum", False, spec, *kinds(leaves))
         traced = self._get(key, views, leaves, spec, point)
         return out if traced and self._add(traced, views, leaves, spec, point, 1.0, alone=False) else None

@@ -86,7 +86,7 @@ class BoundSteps:
             work, steps.algorithm, self.alone, None if like is None else like._constants
         )
         self._known: list[KnownParts] = [] if like is None else like._known
-        self._fixed = self._constants.tensors
+        self._traced: dict[tuple[int, int, bool], tuple[TracedStep, Any]] = {} if like is None else like._traced
         self._y = work.y[work.start] if self.alone else work.y[work.at_work]
         self._rate = -work.rate
         self._ready: dict[tuple[int, bool], _Ready] = {}
@@ -149,11 +149,7 @@ class BoundSteps:
         self, group: BatchGroup, leaves: Sequence[Tensor], spec: Any, kept: KeptAnchor | None
     ) -> tuple[Tensor, dict[str, Logged]] | None:
         """Do the same with batches of a shape that is new to these clients, or may be."""
-        key = (spec, kept is None, *self._kinds(leaves))
-        if key not in self._found:
-            stands_still = self._work.skips and self._step.unused_in(group.first, group.batch_idx)
-            self._found[key] = None if stands_still else self._trace(leaves, spec, group.examples, kept)
-        traced = self._found[key]
+        traced, key = self._find(group, leaves, spec, kept)
         if traced is None or not self._step.traces.allowed:
             return None
         if traced not in self._made:
@@ -176,6 +172,24 @@ class BoundSteps:
             capture = captured(self._step.traces, traced, self._y, self._views, given, ready.rest)
             self._ready[group.examples, kept is None] = ready if capture is None else replace(ready, capture=capture)
         return loss, self._step.logged(values)
+
+    def _find(
+        self, group: BatchGroup, leaves: Sequence[Tensor], spec: Any, kept: KeptAnchor | None
+    ) -> tuple[TracedStep | None, Any]:
+        """Return the trace for batches such as these, if there is one, and what tells their kind."""
+        of_rows = (group.examples, kept is None)
+        if group.is_rows:  # where others of the same clients may have found it
+            for count in (0, self._work.active):
+                if (known := self._traced.get((count, *of_rows))) is not None and (count or not self.alone):
+                    return known
+        key = (spec, kept is None, *self._kinds(leaves))
+        if key not in self._found:
+            stands_still = self._work.skips and self._step.unused_in(group.first, group.batch_idx)
+            self._found[key] = None if stands_still else self._trace(leaves, spec, group.examples, kept)
+        traced = self._found[key]
+        if group.is_rows and traced is not None:
+            self._traced[(0 if traced.takes_any_count else self._work.active, *of_rows)] = traced, key
+        return traced, key
 
     def fits_any_count(self, group: BatchGroup, kept: KeptAnchor | None) -> bool:
         """Whether there is a trace of such a step that takes any number of clients at once."""
@@ -212,7 +226,7 @@ class BoundSteps:
             for known in self._known:
                 if known.has(rows, traced):
                     return known.of(rows), ()
-        sums, once = traced.once(self._fixed)
+        sums, once = traced.once(self._constants.tensors)
         found = KnownParts(rows, self.alone, traced.constant, sums, self._work.layout.shapes)
         if is_shared and found.can_be_cut:
             self._known.append(found)
@@ -255,7 +269,7 @@ class BoundSteps:
         def flat() -> list[Tensor]:
             return self._flat(leaves, kept) if size is None else self._flat_of(resized(leaves, size), kept)
 
-        return self._step.traces.get_step(key, function, flat, len(self._views), len(self._fixed), notes)
+        return self._step.traces.get_step(key, function, flat, len(self._views), len(self._constants.tensors), notes)
 
     def _get_any_count(
         self, key: Any, leaves: Sequence[Tensor], spec: Any, kept: KeptAnchor | None
@@ -269,22 +283,25 @@ class BoundSteps:
 
         def of(count: int) -> list[Tensor]:
             parts = () if kept is None else kept.parts
-            return [*resized((*self._views, *leaves, *parts), count), *self._constants.of(count)]
+            (y,) = resized([self._y], count)
+            views = layout.stacked_views(y)  # that lie in memory as those of the clients at work
+            return [*views, *resized((*leaves, *parts), count), *self._constants.of(count)]
 
-        function, notes = self._function(len(leaves), spec, kept), self._constants.notes
-        counts = (len(self._views), len(self._fixed))
+        layout, notes = self._work.layout, self._constants.notes
+        function = self._function(len(leaves), spec, kept)
+        counts = (len(self._views), len(self._constants.tensors))
         key = (*key, *self._kinds(leaves))
         return self._step.traces.get_step(
             key, function, lambda: of(_COUNTS[0]), *counts, notes, again=lambda: of(_COUNTS[1])
         )
 
     def _flat(self, leaves: Sequence[Tensor], kept: KeptAnchor | None) -> list[Tensor]:
-        return [*self._views, *leaves, *(() if kept is None else kept.parts), *self._fixed]
+        return [*self._views, *leaves, *(() if kept is None else kept.parts), *self._constants.tensors]
 
     def _flat_of(self, other: Sequence[Tensor], kept: KeptAnchor | None) -> list[Tensor]:
         """Return the same with another batch than that of which the parts were kept."""
         parts = () if kept is None else kept.parts_of(other, self._views)
-        return [*self._views, *other, *parts, *self._fixed]
+        return [*self._views, *other, *parts, *self._constants.tensors]
 
     def _function(self, num_leaves: int, spec: Any, kept: KeptAnchor | None) -> Callable[..., Found]:
         """Return the step as a function of parameters, batch and constants: to directions, loss and logged values."""

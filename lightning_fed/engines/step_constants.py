@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -76,23 +77,26 @@ class Constants:
         self.notes: dict[str, set[str]] = {"server": set(), "cohort_grad": set()}
         self._states: dict[str, Sequence[str]] = {} if like is None else like._states
         self._all: list[tuple[Tensor, bool]] = [] if like is None else like._all  # and whether it is the clients' own
-        self.key: tuple[Any, ...] = (alone, tuple(work.decay))  # the same for any number of clients at once
-        if not self.corrects:
-            self.tensors: list[Tensor] = []
-            self._are_own: list[bool] = []
-            return
-        if like is None:
+        self._at: int | slice = work.start if alone else work.at_work
+        self._decay = tuple(work.decay)
+        if self.corrects and like is None:
             self._collect(work)
-        at: int | slice = work.start if alone else work.at_work
-        self.tensors = [value[at] if is_own else value for value, is_own in self._all]
-        self._are_own = [is_own and not alone for _, is_own in self._all]
-        shapes = [t.shape[1:] if own else t.shape for t, own in zip(self.tensors, self._are_own, strict=True)]
-        self.key = (*self.key, tuple(self._states.items()), *zip(shapes, (t.dtype for t in self.tensors), strict=True))
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The tensors; a single client's without a dimension for clients."""
+        return [value[self._at] if is_own else value for value, is_own in self._all]
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """What decides the function that is traced, the same for any number of clients at once."""
+        kinds = [(t.shape[1:] if is_own else t.shape, t.dtype) for t, is_own in self._all]
+        return (self.alone, self._decay, tuple(self._states.items()), *kinds)
 
     def of(self, count: int) -> list[Tensor]:
-        """Return the tensors of so many clients, made of those of these."""
-        both = zip(self.tensors, self._are_own, strict=True)
-        return [resized([value], count)[0] if is_own else value for value, is_own in both]
+        """Return the tensors of so many clients, made of those of these, who are several."""
+        both = zip(self.tensors, self._all, strict=True)
+        return [resized([value], count)[0] if is_own else value for value, (_, is_own) in both]
 
     def _collect(self, work: StackedWork) -> None:
         """List the tensors of all clients."""

@@ -136,7 +136,8 @@ class Traces:
             pairs = [(graphs.once, other.once), (graphs.step, other.step)]
             if graphs.has_sum != other.has_sum or not take_any_count(pairs, (module, traced[0])):
                 return None
-        return TracedStep(whole, graphs, count, sizes, {name: set(read) for name, read in notes.items()})
+        own_notes = {name: set(read) for name, read in notes.items()}
+        return TracedStep(whole, graphs, count, sizes, own_notes, takes_any_count=again is not None)
 
     def is_same(self, step: "TracedStep", function: Callable[..., Found], flat: Sequence[Tensor]) -> bool:
         """Whether a step is traced to the same graph with tensors of other sizes."""
@@ -206,6 +207,7 @@ class TracedStep:
         count: The number of parameters.
         sizes: The ``batch_size`` of each logged value, by name.
         notes: What it reads of the server state and of the cohort's gradients.
+        takes_any_count: Whether it takes any number of clients at once.
 
     Attributes:
         fits_any_size: Whether it is the same for every number of examples; None as long as nobody has looked.
@@ -223,8 +225,9 @@ class TracedStep:
         count: int,
         sizes: dict[str, int | None],
         notes: dict[str, set[str]],
+        takes_any_count: bool = False,
     ) -> None:
-        self.whole, self.has_sum, self.notes = whole, graphs.has_sum, notes
+        self.whole, self.has_sum, self.notes, self.takes_any_count = whole, graphs.has_sum, notes, takes_any_count
         self.fits_any_size: bool | None = None
         self.sizes_seen: set[Any] = set()
         self._count, self._sizes = count, sizes

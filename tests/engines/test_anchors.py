@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import CMime, Mime, MimeLite, MimeMVR, SGDm
-from lightning_fed.engines import anchors
+from lightning_fed.engines import anchors, vectorized
 from lightning_fed.engines.anchor_parts import Parts, keep_parts
 from lightning_fed.engines.anchors import AnchorPass
 from lightning_fed.engines.local_steps import BoundSteps
@@ -25,8 +25,13 @@ SIZES = (14, 7, 11, 6, 10, 8)  # of batches of 4 the last ones have 2, 3 or 4 ex
 UNEVEN = partial(data, SIZES)
 PLAIN = partial(torch.optim.SGD, lr=0.05)
 DECAYED = partial(torch.optim.SGD, lr=0.05, weight_decay=0.01)
-ALONE: dict[str, Any] = {"chunk_size": 1}
 Seen = list[bool]
+
+
+@pytest.fixture(autouse=True)
+def _also_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let gradients of models be kept that are so small that taking them again costs less."""
+    monkeypatch.setattr(vectorized, "_SMALL_AT_ANCHOR", 0)
 
 
 @pytest.fixture
@@ -70,21 +75,24 @@ class Wide(Ordinary):
 
 USUAL = partial(Ordinary, DECAYED)
 KINDS = pytest.mark.parametrize("kind", [Ordinary, Wide])
+CHUNKS = pytest.mark.parametrize("chunk_size", [1, 4])
 
 
-def both(make: Callable[[], Any] = USUAL, datamodule: Any = UNEVEN, **options: Any) -> None:
+def both(make: Callable[[], Any] = USUAL, datamodule: Any = UNEVEN, chunk_size: int = 1, **options: Any) -> None:
     """Run Mime in both engines, and compare everything."""
     options = {"algorithm": Mime(SGDm()), **options}
-    assert_agree(
-        run("sequential", make, datamodule, **options), run("vectorized", make, datamodule, **ALONE, **options)
-    )
+    vectorized = run("vectorized", make, datamodule, chunk_size=chunk_size, **options)
+    assert_agree(run("sequential", make, datamodule, **options), vectorized)
 
 
+@CHUNKS
 @KINDS
 @pytest.mark.parametrize("optimizer", [PLAIN, DECAYED])
 @pytest.mark.parametrize("algorithm", [Mime(), Mime(SGDm()), MimeMVR(a=0.5), MimeMVR(a=0.5, anchor="lemma9")], ids=repr)
-def test_local_steps_take_what_the_full_pass_has_kept(algorithm: Any, optimizer: Any, kind: Any, seen: Seen) -> None:
-    both(partial(kind, optimizer), algorithm=algorithm, max_rounds=4)
+def test_local_steps_take_what_the_full_pass_has_kept(
+    algorithm: Any, optimizer: Any, kind: Any, chunk_size: int, seen: Seen
+) -> None:
+    both(partial(kind, optimizer), algorithm=algorithm, max_rounds=4, chunk_size=chunk_size)
     assert seen
     assert all(seen)
 
@@ -93,6 +101,19 @@ def test_local_steps_take_what_the_full_pass_has_kept(algorithm: Any, optimizer:
 def test_later_epochs_take_their_own(kind: Any, seen: Seen) -> None:
     both(partial(kind, DECAYED), local_epochs=2)
     assert seen.count(True) == seen.count(False) > 0
+
+
+@KINDS
+def test_clients_at_once_of_whom_some_are_in_their_second_epoch_take_their_own(kind: Any, seen: Seen) -> None:
+    both(partial(kind, DECAYED), local_epochs=2, chunk_size=4)
+    assert seen.count(False) > seen.count(True) > 0
+
+
+def test_models_of_which_gradients_are_soon_taken_again_keep_none(monkeypatch: pytest.MonkeyPatch, seen: Seen) -> None:
+    monkeypatch.setattr(vectorized, "_SMALL_AT_ANCHOR", sum(p.numel() for p in Ordinary().parameters()))
+    both(chunk_size=4)
+    assert seen
+    assert not any(seen)
 
 
 def test_clients_that_train_on_some_batches_only_take_their_own(seen: Seen) -> None:
@@ -127,8 +148,9 @@ class Pictures(Ordinary):
         return self.head(self.body(x.view(-1, 1, 2, 3)))
 
 
-def test_gradients_of_convolutions_are_kept_whole(seen: Seen) -> None:
-    both(Pictures, partial(data, (12, 8, 4, 16, 8, 12)))
+@CHUNKS
+def test_gradients_of_convolutions_are_kept_whole(chunk_size: int, seen: Seen) -> None:
+    both(Pictures, partial(data, (12, 8, 4, 16, 8, 12)), chunk_size=chunk_size)
     assert all(seen)
 
 
@@ -244,19 +266,21 @@ def ignoring(share: float) -> FederatedDataModule:
     return FederatedDataModule(clients=sets, batch_size=4, shuffle=False)
 
 
+@CHUNKS
 @KINDS
 @pytest.mark.parametrize(("share", "kept"), [(0.5, False), (0.0, True)])
 def test_targets_that_are_ignored_weigh_as_they_do_in_full_batches(
-    share: float, kept: bool, kind: Any, seen: Seen
+    share: float, kept: bool, kind: Any, chunk_size: int, seen: Seen
 ) -> None:
-    both(partial(kind, PLAIN), partial(ignoring, share))
+    both(partial(kind, PLAIN), partial(ignoring, share), chunk_size)
     assert seen
     assert all(seen) if kept else not any(seen)
 
 
-def test_what_does_not_fit_is_taken_twice(monkeypatch: pytest.MonkeyPatch, seen: Seen) -> None:
+@CHUNKS
+def test_what_does_not_fit_is_taken_twice(monkeypatch: pytest.MonkeyPatch, chunk_size: int, seen: Seen) -> None:
     monkeypatch.setattr(anchors, "_KEPT_BYTES", 4000)
-    both()
+    both(chunk_size=chunk_size)
     assert set(seen) == {True, False}
 
 
@@ -292,9 +316,11 @@ def test_parts_of_another_network_in_the_next_round_are_looked_at_anew(seen: See
     assert all(seen)
 
 
+@CHUNKS
 @KINDS
-def test_runs_repeat_bit_by_bit(kind: Any, tmp_path: Any) -> None:
-    options = {"make": kind, "algorithm": Mime(SGDm()), "datamodule": UNEVEN, "max_rounds": 4, **ALONE}
+def test_runs_repeat_bit_by_bit(kind: Any, chunk_size: int, tmp_path: Any) -> None:
+    setup = {"make": kind, "algorithm": Mime(SGDm()), "datamodule": UNEVEN}
+    options = {**setup, "max_rounds": 4, "chunk_size": chunk_size}
     whole = run("vectorized", **options)
     half = run("vectorized", **{**options, "max_rounds": 2})
     half.save_checkpoint(tmp_path / "half.ckpt")
@@ -302,10 +328,12 @@ def test_runs_repeat_bit_by_bit(kind: Any, tmp_path: Any) -> None:
     assert all(torch.equal(value, state_of(rest)[name]) for name, value in state_of(whole).items())
 
 
+@CHUNKS
 @KINDS
-def test_single_precision_agrees_too(kind: Any, seen: Seen) -> None:
+def test_single_precision_agrees_too(kind: Any, chunk_size: int, seen: Seen) -> None:
     options = {"make": kind, "algorithm": Mime(SGDm()), "datamodule": UNEVEN, "precision": "32-true"}
-    assert_agree(run("sequential", **options), run("vectorized", **ALONE, **options), rtol=1e-5, metrics=1e-4)
+    vectorized = run("vectorized", chunk_size=chunk_size, **options)
+    assert_agree(run("sequential", **options), vectorized, rtol=1e-5, metrics=1e-4)
     assert all(seen)
 
 
@@ -342,7 +370,7 @@ def test_what_was_kept_goes_with_its_round(monkeypatch: pytest.MonkeyPatch) -> N
         end(self)
 
     monkeypatch.setattr(AnchorPass, "end_round", note)
-    engine = run("vectorized", algorithm=Mime(SGDm()), datamodule=UNEVEN, clients_per_round=2, **ALONE)
+    engine = run("vectorized", algorithm=Mime(SGDm()), datamodule=UNEVEN, clients_per_round=2, chunk_size=1)
     at_end = [count for count in held if count]
     assert len(at_end) == 3
     assert all(2 + 2 <= count <= 4 + 4 for count in at_end)  # of two clients of two to four batches
