@@ -161,8 +161,14 @@ class BoundSteps:
             expected = self._step.loss_of_first(self._views, leaves, spec, group.batch_idx, self.alone)
             before = self._y.clone()
         given = [*leaves, *(() if kept is None else kept.parts)]
-        loss, values = traced(*self._views, *given, *ready.rest)
-        if expected is not None and not self._step.is_right(loss if self.alone else loss[0], expected, "step"):
+        try:
+            loss, values = traced(*self._views, *given, *ready.rest)
+            is_right = expected is None or self._step.is_right(loss if self.alone else loss[0], expected, "step")
+        except RuntimeError as error:
+            if expected is None:
+                raise
+            is_right = self._step.traces.forbid_after(error, "at work")  # what is the batch's fault comes up untraced
+        if not is_right:
             self._y.copy_(before)
             self._ready.clear()
             return None

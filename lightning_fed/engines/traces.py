@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -49,6 +49,12 @@ class Traces:
         """Drop all traces and make no others."""
         self.allowed = False
         self.drop()
+
+    def forbid_after(self, error: Exception, when: str) -> Literal[False]:
+        """Do the same, and say why; return False."""
+        self.forbid()
+        rank_zero_warn(f"Local steps run untraced, which is slower: {type(error).__name__} {when} ({error}).")
+        return False
 
     def drop(self) -> None:
         """Drop all traces; they are made anew."""
@@ -162,8 +168,7 @@ class Traces:
                 function(*flat)  # what is wrong with the batch is no fault of the trace's, and is raised here
             if may_fail:
                 return None
-            self.forbid()
-            rank_zero_warn(f"Local steps run untraced, which is slower: {type(error).__name__} in tracing ({error}).")
+            self.forbid_after(error, "in tracing")
             return None
         if not self.allowed:  # the function has forbidden it
             return None
