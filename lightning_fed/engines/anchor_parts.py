@@ -1,12 +1,13 @@
 """What a trace of gradients leaves to be done later: products of a layer's two factors, and sums over these."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
+from lightning_fed.engines.counts import take_any_count
 from lightning_fed.engines.separable import mean_over_examples
 from lightning_fed.engines.simplify import erase_unused, is_view, root, shape_of, writes
 
@@ -22,7 +23,7 @@ class Parts:
     """What a trace of gradients returns after the loss: the parts to be kept, then counts.
 
     Attributes:
-        assemble: From the tensors of a batch and its parts to its gradients.
+        assembly: From the tensors of a batch and its parts to its gradients.
         count: The number of parts.
         shares: Of each count that a mean was divided by, the share of each example.
         products: Gradients that are products of two matrices with a row for every example, or as many for each, by
@@ -31,11 +32,20 @@ class Parts:
         others: The positions of the gradients that the trace adds to sums.
     """
 
-    assemble: Callable[..., list[Tensor]]
+    assembly: fx.GraphModule
     count: int
     shares: list[int]
     products: dict[int, tuple[int, int]]
     others: list[int]
+
+    def takes_any_size(self, others: "Sequence[Parts]") -> bool:
+        """Let :attr:`assembly` take any number of examples, given those of other numbers; return whether it does."""
+        mine, *theirs = ((p.count, p.shares, p.products, p.others) for p in (self, *others))
+        owners = [each.assembly for each in (self, *others)]
+        if any(each != mine for each in theirs) or not take_any_count([[each.graph for each in owners]], owners):
+            return False
+        self.assembly.recompile()
+        return True
 
 
 def keep_parts(module: fx.GraphModule, count: int, num_leaves: int) -> Parts | None:
@@ -67,8 +77,7 @@ def keep_parts(module: fx.GraphModule, count: int, num_leaves: int) -> Parts | N
     erase_unused(graph)
     for i in products:
         graph.erase_node(sums[i])
-    assemble = fx.GraphModule(module, assembly).forward
-    return Parts(assemble, len(parts), [share for _, share in counts], products, others)
+    return Parts(fx.GraphModule(module, assembly), len(parts), [share for _, share in counts], products, others)
 
 
 def _products(grads: Sequence[fx.Node], at_hand: Sequence[fx.Node], num_leaves: int) -> dict[int, tuple[int, int]]:
@@ -105,6 +114,8 @@ def _assembly(graph: fx.Graph, grads: Sequence[Any], leaves: Sequence[fx.Node]) 
             parts[node] = None
     out = fx.Graph()
     copies = {node: out.placeholder(node.name) for node in (*leaves, *parts)}
+    for node, copy in copies.items():
+        copy.meta = dict(node.meta)
     for node in graph.nodes:
         if node in later:
             copies[node] = copy = out.node_copy(node, copies.__getitem__)

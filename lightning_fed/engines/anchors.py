@@ -142,7 +142,7 @@ class KeptAnchor:
     @property
     def assemble(self) -> Callable[..., list[Tensor]]:
         """From the tensors of the batch and the parts to the gradients."""
-        return self._made_by.parts.assemble
+        return self._made_by.parts.assembly.forward
 
     @staticmethod
     def stacked(kept: "Sequence[KeptAnchor]") -> "KeptAnchor":
@@ -205,8 +205,10 @@ class AnchorPass:
         out = torch.zeros_like(point)
         sums, passed = self.layout.views(out), list[_Passed]()
         first = resized(epoch, full) if size < full else [t[:full] for t in epoch]
-        at = self._trace(first, point, sums)
-        if at is None or not self._fits_rest(at, size % full, first, point, sums):
+        at = self._at_point(first, point, sums)
+        if at is not None and size % full:
+            at = self._of_any_size(first, point, sums)
+        if at is None or (size % full == 1 and not at.by_rows):
             return None
         for span in _spans(size, full, settings.full_batch_size if at.by_rows else full):
             found = at.pass_over(sums, epoch, span, full)
@@ -237,44 +239,58 @@ class AnchorPass:
         self._is_mean[size] = self.step.agrees(torch.as_tensor(found), expected)
         return self._is_mean[size]
 
-    def _trace(self, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> _AtPoint | None:
+    def _at_point(self, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> _AtPoint | None:
         """Return the trace for batches such as this full one."""
         key = ("anchor", *kinds(full))
         if key not in self._at:
-            step = self._get(key, full, point, sums)
-            parts = self._parts.get(key)
-            if step is None or parts is None:
+            at = self._make(key, full, point, sums)
+            if at is None:
                 return None
-            at = _AtPoint(step, parts, step.once([point])[1])
+            self._at[key] = at
+            of_any_size = partial(self._of_any_size, full, point, sums)
             if key not in self._by_rows:
-                fits = partial(self._fits_any_size, at, full, point, sums)
-                self._by_rows[key] = _is_by_rows(at, full, sums, fits)
-            self._at[key] = replace(at, by_rows=self._by_rows[key])
+                self._by_rows[key] = _is_by_rows(at, full, sums, of_any_size)
+            elif self._by_rows[key]:
+                of_any_size()
+            self._at[key] = replace(self._at[key], by_rows=self._by_rows[key])
         return self._at[key]
 
-    def _fits_rest(
-        self, at: _AtPoint, rest: int, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]
-    ) -> bool:
-        """Whether a trace does for a last batch of so many examples, 0 if there is none of its own size."""
-        return rest == 0 or (self._fits_any_size(at, full, point, sums) and (rest > 1 or at.by_rows))
-
-    def _fits_any_size(self, at: _AtPoint, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> bool:
-        """Whether a trace is the same for every number of examples, but for a single one, as for a full batch."""
+    def _of_any_size(self, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> _AtPoint | None:
+        """Return the one that does for every number of examples, but for a single one, if there is one."""
+        key, function, most = ("anchor", *kinds(full)), self._function(len(full)), len(full[0])
+        at, traces = self._at[key], self.step.traces
         if at.step.fits_any_size is None:
-            function, sizes = self._function(len(full)), (len(full[0]) - 1, 2)
-            at.step.fits_any_size = sizes[0] > 1 and all(
-                self.step.traces.is_same(at.step, function, self._flat(resized(full, n), point, sums)) for n in sizes
+            at.step.fits_any_size = most > 2 and all(
+                traces.is_same(at.step, function, self._flat(resized(full, n), point, sums)) for n in (most - 1, 2)
             )
-        return at.step.fits_any_size
+        if at.step.fits_any_size:
+            return at
+        other = self._make((*key, "any size"), full, point, sums, (most - 1,)) if most > 2 else None
+        if other is None:
+            return None
+        other.step.fits_any_size = True
+        self._at[key] = replace(other, by_rows=at.by_rows)
+        return self._at[key]
 
-    def _get(self, key: Any, leaves: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> TracedStep | None:
+    def _make(
+        self, key: Any, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor], sizes: Sequence[int] = ()
+    ) -> _AtPoint | None:
+        """Return a trace by its key; made with other numbers of examples as well, to take any."""
+        function, made = self._function(len(full)), list[Parts]()
+
         def keep(module: fx.GraphModule) -> int | None:
-            parts = self._parts[key] = keep_parts(module, len(sums), len(leaves))
-            self._by_rows.pop(key, None)  # which was known of an earlier trace, that has been dropped
+            parts = keep_parts(module, len(sums), len(full))
+            made.extend(() if parts is None else (parts,))
             return None if parts is None else len(parts.others)
 
-        function = self._function(len(leaves))
-        return self.step.traces.get_step(key, function, lambda: self._flat(leaves, point, sums), len(sums), 1, {}, keep)
+        first, *again = (partial(self._flat, resized(full, size), point, sums) for size in (len(full[0]), *sizes))
+        step = self.step.traces.get_step(key, function, first, len(sums), 1, {}, keep, again)
+        if made:  # else it was made before
+            is_whole = step is not None and (not sizes or made[0].takes_any_size(made[1:]))
+            self._parts[key] = made[0] if is_whole else None
+            self._by_rows.pop(key, None)  # which was known of an earlier trace, that has been dropped
+        parts = self._parts.get(key)
+        return None if step is None or parts is None else _AtPoint(step, parts, step.once([point])[1])
 
     def _flat(self, leaves: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> list[Tensor]:
         return [*sums, *leaves, torch.ones((), dtype=point.dtype, device=point.device), point]
@@ -301,7 +317,7 @@ def _spans(size: int, full: int, most: int) -> Iterator[range]:
 
 
 def _is_by_rows(
-    at: _AtPoint, leaves: Sequence[Tensor], sums: Sequence[Tensor], fits_any_size: Callable[[], bool]
+    at: _AtPoint, leaves: Sequence[Tensor], sums: Sequence[Tensor], of_any_size: Callable[[], _AtPoint | None]
 ) -> bool:
     """Whether parts have a row for every example, which is the same whatever comes with it.
 
@@ -309,15 +325,15 @@ def _is_by_rows(
     """
     scratch, examples = [torch.zeros_like(s) for s in sums], len(leaves[0])
 
-    def parts_of(batch: Sequence[Tensor], batches: int) -> list[Tensor]:
+    def parts_of(at: _AtPoint, batch: Sequence[Tensor], batches: int) -> list[Tensor]:
         return at.add(scratch, batch, batches)[1][: at.parts.count]
 
-    first = parts_of(leaves, 1)
-    if any(not part.ndim or len(part) != examples for part in first) or not fits_any_size():
+    first = parts_of(at, leaves, 1)
+    if any(not part.ndim or len(part) != examples for part in first) or (any_size := of_any_size()) is None:
         return False
     other = [t[:1].expand_as(t).contiguous() for t in leaves]
-    both = parts_of([torch.cat(pair) for pair in zip(leaves, other, strict=True)], 2)
-    return all(map(_are_joined, both, first, parts_of(other, 1)))
+    both = parts_of(any_size, [torch.cat(pair) for pair in zip(leaves, other, strict=True)], 2)
+    return all(map(_are_joined, both, first, parts_of(any_size, other, 1)))
 
 
 def _are_joined(both: Tensor, first: Tensor, second: Tensor) -> bool:

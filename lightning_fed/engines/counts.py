@@ -1,7 +1,8 @@
-"""Graphs of steps of several clients, made to take any number of them."""
+"""Graphs of steps on batches of several clients, or of several examples, made to take any number of them."""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,42 +12,49 @@ __all__ = ["take_any_count"]
 
 
 class _DiffersError(Exception):
-    """Two graphs differ in more than the number of clients."""
+    """Two graphs differ in more than the number of clients or examples."""
 
 
+@dataclass(frozen=True, slots=True)
 class _Times:
-    """So many times the number of clients."""
+    """So many times the number of clients or examples."""
 
-    def __init__(self, factor: int) -> None:
-        self.factor = factor
+    factor: int
 
 
-def take_any_count(graphs: Sequence[tuple[fx.Graph, fx.Graph]], owners: tuple[nn.Module, nn.Module]) -> bool:
-    """Let graphs take any number of clients.
+def take_any_count(graphs: Sequence[Sequence[fx.Graph]], owners: Sequence[nn.Module]) -> bool:
+    """Let graphs take any number of clients, or of examples.
 
-    The number is part of a graph, in the sizes of views and the like. Two that were made with different numbers tell
-    where it is: every integer that differs between them has to be a multiple of it in both.
+    The number is part of a graph, in the sizes of views and the like. Some that were made with different numbers tell
+    where it is: every integer that differs between them has to be the same multiple of it in all.
 
     Args:
-        graphs: Graphs, changed in place; each with the same made with another number of clients.
-        owners: What the first ones' attributes are of, and what the second ones' are.
+        graphs: Graphs, changed in place, each the first of some that were made with different numbers.
+        owners: What the first ones' attributes are of, what the second ones' are, and so on.
 
     Returns:
         Whether they differ in nothing else; if they do, they stay as they are.
     """
+    found = []
     try:
-        found = [(one, *_compared(one, other, owners)) for one, other in graphs]
+        for one, *others in graphs:
+            merged = [
+                _compared(one, other, (owners[0], owner)) for other, owner in zip(others, owners[1:], strict=True)
+            ]
+            if any(each != merged[0] for each in merged):
+                return False
+            found.append((one, *merged[0]))
     except _DiffersError:
         return False
-    for graph, stacked, merged in found:
-        _put_in(graph, stacked, merged)
+    for graph, stacked, arguments in found:
+        _put_in(graph, stacked, arguments)
     return True
 
 
 def _compared(
     one: fx.Graph, other: fx.Graph, owners: tuple[nn.Module, nn.Module]
 ) -> tuple[fx.Node | None, dict[fx.Node, Any]]:
-    """Return an input with a row for every client, and the arguments of all nodes, with the number marked in them."""
+    """Return an input with as many rows, and the arguments of all nodes, with the number marked in them."""
     if len(one.nodes) != len(other.nodes):
         raise _DiffersError
     pairs = dict(zip(one.nodes, other.nodes, strict=True))
@@ -63,7 +71,7 @@ def _compared(
 
 
 def _stacked(pairs: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node | None, tuple[int, int]]:
-    """Return an input that has a row for every client, and its rows in both graphs; none if no input has."""
+    """Return an input with as many rows as there are clients or examples, and both numbers; none if no input has."""
     found: tuple[fx.Node | None, tuple[int, int]] = (None, (1, 1))
     for a, b in pairs.items():
         if a.op != "placeholder":
@@ -83,7 +91,7 @@ def _stacked(pairs: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node | None, tuple[in
 
 
 def _merged(a: Any, b: Any, pairs: Mapping[fx.Node, fx.Node], counts: tuple[int, int]) -> Any:
-    """Return arguments of the first graph, with multiples of the number of clients marked."""
+    """Return arguments of the first graph, with multiples of the number marked."""
     if isinstance(a, fx.Node):
         if pairs.get(a) is not b:
             raise _DiffersError

@@ -86,7 +86,7 @@ class FullGradients:
         if examples < 2 or any(len(leaf) != examples for leaf in leaves):
             return None
         key = ("sum", True, spec, *kinds(leaves, _SIZES[0]))
-        traced = self._get(key, views, leaves, spec, point, size=_SIZES[0])
+        traced = self._get(key, views, leaves, spec, point, sizes=_SIZES[:1])
         if traced is not None and traced.fits_any_size is None:
             traced.fits_any_size = all(
                 self.step.traces.is_same(
@@ -94,7 +94,9 @@ class FullGradients:
                 )
                 for size in _SIZES[1:]
             )
-        return traced if traced is not None and traced.fits_any_size else None
+        if traced is None or traced.fits_any_size:
+            return traced
+        return self._get(("any size", *key), views, leaves, spec, point, sizes=_SIZES)
 
     def _get(
         self,
@@ -103,15 +105,17 @@ class FullGradients:
         leaves: Sequence[Tensor],
         spec: Any,
         point: Vector,
-        size: int | None = None,
+        sizes: Sequence[int] = (),
     ) -> TracedStep | None:
-        """Return a graph by its key: of one client, made with batches of a size, or of several with theirs."""
-        function = self._function(len(leaves), spec, alone=size is not None)
+        """Return a graph by its key: of one client, made with batches of some sizes, or of several with theirs."""
+        function = self._function(len(leaves), spec, alone=bool(sizes))
 
-        def flat() -> list[Tensor]:
-            return [*views, *(leaves if size is None else resized(leaves, size)), point]
+        def of(size: int | None) -> Callable[[], list[Tensor]]:
+            return lambda: [*views, *(leaves if size is None else resized(leaves, size)), point]
 
-        return self.step.traces.get_step(key, function, flat, len(views), 1, {})
+        own: Sequence[int | None] = sizes or (None,)
+        first, *others = map(of, own)
+        return self.step.traces.get_step(key, function, first, len(views), 1, {}, again=others)
 
     def _function(self, num_leaves: int, spec: Any, alone: bool) -> Callable[..., Found]:
         """Return gradients, loss and logged values as a function of sums (not read), batch and point."""

@@ -194,7 +194,8 @@ class BoundSteps:
             self._found[key] = None if stands_still else self._trace(leaves, spec, group.examples, kept)
         traced = self._found[key]
         if group.is_rows and traced is not None:
-            self._traced[(0 if traced.takes_any_count else self._work.active, *of_rows)] = traced, key
+            is_for_all = traced.takes_any_count and not self.alone
+            self._traced[(0 if is_for_all else self._work.active, *of_rows)] = traced, key
         return traced, key
 
     def fits_any_count(self, group: BatchGroup, kept: KeptAnchor | None) -> bool:
@@ -242,7 +243,8 @@ class BoundSteps:
         """Return the graph for batches such as these, if there is one.
 
         What is traced is a function of the step alone: full batches; smaller ones that several clients have at once;
-        those of a single example; and others of a single client, where the graph is the same for every number.
+        those of a single example; and others of a single client, where the graph is the same for every number, or is
+        made to take any.
         """
         full = self._steps.batch_size
         if full is None or examples > full:
@@ -264,7 +266,7 @@ class BoundSteps:
                 self._step.traces.is_same(traced, function, self._flat_of(resized(leaves, size), kept))
                 for size in (full - 1, 2)
             )
-        return traced if traced.fits_any_size else None
+        return traced if traced.fits_any_size else self._get_any_size(key, leaves, spec, kept, full)
 
     def _get(
         self, key: Any, leaves: Sequence[Tensor], spec: Any, kept: KeptAnchor | None, size: int | None = None
@@ -298,8 +300,22 @@ class BoundSteps:
         counts = (len(self._views), len(self._constants.tensors))
         key = (*key, *self._kinds(leaves))
         return self._step.traces.get_step(
-            key, function, lambda: of(_COUNTS[0]), *counts, notes, again=lambda: of(_COUNTS[1])
+            key, function, lambda: of(_COUNTS[0]), *counts, notes, again=[lambda: of(_COUNTS[1])]
         )
+
+    def _get_any_size(
+        self, key: Any, leaves: Sequence[Tensor], spec: Any, kept: KeptAnchor | None, full: int
+    ) -> TracedStep | None:
+        """Return the graph of a single client that takes any number of examples but one, if there is one."""
+        function, notes = self._function(len(leaves), spec, kept), self._constants.notes
+
+        def of(size: int) -> Callable[[], list[Tensor]]:
+            return lambda: self._flat_of(resized(leaves, size), kept)
+
+        first, *others = (of(size) for size in sorted({full, full - 1, 2}, reverse=True))
+        counts = (len(self._views), len(self._constants.tensors))
+        key = (*key, "any size", *kinds(leaves, full))
+        return self._step.traces.get_step(key, function, first, *counts, notes, again=others)
 
     def _flat(self, leaves: Sequence[Tensor], kept: KeptAnchor | None) -> list[Tensor]:
         return [*self._views, *leaves, *(() if kept is None else kept.parts), *self._constants.tensors]

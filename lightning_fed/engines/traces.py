@@ -86,7 +86,7 @@ class Traces:
         constants: int,
         notes: dict[str, set[str]],
         prepare: Callable[[fx.GraphModule], int | None] | None = None,
-        again: Callable[[], Sequence[Tensor]] | None = None,
+        again: Sequence[Callable[[], Sequence[Tensor]]] = (),
     ) -> "TracedStep | None":
         """Return the trace of a function that moves its first ``count`` tensors along what it returns first.
 
@@ -99,7 +99,7 @@ class Traces:
             notes: What the function notes of what it reads.
             prepare: Changes what the trace returns; from the trace to the number of tensors that it then moves, None if
                 there is to be none.
-            again: Makes those of another number of clients, for a trace that takes any number of them.
+            again: Make those of other numbers of clients or of examples, for a trace that takes any number of them.
 
         Returns:
             None if there can be none.
@@ -118,7 +118,7 @@ class Traces:
         constants: int,
         notes: dict[str, set[str]],
         prepare: Callable[[fx.GraphModule], int | None] | None,
-        again: Callable[[], Sequence[Tensor]] | None,
+        again: Sequence[Callable[[], Sequence[Tensor]]],
     ) -> "TracedStep | None":
         # a correction that cannot be traced leaves the gradients, which are traced by themselves
         traced = self._trace(function, flat, may_fail=constants > 0)
@@ -134,16 +134,20 @@ class Traces:
         graphs = split_step(module.graph, count, constants)
         if graphs is None:
             return None
-        if again is not None:
-            traced = self._trace(function, again(), may_fail=True)
-            other = None if traced is None else split_step(traced[0].graph, count, constants)
-            if traced is None or other is None:
+        alike, owners = [graphs], [module]
+        for make in again:
+            traced = self._trace(function, make(), may_fail=True)
+            if traced is None or (prepare is not None and prepare(traced[0]) != count):
                 return None
-            pairs = [(graphs.once, other.once), (graphs.step, other.step)]
-            if graphs.has_sum != other.has_sum or not take_any_count(pairs, (module, traced[0])):
+            other = split_step(traced[0].graph, count, constants)
+            if other is None or other.has_sum != graphs.has_sum:
                 return None
+            alike.append(other)
+            owners.append(traced[0])
+        if again and not take_any_count([[each.once for each in alike], [each.step for each in alike]], owners):
+            return None
         own_notes = {name: set(read) for name, read in notes.items()}
-        return TracedStep(whole, graphs, count, sizes, own_notes, takes_any_count=again is not None)
+        return TracedStep(whole, graphs, count, sizes, own_notes, takes_any_count=bool(again))
 
     def is_same(self, step: "TracedStep", function: Callable[..., Found], flat: Sequence[Tensor]) -> bool:
         """Whether a step is traced to the same graph with tensors of other sizes."""
@@ -212,7 +216,7 @@ class TracedStep:
         count: The number of parameters.
         sizes: The ``batch_size`` of each logged value, by name.
         notes: What it reads of the server state and of the cohort's gradients.
-        takes_any_count: Whether it takes any number of clients at once.
+        takes_any_count: Whether it takes any number of clients at once, or of examples.
 
     Attributes:
         fits_any_size: Whether it is the same for every number of examples; None as long as nobody has looked.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import TensorDataset
 
@@ -154,8 +154,30 @@ def test_gradients_of_convolutions_are_kept_whole(chunk_size: int, seen: Seen) -
     assert all(seen)
 
 
+class Flat(Wide):
+    """A network that sees pictures, and reshapes them by a number that depends on the examples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(len(x), 1, 2, 3).flatten(1))
+
+
+@CHUNKS
+@pytest.mark.parametrize("make", [Flat, Pictures])
+def test_batches_that_are_reshaped_by_their_examples_are_kept_too(make: Any, chunk_size: int, seen: Seen) -> None:
+    both(make, chunk_size=chunk_size)
+    assert seen
+    assert all(seen)
+
+
+class BySize(Wide):
+    """A network that is another one for each number of examples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1 + len(x) / 10))
+
+
 def test_batches_that_need_a_trace_of_their_own_are_taken_twice(spans: list[range], seen: Seen) -> None:
-    both(Pictures)  # whose last batches are reshaped by numbers that depend on the examples
+    both(BySize, partial(data, SIZES, full_batch_size=4))
     assert set(seen) == {True, False}
     assert spans == [range(4), range(4, 8)] * sum(seen)  # of a client of eight examples, and of no other in vain
 
@@ -216,14 +238,14 @@ def test_full_batches_are_passed_at_once_where_parts_have_rows(
 )
 def test_parts_have_rows_where_each_is_the_same_whatever_comes_with_it(part: Any, expected: bool) -> None:
     class At:
-        parts = Parts(lambda: [], 1, [], {}, [])
+        parts = Parts(fx.GraphModule({}, fx.Graph()), 1, [], {}, [])
 
         def add(self, sums: Any, leaves: Any, batches: int) -> Any:
             return None, [part(leaves[0], batches)]
 
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    assert anchors._is_by_rows(At(), [x], [], lambda: True) is expected  # type: ignore[arg-type]
-    assert not anchors._is_by_rows(At(), [x], [], lambda: False)  # type: ignore[arg-type]
+    assert anchors._is_by_rows(At(), [x], [], At) is expected  # type: ignore[arg-type]
+    assert not anchors._is_by_rows(At(), [x], [], lambda: None)  # type: ignore[arg-type]
 
 
 class Centered(Ordinary):
@@ -355,7 +377,7 @@ def test_of_a_layer_the_smaller_is_kept_the_factors_or_the_product(examples: int
     *grads, again, kept = module(*[weight for _ in parts.others], x, weight)
     assert kept.shape == expected  # the other factor is the batch, which is at hand
     torch.testing.assert_close(again, loss)
-    torch.testing.assert_close(parts.assemble(x, kept), [grad])
+    torch.testing.assert_close(parts.assembly(x, kept), [grad])
     if parts.products:
         assert (parts.products, grads) == ({0: (1, 0)}, [])
         torch.testing.assert_close(kept.t() @ x, grad)

@@ -100,6 +100,22 @@ def test_a_graph_that_differs_in_anything_else_stays_as_it_is(name: str) -> None
     ]
 
 
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda w, x, y: torch.zeros(2 * len(w)) + w.sum(), True),
+        (lambda w, x, y: torch.zeros({5: 10, 7: 14, 3: 9}[len(w)]) + w.sum(), False),
+        (lambda w, x, y: w.exp() if len(w) > 3 else w.sin(), False),
+    ],
+    ids=["a multiple", "another multiple", "another operator"],
+)
+def test_a_third_number_has_to_agree(function: Function, expected: bool) -> None:
+    modules = [traced(function, count) for count in (5, 7, 3)]
+    before = str(modules[0].graph)
+    assert take_any_count([[module.graph for module in modules]], modules) is expected
+    assert (str(modules[0].graph) != before) is expected
+
+
 def test_of_two_graphs_both_or_none_are_changed() -> None:
     one, other = traced(STACKED["a view"], 5), traced(STACKED["a view"], 7)
     first, second = traced(NOT["one more"], 5), traced(NOT["one more"], 7)

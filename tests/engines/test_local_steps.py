@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedProx, Mime, MimeMVR, Scaffold, ServerOnly, SGDm
+from lightning_fed.engines.full_gradients import FullGradients
 from lightning_fed.engines.traces import TracedStep
 from tests.helpers.engines import Ordinary, assert_agree, run
 from tests.helpers.training import data
@@ -56,6 +57,47 @@ def test_the_correction_is_part_of_the_trace(
 def test_batches_with_fewer_examples_are_traced_where_the_graph_is_the_same(steps_taken: list[int]) -> None:
     runs = [run(engine, datamodule=UNEVEN, algorithm=Scaffold(), **more) for engine, more in ENGINES]
     assert set(steps_taken) == {1, 2, 3, 4}
+    assert_agree(*runs)
+
+
+class Reshaping(Ordinary):
+    """Reshapes batches by numbers that depend on their examples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.cat([x.view(len(x), 2, 3), x.new_zeros(len(x), 1, 3)], 1).flatten(1)[:, :6])
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(option="i"), FedDane(mu=0.1), MimeMVR(a=0.5)], ids=repr)
+def test_batches_with_fewer_examples_are_traced_where_only_their_number_differs(
+    algorithm: Algorithm, steps_taken: list[int]
+) -> None:
+    runs = [run(engine, Reshaping, datamodule=UNEVEN, algorithm=algorithm, **more) for engine, more in ENGINES]
+    assert {2, 3, 4} <= set(steps_taken)
+    assert_agree(*runs)
+
+
+@pytest.fixture
+def passed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For every full-batch gradient, whether it was traced."""
+    found: list[bool] = []
+    of_one = FullGradients.of_one
+
+    def note(self: FullGradients, *arguments: Any) -> Any:
+        gradient = of_one(self, *arguments)
+        found.append(gradient is not None)
+        return gradient
+
+    monkeypatch.setattr(FullGradients, "of_one", note)
+    return found
+
+
+@pytest.mark.parametrize("full", [3, 64])
+def test_full_batches_are_traced_where_only_the_number_of_examples_differs(full: int, passed: list[bool]) -> None:
+    batches = partial(data, (14, 8, 11, 6, 9, 5), full_batch_size=full)  # of which none leaves a single example
+    options = {"make": Reshaping, "datamodule": batches, "algorithm": FedDane(mu=0.1)}
+    runs = [run(engine, **options, **more) for engine, more in ENGINES]
+    assert passed
+    assert all(passed)
     assert_agree(*runs)
 
 

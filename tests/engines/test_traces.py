@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.engines.attributes import marks
-from lightning_fed.engines.traces import Traces
+from lightning_fed.engines.traces import TracedStep, Traces
 from tests.engines.test_vectorized import Ordinary, assert_agree, run
 from tests.helpers.training import data, trainer
 from tests.test_contract import METHODS
@@ -106,6 +106,20 @@ def test_a_trace_that_no_longer_gives_the_modules_loss_is_given_up_loudly(chunk_
     sequential = run("sequential", Global, algorithm=FedAvg(), max_rounds=4, callbacks=[Scale()])
     with pytest.warns(UserWarning, match="gives another loss than when it was traced"):
         traced = run("vectorized", Global, algorithm=FedAvg(), max_rounds=4, callbacks=[Scale()], chunk_size=chunk_size)
+    assert not traces_of(traced).allowed
+    assert_agree(sequential, traced)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 64])
+def test_a_trace_that_fails_at_work_is_given_up_loudly(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: TracedStep, parameter: torch.Tensor, *_: Any) -> None:
+        parameter.add_(1.0)
+        raise RuntimeError("no such view")
+
+    sequential = run("sequential", algorithm=Scaffold())
+    monkeypatch.setattr(TracedStep, "__call__", fail)
+    with pytest.warns(UserWarning, match=r"untraced, which is slower: RuntimeError at work \(no such view\)"):
+        traced = run("vectorized", algorithm=Scaffold(), chunk_size=chunk_size)
     assert not traces_of(traced).allowed
     assert_agree(sequential, traced)
 

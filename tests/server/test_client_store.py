@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fed.server.client_store import ClientStore, MemoryClientStore
+from lightning_fed.server.client_store import ClientStore, MemoryClientStore, lasting_copy
 from lightning_fed.server.disk_store import DiskClientStore
 
 CPU = torch.device("cpu")
@@ -23,6 +23,27 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
         return DiskClientStore(tmp_path, f"{next(numbers):06d}-00000000", 10, CPU)
 
     return make
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(20_000.0).view(100, 200),
+        torch.arange(40_000.0).view(200, 200).t()[::2],
+        torch.arange(20_000, dtype=torch.float64),
+        torch.arange(40_000).to(torch.bfloat16),
+        torch.arange(40_000) % 3 == 0,
+        torch.tensor(2.5),
+        torch.zeros(0, 3),
+    ],
+    ids=["plain", "strided", "double", "half", "bool", "number", "empty"],
+)
+def test_a_lasting_copy_is_the_same_in_memory_of_its_own(value: torch.Tensor) -> None:
+    expected = value.clone()
+    copy = lasting_copy(value)
+    value.zero_()
+    assert (copy.dtype, copy.shape, copy.is_contiguous()) == (expected.dtype, expected.shape, True)
+    assert torch.equal(copy, expected)
 
 
 def test_staged_states_become_visible_with_the_commit(make: Make) -> None:
