@@ -162,9 +162,12 @@ class Flat(Wide):
 
 
 @CHUNKS
+@pytest.mark.parametrize("sizes", [SIZES, (12, 8, 4, 16, 8, 12)])
 @pytest.mark.parametrize("make", [Flat, Pictures])
-def test_batches_that_are_reshaped_by_their_examples_are_kept_too(make: Any, chunk_size: int, seen: Seen) -> None:
-    both(make, chunk_size=chunk_size)
+def test_batches_that_are_reshaped_by_their_examples_are_kept_too(
+    make: Any, sizes: Any, chunk_size: int, seen: Seen
+) -> None:
+    both(make, partial(data, sizes), chunk_size=chunk_size)
     assert seen
     assert all(seen)
 
