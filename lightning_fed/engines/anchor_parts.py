@@ -106,7 +106,7 @@ def _assembly(graph: fx.Graph, grads: Sequence[Any], leaves: Sequence[fx.Node]) 
         factors = [a for a in node.all_input_nodes if root(a) not in leaves]
         is_large = node.target in _PRODUCTS and sum(map(_numel, factors)) < _numel(node)
         is_over_kept = node.target is _aten.sum.dim_IntList and node.args[0] in parts
-        is_strided = node.target is _aten.as_strided.default  # which several clients' parts are not as one's own are
+        is_strided = node.target is _aten.as_strided.default  # reads memory as a single client's parts lie in it
         if is_large or is_over_kept or (is_view(node.target) and node.op == "call_function" and not is_strided):
             later.add(node)
             waiting += node.all_input_nodes

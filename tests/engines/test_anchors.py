@@ -172,6 +172,12 @@ def test_batches_that_are_reshaped_by_their_examples_are_kept_too(
     assert all(seen)
 
 
+@CHUNKS
+def test_a_last_batch_of_one_example_is_right_where_gradients_are_kept_whole(chunk_size: int, seen: Seen) -> None:
+    both(Pictures, partial(data, (13, 8, 5, 9, 12, 4)), chunk_size=chunk_size)
+    assert set(seen) == {True, False}
+
+
 class BySize(Wide):
     """A network that is another one for each number of examples."""
 
