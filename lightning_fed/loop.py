@@ -41,7 +41,7 @@ from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.inspection import Inspection
 from lightning_fed.engines.kept_states import KeptStates
 from lightning_fed.engines.plan import Planner
-from lightning_fed.engines.ranks import Ranks, metrics_alone
+from lightning_fed.engines.ranks import Ranks, Sent, metrics_alone
 from lightning_fed.engines.round import Round
 from lightning_fed.method_checks import check_method
 from lightning_fed.optim import FederatedOptimizer
@@ -479,11 +479,11 @@ class FederatedLoop(Inspection, _FitLoop):
                 if work.has_lost_any([]):
                     return None
                 work.begin(loss)
-                work.receive_guests()
-            outlines = ranks.exchange(lambda: self._train_clients(work))
+            found = ranks.exchange_and_deliver(lambda: self._train_clients(work))
+            outlines = [outline for outline, _ in found]
             if self._split.size > 1:
                 outlines = self._split.gather(outlines[0])
-        work.merge(outlines)
+        work.merge(outlines, [received for _, received in found])
         return None if work.is_spoiled() else (work, outlines)
 
     def _warn_of(self, round_report: RoundReport) -> None:
@@ -496,11 +496,12 @@ class FederatedLoop(Inspection, _FitLoop):
                     " are only counted."
                 )
 
-    def _train_clients(self, work: Round) -> dict[str, Any]:
-        """Train this process's clients, and return what other processes need to know of it."""
+    def _train_clients(self, work: Round) -> tuple[dict[str, Any], Sent]:
+        """Train this process's clients, and return what other processes need of it; see :meth:`Round.outline`."""
         trainer, engine = self.trainer, self._engine
         starts, ends = (hears(trainer, hook) for hook in ("on_client_start", "on_client_end"))
-        for plans in engine.chunks(work.mine):
+        work.send_guests()
+        for plans in work.guests_last(engine.chunks(work.mine)):
             for plan in plans if starts else ():
                 call_round_hook(trainer, "on_client_start", self.round, plan.participant.client_id)
             if starts:
@@ -511,9 +512,9 @@ class FederatedLoop(Inspection, _FitLoop):
                     engine.point_to(result, row)
                     call_round_hook(trainer, "on_client_end", report)
         engine.end_round()
-        outline = work.outline() if self._ranks.size > 1 else {}
+        outline, sent = work.outline() if self._ranks.size > 1 else ({}, ())
         logged = self.epoch_loop._results.outline() if trainer.world_size > 1 else {}
-        return {**outline, "logged": logged, "stop": trainer._signal_connector.asked}
+        return {**outline, "logged": logged, "stop": trainer._signal_connector.asked}, sent
 
     def _population_loss(self) -> torch.Tensor:
         """Return the mean loss over all examples of all clients at x (0-dim); those that fail are left out."""

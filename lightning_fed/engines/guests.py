@@ -1,6 +1,6 @@
 """Clients that are trained in another process than the one that keeps their state: it travels there and back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import TypeAlias
 
@@ -9,16 +9,15 @@ from torch import Tensor
 
 from lightning_fed.core.types import State
 from lightning_fed.engines.kept_parts import KeptParts, parts_of, residuals_of
-from lightning_fed.engines.ranks import Ranks
+from lightning_fed.engines.ranks import Ranks, Sent, padded
 from lightning_fed.server.client_store import lasting_copy
 from lightning_fed.server.server import Server
+from lightning_fed.stopping import Failure
 
-__all__ = ["Guests", "Kinds", "kinds_of", "send_states"]
+__all__ = ["Guests", "Kinds", "pack", "unpack"]
 
 Kinds: TypeAlias = Mapping[int, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 """Shapes and types of clients' states, by stored index and name."""
-
-_ALIGNED = 16  # bytes that every tensor starts at a multiple of
 
 
 class Guests:
@@ -32,22 +31,43 @@ class Guests:
 
     def __init__(self, server: Server, ranks: Ranks, moves: Mapping[int, int]) -> None:
         self.server, self.ranks, self.moves = server, ranks, moves
+        self._deliver: Callable[[], list[tuple[tuple[Kinds, Failure | None], Tensor]]] | None = None
         self._arrived: dict[int, State] = {}
         self._leaving: dict[int, State] = {}
 
-    def receive(self) -> None:
-        """Bring what clients keep to the processes that train them; all processes must call it."""
+    def send(self) -> None:
+        """Send what clients keep to the processes that train them; all processes must call it.
+
+        Raises:
+            FederatedError: If it cannot be read.
+        """
         if not self.moves:
             return
         own: dict[int, State] = {}
-
-        def read() -> Kinds:
+        failure = None
+        try:
             for index in sorted(self.moves):
                 if self.ranks.is_home_of(index) and (state := self.server.clients.get(index)):
                     own[index] = state
-            return kinds_of(own)
+        except BaseException as error:
+            failure, own = error, {}
+        kinds, sent = pack(own, self.moves, self.ranks.size)
+        self._deliver = self.ranks.deliver((kinds, Failure.of(failure)), sent)
+        if failure is not None:
+            raise failure
 
-        self._arrived = send_states(self.ranks, own, self.moves, self.ranks.exchange(read))
+    def receive(self, indices: Sequence[int]) -> None:
+        """Wait until what these clients keep is here, those among them whose state is kept elsewhere.
+
+        Raises:
+            ClientError: If the process that keeps it has failed.
+        """
+        if self._deliver is None or self.moves.keys().isdisjoint(indices):
+            return
+        letters, received = zip(*self._deliver(), strict=True)
+        self._deliver = None
+        Failure.raise_first([failure for _, failure in letters])
+        self._arrived = unpack([kinds for kinds, _ in letters], received, self.moves, self.ranks.rank)
 
     def parts_of(self, index: int) -> KeptParts:
         """Return what a client to be trained here keeps, checked."""
@@ -64,64 +84,70 @@ class Guests:
         else:
             self.server.clients.stage(index, parts.joined())
 
-    def outline(self) -> Kinds:
-        """Return what other processes need to know before :meth:`send_home`."""
-        return kinds_of(self._leaving)
+    def leaving(self) -> tuple[Kinds, Sent]:
+        """Return what goes home, and what others need to know of it before :meth:`take_home`."""
+        return pack(self._leaving, self._homes, self.ranks.size)
 
-    def send_home(self, outlines: Sequence[Kinds]) -> None:
-        """Bring what clients keep to the processes that keep it; all processes must call it.
+    def take_home(self, kinds: Sequence[Kinds], received: Sequence[Tensor]) -> None:
+        """Hold what clients keep that comes home.
 
         Args:
-            outlines: Everybody's :meth:`outline`.
+            kinds: What is to be known of what everybody has sent.
+            received: The bytes that came here.
         """
-        homes = {index: self.ranks.home_of(index) for index in self.moves}
-        for index, state in send_states(self.ranks, self._leaving, homes, outlines).items():
+        for index, state in unpack(kinds, received, self._homes, self.ranks.rank).items():
             self.server.clients.stage(index, state)
 
+    @property
+    def _homes(self) -> Mapping[int, int]:
+        return {index: self.ranks.home_of(index) for index in self.moves}
 
-def kinds_of(states: Mapping[int, State]) -> Kinds:
-    """Return what other processes need to know of states before these arrive."""
+
+def pack(states: Mapping[int, State], to: Mapping[int, int], size: int) -> tuple[Kinds, Sent]:
+    """Return clients' states as bytes for each process, and what is to be known of them.
+
+    Args:
+        states: The states, by stored index.
+        to: The rank to which each goes.
+        size: The number of processes.
+    """
+    outgoing = [[states[index] for index in sorted(states) if to[index] == rank] for rank in range(size)]
+    sent = [[part for state in leaving for value in state.values() for part in _bytes(value)] for leaving in outgoing]
+    return _kinds_of(states), sent
+
+
+def unpack(
+    everybodys: Sequence[Kinds], received: Sequence[Tensor], to: Mapping[int, int], rank: int
+) -> dict[int, State]:
+    """Return copies of the states that have arrived, by stored index.
+
+    Args:
+        everybodys: What is to be known of what each process has sent, to whomever.
+        received: The bytes that came here from each.
+        to: The rank to which each state goes.
+        rank: This process.
+    """
+    states: dict[int, State] = {}
+    for kinds, part in zip(everybodys, received, strict=True):
+        start = 0
+        for index in sorted(index for index in kinds if to[index] == rank):
+            states[index] = {}
+            for name, (shape, dtype) in kinds[index].items():
+                size = prod(shape) * dtype.itemsize
+                states[index][name] = lasting_copy(part[start : start + size].view(dtype).view(shape))
+                start += padded(size)
+    return states
+
+
+def _kinds_of(states: Mapping[int, State]) -> Kinds:
+    """Return what other processes need to know of states."""
     return {
         index: {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
         for index, state in states.items()
     }
 
 
-def send_states(
-    ranks: Ranks, states: Mapping[int, State], to: Mapping[int, int], kinds: Sequence[Kinds]
-) -> dict[int, State]:
-    """Send clients' states to other processes, and return those that arrive here, by stored index; all must call it.
-
-    Args:
-        ranks: The processes.
-        states: This process's states that leave.
-        to: The rank to which each goes, for the clients of all processes.
-        kinds: Everybody's :func:`kinds_of`.
-    """
-    if not any(kinds):
-        return {}
-    outgoing = [[states[index] for index in sorted(states) if to[index] == rank] for rank in range(ranks.size)]
-    incoming = [[(index, of[index]) for index in sorted(of) if to[index] == ranks.rank] for of in kinds]
-    received = ranks.exchange_bytes(
-        [[_bytes(value) for state in leaving for value in state.values()] for leaving in outgoing],
-        [sum(_padded(*kind) for _, kind_of in arriving for kind in kind_of.values()) for arriving in incoming],
-    )
-    start = 0
-    arrived: dict[int, State] = {}
-    for index, kind_of in (client for arriving in incoming for client in arriving):
-        arrived[index] = {}
-        for name, (shape, dtype) in kind_of.items():
-            part = received[start : start + prod(shape) * dtype.itemsize]
-            arrived[index][name] = lasting_copy(part.view(dtype).view(shape))
-            start += _padded(shape, dtype)
-    return arrived
-
-
-def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return -(-prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED
-
-
-def _bytes(value: Tensor) -> Tensor:
-    """Return a tensor's bytes, filled up to where the next one starts."""
+def _bytes(value: Tensor) -> list[Tensor]:
+    """Return a tensor's bytes, and what fills up to where the next one starts."""
     own = value.detach().contiguous().view(-1).view(torch.uint8)
-    return torch.nn.functional.pad(own, (0, _padded(tuple(value.shape), value.dtype) - len(own)))
+    return [own, own.new_zeros(padded(len(own)) - len(own))]

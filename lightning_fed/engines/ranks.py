@@ -3,7 +3,7 @@
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import pytorch_lightning as pl
 import torch
@@ -12,18 +12,22 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fed.engines.plan import WorkPlan
-from lightning_fed.server.aggregation import Participant
 from lightning_fed.stopping import Failure
 from lightning_fed.strategies.clients import ClientsStrategy
 from lightning_fed.strategies.shared_memory import SharedMemory
 
-__all__ = ["Ranks", "deal", "metrics_alone"]
+__all__ = ["Ranks", "Sent", "deal", "metrics_alone", "padded"]
 
 Record = TypeVar("Record")
+Sent: TypeAlias = Sequence[Sequence[Tensor]]
+"""What goes to each process, as bytes."""
+
 # In local steps on a batch of 20, about, of a small model and of a large one:
-_MOVE = (4, 1)  # what it takes to send a client's state of one vector, there and back
-_TRIP = (8, 1)  # what it takes to send anything at all
+_AROUND = (4, 0)  # what a client that keeps a state takes beside its steps
+_MOVE = (2, 1)  # what it takes to send its state of one vector, there and back
+_TRIP = (2, 1)  # what it takes to send anything at all
 _ALONE = 2**13  # numbers from which a tensor is summed by itself where processes share memory
+_ALIGNED = 16  # bytes that what is sent starts at a multiple of
 _LARGE = 2**20  # parameters from which a step takes longer than they take to be sent
 
 
@@ -58,11 +62,9 @@ class Ranks:
         """Return everybody's record, in the order of ranks, on every rank."""
         if self.size == 1:
             return [record]
-        mine = pickle.dumps(record)
         if self._shared is not None:
-            found = self._shared.gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-            # this run's own processes wrote it
-            return [pickle.loads(data.numpy().tobytes()) for data in found]  # noqa: S301
+            return [found for found, _ in self.deliver(record, [()] * self.size)()]
+        mine = pickle.dumps(record)
         parts = self._all_gather(mine)
         longest = max(length for length, _ in parts)
         if longest > self._capacity:  # everybody sees that, and knows better next time
@@ -93,16 +95,26 @@ class Ranks:
             ClientError: If another process failed.
             SIGTERMException: If one was told to stop, and no other failed; KeyboardInterrupt likewise.
         """
-        if self.size == 1:
-            return [work()]
-        record, failure = None, None
+        return [record for record, _ in self.exchange_and_deliver(lambda: (work(), [()] * self.size))]
+
+    def exchange_and_deliver(self, work: Callable[[], tuple[Record, Sent]]) -> list[tuple[Record, Tensor]]:
+        """Do the same, and return with everybody's record the bytes that came with it; see :meth:`deliver`.
+
+        Args:
+            work: Returns this process's record, and the bytes that go to each process.
+        """
+        record: Record | None = None
+        sent: Sent = [()] * self.size
+        failure = None
         try:
-            record = work()
+            record, sent = work()
         except BaseException as error:
+            if self.size == 1:
+                raise
             failure = error
-        parts = self.gather((record, Failure.of(failure)))
-        Failure.raise_first([part for _, part in parts], failure)
-        return [part for part, _ in parts]
+        found = self.deliver((record, Failure.of(failure)), sent)()
+        Failure.raise_first([part for (_, part), _ in found], failure)
+        return [(part, received) for (part, _), received in found]  # type: ignore[misc]  # nobody failed
 
     def gather_at_zero(self, record: Any) -> list[Any]:
         """Return everybody's record on rank zero, and nothing elsewhere."""
@@ -150,30 +162,51 @@ class Ranks:
         )
         return received.view(sum(counts), mine)
 
-    def exchange_bytes(self, sent: Sequence[Sequence[Tensor]], received: Sequence[int]) -> Tensor:
-        """Return the bytes [n] that all processes send to this one, in the order of ranks.
+    def deliver(self, record: Record, sent: Sent) -> Callable[[], list[tuple[Record, Tensor]]]:
+        """Send a record to everybody, and bytes to each process; return a function that returns what comes here.
+
+        Processes that share memory do not wait for each other until it is called, or until the next exchange, after
+        which what was sent is lost to those who have not called it.
 
         Args:
-            sent: What goes to each process, as bytes.
-            received: How many bytes come from each process.
+            record: What all processes get.
+            sent: What goes to each process, as bytes [n].
+
+        Returns:
+            The function, which returns everybody's record and bytes [n] for this process, in the order of ranks; these
+            are valid until the next exchange.
         """
-        if self._shared is not None:
-            return self._exchange_in_memory(sent)
-        whole = torch.cat([torch.empty(0, dtype=torch.uint8, device=self.device), *(t for to in sent for t in to)])
-        found = whole.new_empty(sum(received))
-        dist.all_to_all_single(found, whole, list(received), [sum(len(part) for part in to) for to in sent])
+        if self.size == 1:
+            return lambda: [(record, torch.empty(0, dtype=torch.uint8))]
+        lengths = [sum(map(len, to)) for to in sent]
+        if self._shared is None:
+            found = self._delivered_by_group(self.gather((record, lengths)), sent)
+            return lambda: found
+        mine = pickle.dumps((record, lengths))
+        head = bytearray(_ALIGNED + padded(len(mine)))
+        head[:8], head[_ALIGNED : _ALIGNED + len(mine)] = len(mine).to_bytes(8, "little"), mine
+        self._shared.begin(torch.frombuffer(head, dtype=torch.uint8), *(part for to in sent for part in to))
+        return self._delivered_in_memory
+
+    def _delivered_in_memory(self) -> list[tuple[Any, Tensor]]:
+        assert self._shared is not None
+        found = []
+        for message in self._shared.end():
+            size = int.from_bytes(message[:8].numpy().tobytes(), "little")
+            # this run's own processes wrote it
+            record, lengths = pickle.loads(message[_ALIGNED : _ALIGNED + size].numpy().tobytes())  # noqa: S301
+            start = _ALIGNED + padded(size) + sum(lengths[: self.rank])
+            found.append((record, message[start : start + lengths[self.rank]]))
         return found
 
-    def _exchange_in_memory(self, sent: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Do the same where every process may read all that is sent; its lengths go before it."""
-        assert self._shared is not None
-        sizes = torch.tensor([sum(len(part) for part in to) for to in sent], dtype=torch.int64).view(torch.uint8)
-        arrived = []
-        for message in self._shared.gather(torch.cat([sizes, *(part for to in sent for part in to)])):
-            ends = (message[: len(sizes)].view(torch.int64).cumsum(0) + len(sizes)).tolist()
-            part = message[ends[self.rank - 1] if self.rank else len(sizes) : ends[self.rank]]
-            arrived += [part] if len(part) else []
-        return arrived[0] if len(arrived) == 1 else torch.cat([sizes[:0], *arrived])
+    def _delivered_by_group(self, records: Sequence[tuple[Any, Sequence[int]]], sent: Sent) -> list[tuple[Any, Tensor]]:
+        arriving = [lengths[self.rank] for _, lengths in records]
+        if not any(any(lengths) for _, lengths in records):
+            return [(record, torch.empty(0, dtype=torch.uint8, device=self.device)) for record, _ in records]
+        whole = torch.cat([torch.empty(0, dtype=torch.uint8, device=self.device), *(t for to in sent for t in to)])
+        received = whole.new_empty(sum(arriving))
+        dist.all_to_all_single(received, whole, arriving, list(records[self.rank][1]))
+        return [(record, part) for (record, _), part in zip(records, received.split(arriving), strict=True)]
 
     def home_of(self, index: int) -> int:
         """The process that keeps the state of the client with this stored index."""
@@ -201,7 +234,9 @@ def deal(
     members = {plan.participant.index: plan.participant for plan in plans}
     if keeps_state or ranks.size == 1:
         homes = {index: ranks.home_of(index) for index in members}
-        return _balanced(homes, members, ranks.size, most_moves, numel >= _LARGE)
+        kind = numel >= _LARGE
+        work = {index: member.steps + _AROUND[kind] for index, member in members.items()}
+        return _balanced(homes, work, ranks.size, most_moves, _MOVE[kind], _TRIP[kind])
     loads = [0] * ranks.size
     owners = {}
     for member in sorted(members.values(), key=lambda m: (-m.steps, -m.size, m.index)):
@@ -212,28 +247,27 @@ def deal(
 
 
 def _balanced(
-    homes: Mapping[int, int], members: Mapping[int, Participant], size: int, most_moves: int, is_large: bool
+    homes: Mapping[int, int], work: Mapping[int, int], size: int, most_moves: int, a_move: int, a_trip: int
 ) -> Mapping[int, int]:
-    """Move clients from the process with the most local steps to that with the fewest, as long as it gains."""
-    a_move, a_trip = _MOVE[is_large], _TRIP[is_large]
+    """Move clients from the process with the most work to that with the least, as long as it gains."""
     loads = [0] * size
     for index, rank in homes.items():
-        loads[rank] += members[index].steps
+        loads[rank] += work[index]
     movable = [[i for i, home in homes.items() if home == rank] for rank in range(size)]
     owners, at_home, moves = dict(homes), max(loads), 0
     while True:
         most, fewest = loads.index(max(loads)), loads.index(min(loads))
 
         def after(index: int, most: int = most, fewest: int = fewest) -> tuple[int, int]:
-            return max(loads[most] - members[index].steps, loads[fewest] + members[index].steps) + a_move, index
+            return max(loads[most] - work[index], loads[fewest] + work[index]) + a_move, index
 
         best = min(movable[most], key=after, default=None)
         if best is None or moves == most_moves or after(best)[0] >= loads[most]:
             return owners if loads[most] + a_trip < at_home else homes
         owners[best], moves = fewest, moves + 1
         movable[most].remove(best)
-        loads[most] += a_move - members[best].steps
-        loads[fewest] += a_move + members[best].steps
+        loads[most] += a_move - work[best]
+        loads[fewest] += a_move + work[best]
 
 
 @contextmanager
@@ -248,6 +282,11 @@ def metrics_alone(trainer: pl.Trainer) -> Iterator[None]:
     finally:
         for metric, function in kept:
             metric.distributed_available_fn = function
+
+
+def padded(length: int) -> int:
+    """Return the bytes that something takes before what is sent next."""
+    return -(-length // _ALIGNED) * _ALIGNED
 
 
 def _is_alone() -> bool:

@@ -1,7 +1,7 @@
 """One round: gradients if the method asks for them, the clients' work, their messages, and the account of it all."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +22,7 @@ from lightning_fed.engines.faults import Faults
 from lightning_fed.engines.guests import Guests
 from lightning_fed.engines.kept_parts import KeptParts
 from lightning_fed.engines.plan import WorkPlan
-from lightning_fed.engines.ranks import Ranks, deal
+from lightning_fed.engines.ranks import Ranks, Sent, deal
 from lightning_fed.optim import overrides
 from lightning_fed.server.aggregation import Aggregation
 from lightning_fed.server.aggregator import FULL_GRAD, Aggregator
@@ -258,9 +258,13 @@ class Round:
         state = self.algorithm.begin_round(self.server.x, self.server.state, self._cohort)
         self._inputs = self._make_inputs(state, self._inputs.full_grad, self._inputs.cohort_grad.unwatched())
 
-    def receive_guests(self) -> None:
-        """Bring what clients keep to the processes that train them, where these are others than keep it."""
-        self._guests.receive()
+    def send_guests(self) -> None:
+        """Send what clients keep to the processes that train them, where these are others than keep it."""
+        self._guests.send()
+
+    def guests_last(self, chunks: Iterable[Sequence[WorkPlan]]) -> list[Sequence[WorkPlan]]:
+        """Return chunks of clients in the order in which they are trained: nobody waits for what is still to arrive."""
+        return sorted(chunks, key=lambda plans: any(p.participant.index in self._guests.moves for p in plans))
 
     def train(self, plans: Sequence[WorkPlan]) -> ChunkResult | None:
         """Train the clients of a chunk, and take in what they send; return None if all of them failed.
@@ -268,7 +272,9 @@ class Round:
         Raises:
             ClientError: If a client fails and is not to be dropped, or something fails that is no client's own fault.
         """
-        self._traffic.clients.update(plan.participant.index for plan in plans)
+        indices = [plan.participant.index for plan in plans]
+        self._traffic.clients.update(indices)
+        self._guests.receive(indices)
         result = run_sound(self._run, plans, self.engine, self.faults)
         if result is None:
             return None
@@ -372,9 +378,14 @@ class Round:
         self._traffic.add_bytes(size)
         return got, residuals
 
-    def outline(self) -> dict[str, Any]:
-        """Return what other processes need of this one's part, apart from the sums of messages."""
-        return {
+    def outline(self) -> tuple[dict[str, Any], Sent]:
+        """Return what other processes need of this one's part, apart from the sums of messages.
+
+        Returns:
+            What all of them need, and as bytes what the clients keep whose state is kept by each.
+        """
+        guests, sent = self._guests.leaving()
+        outline = {
             "reports": self._reports,
             "aggregation": self._aggregation.outline(),
             "buffers": self._buffers,
@@ -383,19 +394,22 @@ class Round:
             "failed": self.faults.causes,
             "is_spoiled": self._is_spoiled,
             "gradient_norms": self._gradient_norms,
-            "guests": self._guests.outline(),
+            "guests": guests,
         }
+        return outline, sent
 
-    def merge(self, outlines: Sequence[Mapping[str, Any]]) -> None:
+    def merge(self, outlines: Sequence[Mapping[str, Any]], received: Sequence[torch.Tensor]) -> None:
         """Put the parts of all processes together.
 
         Args:
-            outlines: Everybody's :meth:`outline`.
+            outlines: What everybody's :meth:`outline` says.
+            received: The bytes that came with it.
         """
         rank, ranks, x = self.ranks.rank, self.ranks, self.server.x
         if ranks.size == 1:
             self.has_lost_any([])
             return
+        self._guests.take_home([outline["guests"] for outline in outlines], received)
         others = [outline for i, outline in enumerate(outlines) if i != rank]
         reports = {i: report for outline in outlines for i, report in outline["reports"].items()}
         cohort = [plan.participant.client_id for plan in self.plans]
@@ -408,7 +422,6 @@ class Round:
         for outline in others:
             for point, norms in outline["gradient_norms"].items():
                 self._gradient_norms.setdefault(point, {}).update(norms)
-        self._guests.send_home([outline["guests"] for outline in outlines])
         self.has_lost_any([outline["failed"] for outline in others])
 
     def close(self, metrics: Mapping[str, float], seconds: float) -> RoundReport:

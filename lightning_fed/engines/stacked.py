@@ -289,15 +289,17 @@ class StackedWork:
             mean_examples=self.inputs.mean_examples,
             num_steps=self.num_steps[0],
             lr_sum=lr_sum,
-            path=partial(self._path_alone, delta),
+            path=partial(self._path_alone, delta, lr_sum),
         )
         update = self.algorithm.finish(self.y[0], run)
         send, keep = ({k: v[None] for k, v in state.items()} for state in (update.send, update.keep))
         return send, keep, update.send.get("delta") is run.delta
 
-    def _path_alone(self, delta: Tensor) -> Vector:
+    def _path_alone(self, delta: Tensor, lr_sum: float | Tensor) -> Vector:
         if not self.optimizer.needs_path(self.algorithm):
             return self._undeclared()
+        if isinstance(lr_sum, float) and self._path is None and self._still is None:
+            return delta[0] / -(lr_sum or 1.0)  # in numbers, for the sake of small models
         steps = self._steps_taken()
         return self._path_gradient(delta, steps, self._lr_sum(steps))[0]
 

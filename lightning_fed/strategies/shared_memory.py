@@ -21,7 +21,7 @@ from lightning_fed.core.errors import FederatedError
 __all__ = ["PIECE", "SharedMemory"]
 
 PIECE = 2**22
-"""Bytes that are exchanged at once; more go piece by piece."""
+"""Bytes of a sum that are exchanged at once; more go piece by piece."""
 
 _HEADER = 64  # bytes before the data: the number of the exchange, and the length of the message in bytes
 _SPIN = 0.005  # seconds in which a process that waits keeps its core
@@ -33,7 +33,7 @@ class SharedMemory:
     """Exchanges between the processes of one machine.
 
     Every process writes to memory of its own, which the others read. It has two halves in turns: when a process writes
-    to one again, all others have been through the exchange between, and have read what was there.
+    to one again, all others have begun the exchange between, and so have read what was there.
 
     Args:
         rank: This process, from 0.
@@ -48,6 +48,7 @@ class SharedMemory:
         self._alive = {r: os.pidfd_open(pid) for r, pid in enumerate(pids) if r != rank}
         self._maps: dict[tuple[int, int], Tensor] = {}
         self._done = 0
+        self._has_begun = False  # an exchange that has not ended
         weakref.finalize(self, _close, [*self._alive.values(), *(file for pair in files for file in pair)])
 
     @staticmethod
@@ -78,8 +79,43 @@ class SharedMemory:
         dist.all_gather_object(answers, found is not None)
         return found if all(answers) else None
 
+    def begin(self, *parts: Tensor) -> None:
+        """Let the others have a message, whenever they come for it; :meth:`end` returns theirs.
+
+        What has begun is ended by whatever is exchanged next, if by nothing else.
+
+        Args:
+            parts: The message as bytes [n_1], [n_2], ..., one after the other.
+        """
+        if self._has_begun:
+            self.end()
+        half, length = self._done % 2, sum(map(len, parts))
+        file, memory, at = self._files[self.rank][half], self._memory(self.rank, half, length), 0
+        for part in parts:
+            memory[at : at + len(part)] = part
+            at += len(part)
+        self._done += 1
+        os.pwrite(file, length.to_bytes(_NUMBER, "little"), _NUMBER)
+        os.pwrite(file, self._done.to_bytes(_NUMBER, "little"), 0)  # last: it says that the rest is there
+        self._has_begun = True
+
+    def end(self) -> list[Tensor]:
+        """Return everybody's bytes, in the order of ranks, as they lie in memory; valid until the next exchange begins.
+
+        Raises:
+            FederatedError: If another process has ended, or does not come in time.
+        """
+        self._has_begun = False
+        half, found = (self._done - 1) % 2, []
+        for rank, files in enumerate(self._files):
+            if rank != self.rank:
+                self._wait_for(rank, half)
+            length = int.from_bytes(os.pread(files[half], _NUMBER, _NUMBER), "little")
+            found.append(self._memory(rank, half, length)[:length])
+        return found
+
     def gather(self, message: Tensor) -> list[Tensor]:
-        """Return everybody's bytes, in the order of ranks; this process's are the message itself.
+        """Do both: return everybody's bytes, valid until the next exchange begins.
 
         Args:
             message: This process's, of any length [n].
@@ -87,17 +123,8 @@ class SharedMemory:
         Raises:
             FederatedError: If another process has ended, or does not come in time.
         """
-        out: list[Tensor] = []
-        start, longest = 0, 1
-        while start < longest:
-            parts, lengths = self._exchange(message, start)
-            if not out:
-                out = [message if r == self.rank else parts[r].new_empty(n) for r, n in enumerate(lengths)]
-            for rank, part in enumerate(parts):
-                if rank != self.rank:
-                    out[rank][start : start + len(part)] = part
-            start, longest = start + PIECE, max(lengths)
-        return out
+        self.begin(message)
+        return self.end()
 
     def sum(self, whole: Tensor) -> None:
         """Replace a tensor [n] by its sum over all processes, of the same length everywhere, added up by rank.
@@ -106,28 +133,10 @@ class SharedMemory:
             FederatedError: If another process has ended, or does not come in time.
         """
         for piece in whole.split(PIECE // whole.element_size()):
-            mine = piece.view(torch.uint8)
-            parts = [part.view(whole.dtype) for part in self._exchange(mine)[0]]
+            parts = [part.view(whole.dtype) for part in self.gather(piece.view(torch.uint8))]
             torch.add(parts[0], parts[1], out=piece)
             for part in parts[2:]:
                 piece.add_(part)
-
-    def _exchange(self, message: Tensor, start: int = 0) -> tuple[list[Tensor], list[int]]:
-        """Write a piece of a message, and return everybody's piece as it lies in memory, and the whole lengths."""
-        half = self._done % 2
-        self._done += 1
-        mine, file = message[start : start + PIECE], self._files[self.rank][half]
-        self._memory(self.rank, half, len(mine))[: len(mine)] = mine
-        os.pwrite(file, len(message).to_bytes(_NUMBER, "little"), _NUMBER)
-        os.pwrite(file, self._done.to_bytes(_NUMBER, "little"), 0)  # last: it says that the rest is there
-        parts, lengths = [], []
-        for rank, files in enumerate(self._files):
-            if rank != self.rank:
-                self._wait_for(rank, half)
-            lengths.append(int.from_bytes(os.pread(files[half], _NUMBER, _NUMBER), "little"))
-            here = min(PIECE, max(0, lengths[-1] - start))
-            parts.append(self._memory(rank, half, here)[:here])
-        return parts, lengths
 
     def _memory(self, rank: int, half: int, length: int) -> Tensor:
         """Return a process's memory, of at least so many bytes."""
@@ -136,7 +145,7 @@ class SharedMemory:
             file = self._files[rank][half]
             size = os.fstat(file).st_size
             if size < _HEADER + length:
-                size = _HEADER + min(PIECE, 2 * length)
+                size = _HEADER + max(length, min(PIECE, 2 * length))
                 os.posix_fallocate(file, 0, size)
             found = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)[_HEADER:]
             self._maps[rank, half] = found

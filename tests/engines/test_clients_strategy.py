@@ -21,6 +21,7 @@ from torchmetrics import MeanMetric
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedDane, FedDyn, Mime, Scaffold, SGDm
 from lightning_fed.server import RoundRobinSampler, SystemsHeterogeneity, TopK
+from lightning_fed.server.client_store import MemoryClientStore
 from lightning_fed.strategies import ClientsStrategy
 from tests.helpers.engines import Ordinary, Record, assert_close, assert_plain_agree, results_of, run
 from tests.helpers.processes import Outcome, in_processes
@@ -378,6 +379,26 @@ def test_what_goes_wrong_in_one_process_ends_both_and_names_the_client(algorithm
     assert time.monotonic() - started < 30
     assert all(re.search(r"Client 3 failed in .* in round 0.*these examples are bad", text) for text in texts), texts
     assert sum("Process" in text for text in texts) == 1
+
+
+def unreadable(with_memory: bool) -> dict[str, Any]:
+    """Fit with clients that the first process keeps and the second trains, of which nothing can be read."""
+    if not with_memory:
+        ClientsStrategy.shared_memory = property(lambda self: None)  # type: ignore[assignment,method-assign]
+
+    def get(self: MemoryClientStore, index: int) -> Any:
+        raise FederatedError(f"What client {index} keeps cannot be read.")
+
+    if os.environ["RANK"] == "0":
+        MemoryClientStore.get = get  # type: ignore[method-assign]
+    return end(algorithm=Scaffold(), on_client_error="drop", **UNEVEN, **TWO)
+
+
+@pytest.mark.parametrize("with_memory", [True, False])
+def test_a_state_that_cannot_be_sent_ends_both_processes(with_memory: bool, tmp_path: Path) -> None:
+    first, second = (outcome.error for outcome in in_processes(partial(unreadable, with_memory), tmp_path))
+    assert "FederatedError: What client 2 keeps cannot be read." in first
+    assert "Process 0 failed: What client 2 keeps cannot be read." in second
 
 
 def test_what_goes_wrong_in_a_full_gradient_ends_both_processes(tmp_path: Path) -> None:

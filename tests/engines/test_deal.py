@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_fed.data.batch_settings import BatchSettings
 from lightning_fed.data.batches import TensorBatches
-from lightning_fed.engines.guests import kinds_of, send_states
+from lightning_fed.engines.guests import pack, unpack
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.ranks import Ranks, deal
 from lightning_fed.server.aggregation import Participant
@@ -34,8 +34,13 @@ def test_clients_stay_where_their_state_is_if_the_work_is_even() -> None:
 
 
 def test_a_little_work_is_not_worth_a_move() -> None:
-    owners, _ = dealt({0: 5, 2: 4, 4: 3, 1: 1}, 2, keeps_state=True)
-    assert owners == {0: 0, 2: 0, 4: 0, 1: 1}
+    owners, _ = dealt({0: 3, 2: 2, 1: 1}, 2, keeps_state=True)
+    assert owners == {0: 0, 2: 0, 1: 1}
+
+
+def test_what_is_around_a_clients_steps_counts() -> None:
+    _, loads = dealt({0: 3, 2: 2, 4: 2, 6: 2, 1: 9}, 2, keeps_state=True)
+    assert loads == {0: 7, 1: 11}  # one is moved, though there are as many steps here as there
 
 
 def test_a_little_work_on_a_large_model_is() -> None:
@@ -81,7 +86,9 @@ def test_states_of_all_types_and_shapes_arrive_as_they_left(tmp_path: Path) -> N
         ranks = Ranks(rank, 2, torch.device("cpu"))
         mine = {index: state for index, state in STATES.items() if ranks.is_home_of(index)}
         to = {index: 1 - index % 2 for index in STATES}
-        return send_states(ranks, mine, to, ranks.gather(kinds_of(mine)))
+        kinds, sent = pack(mine, to, 2)
+        letters, received = zip(*ranks.deliver(kinds, sent)(), strict=True)
+        return unpack(letters, received, to, rank)
 
     first, second = in_processes(work, tmp_path)
     assert not first.error, first.trace

@@ -44,7 +44,7 @@ def test_everybody_gets_everybodys_bytes(count: int, tmp_path: Path, monkeypatch
 
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
         assert memory is not None
-        return [memory.gather(message(rank, of[rank])) for of in lengths]
+        return [[part.clone() for part in memory.gather(message(rank, of[rank]))] for of in lengths]
 
     for outcome in shared(work, tmp_path, count):
         assert not outcome.error, outcome.trace
@@ -85,6 +85,31 @@ def test_no_message_is_overwritten_before_it_is_read(tmp_path: Path) -> None:
         return wrong
 
     assert [outcome.value for outcome in shared(work, tmp_path, 3)] == [0, 0, 0]
+
+
+def test_what_has_begun_arrives_while_its_sender_does_other_work(tmp_path: Path) -> None:
+    length = 3 * shared_memory.PIECE + 5  # however much it is
+
+    def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
+        assert memory is not None
+        found = []
+        for k in range(3):
+            memory.begin(message(rank, length), torch.empty(0, dtype=torch.uint8), message(k, 3))
+            has_arrived = tmp_path / f"arrived_{k}"
+            if rank == 1:
+                found.append([part[:: length + 1].tolist() + part[-3:].tolist() for part in memory.end()])
+                has_arrived.touch()
+            while not has_arrived.exists():  # rank 0 takes part in nothing until rank 1 has everything
+                time.sleep(0.001)
+        return found, [part.tolist() for part in memory.gather(message(rank, 2))]
+
+    first, second = shared(work, tmp_path)
+    assert not first.error, first.trace
+    assert not second.error, second.trace
+    last = [message(0, 2).tolist(), message(1, 2).tolist()]
+    assert first.value == ([], last)  # what it has never asked for does not get in the way
+    ends = [message(k, 3).tolist() for k in range(3)]
+    assert second.value == ([[[0, e[1], *e], [7, e[1], *e]] for e in ends], last)
 
 
 def test_a_process_that_ends_is_missed_by_name(tmp_path: Path) -> None:
@@ -147,8 +172,8 @@ def test_ranks_exchange_the_same_with_and_without(tmp_path: Path) -> None:
             ranks.sum(totals)
             ranks.sum(large[:1])
             sent = [[message(rank, 16 * (to + 1)), message(rank + to, 16)] for to in range(size)]
-            received = ranks.exchange_bytes(sent, [16 * (rank + 2)] * size)
-            found.append(([t.tolist() for t in totals], received.tolist(), ranks.gather({"rank": rank})))
+            received = [(record, part.tolist()) for record, part in ranks.deliver(f"from {rank}", sent)()]
+            found.append(([t.tolist() for t in totals], received, ranks.gather({"rank": rank})))
         return found
 
     for outcome in shared(work, tmp_path, 3):
