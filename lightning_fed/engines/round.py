@@ -9,24 +9,22 @@ from typing import Any
 import torch
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.buffers import BufferMean
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport, Cohort, RoundReport
-from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State, Weighting
 from lightning_fed.core.watched import Watched
-from lightning_fed.engines.account import Drift, Traffic, gradients_computed
+from lightning_fed.engines.account import Traffic, gradients_computed
 from lightning_fed.engines.attempts import run_sound
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs
 from lightning_fed.engines.faults import Faults
 from lightning_fed.engines.guests import Guests
-from lightning_fed.engines.kept_parts import KeptParts
+from lightning_fed.engines.intake import Intake
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.ranks import Ranks, Sent, deal
 from lightning_fed.optim import overrides
 from lightning_fed.server.aggregation import Aggregation
 from lightning_fed.server.aggregator import FULL_GRAD, Aggregator
-from lightning_fed.server.compression import Compressor, compress
+from lightning_fed.server.compression import Compressor
 from lightning_fed.server.population import Population
 from lightning_fed.server.server import Server
 
@@ -78,8 +76,7 @@ class Round:
             self._gradients_asked |= self.faults.causes.keys() - self._cohort_asked if gradient_plans else set()
         self.plans, self.gradient_plans, self.dropped = plans, gradient_plans, tuple(dropped)
         self.ranks = ranks or Ranks()
-        self._compressor = compressor
-        self._keeps_state = (
+        keeps_state = (
             overrides(self.algorithm, "init_client")
             or engine.keeps_solver
             or engine.buffers.mode == "local"
@@ -87,25 +84,26 @@ class Round:
         )
         numel = server.x.numel()
         most_moves = max(1, _MOVED_BYTES // (numel * server.x.element_size()))
-        self._owners = deal([*plans, *gradient_plans], self.ranks, self._keeps_state, most_moves, numel)
+        self._owners = deal([*plans, *gradient_plans], self.ranks, keeps_state, most_moves, numel)
         members = [plan.participant for plan in plans]
-        moves = {p.index: self._owners[p.index] for p in members if self._keeps_state}
+        moves = {p.index: self._owners[p.index] for p in members if keeps_state}
         moves = {index: rank for index, rank in moves.items() if rank != self.ranks.home_of(index)}
         self._guests = Guests(server, self.ranks, moves)
         self.mine = [plan for plan in plans if self._is_mine(plan)]
         self._aggregation_of = Aggregation if aggregator is None else aggregator.of_round
-        self._aggregation = self._aggregation_of(
+        aggregation = self._aggregation_of(
             self.algorithm.reduces, weighting, members, len(population), self.algorithm.local_work
         )
-        self._rule = self.algorithm.reduces.get("delta", "examples")
         self._cohort = Cohort(len(plans), len(population), server.round)
         self._cohort.advance_solver = engine.optimizer.advance_solver
         self._traffic = Traffic(self.algorithm, server.x)
         self._traffic.clients = {population.index_of(i) for i in self.faults.causes.keys() & self._cohort_asked}
+        self._intake = Intake(
+            server, self.ranks, aggregation, self._guests, self._traffic, engine.buffers, compressor, keeps_state
+        )
         self._inputs = self._make_inputs(server.state, {}, {})
+        self._states: dict[int, State] = {}  # of the clients at work, before it
         self._reports: dict[ClientId, ClientReport] = {}
-        self._buffers = BufferMean()
-        self._drift = Drift()
         self._is_spoiled = False
         self._gradient_norms: dict[str, dict[ClientId, float]] = {}  # by point, of gradients that are not averaged
 
@@ -282,14 +280,14 @@ class Round:
             self.faults.add(error)
         sound = [row for row in range(len(result.reports)) if row not in result.faults]
         sending = [row for row in sound if result.reports[row].steps or not self.algorithm.local_work]
-        if len(sending) > 1 and self._adds_up and self._compressor is None:
-            self._take_in_all(result, sending)
+        if len(sending) > 1 and self._intake.takes_several:
+            self._intake.take_several(result, sending, self._states)
             sending = []
         to_take_in = set(sending)
         for row in sound:
             try:
                 if row in to_take_in:
-                    self._take_in(result, row)
+                    self._intake.take(result, row, self._states)
             except ClientError as error:
                 self.faults.add(error)
                 self._is_spoiled = True  # what it logged is among what others did
@@ -311,92 +309,20 @@ class Round:
             inputs = replace(inputs, full_grad=self._own_gradients(plans))
         return self.engine.run(inputs, plans, states, solvers)
 
-    @property
-    def _adds_up(self) -> bool:
-        """Whether messages are summed and nothing else, so that several may be at once."""
-        return type(self._aggregation).add is Aggregation.add
-
-    def _take_in_all(self, result: ChunkResult, rows: Sequence[int]) -> None:
-        """Take in what several clients of a chunk send."""
-        some = len(rows) < len(result.reports)
-        send = {name: value[rows] if some else value for name, value in result.send.items()}
-        models = (result.y[rows] if some else result.y) if self._sums_models(result) else None
-        steps = {result.participants[row].index: result.reports[row].steps for row in rows}
-        self._aggregation.add_all(steps, send, models)
-        self._traffic.take_in({name: value[rows[0]] for name, value in result.send.items()}, len(rows))
-        for row in rows:
-            self._keep(result, row, {})
-            self._note_drift(result, row)
-
-    def _take_in(self, result: ChunkResult, row: int) -> None:
-        """Take in what one client sends."""
-        index = result.participants[row].index
-        send = {name: value[row] for name, value in result.send.items()}
-        residuals: State = {}
-        if self._compressor is not None:
-            send, residuals = self._compressed(self._compressor, index, send)
-        else:
-            self._traffic.take_in(send)
-        model = result.y[row] if self._sums_models(result) else None
-        self._aggregation.add(index, result.reports[row].steps, send, model)
-        self._keep(result, row, residuals)
-        self._note_drift(result, row)
-
-    def _sums_models(self, result: ChunkResult) -> bool:
-        """Whether the clients' models are summed instead of their changes."""
-        return result.sends_delta and self._aggregation.sums_models and self._compressor is None
-
-    def _keep(self, result: ChunkResult, row: int, residuals: State) -> None:
-        """Hold what a client keeps, and its part of the mean of the buffers."""
-        who, buffers = result.participants[row], self.engine.buffers
-        keep = result.kept_by(row) or self._states[who.index]
-        own_buffers = result.buffers[row] if result.buffers else {}
-        if not (keep or residuals or result.solver or own_buffers):
-            return
-        if keep and not self._keeps_state and self.ranks.size > 1:
-            raise FederatedError(
-                f"{type(self.algorithm).__name__}.finish keeps {sorted(keep)} without an init_client that says what a"
-                " new client has: several processes would not know where to look for it. Override init_client."
-            )
-        parts = KeptParts(keep, residuals=residuals, solver=result.solver[row] if result.solver else {})
-        if buffers.mode == "local":
-            parts.buffers = own_buffers
-        self._guests.keep(who.index, parts)
-        if buffers.mode != "server" and own_buffers:
-            self._buffers.add(own_buffers, who.size, who.index, who.count)
-
-    def _note_drift(self, result: ChunkResult, row: int) -> None:
-        weight = self._aggregation.weight(result.participants[row].index, self._rule)
-        summed = self._sums_models(result) and self._rule != "population"  # the aggregation has the sum of the changes
-        self._drift.add(result.reports[row].update_norm, weight, None if summed else result.delta[row])
-
-    def _compressed(self, compressor: Compressor, index: int, send: State) -> tuple[State, State]:
-        """Return what the server gets of a client's messages, and what the client keeps of what it does not get."""
-        stream = generator(self.server.seed, Purpose.COMPRESSION, self.server.round, index)
-        own = self._guests.residuals_of(index, send) if compressor.error_feedback else {}
-        got, residuals, size = compress(compressor, send, own, stream, self.algorithm.uncompressed)
-        self._traffic.add_bytes(size)
-        return got, residuals
-
     def outline(self) -> tuple[dict[str, Any], Sent]:
         """Return what other processes need of this one's part, apart from the sums of messages.
 
         Returns:
             What all of them need, and as bytes what the clients keep whose state is kept by each.
         """
-        guests, sent = self._guests.leaving()
-        outline = {
+        outline, sent = self._intake.outline()
+        own = {
             "reports": self._reports,
-            "aggregation": self._aggregation.outline(),
-            "buffers": self._buffers,
-            "drift": self._drift.outline(),
-            "traffic": self._traffic,
             "failed": self.faults.causes,
             "is_spoiled": self._is_spoiled,
             "gradient_norms": self._gradient_norms,
-            "guests": guests,
         }
-        return outline, sent
+        return {**outline, **own}, sent
 
     def merge(self, outlines: Sequence[Mapping[str, Any]], received: Sequence[torch.Tensor]) -> None:
         """Put the parts of all processes together.
@@ -405,19 +331,14 @@ class Round:
             outlines: What everybody's :meth:`outline` says.
             received: The bytes that came with it.
         """
-        rank, ranks, x = self.ranks.rank, self.ranks, self.server.x
-        if ranks.size == 1:
+        if self.ranks.size == 1:
             self.has_lost_any([])
             return
-        self._guests.take_home([outline["guests"] for outline in outlines], received)
-        others = [outline for i, outline in enumerate(outlines) if i != rank]
+        self._intake.merge(outlines, received, self.server.x)
+        others = [outline for i, outline in enumerate(outlines) if i != self.ranks.rank]
         reports = {i: report for outline in outlines for i, report in outline["reports"].items()}
         cohort = [plan.participant.client_id for plan in self.plans]
         self._reports = {client_id: reports[client_id] for client_id in cohort if client_id in reports}
-        self._aggregation.reduce([outline["aggregation"] for outline in outlines], ranks, x)
-        ranks.sum(self._drift.merge([outline["drift"] for outline in outlines], x))
-        self._buffers = BufferMean.merged(outline["buffers"] for outline in outlines)
-        self._traffic.merge(outline["traffic"] for outline in others)
         self._is_spoiled = any(outline["is_spoiled"] for outline in outlines)
         for outline in others:
             for point, norms in outline["gradient_norms"].items():
@@ -431,11 +352,12 @@ class Round:
             metrics: The cohort's training metrics.
             seconds: The wall time of the round.
         """
+        intake, aggregation = self._intake, self._intake.aggregation
         done = [i for i, r in self._reports.items() if r.steps or not self.algorithm.local_work]
         self._cohort.size = len(done)
-        drift = self._drift.value(self._aggregation.change(self.server.x)) if done else math.nan
-        is_step = bool(done) or not self._aggregation.needs_clients
-        mean, models = self._aggregation.mean(self.server.x) if is_step else ({}, None)
+        drift = intake.drift.value(aggregation.change(self.server.x)) if done else math.nan
+        is_step = bool(done) or not aggregation.needs_clients
+        mean, models = aggregation.mean(self.server.x) if is_step else ({}, None)
         number, inputs = self.server.round, self._inputs
         for name, value in mean.items():
             if not (math.isfinite(float(value.sum())) or bool(torch.isfinite(value).all())):  # the sum is soon had
@@ -452,14 +374,12 @@ class Round:
             everyone=everyone,
         )
         norm = self.server.close_round(
-            mean, models, inputs.server.unwatched(), self._cohort, self._buffers.result(self.server.buffers)
+            mean, models, inputs.server.unwatched(), self._cohort, intake.mean_buffers.result(self.server.buffers)
         )
         self.server.count([self.population.index_of(i) for i in self._reports], up, down)
         reports = self._reports
         failed = {i: self.faults.causes[i] for i in sorted(self.faults.causes, key=self.population.index_of)}
-        weights = {
-            p.participant.client_id: self._aggregation.weight(p.participant.index, self._rule) for p in self.plans
-        }
+        weights = {p.participant.client_id: aggregation.weight(p.participant.index, intake.rule) for p in self.plans}
         total = sum(weights[i] for i in done)
         examples = sum(reports[i].size for i in done)
         return RoundReport(
