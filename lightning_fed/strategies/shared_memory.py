@@ -86,6 +86,9 @@ class SharedMemory:
 
         Args:
             parts: The message as bytes [n_1], [n_2], ..., one after the other.
+
+        Raises:
+            FederatedError: If there is no memory for it.
         """
         if self._has_begun:
             self.end()
@@ -146,7 +149,13 @@ class SharedMemory:
             size = os.fstat(file).st_size
             if size < _HEADER + length:
                 size = _HEADER + max(length, min(PIECE, 2 * length))
-                os.posix_fallocate(file, 0, size)
+                try:
+                    os.posix_fallocate(file, 0, size)
+                except OSError as error:
+                    raise FederatedError(
+                        f"Process {self.rank} cannot get {size / 2**20:,.0f} MiB of memory to share with the others"
+                        f" ({error.strerror}). Free memory, or train in one process."
+                    ) from error
             found = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)[_HEADER:]
             self._maps[rank, half] = found
         return found

@@ -1,6 +1,8 @@
 """Exchanges in shared memory: what arrives, who is missed, and that they come to the same as those of gloo."""
 
 import os
+import resource
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -146,6 +148,17 @@ def test_waiting_ends_after_the_timeout(tmp_path: Path) -> None:
     waiting, _ = shared(work, tmp_path, timeout=0.3)
     assert "Process 0 has waited 0 s for process 1" in waiting.error
     assert "ClientsStrategy(timeout=...)" in waiting.error
+
+
+def test_too_little_memory_is_said(tmp_path: Path) -> None:
+    def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
+        assert memory is not None
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        memory.gather(message(rank, 2**21))
+
+    for rank, outcome in enumerate(shared(work, tmp_path)):
+        assert f"FederatedError: Process {rank} cannot get 4 MiB of memory to share" in outcome.error
 
 
 @pytest.mark.parametrize("fault", ["machine", "files"])
