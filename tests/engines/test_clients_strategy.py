@@ -327,6 +327,10 @@ def test_clients_move_to_where_there_is_less_to_do(together: Any) -> None:
         assert first
 
 
+def test_clients_that_have_moved_are_trained_last(together: Any) -> None:
+    assert together[1]["moved"]["trained"] == [1, 3, 5, 1, 3, 5, 1, 3, 2, 3, 5, 2]  # in rounds of three clients
+
+
 def test_the_same_processes_give_the_same_bits(together: Any) -> None:
     for part in together:
         assert same(part["dropout"]["state"], part["again"]["state"])
