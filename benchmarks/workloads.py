@@ -4,7 +4,8 @@
     python benchmarks/workloads.py --system all --workload W1 W2 --python fedjax=PATH --render docs/performance.md
 
 One system on one workload is one line of JSON. Several are run workload by workload and in turns: each run in a process
-of its own, each repeat once through all systems, so that a busy machine treats all alike. Systems other than
+of its own, each repeat once through all systems, so that a busy machine treats all alike; with ``--in-turns`` round by
+round. Systems other than
 lightning_fed may live in environments of their own: ``--python fedjax=PATH`` or the environment variable
 ``BENCHMARK_PYTHON_FEDJAX`` names their interpreter; what is not installed is skipped. ``docs/performance.md`` describes
 the workloads.
@@ -17,11 +18,12 @@ import importlib.util
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from systems import summary
 from systems.measure import Outcome, Settings, Stopwatch, machine, positive
@@ -37,6 +39,8 @@ PACKAGES = {
     "fluke": "fluke",
 }
 """The package that each system needs."""
+
+Run: TypeAlias = tuple[str, str, str]  # workload, system, method
 
 _PROCESSES = {"torch": 1, "torch-2": 2}
 _ON_GPU = ("lightning_fed", "torch")
@@ -54,14 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = _runs(parser, args)
     if len(runs) == 1 and args.render is args.repeats is args.results is None:
         is_here = args.here or _python(args, runs[0][1]) is None
-        line = _run_here(args, *runs[0]) if is_here else _run_apart(args, *runs[0])
+        line = _run_here(args, *runs[0]) if is_here else _run_one_by_one(args, runs)[0]
         if line is not None:
             print(json.dumps(line) if args.json else "\n".join(f"{name:12} {value}" for name, value in line.items()))
         return int(line is not None and "failed" in line)
     lines: list[dict[str, Any]] = []
     for workload, group in itertools.groupby(runs, key=lambda run: run[0]):
         its_runs, repeats = list(group), args.repeats or WORKLOADS[workload].repeats
-        found = summary.combine([[_run_apart(args, *run) for run in its_runs] for _ in range(repeats)])
+        run_all = _run_in_turns if args.in_turns else _run_one_by_one
+        found = summary.combine([run_all(args, its_runs) for _ in range(repeats)])
         lines += found
         if args.results is not None:
             with args.results.open("a") as file:
@@ -82,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=positive, default=8, help="rounds to time")
     add("--warmup", type=positive, help="rounds before them, the same for all systems; by default the workload's own")
     add("--repeats", type=positive, help="runs of each system, in turns; by default the workload's own")
+    add("--in-turns", action="store_true", help="all systems at once in memory: each has a round, and then the next")
     add("--algorithm", nargs="+", help="methods of lightning_fed; FedAvg, with all systems also Mime and Scaffold")
     add("--engine", choices=("auto", "sequential", "vectorized"), default="auto", help="engine of lightning_fed")
     add("--devices", type=positive, help="processes of lightning_fed and flwr, cores of fedjax; by default the best")
@@ -108,7 +114,7 @@ def _interpreter(text: str) -> tuple[str, str]:
     return name, path
 
 
-def _runs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[tuple[str, str, str]]:
+def _runs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Run]:
     """Return the runs (workload, system, method) of a repeat; systems are compared in FedAvg."""
     everything, on_gpu = "all" in args.system, args.accelerator == "gpu"
     systems = [name for name in PACKAGES if name in _ON_GPU or not on_gpu] if everything else args.system
@@ -124,6 +130,8 @@ def _runs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[tup
     ]
     if not runs:
         parser.error("--algorithm: methods other than FedAvg are for lightning_fed alone")
+    if args.in_turns and len(runs) < 2 and not args.here:
+        parser.error("--in-turns: there is only one run")
     return runs
 
 
@@ -145,7 +153,7 @@ def _run_here(args: argparse.Namespace, workload: str, system: str, algorithm: s
         return {**named, "skipped": reason}
     devices = _PROCESSES.get(system, args.devices)
     warmup = args.warmup or WORKLOADS[workload].warmup
-    settings = Settings(args.rounds, warmup, devices, args.engine, algorithm, args.accelerator)
+    settings = Settings(args.rounds, warmup, devices, args.engine, algorithm, args.accelerator, args.in_turns)
     prepare(workload, args.data)
     problem = Problem(workload, args.data)
     stopwatch = Stopwatch(settings)
@@ -160,23 +168,70 @@ def _run_here(args: argparse.Namespace, workload: str, system: str, algorithm: s
         "loss_end": round(problem.loss(outcome.logits_of), 6),
         "rounds": settings.rounds,
         "warmup": settings.warmup,
+        "in_turns": settings.in_turns,
         "config": outcome.config,
         **machine(),
     }
 
 
-def _run_apart(args: argparse.Namespace, workload: str, system: str, algorithm: str) -> dict[str, Any]:
-    """Run a system in a fresh process and return its line; what it says on the way goes to standard error."""
+def _run_one_by_one(args: argparse.Namespace, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Run systems one after the other and return their lines."""
+    return [_line_of(run, _start(args, *run)) for run in runs]
+
+
+def _run_in_turns(args: argparse.Namespace, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Run systems side by side and return their lines: only one of them is at work, the others have stopped.
+
+    A machine that is faster at one time than at another, as virtual ones are, is so for all of them then.
+    """
+    started: list[subprocess.Popen[str]] = []
+    try:
+        waiting = []
+        for run in runs:  # one by one to the end of the warm-up
+            started.append(_start(args, *run))
+            waiting += [started[-1]] if _stops(started[-1]) else []
+        while waiting:
+            for process in list(waiting):
+                os.killpg(process.pid, signal.SIGCONT)
+                if not _stops(process):
+                    waiting.remove(process)
+        return [_line_of(run, process) for run, process in zip(runs, started, strict=True)]
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _stops(process: subprocess.Popen[str]) -> bool:
+    """Wait until a process has stopped, or has ended; return whether it has stopped."""
+    change = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    has_stopped = change is not None and change.si_code == os.CLD_STOPPED
+    if has_stopped:
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    return has_stopped
+
+
+def _start(args: argparse.Namespace, workload: str, system: str, algorithm: str) -> subprocess.Popen[str]:
+    """Start a system in a fresh process; what it says on the way goes to standard error."""
     command = [_python(args, system) or sys.executable, __file__, "--here", "--json"]
     command += ["--system", system, "--workload", workload, "--algorithm", algorithm]
     command += ["--rounds", str(args.rounds), "--data", str(args.data)]
     command += ["--engine", args.engine, "--accelerator", args.accelerator]
     command += ["--warmup", str(args.warmup)] if args.warmup else []
     command += ["--devices", str(args.devices)] if args.devices else []
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)  # noqa: S603
-    lines = [text for text in done.stdout.splitlines() if text.startswith("{")]
+    command += ["--in-turns"] if args.in_turns else []
+    # its processes are a group of their own, to be stopped together
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=args.in_turns)  # noqa: S603
+
+
+def _line_of(run: Run, process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Wait for a system to end, and return its line."""
+    workload, system, algorithm = run
+    printed, _ = process.communicate()
+    lines = [text for text in printed.splitlines() if text.startswith("{")]
     named = {"system": system, "workload": workload, "algorithm": algorithm}
-    line: dict[str, Any] = json.loads(lines[-1]) if lines else {**named, "failed": f"exit code {done.returncode}"}
+    line: dict[str, Any] = json.loads(lines[-1]) if lines else {**named, "failed": f"exit code {process.returncode}"}
     took = f"{line['s_per_round']} s a round" if "s_per_round" in line else line.get("failed", "skipped")
     print(f"{workload} {system} {algorithm}: {took}", file=sys.stderr)
     return line

@@ -4,7 +4,9 @@ import dataclasses
 import importlib
 import json
 import logging
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +86,7 @@ def test_a_peer_that_is_not_installed_is_skipped_with_a_message(run, scripts, mo
         (["--system", "pfl", "--accelerator", "gpu"], "lightning_fed and torch alone"),
         (["--system", "pfl", "--python", "pfl=/no/such/python"], "is not a program"),
         (["--system", "torch", "--rounds", "0"], "above 0"),
+        (["--system", "torch", "--in-turns"], "only one run"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(run, capsys, arguments, message):
@@ -107,6 +110,46 @@ def test_several_runs_are_compared_and_written_to_a_page(tmp_path):
     assert text.endswith("after\n")
     assert "old" not in text
     assert "| tiny | torch-2 |" in text
+
+
+def test_systems_take_turns_round_by_round(tmp_path):
+    command = [sys.executable, BENCHMARKS / "workloads.py", "--system", "torch", "lightning_fed", "pfl", "--in-turns"]
+    command += ["--workload", "tiny", "--rounds", "3", "--warmup", "2", "--repeats", "1", "--devices", "2"]
+    done = subprocess.run([*command, "--data", tmp_path, "--json"], capture_output=True, text=True, check=True)
+    plain, own, missing = map(json.loads, done.stdout.splitlines())
+    assert (plain["rounds"], own["rounds"], own["config"]["processes"]) == (3, 3, 2)
+    assert plain["in_turns"]
+    assert own["in_turns"]
+    assert own["loss_agrees"]
+    assert "not installed" in missing["skipped"]
+
+
+def test_what_fails_ends_no_other_turns(scripts, monkeypatch, tmp_path):
+    workloads = scripts("workloads")
+    args = workloads._parser().parse_args(["--system", "torch", "--in-turns", "--rounds", "2", "--data", str(tmp_path)])
+    args.python = [("pfl", "/bin/false")]
+    good, bad = workloads._run_in_turns(args, [("tiny", "torch", "FedAvg"), ("tiny", "pfl", "FedAvg")])
+    assert good["rounds"] == 2
+    assert bad["failed"] == "exit code 1"
+
+
+def test_rounds_do_not_count_the_time_in_which_others_have_theirs(scripts, monkeypatch):
+    measure = scripts("systems.measure")
+    now, stops = [0.0], []
+
+    def stop(group, number):
+        stops.append((group, number))
+        now[0] += 100.0
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure.os, "killpg", stop)
+    stopwatch = measure.Stopwatch(measure.Settings(rounds=2, warmup=1, in_turns=True))
+    for took in (5.0, 7.0, 1.0, 3.0):
+        now[0] += took
+        stopwatch.tick()
+    assert stops == [(os.getpgrp(), signal.SIGSTOP)] * 2
+    figures = stopwatch.figures()
+    assert (figures["setup_s"], figures["min"], figures["max"]) == (12.0, 1.0, 3.0)
 
 
 def test_ratios_are_taken_within_a_repeat(scripts):
@@ -137,7 +180,7 @@ def test_the_last_line_of_a_run_counts(scripts, tmp_path):
 
 def test_rounds_to_warm_up_are_set_up_and_not_timed(scripts, monkeypatch):
     measure = scripts("systems.measure")
-    times = iter([0.0, 10.0, 20.0, 21.0, 24.0])
+    times = iter([0.0, 10.0, 10.0, 20.0, 20.0, 21.0, 21.0, 24.0, 24.0])
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(times))
     stopwatch = measure.Stopwatch(measure.Settings(rounds=2, warmup=1))
     for _ in range(4):
@@ -188,7 +231,7 @@ def test_every_workload_says_how_often_it_is_run(run, scripts, monkeypatch, tmp_
     assert found["warmup"] == 4
     asked = []
     monkeypatch.setattr(
-        workloads, "_run_apart", lambda args, *named: asked.append(named) or line(named[1], 1.0, named[0])
+        workloads, "_run_one_by_one", lambda _, runs: asked.extend(runs) or [line(run[1], 1.0, run[0]) for run in runs]
     )
     run("--system", "torch", "pfl", "--results", str(tmp_path / "results.jsonl"))
     assert asked == [("tiny", "torch", "FedAvg"), ("tiny", "pfl", "FedAvg")] * 2

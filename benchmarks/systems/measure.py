@@ -6,12 +6,12 @@ import datetime
 import os
 import platform
 import resource
+import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class Settings:
         engine: The engine of lightning_fed.
         algorithm: The method of lightning_fed; the other systems run FedAvg.
         accelerator: "cpu" or "gpu".
+        in_turns: Whether all processes of the system stop before every round that is timed, until they are told to
+            go on: others have their rounds in between.
     """
 
     rounds: int = 8
@@ -39,6 +41,7 @@ class Settings:
     engine: str = "auto"
     algorithm: str = "FedAvg"
     accelerator: str = "cpu"
+    in_turns: bool = False
 
     @property
     def total(self) -> int:
@@ -70,6 +73,7 @@ class Stopwatch:
         self.settings = settings
         self.peak_mb = 0.0
         self._ticks: list[float] = []
+        self._starts: list[float] = []  # of the rounds that follow the ticks
         self._started = time.perf_counter()
 
     def tick(self) -> None:
@@ -77,6 +81,9 @@ class Stopwatch:
         self._ticks.append(time.perf_counter())
         if len(self._ticks) == self.settings.total + 1:
             self.peak_mb = peak_memory_mb()
+        elif self.settings.in_turns and len(self._ticks) > self.settings.warmup:
+            os.killpg(os.getpgrp(), signal.SIGSTOP)
+        self._starts.append(time.perf_counter())
 
     def figures(self) -> dict[str, float]:
         """Return seconds per round, megabytes at the most, and seconds until the first round that counts.
@@ -87,7 +94,7 @@ class Stopwatch:
         warmup, expected = self.settings.warmup, self.settings.total + 1
         if len(self._ticks) != expected:
             raise RuntimeError(f"The stopwatch ticked {len(self._ticks)} times instead of {expected}.")
-        times = [end - start for start, end in pairwise(self._ticks[warmup:])]
+        times = [end - start for start, end in zip(self._starts[warmup:-1], self._ticks[warmup + 1 :], strict=True)]
         return {
             "s_per_round": round(statistics.median(times), 6),
             "min": round(min(times), 6),
