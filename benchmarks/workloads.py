@@ -4,8 +4,8 @@
     python benchmarks/workloads.py --system all --workload W1 W2 --python fedjax=PATH --render docs/performance.md
 
 One system on one workload is one line of JSON. Several are run workload by workload and in turns: each run in a process
-of its own, each repeat once through all systems, so that a busy machine treats all alike; with ``--in-turns`` round by
-round. Systems other than
+of its own, each repeat once through all systems, so that a busy machine treats all alike; with ``--in-turns 4`` every
+four rounds. Systems other than
 lightning_fed may live in environments of their own: ``--python fedjax=PATH`` or the environment variable
 ``BENCHMARK_PYTHON_FEDJAX`` names their interpreter; what is not installed is skipped. ``docs/performance.md`` describes
 the workloads.
@@ -87,7 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=positive, default=8, help="rounds to time")
     add("--warmup", type=positive, help="rounds before them, the same for all systems; by default the workload's own")
     add("--repeats", type=positive, help="runs of each system, in turns; by default the workload's own")
-    add("--in-turns", action="store_true", help="all systems at once in memory: each has a round, and then the next")
+    turns = "all systems at once in memory, each with so many rounds before the next has its own"
+    add("--in-turns", type=positive, default=0, metavar="ROUNDS", help=turns)
     add("--algorithm", nargs="+", help="methods of lightning_fed; FedAvg, with all systems also Mime and Scaffold")
     add("--engine", choices=("auto", "sequential", "vectorized"), default="auto", help="engine of lightning_fed")
     add("--devices", type=positive, help="processes of lightning_fed and flwr, cores of fedjax; by default the best")
@@ -220,9 +221,9 @@ def _start(args: argparse.Namespace, workload: str, system: str, algorithm: str)
     command += ["--engine", args.engine, "--accelerator", args.accelerator]
     command += ["--warmup", str(args.warmup)] if args.warmup else []
     command += ["--devices", str(args.devices)] if args.devices else []
-    command += ["--in-turns"] if args.in_turns else []
+    command += ["--in-turns", str(args.in_turns)] if args.in_turns else []
     # its processes are a group of their own, to be stopped together
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=args.in_turns)  # noqa: S603
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=args.in_turns > 0)  # noqa: S603
 
 
 def _line_of(run: Run, process: subprocess.Popen[str]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def test_a_peer_that_is_not_installed_is_skipped_with_a_message(run, scripts, mo
         (["--system", "pfl", "--accelerator", "gpu"], "lightning_fed and torch alone"),
         (["--system", "pfl", "--python", "pfl=/no/such/python"], "is not a program"),
         (["--system", "torch", "--rounds", "0"], "above 0"),
-        (["--system", "torch", "--in-turns"], "only one run"),
+        (["--system", "torch", "--in-turns", "4"], "only one run"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(run, capsys, arguments, message):
@@ -112,21 +112,31 @@ def test_several_runs_are_compared_and_written_to_a_page(tmp_path):
     assert "| tiny | torch-2 |" in text
 
 
-def test_systems_take_turns_round_by_round(tmp_path):
-    command = [sys.executable, BENCHMARKS / "workloads.py", "--system", "torch", "lightning_fed", "pfl", "--in-turns"]
+def test_systems_take_turns(tmp_path):
+    command = [
+        sys.executable,
+        BENCHMARKS / "workloads.py",
+        "--system",
+        "torch",
+        "lightning_fed",
+        "pfl",
+        "--in-turns",
+        "2",
+    ]
     command += ["--workload", "tiny", "--rounds", "3", "--warmup", "2", "--repeats", "1", "--devices", "2"]
     done = subprocess.run([*command, "--data", tmp_path, "--json"], capture_output=True, text=True, check=True)
     plain, own, missing = map(json.loads, done.stdout.splitlines())
     assert (plain["rounds"], own["rounds"], own["config"]["processes"]) == (3, 3, 2)
-    assert plain["in_turns"]
-    assert own["in_turns"]
+    assert plain["in_turns"] == own["in_turns"] == 2
     assert own["loss_agrees"]
     assert "not installed" in missing["skipped"]
 
 
 def test_what_fails_ends_no_other_turns(scripts, monkeypatch, tmp_path):
     workloads = scripts("workloads")
-    args = workloads._parser().parse_args(["--system", "torch", "--in-turns", "--rounds", "2", "--data", str(tmp_path)])
+    args = workloads._parser().parse_args(
+        ["--system", "torch", "--in-turns", "1", "--rounds", "2", "--data", str(tmp_path)]
+    )
     args.python = [("pfl", "/bin/false")]
     good, bad = workloads._run_in_turns(args, [("tiny", "torch", "FedAvg"), ("tiny", "pfl", "FedAvg")])
     assert good["rounds"] == 2
@@ -143,13 +153,13 @@ def test_rounds_do_not_count_the_time_in_which_others_have_theirs(scripts, monke
 
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(measure.os, "killpg", stop)
-    stopwatch = measure.Stopwatch(measure.Settings(rounds=2, warmup=1, in_turns=True))
-    for took in (5.0, 7.0, 1.0, 3.0):
+    stopwatch = measure.Stopwatch(measure.Settings(rounds=3, warmup=1, in_turns=2))
+    for took in (5.0, 7.0, 1.0, 2.0, 3.0):
         now[0] += took
         stopwatch.tick()
     assert stops == [(os.getpgrp(), signal.SIGSTOP)] * 2
     figures = stopwatch.figures()
-    assert (figures["setup_s"], figures["min"], figures["max"]) == (12.0, 1.0, 3.0)
+    assert (figures["setup_s"], figures["min"], figures["s_per_round"], figures["max"]) == (12.0, 1.0, 2.0, 3.0)
 
 
 def test_ratios_are_taken_within_a_repeat(scripts):

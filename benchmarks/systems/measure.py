@@ -31,8 +31,8 @@ class Settings:
         engine: The engine of lightning_fed.
         algorithm: The method of lightning_fed; the other systems run FedAvg.
         accelerator: "cpu" or "gpu".
-        in_turns: Whether all processes of the system stop before every round that is timed, until they are told to
-            go on: others have their rounds in between.
+        in_turns: After how many rounds that are timed all processes of the system stop until they are told to go on,
+            so that others have their rounds; 0 if they do not.
     """
 
     rounds: int = 8
@@ -41,7 +41,7 @@ class Settings:
     engine: str = "auto"
     algorithm: str = "FedAvg"
     accelerator: str = "cpu"
-    in_turns: bool = False
+    in_turns: int = 0
 
     @property
     def total(self) -> int:
@@ -79,9 +79,10 @@ class Stopwatch:
     def tick(self) -> None:
         """Take the time; after the last round, the memory as well, while all processes are still there."""
         self._ticks.append(time.perf_counter())
-        if len(self._ticks) == self.settings.total + 1:
+        done, in_turns = len(self._ticks) - 1 - self.settings.warmup, self.settings.in_turns
+        if done == self.settings.rounds:
             self.peak_mb = peak_memory_mb()
-        elif self.settings.in_turns and len(self._ticks) > self.settings.warmup:
+        elif in_turns and done >= 0 and done % in_turns == 0:
             os.killpg(os.getpgrp(), signal.SIGSTOP)
         self._starts.append(time.perf_counter())
 

@@ -141,7 +141,7 @@ def _heading(timed: Sequence[Line]) -> str:
     repeats = sorted({line.get("repeats", 1) for line in timed})
     times = f"{' or '.join(map(str, repeats))} repeat{'s' * (repeats[-1] > 1)}"
     versions = sorted({f"{line['system']} {line['config']['version']}" for line in timed})
-    turns = ", in turns" * all(line.get("in_turns", False) for line in timed)
+    turns = ", in turns" * all(line.get("in_turns", 0) > 0 for line in timed)
     return f"{where(timed)} Medians of {times} of {' or '.join(rounds)} to warm up{turns}. {'; '.join(versions)}."
 
 
