@@ -5,10 +5,9 @@
 
 One system on one workload is one line of JSON. Several are run workload by workload and in turns: each run in a process
 of its own, each repeat once through all systems, so that a busy machine treats all alike; with ``--in-turns 4`` every
-four rounds. Systems other than
-lightning_fed may live in environments of their own: ``--python fedjax=PATH`` or the environment variable
-``BENCHMARK_PYTHON_FEDJAX`` names their interpreter; what is not installed is skipped. ``docs/performance.md`` describes
-the workloads.
+four rounds. Systems other than lightning_fed may live in environments of their own: ``--python fedjax=PATH`` or the
+environment variable ``BENCHMARK_PYTHON_FEDJAX`` names their interpreter; what is not installed is skipped.
+``docs/performance.md`` describes the workloads.
 """
 
 import argparse

@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import pytorch_lightning as pl
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.stopping import Failure
 from lightning_fed.strategies.clients import ClientsStrategy
@@ -98,10 +100,10 @@ class Ranks:
         return [record for record, _ in self.exchange_and_deliver(lambda: (work(), [()] * self.size))]
 
     def exchange_and_deliver(self, work: Callable[[], tuple[Record, Sent]]) -> list[tuple[Record, Tensor]]:
-        """Do the same, and return with everybody's record the bytes that came with it; see :meth:`deliver`.
+        """Do what :meth:`exchange` does, and return with everybody's record the bytes that came with it.
 
         Args:
-            work: Returns this process's record, and the bytes that go to each process.
+            work: Returns this process's record, and the bytes that go to each process; see :meth:`deliver`.
         """
         record: Record | None = None
         sent: Sent = [()] * self.size
@@ -165,8 +167,7 @@ class Ranks:
     def deliver(self, record: Record, sent: Sent) -> Callable[[], list[tuple[Record, Tensor]]]:
         """Send a record to everybody, and bytes to each process; return a function that returns what comes here.
 
-        Processes that share memory do not wait for each other until it is called, or until the next exchange, after
-        which what was sent is lost to those who have not called it.
+        Processes that share memory do not wait for each other until it is called. It must be before the next exchange.
 
         Args:
             record: What all processes get.
@@ -186,12 +187,16 @@ class Ranks:
         head = bytearray(_ALIGNED + padded(len(mine)))
         head[:8], head[_ALIGNED : _ALIGNED + len(mine)] = len(mine).to_bytes(8, "little"), mine
         self._shared.begin(torch.frombuffer(head, dtype=torch.uint8), *(part for to in sent for part in to))
-        return self._delivered_in_memory
+        return partial(self._delivered_in_memory, self._shared, self._shared.number)
 
-    def _delivered_in_memory(self) -> list[tuple[Any, Tensor]]:
-        assert self._shared is not None
+    def _delivered_in_memory(self, memory: SharedMemory, number: int) -> list[tuple[Any, Tensor]]:
+        if memory.number != number:
+            raise FederatedError(
+                "Processes have exchanged something else while clients' states were on their way. Gather values in the"
+                " hooks of rounds, not in those of clients."
+            )
         found = []
-        for message in self._shared.end():
+        for message in memory.end():
             size = int.from_bytes(message[:8].numpy().tobytes(), "little")
             # this run's own processes wrote it
             record, lengths = pickle.loads(message[_ALIGNED : _ALIGNED + size].numpy().tobytes())  # noqa: S301

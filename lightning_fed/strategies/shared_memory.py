@@ -40,6 +40,9 @@ class SharedMemory:
         pids: All processes.
         files: Open files, two of each process.
         timeout: Seconds after which waiting for another process is given up.
+
+    Attributes:
+        number: How many exchanges have begun.
     """
 
     def __init__(self, rank: int, pids: Sequence[int], files: Sequence[Sequence[int]], timeout: float) -> None:
@@ -47,7 +50,7 @@ class SharedMemory:
         self._pids, self._files = pids, files
         self._alive = {r: os.pidfd_open(pid) for r, pid in enumerate(pids) if r != rank}
         self._maps: dict[tuple[int, int], Tensor] = {}
-        self._done = 0
+        self.number = 0
         self._has_begun = False  # an exchange that has not ended
         weakref.finalize(self, _close, [*self._alive.values(), *(file for pair in files for file in pair)])
 
@@ -92,14 +95,14 @@ class SharedMemory:
         """
         if self._has_begun:
             self.end()
-        half, length = self._done % 2, sum(map(len, parts))
+        half, length = self.number % 2, sum(map(len, parts))
         file, memory, at = self._files[self.rank][half], self._memory(self.rank, half, length), 0
         for part in parts:
             memory[at : at + len(part)] = part
             at += len(part)
-        self._done += 1
+        self.number += 1
         os.pwrite(file, length.to_bytes(_NUMBER, "little"), _NUMBER)
-        os.pwrite(file, self._done.to_bytes(_NUMBER, "little"), 0)  # last: it says that the rest is there
+        os.pwrite(file, self.number.to_bytes(_NUMBER, "little"), 0)  # last: it says that the rest is there
         self._has_begun = True
 
     def end(self) -> list[Tensor]:
@@ -109,7 +112,7 @@ class SharedMemory:
             FederatedError: If another process has ended, or does not come in time.
         """
         self._has_begun = False
-        half, found = (self._done - 1) % 2, []
+        half, found = (self.number - 1) % 2, []
         for rank, files in enumerate(self._files):
             if rank != self.rank:
                 self._wait_for(rank, half)
@@ -166,7 +169,7 @@ class SharedMemory:
         Raises:
             FederatedError: If it has ended, or does not come in time.
         """
-        file, expected = self._files[rank][half], self._done.to_bytes(_NUMBER, "little")
+        file, expected = self._files[rank][half], self.number.to_bytes(_NUMBER, "little")
         started, interrupt = time.monotonic(), None
         while os.pread(file, _NUMBER, 0) != expected:
             waited = time.monotonic() - started

@@ -196,6 +196,17 @@ def test_ranks_exchange_the_same_with_and_without(tmp_path: Path) -> None:
         assert outcome.value[0] == outcome.value[1]
 
 
+def test_what_was_sent_before_another_exchange_is_not_taken_for_something_else(tmp_path: Path) -> None:
+    def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
+        ranks = Ranks(rank, size, torch.device("cpu"), memory)
+        deliver = ranks.deliver("first", [[message(rank, 16)]] * size)
+        ranks.gather("second")
+        deliver()
+
+    for outcome in shared(work, tmp_path):
+        assert "FederatedError: Processes have exchanged something else" in outcome.error
+
+
 def without_memory() -> dict[str, Any]:
     ClientsStrategy.shared_memory = property(lambda self: None)  # type: ignore[assignment,method-assign]
     return end(**TWO)
