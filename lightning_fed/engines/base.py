@@ -25,7 +25,7 @@ from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.optim import FederatedOptimizer
 from lightning_fed.server.aggregation import Participant
-from lightning_fed.server.client_store import lasting_copy
+from lightning_fed.server.client_store import lasting_copies
 
 __all__ = ["ChunkResult", "Engine", "RoundInputs"]
 
@@ -97,9 +97,10 @@ class ChunkResult:
     buffers: Sequence[State] = field(default_factory=list)
     faults: Mapping[int, ClientError] = field(default_factory=dict)
 
-    def kept_by(self, row: int) -> State:
-        """Return copies of what one client keeps, so that a row does not hold on to the whole chunk."""
-        return {name: lasting_copy(value[row]) for name, value in self.keep.items()}
+    def kept(self) -> list[State]:
+        """Return copies of what each client keeps, so that none holds on to the whole chunk."""
+        columns = zip(*map(lasting_copies, self.keep.values()), strict=True)
+        return [dict(zip(self.keep, row, strict=True)) for row in columns] or [{} for _ in self.reports]
 
 
 class Engine(ABC):

@@ -61,13 +61,13 @@ class Intake:
         """Whether messages are summed and nothing else, so that several clients' may be at once."""
         return type(self.aggregation).add is Aggregation.add and self.compressor is None
 
-    def take_several(self, result: ChunkResult, rows: Sequence[int], had: Mapping[int, State]) -> None:
+    def take_several(self, result: ChunkResult, rows: Sequence[int], keep: Sequence[State]) -> None:
         """Take in what several clients of a chunk send and keep.
 
         Args:
             result: What came back from the chunk.
             rows: The clients.
-            had: What each client kept before, by stored index, which it goes on to have if it keeps nothing new.
+            keep: What each client of the chunk keeps.
 
         Raises:
             FederatedError: If they keep something that was not announced.
@@ -79,10 +79,10 @@ class Intake:
         self.aggregation.add_all(steps, send, models)
         self.traffic.take_in({name: value[rows[0]] for name, value in result.send.items()}, len(rows))
         for row in rows:
-            self._keep(result, row, {}, had)
+            self._keep(result, row, keep[row], {})
             self._note_drift(result, row)
 
-    def take(self, result: ChunkResult, row: int, had: Mapping[int, State]) -> None:
+    def take(self, result: ChunkResult, row: int, keep: State) -> None:
         """Take in what one client sends and keeps; see :meth:`take_several`."""
         index = result.participants[row].index
         send = {name: value[row] for name, value in result.send.items()}
@@ -93,7 +93,7 @@ class Intake:
             self.traffic.take_in(send)
         model = result.y[row] if self._sums_models(result) else None
         self.aggregation.add(index, result.reports[row].steps, send, model)
-        self._keep(result, row, residuals, had)
+        self._keep(result, row, keep, residuals)
         self._note_drift(result, row)
 
     def outline(self) -> tuple[dict[str, Any], Sent]:
@@ -130,10 +130,9 @@ class Intake:
         """Whether the clients' models are summed instead of their changes."""
         return result.sends_delta and self.aggregation.sums_models and self.compressor is None
 
-    def _keep(self, result: ChunkResult, row: int, residuals: State, had: Mapping[int, State]) -> None:
+    def _keep(self, result: ChunkResult, row: int, keep: State, residuals: State) -> None:
         """Hold what a client keeps, and its part of the mean of the buffers."""
         who = result.participants[row]
-        keep = result.kept_by(row) or had[who.index]
         own_buffers = result.buffers[row] if result.buffers else {}
         if not (keep or residuals or result.solver or own_buffers):
             return

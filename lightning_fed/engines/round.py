@@ -280,14 +280,16 @@ class Round:
             self.faults.add(error)
         sound = [row for row in range(len(result.reports)) if row not in result.faults]
         sending = [row for row in sound if result.reports[row].steps or not self.algorithm.local_work]
+        had = [self._states[who.index] for who in result.participants]
+        keep = [new or old for new, old in zip(result.kept(), had, strict=True)]
         if len(sending) > 1 and self._intake.takes_several:
-            self._intake.take_several(result, sending, self._states)
+            self._intake.take_several(result, sending, keep)
             sending = []
         to_take_in = set(sending)
         for row in sound:
             try:
                 if row in to_take_in:
-                    self._intake.take(result, row, self._states)
+                    self._intake.take(result, row, keep[row])
             except ClientError as error:
                 self.faults.add(error)
                 self._is_spoiled = True  # what it logged is among what others did

@@ -1,7 +1,7 @@
 """What clients keep between their rounds, by stored index."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fed.core.types import State
 
-__all__ = ["ClientStore", "MemoryClientStore", "lasting_copy"]
+__all__ = ["ClientStore", "MemoryClientStore", "lasting_copies", "lasting_copy"]
 
 _PAGES = 2**15  # bytes from which on a tensor's memory is worth being used again
 
@@ -26,6 +26,14 @@ def lasting_copy(value: Tensor) -> Tensor:
         return value.clone()
     memory = torch.from_numpy(np.empty(value.nbytes, np.uint8))
     return memory.view(value.dtype).view(value.shape).copy_(value)
+
+
+def lasting_copies(rows: Tensor) -> Sequence[Tensor]:
+    """Return a copy of every row of what clients keep, none of which holds on to the others."""
+    if rows.device.type == "cpu" and rows[0].nbytes >= _PAGES:
+        return [lasting_copy(row) for row in rows]
+    copies: Sequence[Tensor] = torch.unbind_copy(rows)  # type: ignore[func-returns-value, assignment]
+    return copies  # at once, which takes half the time where they are small
 
 
 class ClientStore(ABC):

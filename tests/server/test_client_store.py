@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fed.server.client_store import ClientStore, MemoryClientStore, lasting_copy
+from lightning_fed.server.client_store import ClientStore, MemoryClientStore, lasting_copies, lasting_copy
 from lightning_fed.server.disk_store import DiskClientStore
 
 CPU = torch.device("cpu")
@@ -44,6 +44,29 @@ def test_a_lasting_copy_is_the_same_in_memory_of_its_own(value: torch.Tensor) ->
     value.zero_()
     assert (copy.dtype, copy.shape, copy.is_contiguous()) == (expected.dtype, expected.shape, True)
     assert torch.equal(copy, expected)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.arange(60.0).view(3, 20),
+        torch.arange(60.0).view(20, 3).t(),
+        torch.arange(60_000, dtype=torch.float64).view(3, 20_000),
+        torch.arange(3),
+        torch.zeros(3, 0),
+    ],
+    ids=["small", "strided", "large", "numbers", "empty"],
+)
+def test_copies_of_rows_do_not_hold_on_to_each_other(rows: torch.Tensor) -> None:
+    expected = rows.clone()
+    copies = lasting_copies(rows)
+    rows.zero_()
+    assert len(copies) == len(expected)
+    for copy, row in zip(copies, expected, strict=True):
+        assert torch.equal(copy, row)
+        assert copy.dtype == row.dtype
+        assert copy.is_contiguous()
+        assert copy.untyped_storage().nbytes() == row.nbytes
 
 
 def test_staged_states_become_visible_with_the_commit(make: Make) -> None:
