@@ -182,6 +182,17 @@ def test_goals_are_judged(scripts):
     assert "A CPU, 2 cores" in text
 
 
+def test_what_medians_are_of_is_said_for_each_workload(scripts):
+    summary = scripts("systems.summary")
+    first, second = line("torch", 1.0), line("torch", 1.0) | {"workload": "W2"}
+    what = f"{first['rounds']} rounds after {first['warmup']} to warm up"
+    assert f"Medians of 1 repeat of {what}. " in summary.tables([first, second])
+    third = first | {"workload": "W4", "rounds": 40, "in_turns": 8, "repeats": 3}
+    other = f"3 repeats of 40 rounds after {first['warmup']} to warm up, in turns"
+    found = summary.tables([first, second, third])
+    assert f"Medians, for W1 and W2 of 1 repeat of {what}; for W4 of {other}. " in found
+
+
 def test_the_last_line_of_a_run_counts(scripts, tmp_path):
     path = tmp_path / "results.jsonl"
     path.write_text("".join(f"{json.dumps(line('torch', s))}\n" for s in (1.0, 3.0)))

@@ -137,12 +137,18 @@ def tables(lines: Sequence[Line]) -> str:
 
 
 def _heading(timed: Sequence[Line]) -> str:
-    rounds = sorted({f"{line['rounds']} rounds after {line['warmup']}" for line in timed})
-    repeats = sorted({line.get("repeats", 1) for line in timed})
-    times = f"{' or '.join(map(str, repeats))} repeat{'s' * (repeats[-1] > 1)}"
+    runs: dict[str, list[str]] = {}
+    for line in sorted(timed, key=lambda row: str(row["workload"])):
+        count, turns = line.get("repeats", 1), ", in turns" * (line.get("in_turns", 0) > 0)
+        what = f"{count} repeat{'s' * (count > 1)} of {line['rounds']} rounds after {line['warmup']} to warm up{turns}"
+        if line["workload"] not in runs.setdefault(what, []):
+            runs[what].append(line["workload"])
+    if len(runs) == 1:
+        medians = f"Medians of {next(iter(runs))}"
+    else:
+        medians = "Medians, " + "; ".join(f"for {' and '.join(names)} of {what}" for what, names in runs.items())
     versions = sorted({f"{line['system']} {line['config']['version']}" for line in timed})
-    turns = ", in turns" * all(line.get("in_turns", 0) > 0 for line in timed)
-    return f"{where(timed)} Medians of {times} of {' or '.join(rounds)} to warm up{turns}. {'; '.join(versions)}."
+    return f"{where(timed)} {medians}. {'; '.join(versions)}."
 
 
 def _goals(timed: Sequence[Line]) -> str:
