@@ -138,3 +138,25 @@ def test_ids_of_clients_are_the_users_own() -> None:
     run.max_rounds = 2
     with pytest.raises(FederatedError, match="What client 'bob' keeps"):
         run.fit(model, FederatedDataModule(clients=named, batch_size=4))
+
+
+class Unchanged(FedAvg):
+    """A method whose clients have a state, and never hand back another one."""
+
+    def init_client(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"h": torch.full_like(x, 3.0)}
+
+    def finish(self, y: torch.Tensor, run: Any) -> Update:
+        return Update(send={"delta": run.delta})
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_who_keeps_nothing_new_goes_on_with_what_it_had(engine: str) -> None:
+    options = {"algorithm": Unchanged(), "compression": TopK(0.1), "engine": engine}
+    t = trainer(clients_per_round=6, max_rounds=2, **options)
+    t.fit(seeded(Net), data(sizes=(14, 8, 22, 6, 16, 10)))
+    states = t.fit_loop.state.clients.state_dict()
+    assert len(states) == 6
+    for state in states.values():
+        assert state.keys() == {"h", "residual.delta"}
+        assert bool((state["h"] == 3.0).all())
