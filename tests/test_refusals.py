@@ -21,6 +21,7 @@ from lightning_fed import FederatedError, FederatedTrainer
 from lightning_fed.algorithms import FedAvg, FedDane, Mime, Scaffold, ServerOnly, SGDm
 from lightning_fed.callbacks import PersonalizedAccuracy
 from lightning_fed.server import UniformSampler
+from tests.helpers.ids import spelled
 from tests.helpers.training import QUIET, Net, classification, data, fit, seeded, trainer
 
 
@@ -158,7 +159,7 @@ NO_WORK: dict[str, Any] = {"algorithm": ServerOnly(), "local_epochs": None}
         ({"max_steps": 10}, "max_steps=10 counts optimizer steps.*max_rounds"),
         ({"min_steps": 10}, "min_steps=10 counts optimizer steps.*min_epochs"),
     ],
-    ids=str,
+    ids=spelled,
 )
 def test_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(FederatedError, match=message):
@@ -176,7 +177,7 @@ def test_settings(settings: dict[str, Any], message: str) -> None:
         {"gradient_clip_val": 0.0, "gradient_clip_on": "corrected"},
         {"gradient_sampler": ALL, "algorithm": FedDane(0.1)},
     ],
-    ids=str,
+    ids=spelled,
 )
 def test_options_that_ask_for_nothing_or_have_an_effect_pass(settings: dict[str, Any]) -> None:
     FederatedTrainer(**{**QUIET, "local_epochs": 1, **settings})
@@ -193,7 +194,7 @@ def test_options_that_ask_for_nothing_or_have_an_effect_pass(settings: dict[str,
         ({"server_optimizer": lambda params: torch.optim.LBFGS(params)}, "server_optimizer LBFGS is not supported"),
         ({"val_check_interval": 0.5}, "val_check_interval=0.5 .*check_val_every_n_epoch, counted in rounds"),
     ],
-    ids=str,
+    ids=spelled,
 )
 def test_settings_seen_at_fit(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(FederatedError, match=message):

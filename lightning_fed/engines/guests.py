@@ -77,12 +77,12 @@ class Guests:
         """Return what compression left out of its messages before."""
         return residuals_of(self.server, index, send, self._arrived.get(index))
 
-    def keep(self, index: int, parts: KeptParts) -> None:
+    def keep(self, index: int, state: State) -> None:
         """Hold what a client that was trained here keeps until the round is complete."""
         if index in self.moves:
-            self._leaving[index] = parts.joined()
+            self._leaving[index] = state
         else:
-            self.server.clients.stage(index, parts.joined())
+            self.server.clients.stage(index, state)
 
     def leaving(self) -> tuple[Kinds, Sent]:
         """Return what goes home, and what others need to know of it before :meth:`take_home`."""

@@ -51,7 +51,10 @@ def parts_of(server: Server, index: int, state: State | None = None) -> KeptPart
     Raises:
         FederatedError: Naming the client, and what is not as in this run.
     """
-    state, parts = server.client_state(index) if state is None else state, KeptParts({})
+    state = server.clients.get(index) if state is None else state
+    if state is None:
+        return KeptParts(server.algorithm.init_client(server.x))
+    parts = KeptParts({})
     if not state and not server.new_client:
         return parts
     for name, value in state.items():

@@ -1,7 +1,7 @@
 """Weighted means of client messages, summed in float64."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -168,10 +168,13 @@ class Aggregation:
         self._steps = {index: p.steps for index, p in self._members.items()}
         rules = {"weighting": weighting, "examples": "examples", "uniform": "uniform"}
         self._rules: dict[str, Weighting] = {k: rules[k] for k in rules if k in {*reduces.values(), "examples"}}
-        self._totals = dict.fromkeys(self._rules, 0.0)
-        for rule, weighs in self._rules.items():
-            self._totals[rule] = sum(raw_weight(weighs, p, p.steps) for p in self._members.values())
-            if self._members and self._totals[rule] <= 0:
+        self._raw = {
+            rule: {index: raw_weight(weighs, p, p.steps) for index, p in self._members.items()}
+            for rule, weighs in self._rules.items()
+        }
+        self._totals = {rule: sum(raw.values()) for rule, raw in self._raw.items()}
+        for total in self._totals.values():
+            if self._members and total <= 0:
                 raise no_weight([p.client_id for p in self._members.values()])
         self._given = dict.fromkeys(self._rules, 0.0)
         self._added: list[int] = []
@@ -182,13 +185,26 @@ class Aggregation:
         self._mean_model: Tensor | None = None
         self._has_other_delta = False
 
-    def weight(self, index: int, rule: str) -> float:
-        """Return a client's weight under a rule; zero for those left out. They sum to one by the steps planned."""
+    def weights(self, indices: Iterable[int], rule: str) -> list[float]:
+        """Return clients' weights under a rule; zero for those left out. They sum to one by the steps planned."""
         if rule == "population":
-            return 1.0 / self.population
-        if index not in self._members:
-            return 0.0
-        return raw_weight(self._rules[rule], self._members[index], self._steps[index]) / self._totals[rule]
+            return [1.0 / self.population for _ in indices]
+        raw, total = self._raw[rule], self._totals[rule]
+        return [raw[index] / total if index in raw else 0.0 for index in indices]
+
+    def weight(self, index: int, rule: str) -> float:
+        """Return the weight of one client; see :meth:`weights`."""
+        return self.weights((index,), rule)[0]
+
+    def _note_steps(self, steps: Mapping[int, int]) -> None:
+        """Let weightings that look at the steps that clients take go by these, where they are others than planned."""
+        for index, count in steps.items():
+            if self._steps.get(index) == count:
+                continue
+            self._steps[index] = count
+            if index in self._members:
+                for rule, weighs in self._rules.items():
+                    self._raw[rule][index] = raw_weight(weighs, self._members[index], count)
 
     def add(self, index: int, steps: int, send: State, model: Vector | None = None) -> None:
         """Add one client's messages.
@@ -203,7 +219,7 @@ class Aggregation:
             FederatedError: If the messages are not those that the method declared.
         """
         self._check_names(send)
-        self._steps[index] = steps
+        self._note_steps({index: steps})
         self._added.append(index)
         for rule in self._given:
             self._given[rule] += self.weight(index, rule)
@@ -228,10 +244,10 @@ class Aggregation:
             FederatedError: If the messages are not those that the method declared.
         """
         self._check_names(send)
-        self._steps.update(steps)
+        self._note_steps(steps)
         self._added += steps
         rules = {*self._given, *(self.reduces[name] for name in send)}
-        weights = {rule: [self.weight(index, rule) for index in steps] for rule in rules}
+        weights = {rule: self.weights(steps, rule) for rule in rules}
         for rule in self._given:
             self._given[rule] += sum(weights[rule])
         for name, value in send.items():
@@ -270,7 +286,7 @@ class Aggregation:
             x: The server parameters [P].
         """
         for outline in outlines:
-            self._steps.update(outline["steps"])
+            self._note_steps(outline["steps"])
         self._given = {rule: sum(outline["given"][rule] for outline in outlines) for rule in self._given}
         self._models_weight = sum(outline["models_weight"] for outline in outlines)
         self._has_other_delta = any(outline["has_other_delta"] for outline in outlines)
@@ -338,5 +354,5 @@ def _add_rows(total: Tensor | None, rows: Tensor, weights: Sequence[float]) -> T
     w = torch.tensor(weights, dtype=accumulation_dtype(rows.device), device=rows.device)
     found = torch.zeros(rows.shape[1:], dtype=w.dtype, device=w.device) if total is None else total
     for part, of_part in zip(rows.detach().split(_ROWS), w.split(_ROWS), strict=True):
-        found += torch.tensordot(of_part, part.to(w.dtype), 1)
+        found.view(-1).addmv_(part.reshape(len(part), -1).to(w.dtype).t(), of_part)
     return found

@@ -98,7 +98,7 @@ class MemoryClientStore(ClientStore):
     def stage(self, index: int, state: State) -> None:
         """Hold a client's new state until the round is complete; an empty one is not held."""
         if state:
-            self._staged[index] = {name: value.detach() for name, value in state.items()}
+            self._staged[index] = {name: v.detach() if v.requires_grad else v for name, v in state.items()}
 
     def commit(self) -> None:
         """Make the staged states the kept ones."""

@@ -15,7 +15,6 @@ from lightning_fed.server.aggregation import (
     Participant,
     accumulation_dtype,
     no_weight,
-    raw_weight,
 )
 
 __all__ = ["Combine", "HeldAggregation", "not_finite"]
@@ -60,7 +59,8 @@ class HeldAggregation(Aggregation):
             if key not in copies:
                 copies[key] = value.detach().clone()
             own[name] = copies[key]
-        self._steps[index], self._held[index] = steps, own
+        self._note_steps({index: steps})
+        self._held[index] = own
 
     def outline(self) -> dict[str, Any]:
         """Return what other processes need to know before messages are exchanged."""
@@ -72,7 +72,7 @@ class HeldAggregation(Aggregation):
         self._ranks = ranks
         self._by_rank = [list(outline["steps"]) for outline in outlines]
         for outline in outlines:
-            self._steps.update(outline["steps"])
+            self._note_steps(outline["steps"])
             self._shapes.update({name: torch.Size(shape) for name, shape in outline["shapes"].items()})
 
     def mean(self, x: Vector) -> tuple[State, Vector | None]:
@@ -125,9 +125,7 @@ class HeldAggregation(Aggregation):
         if not self._weighted:
             repeats = [member.count for member in members]
             return torch.full((sum(repeats),), 1 / sum(repeats), dtype=torch.float64), repeats
-        raw = torch.tensor(
-            [raw_weight(self._rules[rule], m, self._steps[m.index]) for m in members], dtype=torch.float64
-        )
+        raw = torch.tensor([self._raw[rule][index] for index in there], dtype=torch.float64)
         if not raw.sum() > 0:
             raise no_weight([member.client_id for member in members])
         return raw / raw.sum(), [1] * len(there)

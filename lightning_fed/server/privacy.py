@@ -159,7 +159,7 @@ class PrivateAggregation(ClippedAggregation):
         """Add one client's message, clipped; see :meth:`Aggregation.add`."""
         self._check_names(send)
         clipped = self._clipped(self._name, send[self._name], index)
-        self._steps[index] = steps
+        self._note_steps({index: steps})
         self._added.append(index)
         total = self._sums.get(self._name)
         self._sums[self._name] = clipped.clone() if total is None else total.add_(clipped)

@@ -5,6 +5,7 @@ import torch
 
 from lightning_fed.core.base_optimizers import SGD, Adagrad, Adam, BaseOptimizer, RMSProp, SGDm, Yogi
 from lightning_fed.core.errors import FederatedError
+from tests.helpers.ids import spelled
 
 ALL = [
     SGD(),
@@ -92,7 +93,7 @@ def test_formulas_by_hand(rule, s, g, direction, tracked):
         (RMSProp(0.9, eps=1e-2), lambda p: torch.optim.RMSprop(p, lr=0.1, alpha=0.9, eps=1e-2)),
         (Adagrad(eps=1e-3, v0=0.5), lambda p: torch.optim.Adagrad(p, 0.1, initial_accumulator_value=0.5, eps=1e-3)),
     ],
-    ids=repr,
+    ids=spelled,
 )
 def test_defaults_are_the_textbook_forms(rule, theirs):
     generator = torch.Generator().manual_seed(0)

@@ -13,6 +13,7 @@ from lightning_fed import FederatedError, FederatedTrainer
 from lightning_fed.checks import check_batch_statistics
 from lightning_fed.strategies import WithinClientStrategy
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit, part_of
+from tests.helpers.ids import spelled
 from tests.helpers.processes import in_processes
 from tests.helpers.training import QUIET, fit, same, seeded
 
@@ -78,7 +79,7 @@ class OwnDDP(DDPStrategy):
         (DDPStrategy(model_averaging_period=3), "model_averaging_period=3.* is not supported.*Leave model_averaging"),
         (DDPStrategy(ddp_comm_hook=print), "ddp_comm_hook=.* is not supported"),
     ],
-    ids=str,
+    ids=spelled,
 )
 def test_strategies_that_cannot_work_are_refused_by_name(strategy: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
