@@ -6,6 +6,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fed._compat import rank_zero_warn
@@ -74,6 +76,7 @@ class Traces:
             if not self.allowed or (traced := self._trace(function, flat)) is None:
                 return None
             module, sizes = traced
+            module.recompile()
             self._made[key] = _Call(module.forward, sizes)
         return self._made[key]
 
@@ -164,8 +167,10 @@ class Traces:
             sizes.update({name: size for name, (_, size) in values.items()})
             return [*grads, loss, *(value for value, _ in values.values())]
 
+        # make_fx notes shapes in a mode that it makes anew for every operation, which takes most of its time, or here
+        shapes = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), tracing(shapes):
                 module = make_fx(outputs)(*flat)
         except Exception as error:
             with torch.no_grad():
@@ -178,7 +183,6 @@ class Traces:
             return None
         simplify(module)
         use_nll_kernels(module.graph)
-        module.recompile()
         return module, sizes
 
 
