@@ -258,14 +258,16 @@ class AnchorPass:
     def _of_any_size(self, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> _AtPoint | None:
         """Return the one that does for every number of examples, but for a single one, if there is one."""
         key, function, most = ("anchor", *kinds(full)), self._function(len(full)), len(full[0])
-        at, traces = self._at[key], self.step.traces
-        if at.step.fits_any_size is None:
-            at.step.fits_any_size = most > 2 and all(
-                traces.is_same(at.step, function, self._flat(resized(full, n), point, sums)) for n in (most - 1, 2)
-            )
-        if at.step.fits_any_size:
+        at = self._at[key]
+        if most <= 2:
+            return None
+
+        def of(size: int) -> list[Tensor]:
+            return self._flat(resized(full, size), point, sums)
+
+        if self.step.traces.fits_any_size(at.step, function, of, (most - 1, 2)):
             return at
-        other = self._make((*key, "any size"), full, point, sums, (most - 1,)) if most > 2 else None
+        other = self._make((*key, "any size"), full, point, sums, (most - 1,))
         if other is None:
             return None
         other.step.fits_any_size = True

@@ -87,14 +87,12 @@ class FullGradients:
             return None
         key = ("sum", True, spec, *kinds(leaves, _SIZES[0]))
         traced = self._get(key, views, leaves, spec, point, sizes=_SIZES[:1])
-        if traced is not None and traced.fits_any_size is None:
-            traced.fits_any_size = all(
-                self.step.traces.is_same(
-                    traced, self._function(len(leaves), spec, True), [*views, *resized(leaves, size), point]
-                )
-                for size in _SIZES[1:]
-            )
-        if traced is None or traced.fits_any_size:
+        function = self._function(len(leaves), spec, True)
+
+        def of(size: int) -> list[Tensor]:
+            return [*views, *resized(leaves, size), point]
+
+        if traced is None or self.step.traces.fits_any_size(traced, function, of, _SIZES[1:]):
             return traced
         return self._get(("any size", *key), views, leaves, spec, point, sizes=_SIZES)
 

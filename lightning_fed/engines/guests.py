@@ -69,13 +69,25 @@ class Guests:
         Failure.raise_first([failure for _, failure in letters])
         self._arrived = unpack([kinds for kinds, _ in letters], received, self.moves, self.ranks.rank)
 
-    def parts_of(self, index: int) -> KeptParts:
-        """Return what a client to be trained here keeps, checked."""
-        return parts_of(self.server, index, self._arrived.get(index))
+    def parts_of(self, indices: Sequence[int]) -> list[KeptParts]:
+        """Return what clients to be trained here keep, checked; new ones share what they begin with."""
+        new: KeptParts | None = None
+        found = []
+        for index in indices:
+            if (state := self._state_of(index)) is not None:
+                found.append(parts_of(self.server, index, state))
+                continue
+            new = new or KeptParts(self.server.algorithm.init_client(self.server.x))
+            found.append(new)
+        return found
 
     def residuals_of(self, index: int, send: State) -> State:
         """Return what compression left out of its messages before."""
-        return residuals_of(self.server, index, send, self._arrived.get(index))
+        state = self._state_of(index)
+        return {} if state is None else residuals_of(self.server, index, send, state)
+
+    def _state_of(self, index: int) -> State | None:
+        return self._arrived.get(index) or self.server.clients.get(index)
 
     def keep(self, index: int, state: State) -> None:
         """Hold what a client that was trained here keeps until the round is complete."""

@@ -38,7 +38,7 @@ class KeptParts:
         return state
 
 
-def parts_of(server: Server, index: int, state: State | None = None) -> KeptParts:
+def parts_of(server: Server, index: int, state: State) -> KeptParts:
     """Return what a client keeps, checked against the method, the model and its buffers.
 
     Checksums tell damaged files, but not sound ones of another run.
@@ -46,14 +46,11 @@ def parts_of(server: Server, index: int, state: State | None = None) -> KeptPart
     Args:
         server: The server's side.
         index: The client's stored index.
-        state: What it keeps, where another process has sent it; by default what the server's store has.
+        state: What it keeps.
 
     Raises:
         FederatedError: Naming the client, and what is not as in this run.
     """
-    state = server.clients.get(index) if state is None else state
-    if state is None:
-        return KeptParts(server.algorithm.init_client(server.x))
     parts = KeptParts({})
     if not state and not server.new_client:
         return parts
@@ -76,14 +73,14 @@ def parts_of(server: Server, index: int, state: State | None = None) -> KeptPart
     return parts
 
 
-def residuals_of(server: Server, index: int, send: State, state: State | None = None) -> State:
+def residuals_of(server: Server, index: int, send: State, state: State) -> State:
     """Return what compression left out of a client's messages before.
 
     Args:
         server: The server's side.
         index: The client's stored index.
         send: Its new messages.
-        state: What it keeps, where another process has sent it.
+        state: What it keeps.
 
     Raises:
         FederatedError: If it does not go with them.

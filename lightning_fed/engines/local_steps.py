@@ -260,13 +260,14 @@ class BoundSteps:
         traced = self._get((*key, *kinds(leaves, full)), leaves, spec, kept, full)
         if traced is None:
             return None
-        if traced.fits_any_size is None:
-            function = self._function(len(leaves), spec, kept)
-            traced.fits_any_size = all(
-                self._step.traces.is_same(traced, function, self._flat_of(resized(leaves, size), kept))
-                for size in (full - 1, 2)
-            )
-        return traced if traced.fits_any_size else self._get_any_size(key, leaves, spec, kept, full)
+        function = self._function(len(leaves), spec, kept)
+
+        def of(size: int) -> list[Tensor]:
+            return self._flat_of(resized(leaves, size), kept)
+
+        if self._step.traces.fits_any_size(traced, function, of, (full - 1, 2)):
+            return traced
+        return self._get_any_size(key, leaves, spec, kept, full)
 
     def _get(
         self, key: Any, leaves: Sequence[Tensor], spec: Any, kept: KeptAnchor | None, size: int | None = None

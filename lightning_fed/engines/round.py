@@ -281,7 +281,10 @@ class Round:
         sound = [row for row in range(len(result.reports)) if row not in result.faults]
         sending = [row for row in sound if result.reports[row].steps or not self.algorithm.local_work]
         had = [self._states[who.index] for who in result.participants]
-        keep = [new or old for new, old in zip(result.kept(), had, strict=True)]
+        # who keeps nothing new goes on with what it had; with a copy, since new clients share it
+        keep = [
+            new or {name: v.clone() for name, v in old.items()} for new, old in zip(result.kept(), had, strict=True)
+        ]
         if len(sending) > 1 and self._intake.takes_several:
             self._intake.take_several(result, sending, keep)
             sending = []
@@ -300,7 +303,7 @@ class Round:
     def _run(self, plans: Sequence[WorkPlan]) -> ChunkResult:
         """Hand out what the clients of a chunk keep, and train them."""
         buffers = self.engine.buffers
-        kept = [self._guests.parts_of(plan.participant.index) for plan in plans]
+        kept = self._guests.parts_of([plan.participant.index for plan in plans])
         own = kept[0].buffers if buffers.mode == "local" else {}  # engines that run several at once refuse the mode
         buffers.write(own or self.server.buffers)
         solvers = [parts.solver if self.engine.keeps_solver else {} for parts in kept]

@@ -152,10 +152,25 @@ class Traces:
         own_notes = {name: set(read) for name, read in notes.items()}
         return TracedStep(whole, graphs, count, sizes, own_notes, takes_any_count=bool(again))
 
-    def is_same(self, step: "TracedStep", function: Callable[..., Found], flat: Sequence[Tensor]) -> bool:
-        """Whether a step is traced to the same graph with tensors of other sizes."""
-        traced = self._trace(function, flat, may_fail=True)
-        return traced is not None and same(traced[0], step.whole)
+    def fits_any_size(
+        self,
+        step: "TracedStep",
+        function: Callable[..., Found],
+        flat: Callable[[int], Sequence[Tensor]],
+        sizes: Sequence[int],
+    ) -> bool:
+        """Whether a step is the same graph for every number of examples; looked at once.
+
+        Args:
+            step: The step.
+            function: What it is traced from.
+            flat: Makes its tensors, of so many examples.
+            sizes: The numbers that are tried.
+        """
+        if step.fits_any_size is None:
+            others = (self._trace(function, flat(size), may_fail=True) for size in sizes)
+            step.fits_any_size = all(other is not None and same(other[0], step.whole) for other in others)
+        return step.fits_any_size
 
     def _trace(
         self, function: Callable[..., Found], flat: Sequence[Tensor], may_fail: bool = False

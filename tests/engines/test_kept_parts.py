@@ -160,3 +160,4 @@ def test_who_keeps_nothing_new_goes_on_with_what_it_had(engine: str) -> None:
     for state in states.values():
         assert state.keys() == {"h", "residual.delta"}
         assert bool((state["h"] == 3.0).all())
+    assert len({state["h"].data_ptr() for state in states.values()}) == 6  # what one of them changes is its own
