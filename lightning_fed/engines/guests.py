@@ -74,7 +74,8 @@ class Guests:
         new: KeptParts | None = None
         found = []
         for index in indices:
-            if (state := self._state_of(index)) is not None:
+            state = self._arrived.get(index) or self.server.clients.get(index)
+            if state is not None:
                 found.append(parts_of(self.server, index, state))
                 continue
             new = new or KeptParts(self.server.algorithm.init_client(self.server.x))
@@ -83,11 +84,8 @@ class Guests:
 
     def residuals_of(self, index: int, send: State) -> State:
         """Return what compression left out of its messages before."""
-        state = self._state_of(index)
+        state = self._arrived.get(index) or self.server.clients.get(index)
         return {} if state is None else residuals_of(self.server, index, send, state)
-
-    def _state_of(self, index: int) -> State | None:
-        return self._arrived.get(index) or self.server.clients.get(index)
 
     def keep(self, index: int, state: State) -> None:
         """Hold what a client that was trained here keeps until the round is complete."""

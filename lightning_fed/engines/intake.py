@@ -80,7 +80,7 @@ class Intake:
         self.traffic.take_in({name: value[rows[0]] for name, value in result.send.items()}, len(rows))
         for row in rows:
             self._keep(result, row, keep[row], {})
-        self._note_drift(result, rows)
+            self._note_drift(result, row)
 
     def take(self, result: ChunkResult, row: int, keep: State) -> None:
         """Take in what one client sends and keeps; see :meth:`take_several`."""
@@ -94,7 +94,7 @@ class Intake:
         model = result.y[row] if self._sums_models(result) else None
         self.aggregation.add(index, result.reports[row].steps, send, model)
         self._keep(result, row, keep, residuals)
-        self._note_drift(result, [row])
+        self._note_drift(result, row)
 
     def outline(self) -> tuple[dict[str, Any], Sent]:
         """Return what other processes need of this one's part, apart from the sums of messages.
@@ -149,11 +149,10 @@ class Intake:
         if self.buffers.mode != "server" and own_buffers:
             self.mean_buffers.add(own_buffers, who.size, who.index, who.count)
 
-    def _note_drift(self, result: ChunkResult, rows: Sequence[int]) -> None:
-        weights = self.aggregation.weights([result.participants[row].index for row in rows], self.rule)
+    def _note_drift(self, result: ChunkResult, row: int) -> None:
+        weight = self.aggregation.weight(result.participants[row].index, self.rule)
         summed = self._sums_models(result) and self.rule != "population"  # the aggregation has the sum of the changes
-        for row, weight in zip(rows, weights, strict=True):
-            self.drift.add(result.reports[row].update_norm, weight, None if summed else result.delta[row])
+        self.drift.add(result.reports[row].update_norm, weight, None if summed else result.delta[row])
 
     def _compressed(self, compressor: Compressor, index: int, send: State) -> tuple[State, State]:
         """Return what the server gets of a client's messages, and what the client keeps of what it does not get."""

@@ -281,9 +281,9 @@ class Round:
         sound = [row for row in range(len(result.reports)) if row not in result.faults]
         sending = [row for row in sound if result.reports[row].steps or not self.algorithm.local_work]
         had = [self._states[who.index] for who in result.participants]
-        # who keeps nothing new goes on with what it had; with a copy, since new clients share it
+        # who keeps nothing new goes on with a copy of what it had, since new clients share that
         keep = [
-            new or {name: v.clone() for name, v in old.items()} for new, old in zip(result.kept(), had, strict=True)
+            new or (old and {k: v.clone() for k, v in old.items()}) for new, old in zip(result.kept(), had, strict=True)
         ]
         if len(sending) > 1 and self._intake.takes_several:
             self._intake.take_several(result, sending, keep)

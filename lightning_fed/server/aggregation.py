@@ -194,7 +194,10 @@ class Aggregation:
 
     def weight(self, index: int, rule: str) -> float:
         """Return the weight of one client; see :meth:`weights`."""
-        return self.weights((index,), rule)[0]
+        if rule == "population":
+            return 1.0 / self.population
+        raw = self._raw[rule]
+        return raw[index] / self._totals[rule] if index in raw else 0.0
 
     def _note_steps(self, steps: Mapping[int, int]) -> None:
         """Let weightings that look at the steps that clients take go by these, where they are others than planned."""
