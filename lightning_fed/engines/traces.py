@@ -182,7 +182,7 @@ class Traces:
             sizes.update({name: size for name, (_, size) in values.items()})
             return [*grads, loss, *(value for value, _ in values.values())]
 
-        # make_fx notes shapes in a mode that it makes anew for every operation, which takes most of its time, or here
+        # where make_fx notes shapes; it makes a place for each operation else, which takes most of its time
         shapes = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
         try:
             with torch.no_grad(), tracing(shapes):
