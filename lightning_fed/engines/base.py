@@ -97,6 +97,11 @@ class ChunkResult:
     buffers: Sequence[State] = field(default_factory=list)
     faults: Mapping[int, ClientError] = field(default_factory=dict)
 
+    @property
+    def keeps_states_only(self) -> bool:
+        """Whether clients keep new states of the method, and nothing else."""
+        return bool(self.keep) and not self.solver and not self.buffers
+
     def kept(self) -> list[State]:
         """Return copies of what each client keeps, so that none holds on to the whole chunk."""
         columns = zip(*map(lasting_copies, self.keep.values()), strict=True)

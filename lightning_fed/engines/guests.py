@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from lightning_fed.core.types import State
-from lightning_fed.engines.kept_parts import KeptParts, parts_of, residuals_of
+from lightning_fed.engines.kept_parts import KeptParts, Stacked, parts_of, residuals_of
 from lightning_fed.engines.ranks import Ranks, Sent, padded
 from lightning_fed.server.client_store import lasting_copy
 from lightning_fed.server.server import Server
+from lightning_fed.server.state_rows import fit_rows
 from lightning_fed.stopping import Failure
 
 __all__ = ["Guests", "Kinds", "pack", "unpack"]
@@ -74,7 +75,7 @@ class Guests:
         new: KeptParts | None = None
         found = []
         for index in indices:
-            state = self._arrived.get(index) or self.server.clients.get(index)
+            state = self._state_of(index)
             if state is not None:
                 found.append(parts_of(self.server, index, state))
                 continue
@@ -82,10 +83,32 @@ class Guests:
             found.append(new)
         return found
 
+    def stacked(self, indices: Sequence[int]) -> Stacked | None:
+        """Return the method's states of several clients to be trained here, where nothing else is kept of them.
+
+        Returns:
+            Tensors that nobody else has; None where :meth:`parts_of` has to be asked.
+        """
+        if len(indices) == 1 or not self.server.new_client:
+            return None
+        found = self.server.clients.stacked(indices, self.server.algorithm.init_client(self.server.x))
+        if found is None:
+            return None
+        arrived = {row: self._arrived[index] for row, index in enumerate(indices) if self._arrived.get(index)}
+        if not all(fit_rows(state, found) for state in arrived.values()):
+            return None
+        for row, state in arrived.items():
+            for name, value in state.items():
+                found[name][row] = value
+        return Stacked(found)
+
     def residuals_of(self, index: int, send: State) -> State:
         """Return what compression left out of its messages before."""
-        state = self._arrived.get(index) or self.server.clients.get(index)
+        state = self._state_of(index)
         return {} if state is None else residuals_of(self.server, index, send, state)
+
+    def _state_of(self, index: int) -> State | None:
+        return self._arrived.get(index) or self.server.clients.get(index)
 
     def keep(self, index: int, state: State) -> None:
         """Hold what a client that was trained here keeps until the round is complete."""
@@ -93,6 +116,16 @@ class Guests:
             self._leaving[index] = state
         else:
             self.server.clients.stage(index, state)
+
+    def keep_all(self, indices: Sequence[int], states: State) -> None:
+        """Do the same for several clients' states [S, ...], which are copied."""
+        rows = [row for row, index in enumerate(indices) if index not in self.moves]
+        if len(rows) < len(indices):
+            for row in sorted({*range(len(indices))} - {*rows}):
+                self._leaving[indices[row]] = {name: lasting_copy(value[row]) for name, value in states.items()}
+            indices, states = [indices[row] for row in rows], {name: value[rows] for name, value in states.items()}
+        if rows:
+            self.server.clients.stage_all(indices, states)
 
     def leaving(self) -> tuple[Kinds, Sent]:
         """Return what goes home, and what others need to know of it before :meth:`take_home`."""

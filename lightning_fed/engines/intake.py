@@ -67,7 +67,7 @@ class Intake:
         Args:
             result: What came back from the chunk.
             rows: The clients.
-            keep: What each client of the chunk keeps.
+            keep: What each client of the chunk keeps; empty where that is what came back, and nothing else.
 
         Raises:
             FederatedError: If they keep something that was not announced.
@@ -78,8 +78,13 @@ class Intake:
         steps = {result.participants[row].index: result.reports[row].steps for row in rows}
         self.aggregation.add_all(steps, send, models)
         self.traffic.take_in({name: value[rows[0]] for name, value in result.send.items()}, len(rows))
+        if not keep:
+            self._check_announced(result.keep)
+            kept = {name: value[rows] if some else value for name, value in result.keep.items()}
+            self.guests.keep_all([result.participants[row].index for row in rows], kept)
         for row in rows:
-            self._keep(result, row, keep[row], {})
+            if keep:
+                self._keep(result, row, keep[row], {})
             self._note_drift(result, row)
 
     def take(self, result: ChunkResult, row: int, keep: State) -> None:
@@ -136,11 +141,7 @@ class Intake:
         own_buffers = result.buffers[row] if result.buffers else {}
         if not (keep or residuals or result.solver or own_buffers):
             return
-        if keep and not self.keeps_state and self.ranks.size > 1:
-            raise FederatedError(
-                f"{type(self.server.algorithm).__name__}.finish keeps {sorted(keep)} without an init_client that says"
-                " what a new client has: several processes would not know where to look for it. Override init_client."
-            )
+        self._check_announced(keep)
         solver = result.solver[row] if result.solver else {}
         if residuals or solver or own_buffers:
             own = own_buffers if self.buffers.mode == "local" else {}
@@ -148,6 +149,13 @@ class Intake:
         self.guests.keep(who.index, keep)
         if self.buffers.mode != "server" and own_buffers:
             self.mean_buffers.add(own_buffers, who.size, who.index, who.count)
+
+    def _check_announced(self, keep: State) -> None:
+        if keep and not self.keeps_state and self.ranks.size > 1:
+            raise FederatedError(
+                f"{type(self.server.algorithm).__name__}.finish keeps {sorted(keep)} without an init_client that says"
+                " what a new client has: several processes would not know where to look for it. Override init_client."
+            )
 
     def _note_drift(self, result: ChunkResult, row: int) -> None:
         weight = self.aggregation.weight(result.participants[row].index, self.rule)

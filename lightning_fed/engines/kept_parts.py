@@ -1,6 +1,8 @@
 """What a client keeps, sorted by what it is for; states that cannot be this run's are refused."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 import torch
 
@@ -8,7 +10,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State
 from lightning_fed.server.server import Server
 
-__all__ = ["KeptParts", "parts_of", "residuals_of"]
+__all__ = ["KeptParts", "Stacked", "parts_of", "residuals_of"]
 
 _BUFFER, _SOLVER, _RESIDUAL = "buffer.", "solver.", "residual."
 
@@ -36,6 +38,30 @@ class KeptParts:
             for name, value in part.items():
                 state[prefix + name] = value
         return state
+
+
+class Stacked(Sequence[State]):
+    """States of several clients, stacked.
+
+    Args:
+        together: The states [S, ...]; not empty.
+    """
+
+    def __init__(self, together: State) -> None:
+        self.together = together
+
+    def __len__(self) -> int:
+        """The number of clients."""
+        return len(next(iter(self.together.values())))
+
+    @overload
+    def __getitem__(self, at: int) -> State: ...
+    @overload
+    def __getitem__(self, at: slice) -> "Stacked": ...
+    def __getitem__(self, at: int | slice) -> "State | Stacked":
+        """Return the state of one client, or those of some."""
+        found = {name: value[at] for name, value in self.together.items()}
+        return Stacked(found) if isinstance(at, slice) else found
 
 
 def parts_of(server: Server, index: int, state: State) -> KeptParts:

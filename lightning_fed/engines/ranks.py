@@ -24,13 +24,13 @@ Record = TypeVar("Record")
 Sent: TypeAlias = Sequence[Sequence[Tensor]]
 """What goes to each process, as bytes."""
 
-# In local steps on a batch of 20, about, of a small model and of a large one:
-_AROUND = (4, 0)  # what a client that keeps a state takes beside its steps
-_MOVE = (2, 1)  # what it takes to send its state of one vector, there and back
-_TRIP = (2, 1)  # what it takes to send anything at all
+_MODELS = (2**13, 2**20)  # parameters from which a model is middling, and large: a step takes longer than to send them
+# In local steps on a batch of 20, about, of a small model, a middling and a large one:
+_AROUND = (4, 4, 0)  # what a client that keeps a state takes beside its steps
+_MOVE = (2, 2, 1)  # what it takes to send its state of one vector, there and back
+_TRIP = (25, 2, 1)  # what it takes to send anything at all
 _ALONE = 2**13  # numbers from which a tensor is summed by itself where processes share memory
 _ALIGNED = 16  # bytes that what is sent starts at a multiple of
-_LARGE = 2**20  # parameters from which a step takes longer than they take to be sent
 
 
 class Ranks:
@@ -187,19 +187,20 @@ class Ranks:
         head = bytearray(_ALIGNED + padded(len(mine)))
         head[:8], head[_ALIGNED : _ALIGNED + len(mine)] = len(mine).to_bytes(8, "little"), mine
         self._shared.begin(torch.frombuffer(head, dtype=torch.uint8), *(part for to in sent for part in to))
-        return partial(self._delivered_in_memory, self._shared, self._shared.number)
+        return partial(self._delivered_in_memory, self._shared, self._shared.number, (record, lengths))
 
-    def _delivered_in_memory(self, memory: SharedMemory, number: int) -> list[tuple[Any, Tensor]]:
+    def _delivered_in_memory(self, memory: SharedMemory, number: int, own: Any) -> list[tuple[Any, Tensor]]:
         if memory.number != number:
             raise FederatedError(
                 "Processes have exchanged something else while clients' states were on their way. Gather values in the"
                 " hooks of rounds, not in those of clients."
             )
         found = []
-        for message in memory.end():
+        for rank, message in enumerate(memory.end()):
             size = int.from_bytes(message[:8].numpy().tobytes(), "little")
             # this run's own processes wrote it
-            record, lengths = pickle.loads(message[_ALIGNED : _ALIGNED + size].numpy().tobytes())  # noqa: S301
+            written = None if rank == self.rank else message[_ALIGNED : _ALIGNED + size].numpy().tobytes()
+            record, lengths = own if written is None else pickle.loads(written)  # noqa: S301
             start = _ALIGNED + padded(size) + sum(lengths[: self.rank])
             found.append((record, message[start : start + lengths[self.rank]]))
         return found
@@ -223,7 +224,7 @@ class Ranks:
 
 
 def deal(
-    plans: Iterable[WorkPlan], ranks: Ranks, keeps_state: bool, most_moves: int = 2**31, numel: int = 0
+    plans: Iterable[WorkPlan], ranks: Ranks, keeps_state: bool, most_moves: int = 2**31, numel: int = _MODELS[0]
 ) -> Mapping[int, int]:
     """Return who trains whom: ranks by stored index.
 
@@ -239,7 +240,7 @@ def deal(
     members = {plan.participant.index: plan.participant for plan in plans}
     if keeps_state or ranks.size == 1:
         homes = {index: ranks.home_of(index) for index in members}
-        kind = numel >= _LARGE
+        kind = sum(numel >= least for least in _MODELS)
         work = {index: member.steps + _AROUND[kind] for index, member in members.items()}
         return _balanced(homes, work, ranks.size, most_moves, _MOVE[kind], _TRIP[kind])
     loads = [0] * ranks.size

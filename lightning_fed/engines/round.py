@@ -102,7 +102,7 @@ class Round:
             server, self.ranks, aggregation, self._guests, self._traffic, engine.buffers, compressor, keeps_state
         )
         self._inputs = self._make_inputs(server.state, {}, {})
-        self._states: dict[int, State] = {}  # of the clients at work, before it
+        self._at_work: tuple[Sequence[int], Sequence[State]] = ([], [])  # stored indices, and states before the work
         self._reports: dict[ClientId, ClientReport] = {}
         self._is_spoiled = False
         self._gradient_norms: dict[str, dict[ClientId, float]] = {}  # by point, of gradients that are not averaged
@@ -280,12 +280,9 @@ class Round:
             self.faults.add(error)
         sound = [row for row in range(len(result.reports)) if row not in result.faults]
         sending = [row for row in sound if result.reports[row].steps or not self.algorithm.local_work]
-        had = [self._states[who.index] for who in result.participants]
-        # who keeps nothing new goes on with a copy of what it had, since new clients share that
-        keep = [
-            new or (old and {k: v.clone() for k, v in old.items()}) for new, old in zip(result.kept(), had, strict=True)
-        ]
-        if len(sending) > 1 and self._intake.takes_several:
+        several = len(sending) > 1 and self._intake.takes_several
+        keep = [] if several and result.keeps_states_only else self._kept_by(result)
+        if several:
             self._intake.take_several(result, sending, keep)
             sending = []
         to_take_in = set(sending)
@@ -300,15 +297,24 @@ class Round:
                 self._reports[result.reports[row].client_id] = result.reports[row]
         return result
 
+    def _kept_by(self, result: ChunkResult) -> list[State]:
+        """Return what each client keeps: copies of what it had, which new ones share, where that is nothing new."""
+        if result.keep:
+            return result.kept()
+        had = dict(zip(*self._at_work, strict=True))
+        return [{name: value.clone() for name, value in had[who.index].items()} for who in result.participants]
+
     def _run(self, plans: Sequence[WorkPlan]) -> ChunkResult:
         """Hand out what the clients of a chunk keep, and train them."""
-        buffers = self.engine.buffers
-        kept = self._guests.parts_of([plan.participant.index for plan in plans])
+        buffers, indices = self.engine.buffers, [plan.participant.index for plan in plans]
+        has_more = buffers.mode == "local" or self.engine.keeps_solver
+        together = None if has_more else self._guests.stacked(indices)
+        kept = self._guests.parts_of(indices) if together is None else []
         own = kept[0].buffers if buffers.mode == "local" else {}  # engines that run several at once refuse the mode
         buffers.write(own or self.server.buffers)
-        solvers = [parts.solver if self.engine.keeps_solver else {} for parts in kept]
-        states = [parts.own for parts in kept]
-        self._states = {plan.participant.index: state for plan, state in zip(plans, states, strict=True)}
+        solvers = [parts.solver for parts in kept] if self.engine.keeps_solver else [{}] * len(plans)
+        states = [parts.own for parts in kept] if together is None else together
+        self._at_work = indices, states
         inputs = self._inputs
         if self.algorithm.full_grad_at:
             inputs = replace(inputs, full_grad=self._own_gradients(plans))

@@ -161,6 +161,7 @@ class RowBatches:
     Attributes:
         kinds: The types and shapes of the tensors' rows.
         rows: For every client its batches: the index in its local epoch, and where its rows are looked up [B].
+        sizes: The examples of each of these batches.
     """
 
     def __init__(
@@ -183,14 +184,15 @@ class RowBatches:
         ]
         moved = iter(source.moved([rows for client in on_host for _, rows in client]))
         self.rows = [[(batch_idx, next(moved)) for batch_idx, _ in client] for client in on_host]
+        self.sizes = [[rows.shape[0] for _, rows in client] for client in on_host]
 
     def step(self, active: int) -> list[BatchGroup]:
         """Return the next batches of the first clients, those of one size together."""
         k, self._step = self._step, self._step + 1
         groups: dict[tuple[int, int], list[int]] = {}
         for client, batches in enumerate(self.rows[:active]):
-            batch_idx, rows = batches[k]
-            groups.setdefault((len(rows), batch_idx if self.by_index else 0), []).append(client)
+            batch_idx, _ = batches[k]
+            groups.setdefault((self.sizes[client][k], batch_idx if self.by_index else 0), []).append(client)
         return [self._group(clients, size, k, active) for (size, _), clients in groups.items()]
 
     def _group(self, clients: Sequence[int], size: int, k: int, active: int) -> BatchGroup:

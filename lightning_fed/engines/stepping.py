@@ -221,7 +221,7 @@ class Stepping:
 
         What is run depends on the clients' work alone then, and not on what was run before.
         """
-        firsts = [len(of_client[0][1]) for of_client in batches.rows if of_client]
+        firsts = [of_client[0] for of_client in batches.sizes if of_client]
         full = firsts.count(size)
         count = full or (len(firsts) if len(set(firsts)) == 1 else 0)
         if count < 2:

@@ -47,17 +47,16 @@ def turns(batches: RowBatches, size: int, whole: bool = False) -> Iterator[tuple
     Yields:
         The rows of the clients that take a step, and their batches.
     """
-    rows = batches.rows
-    at = [0] * len(rows)  # the next batch of each
-    active = len(rows)
-    sizes = [[len(batch) for _, batch in of_client] for of_client in rows]
+    sizes = batches.sizes
+    at = [0] * len(sizes)  # the next batch of each
+    active = len(sizes)
     are_alike = all(own == sizes[0] for own in sizes)
     while True:
         for client, own in enumerate(sizes[:active] if not are_alike else ()):
             while at[client] < len(own) and own[at[client]] < size:
                 yield slice(client, client + 1), batches.alone(client, at[client])
                 at[client] += 1
-        while active and at[active - 1] == len(rows[active - 1]):
+        while active and at[active - 1] == len(sizes[active - 1]):
             active -= 1
         if not active:
             return

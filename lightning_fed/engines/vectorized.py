@@ -25,6 +25,7 @@ from lightning_fed.engines.full_gradients import FullGradients
 from lightning_fed.engines.functional import FunctionalStep
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.hooks import overridden_hooks
+from lightning_fed.engines.kept_parts import Stacked
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.resident import ResidentData
 from lightning_fed.engines.row_batches import RowSource, are_of_one_kind, is_rows
@@ -144,8 +145,8 @@ class VectorizedEngine(Engine):
                 self.algorithm,
                 self.optimizer,
                 inputs,
-                _stack([clients[i] for i in order]),
-                _stack(full_grad),
+                _stack(clients, order),
+                _stack(full_grad, range(len(plans))),
                 self._stack_for(len(plans)),
                 [plan.participant.size for plan in sorted_plans],
                 [plan.participant.steps for plan in sorted_plans],
@@ -340,10 +341,14 @@ class _Reorder:
         return self._moved[value.data_ptr()]
 
 
-def _stack(states: Sequence[State]) -> State:
+def _stack(states: Sequence[State], order: Sequence[int]) -> State:
+    """Return states stacked [S, ...] in another order."""
     if len(states) == 1:
         return {name: value[None] for name, value in states[0].items()}  # a view, as nothing changes it in place
-    return {name: torch.stack([state[name] for state in states]) for name in states[0]}
+    if isinstance(states, Stacked):
+        is_ordered = list(order) == list(range(len(order)))
+        return {name: value if is_ordered else value[list(order)] for name, value in states.together.items()}
+    return {name: torch.stack([states[i][name] for i in order]) for name in states[order[0]]}
 
 
 def _chunk_size(y: Vector) -> int:

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from torchmetrics import MeanMetric
 
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedDane, FedDyn, Mime, Scaffold, SGDm
+from lightning_fed.engines import ranks
 from lightning_fed.server import RoundRobinSampler, SystemsHeterogeneity, TopK
 from lightning_fed.server.client_store import MemoryClientStore
 from lightning_fed.strategies import ClientsStrategy
@@ -253,6 +254,14 @@ def work(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def moves_pay() -> Iterator[None]:
+    """Let clients be moved as with a larger model: of so small a one none would be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "_TRIP", ranks._MOVE)
+        yield
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("two")
@@ -425,8 +434,10 @@ class KeepsUnannounced(FedAvg):
         return update
 
 
-def test_states_without_a_first_value_are_refused(tmp_path: Path) -> None:
-    for outcome in in_processes(lambda: end(algorithm=KeepsUnannounced(), **TWO), tmp_path):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_states_without_a_first_value_are_refused(engine: str, tmp_path: Path) -> None:
+    run = partial(end, engine, algorithm=KeepsUnannounced(), clients_per_round=6, **TWO)
+    for outcome in in_processes(run, tmp_path):
         assert "without an init_client" in outcome.error
 
 

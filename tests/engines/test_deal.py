@@ -49,6 +49,15 @@ def test_a_little_work_on_a_large_model_is() -> None:
     assert sorted(owners.values()) == [0, 0, 1, 1]
 
 
+def test_on_a_tiny_model_it_takes_more_for_a_trip_to_pay() -> None:
+    plans = [WorkPlan(Participant(i, i, 4, steps=1), BATCHES, (1,)) for i in (*range(0, 24, 2), 1)]
+    assert sum(deal(plans, Ranks(0, 2), keeps_state=True).values()) > 1
+    owners = deal(plans, Ranks(0, 2), keeps_state=True, numel=100)
+    assert owners == {index: index % 2 for index in owners}
+    plans += [WorkPlan(Participant(i, i, 4, steps=1), BATCHES, (1,)) for i in range(24, 64, 2)]
+    assert sum(deal(plans, Ranks(0, 2), keeps_state=True, numel=100).values()) > 1
+
+
 def test_the_work_of_one_process_is_shared_if_there_is_enough_of_it() -> None:
     _, loads = dealt({0: 50, 2: 50, 4: 50, 6: 50}, 2, keeps_state=True)
     assert loads == {0: 100, 1: 100}

@@ -191,7 +191,7 @@ def test_everybody_takes_every_step_once_and_in_order(batches: list[list[int]]) 
     batches.sort(key=lambda sizes: -sizes.count(full))
 
     class Batches:
-        rows = [[(k, torch.zeros(n)) for k, n in enumerate(sizes)] for sizes in batches]
+        sizes = batches
 
         def alone(self, client: int, k: int) -> Any:
             return {client: k}

@@ -1,13 +1,19 @@
 """Kept client states, in memory and on disk: staged, committed, discarded, saved and loaded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lightning_fed.core.types import State
+from lightning_fed.server import state_rows
 from lightning_fed.server.client_store import ClientStore, MemoryClientStore, lasting_copies, lasting_copy
 from lightning_fed.server.disk_store import DiskClientStore
+from tests.helpers.training import same
 
 CPU = torch.device("cpu")
 Make = Callable[[], ClientStore]
@@ -186,3 +192,129 @@ def test_clients_may_keep_states_of_different_shapes(make: Make) -> None:
     assert {i: {k: v.tolist() for k, v in s.items()} for i, s in store.state_dict().items()} == {
         0: {"v0": []}, 1: {"v1": [1.0]}, 2: {"v2": [2.0, 2.0]},
     }  # fmt: skip
+
+
+# ------------------------------------------------------------------ several clients at once
+
+
+def state_of(seed: int, kind: str = "usual") -> State:
+    generator = torch.Generator().manual_seed(seed)
+    c = torch.randn(3, 2, generator=generator, dtype=torch.float64)
+    if kind == "wide":
+        return {"c_i": c.float(), "n": torch.tensor(seed)}
+    return {"c_i": c, "n": torch.tensor(seed)} if kind == "usual" else {"h": c.bfloat16()}
+
+
+@pytest.fixture(scope="module")
+def few_rows() -> Iterator[None]:
+    """Let rows be used up soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_rows, "_FIRST", 2)
+        yield
+
+
+def stacked(states: Sequence[State]) -> State:
+    return {name: torch.stack([state[name] for state in states]) for name in states[0]}
+
+
+@pytest.mark.parametrize("size", [3, 20_000], ids=["small", "large"])
+def test_states_of_several_clients_are_staged_like_those_of_each(make: Make, size: int) -> None:
+    store, rows = make(), {"c_i": torch.randn(4, size), "n": torch.arange(4)}
+    store.stage_all([7, 1, 5, 2], rows)
+    expected = {name: value.clone() for name, value in rows.items()}
+    for value in rows.values():
+        value.zero_()
+    assert len(store) == 0
+    store.commit()
+    assert len(store) == 4
+    for row, index in enumerate([7, 1, 5, 2]):
+        assert same(store.get(index), {name: value[row] for name, value in expected.items()})
+        assert all(v.untyped_storage().nbytes() == v.nbytes for v in store.state_dict()[index].values())
+
+
+def test_what_is_handed_out_is_nobody_elses() -> None:
+    store = MemoryClientStore()
+    store.stage_all([0, 1], stacked([state_of(0), state_of(1)]))
+    store.commit()
+    saved, found = store.state_dict(), store.stacked([1, 4], state_of(9))
+    assert same(found, stacked([state_of(1), state_of(9)]))
+    for state in (store.get(0), found, saved[1]):
+        for value in state.values():
+            value.zero_()
+    assert same(store.state_dict(), {0: state_of(0), 1: state_of(1)})
+    assert same(store.stacked([4, 0], state_of(8)), stacked([state_of(8), state_of(0)]))
+
+
+def test_there_is_room_for_more_clients_than_there_were() -> None:
+    store = MemoryClientStore()
+    for start in range(0, 300, 30):
+        store.stage_all(range(start, start + 30), stacked([state_of(i) for i in range(start, start + 30)]))
+        store.commit()
+    assert same(store.state_dict(), {i: state_of(i) for i in range(300)})
+
+
+def test_a_state_of_another_kind_takes_the_place_of_the_one_before() -> None:
+    store = MemoryClientStore()
+    store.stage_all([0, 1], stacked([state_of(0), state_of(1)]))
+    store.commit()
+    store.stage(1, state_of(5, "other"))
+    store.commit()
+    assert len(store) == 2
+    assert store.stacked([0, 1], state_of(9)) is None
+    assert same(store.get(1), state_of(5, "other"))
+    store.stage_all([2, 1], stacked([state_of(2), state_of(6)]))
+    store.commit()
+    assert same(store.stacked([1, 2, 0], state_of(9)), stacked([state_of(6), state_of(2), state_of(0)]))
+
+
+def test_large_states_are_not_stacked() -> None:
+    store, rows = MemoryClientStore(), {"c_i": torch.randn(4, 20_000)}
+    store.stage_all(range(4), rows)
+    store.commit()
+    assert store.stacked([0, 1], {"c_i": rows["c_i"][0]}) is None
+
+
+def test_an_empty_state_that_was_saved_is_not_taken_for_none() -> None:
+    store = MemoryClientStore()
+    store.load_state_dict({0: state_of(0), 1: {}}, CPU)
+    assert store.get(1) == {}
+    assert store.stacked([0, 1], state_of(9)) is None
+
+
+KINDS = st.sampled_from(["usual", "usual", "wide", "other"])
+ACTION = st.one_of(
+    st.tuples(st.just("one"), st.integers(0, 9), st.integers(0, 99), KINDS),
+    st.tuples(st.just("several"), st.lists(st.integers(0, 9), unique=True, min_size=1), KINDS),
+    st.tuples(st.sampled_from(["commit", "commit", "discard", "reload"])),
+)
+
+
+@pytest.mark.usefixtures("few_rows")
+@given(st.lists(ACTION, max_size=25), st.lists(st.integers(0, 11), unique=True, min_size=1))
+def test_a_store_in_rows_is_a_dictionary(actions: list[tuple[Any, ...]], asked: list[int]) -> None:
+    store, kept, staged = MemoryClientStore(), dict[int, State](), dict[int, State]()
+    for number, (action, *rest) in enumerate(actions):
+        if action == "one":
+            index, seed, kind = rest
+            if index not in staged:  # a client comes back from a round once
+                staged[index] = state_of(seed, kind)
+                store.stage(index, staged[index])
+        elif action == "several":
+            indices, kind = rest
+            if indices := [index for index in indices if index not in staged]:
+                states = [state_of(100 * number + index, kind) for index in indices]
+                staged.update(zip(indices, states, strict=True))
+                store.stage_all(indices, stacked(states))
+        elif action == "reload":
+            saved, store = store.state_dict(), MemoryClientStore()
+            store.load_state_dict(saved, CPU)
+            staged = {}
+        else:
+            getattr(store, action)()
+            kept.update(staged if action == "commit" else {})
+            staged = {}
+        assert same(dict(sorted(store.state_dict().items())), dict(sorted(kept.items())))
+        assert len(store) == len(kept)
+        assert all(same(store.get(index), kept.get(index)) for index in asked)
+        if (found := store.stacked(asked, state_of(1))) is not None:
+            assert same(found, stacked([kept.get(index, state_of(1)) for index in asked]))
