@@ -14,6 +14,7 @@ from lightning_fed.server.state_rows import StateRows
 __all__ = ["ClientStore", "MemoryClientStore", "lasting_copies", "lasting_copy"]
 
 _PAGES = 2**15  # bytes from which on a tensor's memory is worth being used again
+_AT_ONCE = 2**10  # states that are put side by side on their way into rows
 
 
 def lasting_copy(value: Tensor) -> Tensor:
@@ -141,9 +142,10 @@ class MemoryClientStore(ClientStore):
             self._put(indices, states)
         rows = self._rows
         alike = [] if rows is None else [index for index, state in self._staged.items() if rows.fit(state)]
-        if alike:
-            found = [self._staged.pop(index) for index in alike]
-            self._put(alike, {name: torch.stack([state[name] for state in found]) for name in found[0]})
+        for start in range(0, len(alike), _AT_ONCE):
+            indices = alike[start : start + _AT_ONCE]
+            found = [self._staged.pop(index) for index in indices]
+            self._put(indices, {name: torch.stack([state[name] for state in found]) for name in found[0]})
         self._states.update(self._staged)
         if rows is not None:
             for index in self._staged:
@@ -169,7 +171,7 @@ class MemoryClientStore(ClientStore):
                 continue
             state = {name: value.to(device) for name, value in saved.items()}
             if self._rows is None and _is_small(state):
-                self._rows = StateRows(state)
+                self._rows = StateRows(state, len(states))
             self._staged[int(i)] = state
         self.commit()
 

@@ -22,10 +22,11 @@ class StateRows:
 
     Args:
         like: A state of the kind: its names, shapes and types, and the device.
+        count: How many there will be, as far as is known; there may be more.
     """
 
-    def __init__(self, like: State) -> None:
-        self._tensors = {name: _new_rows(value[None], _FIRST) for name, value in like.items()}
+    def __init__(self, like: State, count: int = 0) -> None:
+        self._tensors = {name: _new_rows(value[None], max(_FIRST, count + 1)) for name, value in like.items()}
         self._at: dict[int, int] = {}  # each client's row
         self._free: list[int] = []  # rows of clients that have left
 
