@@ -17,8 +17,7 @@ _NEW = 0  # the row that new clients' state is read from
 class StateRows:
     """States of one kind, each a row of one tensor per name.
 
-    Where states are small, those of a cohort come and go in less time than client by client, and take a quarter less
-    memory than in tensors of their own.
+    Where states are small, those of a cohort come and go in less time so than client by client.
 
     Args:
         like: A state of the kind: its names, shapes and types, and the device.
