@@ -75,8 +75,7 @@ class Guests:
         new: KeptParts | None = None
         found = []
         for index in indices:
-            state = self._state_of(index)
-            if state is not None:
+            if (state := self._state_of(index)) is not None:
                 found.append(parts_of(self.server, index, state))
                 continue
             new = new or KeptParts(self.server.algorithm.init_client(self.server.x))
@@ -119,12 +118,16 @@ class Guests:
 
     def keep_all(self, indices: Sequence[int], states: State) -> None:
         """Do the same for several clients' states [S, ...], which are copied."""
-        rows = [row for row, index in enumerate(indices) if index not in self.moves]
-        if len(rows) < len(indices):
-            for row in sorted({*range(len(indices))} - {*rows}):
-                self._leaving[indices[row]] = {name: lasting_copy(value[row]) for name, value in states.items()}
-            indices, states = [indices[row] for row in rows], {name: value[rows] for name, value in states.items()}
-        if rows:
+        staying = []
+        for row, index in enumerate(indices):
+            if index in self.moves:
+                self._leaving[index] = {name: lasting_copy(value[row]) for name, value in states.items()}
+            else:
+                staying.append(row)
+        if len(staying) < len(indices):
+            indices = [indices[row] for row in staying]
+            states = {name: value[staying] for name, value in states.items()}
+        if indices:
             self.server.clients.stage_all(indices, states)
 
     def leaving(self) -> tuple[Kinds, Sent]:

@@ -39,16 +39,15 @@ class StateRows:
 
     def put(self, indices: Sequence[int], states: State) -> None:
         """Write the states [S, ...] of the clients with these stored indices."""
-        at = self._at
+        at, free = self._at, self._free
+        self._grow(1 + len(at) + len(free) + sum(index not in at for index in indices))
         for index in indices:
             if index not in at:
-                at[index] = self._free.pop() if self._free else 1 + len(at)
-        rows = np.array([at[index] for index in indices])
+                at[index] = free.pop() if free else 1 + len(at)
+        rows = torch.from_numpy(np.array([at[index] for index in indices]))
         for name, value in states.items():
             own = self._tensors[name]
-            if len(own) <= rows.max():
-                own = self._tensors[name] = _new_rows(own, 2 * max(len(own), len(rows)))
-            own.index_copy_(0, torch.from_numpy(rows).to(own.device), value)
+            own.index_copy_(0, rows.to(own.device), value)
 
     def get(self, index: int) -> State | None:
         """Return a copy of a client's state, None if it has none here."""
@@ -74,15 +73,15 @@ class StateRows:
 
     def states(self) -> dict[int, State]:
         """Return copies of all states, none of which holds on to the others."""
-        used = 1 + len(self._at) + len(self._free)
-        columns: list[Sequence[Tensor]] = [
-            torch.unbind_copy(own[:used])  # type: ignore[func-returns-value, misc]
-            for own in self._tensors.values()
-        ]
         return {
-            index: {name: column[row] for name, column in zip(self._tensors, columns, strict=True)}
-            for index, row in self._at.items()
+            index: {name: own[row].clone() for name, own in self._tensors.items()} for index, row in self._at.items()
         }
+
+    def _grow(self, count: int) -> None:
+        """Make room for so many rows, before anything refers to them: there may be no memory for them."""
+        for name, own in self._tensors.items():
+            if len(own) < count:
+                self._tensors[name] = _new_rows(own, max(count, 2 * len(own)))
 
 
 def fit_rows(state: State, rows: State, dims: int = 0) -> bool:

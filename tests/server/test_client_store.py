@@ -253,6 +253,20 @@ def test_there_is_room_for_more_clients_than_there_were() -> None:
     assert same(store.state_dict(), {i: state_of(i) for i in range(300)})
 
 
+def test_no_memory_for_more_clients_leaves_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> None:
+        raise MemoryError
+
+    store = MemoryClientStore()
+    store.stage_all([0, 1], stacked([state_of(0), state_of(1)]))
+    store.commit()
+    monkeypatch.setattr(state_rows, "_new_rows", none)
+    store.stage_all(range(1, 99), stacked([state_of(i + 5) for i in range(98)]))
+    with pytest.raises(MemoryError):
+        store.commit()
+    assert same(store.state_dict(), {0: state_of(0), 1: state_of(1)})
+
+
 def test_a_state_of_another_kind_takes_the_place_of_the_one_before() -> None:
     store = MemoryClientStore()
     store.stage_all([0, 1], stacked([state_of(0), state_of(1)]))
