@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fed.engines.functional import first_batch
 
-__all__ = ["BatchGroup", "LoneBatch", "chosen", "on_device"]
+__all__ = ["BatchGroup", "LoneBatch", "Turn", "chosen", "on_device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,18 @@ class LoneBatch(BatchGroup):
     def first(self) -> Any:
         """The batch."""
         return self.batch
+
+
+class Turn(NamedTuple):
+    """A step that adjacent clients take at once, on batches of one size.
+
+    Attributes:
+        clients: Their rows in the chunk.
+        at: Which of its batches comes now, for each of them.
+    """
+
+    clients: slice
+    at: Sequence[int]
 
 
 def on_device(trainer: pl.Trainer, tensors: list[Tensor]) -> list[Tensor]:

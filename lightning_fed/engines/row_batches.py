@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.data.batches import ClientBatches, TensorBatches
-from lightning_fed.engines.batch_groups import BatchGroup, LoneBatch, chosen, on_device
+from lightning_fed.engines.batch_groups import BatchGroup, LoneBatch, Turn, chosen, on_device
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.resident import ResidentData
 
@@ -29,6 +29,7 @@ Stream: TypeAlias = Callable[..., torch.Generator]
 """Makes the generator of a client's batch orders; seeds another one if given ``reuse``."""
 
 _GATHERED = 2**26  # bytes of a local epoch that are looked up at once
+_AHEAD = 2**22  # bytes of several steps that are looked up at once
 _JOINED = 2**25  # bytes of the tensors of several clients that are put side by side
 
 
@@ -67,6 +68,8 @@ class RowSource:
         sources = list({id(tensors): tensors for tensors in self._own}.values())
         self._whole: Sequence[Tensor] | None = None
         self._starts = [0] * len(clients)
+        of_each = sum(t.element_size() * (t.numel() // max(1, len(t))) for t in clients[0].tensors)
+        self._ahead = _AHEAD // max(1, of_each)
         if len(sources) == 1:
             self._whole = resident.of(sources[0])
         elif sum(t.numel() * t.element_size() for tensors in sources for t in tensors) <= _JOINED:
@@ -89,6 +92,27 @@ class RowSource:
         """Return some rows of one client, [B, ...]."""
         tensors = self._own[client] if self._whole is None else self._whole
         return on_device(self._trainer, [t.index_select(0, places.to(t.device)) for t in tensors])
+
+    def in_order(self, steps: Sequence[Sequence[tuple[int, Tensor]]]) -> Iterator[list[Tensor]]:
+        """Yield the rows of one step after the other, [n * B, ...]; those of several are looked up at once.
+
+        Args:
+            steps: For every step its clients, and where the rows of each are looked up [B].
+        """
+        if self._whole is None:
+            for step in steps:
+                own = [self.alone(client, places) for client, places in step]
+                yield own[0] if len(own) == 1 else [torch.cat(column) for column in zip(*own, strict=True)]
+            return
+        places: list[Tensor] = []
+        lengths: list[int] = []
+        for i, step in enumerate(steps):
+            places += (own for _, own in step)
+            lengths.append(sum(own.shape[0] for _, own in step))
+            if i + 1 == len(steps) or sum(lengths) >= self._ahead:
+                found = self.alone(0, places[0] if len(places) == 1 else torch.cat(places))
+                yield from map(list, zip(*(t.split_with_sizes(lengths) for t in found), strict=True))
+                places, lengths = [], []
 
     def together(self, clients: Sequence[int], places: Sequence[Tensor]) -> list[Tensor]:
         """Return as many rows of each of several clients, stacked to [n, B, ...]."""
@@ -199,20 +223,21 @@ class RowBatches:
         batch = self._source.together(clients, [self.rows[client][k][1] for client in clients])
         return BatchGroup(clients, chosen(clients, active), batch, size, self.rows[clients[0]][k][0], is_rows=True)
 
-    def alone(self, client: int, k: int) -> BatchGroup:
-        """Return one client's batch k."""
-        batch_idx, rows = self.rows[client][k]
-        batch = self._source.alone(client, rows)
-        return LoneBatch((client,), slice(0, 1), batch, len(rows), batch_idx, is_rows=True)
-
-    def together(self, clients: slice, at: Sequence[int]) -> BatchGroup:
-        """Return the next batches of adjacent clients, all of one size; ``at`` says which is each client's next."""
-        members = range(clients.start, clients.stop)
-        if len(members) == 1:
-            return self.alone(members[0], at[members[0]])
-        found = [self.rows[client][at[client]] for client in members]
-        batch = self._source.together(members, [rows for _, rows in found])
-        return BatchGroup(members, slice(0, len(members)), batch, len(found[0][1]), found[0][0], is_rows=True)
+    def in_turns(self, turns: Sequence[Turn]) -> Iterator[BatchGroup]:
+        """Yield the batches of steps that adjacent clients take at once."""
+        members = [range(turn.clients.start, turn.clients.stop) for turn in turns]
+        places = [
+            [(client, self.rows[client][k][1]) for client, k in zip(own, turn.at, strict=True)]
+            for own, turn in zip(members, turns, strict=True)
+        ]
+        for own, turn, rows in zip(members, turns, self._source.in_order(places), strict=True):
+            first, n = own[0], len(own)
+            batch_idx, size = self.rows[first][turn.at[0]][0], self.sizes[first][turn.at[0]]
+            if n == 1:
+                yield LoneBatch(own, slice(0, 1), rows, size, batch_idx, is_rows=True)
+            else:
+                batch = [t.view(n, size, *t.shape[1:]) for t in rows]
+                yield BatchGroup(own, slice(0, n), batch, size, batch_idx, is_rows=True)
 
 
 def look_up(trainer: pl.Trainer, resident: ResidentData, batches: TensorBatches, rows: Tensor) -> list[Tensor]:

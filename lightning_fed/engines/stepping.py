@@ -11,7 +11,7 @@ from lightning_fed.core.seeds import Purpose, capture_random_state, derive_seed,
 from lightning_fed.data.batches import ClientBatches, TensorBatches
 from lightning_fed.engines.anchors import KeptAnchor
 from lightning_fed.engines.base import Engine, RoundInputs
-from lightning_fed.engines.batch_groups import BatchGroup
+from lightning_fed.engines.batch_groups import BatchGroup, Turn
 from lightning_fed.engines.chunk_batches import ChunkBatches, chunk_batches, has_transfer_hooks
 from lightning_fed.engines.chunk_means import ChunkMeans
 from lightning_fed.engines.functional import FunctionalStep
@@ -200,19 +200,17 @@ class Stepping:
         anchor, size = self._anchor(inputs), self.batch_size
         assert size is not None
         bounds: dict[tuple[int, int], BoundSteps | None] = {}
-        whole, done = self._takes_any_count(batches, work, size, kept), [0] * len(kept)
-        for k, (rows, group) in enumerate(turns(batches, size, whole)):
+        order = list(turns(batches.sizes, size, self._takes_any_count(batches, work, size, kept)))
+        for k, (turn, group) in enumerate(zip(order, batches.in_turns(order), strict=True)):
             self._taken = k
             self.trainer._signal_connector.check()
-            at = (rows.stop - rows.start, rows.start)
-            work.narrow(*at)
-            if at not in bounds:
-                bounds[at] = self.steps.bind(work, next(iter(bounds.values()), None))
-            bound = bounds[at]
-            if bound is None or not self._take_traced(bound, [group], means, _kept_of(kept, rows, done)):
+            rows = (len(turn.at), turn.clients.start)
+            work.narrow(*rows)
+            if rows not in bounds:
+                bounds[rows] = self.steps.bind(work, next(iter(bounds.values()), None))
+            bound = bounds[rows]
+            if bound is None or not self._take_traced(bound, [group], means, _kept_of(kept, turn)):
                 self._step(work, [group], anchor, means)
-            for client in range(rows.start, rows.stop):
-                done[client] += 1
 
     def _takes_any_count(
         self, batches: RowBatches, work: StackedWork, size: int, kept: Sequence[Sequence[KeptAnchor]]
@@ -226,12 +224,13 @@ class Stepping:
         count = full or (len(firsts) if len(set(firsts)) == 1 else 0)
         if count < 2:
             return False
-        anchors = _kept_of(kept, slice(0, count), [0] * count)
+        turn = Turn(slice(0, count), [0] * count)
+        anchors = _kept_of(kept, turn)
         known, key = self.step.traces.fit_any_count, (batches.kinds, firsts[0], anchors is None)
         if key not in known:
             work.narrow(count)
             bound = self.steps.bind(work)
-            group = batches.together(slice(0, count), [0] * count)
+            (group,) = batches.in_turns([turn])
             known[key] = bound is not None and bound.fits_any_count(group, anchors)
         return known[key]
 
@@ -331,11 +330,11 @@ class Stepping:
         return [(g.add(v, alpha=decay) if decay else g).reshape(count, -1) for g, v, decay in parts]
 
 
-def _kept_of(kept: Sequence[Sequence[KeptAnchor]], rows: slice, done: Sequence[int]) -> KeptAnchor | None:
-    """Return what is kept of the gradients at the anchor on the next batches of some clients, None if any lacks it."""
-    own = [kept[i][done[i]] for i in range(rows.start, rows.stop) if done[i] < len(kept[i])]
-    if len(own) < rows.stop - rows.start:
+def _kept_of(kept: Sequence[Sequence[KeptAnchor]], turn: Turn) -> KeptAnchor | None:
+    """Return what is kept of the gradients at the anchor on the batches of a step, None if any client lacks it."""
+    if not all(at < len(own) for own, at in zip(kept[turn.clients], turn.at, strict=True)):
         return None
+    own = [own[at] for own, at in zip(kept[turn.clients], turn.at, strict=True)]
     return own[0] if len(own) == 1 else KeptAnchor.stacked(own)
 
 

@@ -1,11 +1,10 @@
 """The order in which the clients of a chunk take their steps on a CPU, where they do not wait for each other."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lightning_fed.data.batches import TensorBatches
-from lightning_fed.engines.batch_groups import BatchGroup
+from lightning_fed.engines.batch_groups import Turn
 from lightning_fed.engines.plan import WorkPlan
-from lightning_fed.engines.row_batches import RowBatches
 
 __all__ = ["full_batches", "full_size_of", "pieces", "turns"]
 
@@ -33,33 +32,30 @@ def pieces(active: int) -> Iterator[slice]:
         start += count
 
 
-def turns(batches: RowBatches, size: int, whole: bool = False) -> Iterator[tuple[slice, BatchGroup]]:
+def turns(sizes: Sequence[Sequence[int]], size: int, whole: bool = False) -> Iterator[Turn]:
     """Yield the clients' steps: on full batches many at once, on each smaller one its client alone, as it comes to it.
 
     Every client takes its own steps in order; who is ahead of whom makes no difference to what it arrives at. Clients
     whose batches are alike all through take the smaller ones at once too.
 
     Args:
-        batches: The batches of clients that are sorted by :func:`full_batches`, those with the most first.
+        sizes: The examples of each batch of every client; clients are sorted by :func:`full_batches`, those with the
+            most first.
         size: The examples in a full batch.
         whole: Whether any number of clients may step at once; or they go in :func:`pieces`.
-
-    Yields:
-        The rows of the clients that take a step, and their batches.
     """
-    sizes = batches.sizes
     at = [0] * len(sizes)  # the next batch of each
     active = len(sizes)
     are_alike = all(own == sizes[0] for own in sizes)
     while True:
         for client, own in enumerate(sizes[:active] if not are_alike else ()):
             while at[client] < len(own) and own[at[client]] < size:
-                yield slice(client, client + 1), batches.alone(client, at[client])
+                yield Turn(slice(client, client + 1), [at[client]])
                 at[client] += 1
         while active and at[active - 1] == len(sizes[active - 1]):
             active -= 1
         if not active:
             return
         for piece in (slice(0, active),) if whole else pieces(active):
-            yield piece, batches.together(piece, at)
+            yield Turn(piece, at[piece])
         at[:active] = [k + 1 for k in at[:active]]

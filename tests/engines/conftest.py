@@ -14,9 +14,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     def noted(*args: Any) -> Any:
-        for rows, group in turns(*args):
-            found.append(rows.stop - rows.start)
-            yield rows, group
+        for turn in turns(*args):
+            found.append(len(turn.at))
+            yield turn
 
     monkeypatch.setattr(stepping, "turns", noted)
     return found

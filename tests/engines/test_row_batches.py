@@ -56,6 +56,26 @@ def test_rows_are_those_of_each_client(name: str, joined: int, monkeypatch: pyte
             assert torch.equal(stacked, torch.stack(parts))
 
 
+@pytest.mark.parametrize("joined", [2**25, 0], ids=["side by side", "one by one"])
+@pytest.mark.parametrize("ahead", [0, 100, 2**22], ids=["each step by itself", "some", "all"])
+@pytest.mark.parametrize("name", COHORTS)
+def test_rows_of_several_steps_come_in_their_order(
+    name: str, ahead: int, joined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_batches, "_JOINED", joined)
+    monkeypatch.setattr(row_batches, "_AHEAD", ahead)  # a row takes 16 bytes
+    cohort = COHORTS[name]()
+    source = RowSource(trainer(), cohort, ResidentData(torch.device("cpu")))
+    steps = [[(0, [0, 1]), (2, [2, 0])], [(1, [1])], [(0, [2]), (1, [0]), (2, [1])], [(1, [2, 2, 1])]]
+    found = source.in_order(
+        [[(i, source.places(i, cohort[i].stored_rows()[rows])) for i, rows in step] for step in steps]
+    )
+    for batch, step in zip(found, steps, strict=True):
+        parts = [cohort[i].pick(torch.tensor(rows)) for i, rows in step]
+        for rows_of_all, *column in zip(batch, *parts, strict=True):
+            assert torch.equal(rows_of_all, torch.cat(column))
+
+
 def test_only_rows_of_like_tensors_are_of_one_kind() -> None:
     one = kept(tensors(3, 1))
     assert are_of_one_kind([one, kept(tensors(5, 2)), kept(SHARED, [1])])

@@ -49,9 +49,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
 
     def noted(*args: Any) -> Any:
-        for rows, group in turns(*args):
-            found.append((rows.stop - rows.start, rows.start))
-            yield rows, group
+        for turn in turns(*args):
+            found.append((len(turn.at), turn.clients.start))
+            yield turn
 
     monkeypatch.setattr(stepping, "turns", noted)
     return found
@@ -190,20 +190,11 @@ def test_everybody_takes_every_step_once_and_in_order(batches: list[list[int]]) 
     full = 5
     batches.sort(key=lambda sizes: -sizes.count(full))
 
-    class Batches:
-        sizes = batches
-
-        def alone(self, client: int, k: int) -> Any:
-            return {client: k}
-
-        def together(self, clients: slice, at: Sequence[int]) -> Any:
-            sizes = {batches[c][at[c]] for c in range(clients.start, clients.stop)}
-            assert sizes == {full} or all(own == batches[0] for own in batches)
-            return {c: at[c] for c in range(clients.start, clients.stop)}
-
     found: list[list[int]] = [[] for _ in batches]
-    for rows, group in turns(Batches(), full):  # type: ignore[arg-type]
-        assert list(group) == list(range(rows.start, rows.stop))
-        for client, k in group.items():
+    for clients, at in turns(batches, full):
+        members = range(clients.start, clients.stop)
+        sizes = {batches[client][k] for client, k in zip(members, at, strict=True)}
+        assert sizes == {full} or len(members) == 1 or all(own == batches[0] for own in batches)
+        for client, k in zip(members, at, strict=True):
             found[client].append(k)
     assert found == [list(range(len(sizes))) for sizes in batches]
