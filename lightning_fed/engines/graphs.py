@@ -33,6 +33,7 @@ _BOUND: dict[Any, Any] = {
     _aten._log_softmax_backward_data.default: torch._log_softmax_backward_data,
     _aten.sum.dim_IntList: torch.sum,
     _aten.view.default: Tensor.view,
+    _aten.full.default: torch.full,
     _aten.add.Tensor: torch.add,
     _aten.sub.Tensor: torch.sub,
     _aten.mul.Tensor: torch.mul,

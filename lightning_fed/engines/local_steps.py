@@ -107,7 +107,9 @@ class BoundSteps:
         ready = self._ready.get((group.examples, kept is None)) if group.is_rows else None
         if ready is None:
             return self._take_first(group, leaves, spec, kept)
-        loss, values = ready.step.named(self._run(ready, [*leaves, *(() if kept is None else kept.parts)]))
+        loss, values = ready.step.named(
+            self._run(ready, [*leaves, *(() if kept is None else kept.parts)], _is_full(ready.step, group))
+        )
         return loss, self._step.logged(values)
 
     def take_alike(
@@ -135,12 +137,12 @@ class BoundSteps:
         loss, values = ready.step.named([stacked[id(result)] for result in found[0]])
         return loss, self._step.logged(values)
 
-    def _run(self, ready: "_Ready", given: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Take a step, given what changes from step to step."""
+    def _run(self, ready: "_Ready", given: Sequence[Tensor], full: bool = False) -> Sequence[Tensor]:
+        """Take a step, given what changes from step to step, and whether no target is ignored."""
         if ready.capture is not None:
             found = ready.capture(given, ready.rest)
         else:
-            found = ready.step.run(*self._views, *given, *ready.rest)
+            found = (ready.step.run_full if full else ready.step.run)(*self._views, *given, *ready.rest)
         if ready.moved:
             torch._foreach_add_(ready.moved, ready.constant, alpha=self._rate)
         return found
@@ -162,7 +164,7 @@ class BoundSteps:
             before = self._y.clone()
         given = [*leaves, *(() if kept is None else kept.parts)]
         try:
-            loss, values = traced(*self._views, *given, *ready.rest)
+            loss, values = traced(*self._views, *given, *ready.rest, full=_is_full(traced, group))
             is_right = expected is None or self._step.is_right(loss if self.alone else loss[0], expected, "step")
         except RuntimeError as error:
             if expected is None:
@@ -351,3 +353,8 @@ class BoundSteps:
             return directions, loss, values
 
         return function
+
+
+def _is_full(step: TracedStep, group: BatchGroup) -> bool:
+    """Whether a step may take it for granted that no target is ignored."""
+    return step.full_targets is not None and group.found is not None and group.found.lacks(*step.full_targets)

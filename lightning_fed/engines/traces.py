@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fed._compat import rank_zero_warn
 from lightning_fed.engines.counts import take_any_count
+from lightning_fed.engines.full_targets import where_all_count
 from lightning_fed.engines.graphs import StepGraphs, same, split_step, use_bindings
 from lightning_fed.engines.onednn import use_onednn
 from lightning_fed.engines.simplify import simplify
@@ -243,6 +244,8 @@ class TracedStep:
         constant: Of every parameter, whether its direction has a constant part.
         takes_more: Whether a step takes more than constant parts of what depends on nothing else.
         run: Moves the parameters, and returns the loss and the logged values in a list.
+        run_full: Does so for batches that do not hold :attr:`full_targets`.
+        full_targets: A tensor of the batch, and a class that is not among its targets; None if that saves nothing.
         captures: Recordings of it, by where the parameters lie and the shapes of the batch.
     """
 
@@ -264,10 +267,13 @@ class TracedStep:
         self.constant = [part is not None for part in found[:count]]
         self.takes_more = len(found) > count
         use_onednn(graphs.step)
-        for graph in (graphs.once, graphs.step):
+        full = where_all_count(graphs.step) if takes_any_count else None
+        for graph in (graphs.once, graphs.step, *(() if full is None else (full.step,))):
             use_bindings(graph)
         self._once = fx.GraphModule(whole, graphs.once).forward
         self.run: Callable[..., list[Tensor]] = fx.GraphModule(whole, graphs.step).forward
+        self.run_full = self.run if full is None else fx.GraphModule(whole, full.step).forward
+        self.full_targets = None if full is None else (full.place - count, full.ignored)
         self.captures: dict[Any, Any] = {}
 
     def once(self, constants: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
@@ -276,9 +282,9 @@ class TracedStep:
             out = self._once(*constants)
         return out[: self._count], out[self._count :]
 
-    def __call__(self, *arguments: Any) -> tuple[Tensor, Values]:
+    def __call__(self, *arguments: Any, full: bool = False) -> tuple[Tensor, Values]:
         """Move the parameters, and return the loss and the logged values; to be called without gradients."""
-        return self.named(self.run(*arguments))
+        return self.named((self.run_full if full else self.run)(*arguments))
 
     def named(self, results: Sequence[Tensor]) -> tuple[Tensor, Values]:
         """Return the loss and the logged values out of what :attr:`run` returns."""

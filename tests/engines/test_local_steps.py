@@ -26,9 +26,9 @@ def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     take = TracedStep.__call__
 
-    def count(self: TracedStep, *arguments: Any) -> Any:
+    def count(self: TracedStep, *arguments: Any, **options: Any) -> Any:
         sizes.append(max(len(a) for a in arguments if isinstance(a, Tensor) and a.dtype == torch.int64))
-        return take(self, *arguments)
+        return take(self, *arguments, **options)
 
     monkeypatch.setattr(TracedStep, "__call__", count)
     return sizes

@@ -129,7 +129,7 @@ def test_a_trace_that_no_longer_gives_the_modules_loss_is_given_up_loudly(chunk_
 
 @pytest.mark.parametrize("chunk_size", [1, 64])
 def test_a_trace_that_fails_at_work_is_given_up_loudly(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: TracedStep, parameter: torch.Tensor, *_: Any) -> None:
+    def fail(self: TracedStep, parameter: torch.Tensor, *_: Any, **__: Any) -> None:
         parameter.add_(1.0)
         raise RuntimeError("no such view")
 
