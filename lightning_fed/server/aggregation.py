@@ -356,6 +356,9 @@ def _add(total: Tensor | None, value: Tensor, weight: float) -> Tensor:
 def _add_rows(total: Tensor | None, rows: Tensor, weights: Sequence[float]) -> Tensor:
     w = torch.tensor(weights, dtype=accumulation_dtype(rows.device), device=rows.device)
     found = torch.zeros(rows.shape[1:], dtype=w.dtype, device=w.device) if total is None else total
-    for part, of_part in zip(rows.detach().split(_ROWS), w.split(_ROWS), strict=True):
-        found.view(-1).addmv_(part.reshape(len(part), -1).to(w.dtype).t(), of_part)
+    for some, of_some in zip(rows.detach().split(_ROWS), w.split(_ROWS), strict=True):
+        flat = some.reshape(len(some), -1)
+        columns = max(1, _BLOCK // len(some) if flat.device.type == "cpu" else flat.shape[1])
+        for block, part in zip(found.view(-1).split(columns), flat.split(columns, dim=1), strict=True):
+            block.addmv_(part.to(w.dtype).t(), of_some)
     return found
