@@ -507,10 +507,12 @@ class FederatedLoop(Inspection, _FitLoop):
             if starts:
                 engine.check_hooks()
             result = work.train(plans)
-            for row, report in enumerate(result.reports if result is not None and ends else ()):
-                if result is not None and report.client_id not in work.faults.causes:
+            if result is None or not ends:
+                continue
+            for row in result.asked:
+                if result.reports[row].client_id not in work.faults.causes:
                     engine.point_to(result, row)
-                    call_round_hook(trainer, "on_client_end", report)
+                    call_round_hook(trainer, "on_client_end", result.reports[row])
         engine.end_round()
         outline, sent = work.outline() if self._ranks.size > 1 else ({}, ())
         logged = self.epoch_loop._results.outline() if trainer.world_size > 1 else {}

@@ -81,6 +81,7 @@ class ChunkResult:
         keep: Their new kept states [S, ...].
         sends_delta: Whether the message "delta" is ``y - x`` itself.
         reports: What each did.
+        asked: The rows in the order in which the clients were asked for.
         solver: The local optimizer's states that they keep, if they do.
         buffers: The module's buffers after each client's work; none where no client changes any.
         faults: What is wrong with the clients of some rows, of which nothing may be used.
@@ -93,6 +94,7 @@ class ChunkResult:
     keep: State
     sends_delta: bool
     reports: Sequence[ClientReport]
+    asked: Sequence[int]
     solver: Sequence[State] = field(default_factory=list)
     buffers: Sequence[State] = field(default_factory=list)
     faults: Mapping[int, ClientError] = field(default_factory=dict)

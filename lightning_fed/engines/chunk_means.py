@@ -55,12 +55,13 @@ class ChunkMeans:
             weight = log.batch_size or examples
             self._entries.setdefault(f".{name}", []).append((clients, log.value, weight))
 
-    def of_clients(self, back: Sequence[int]) -> tuple[list[float], list[dict[str, float]]]:
-        """Return each client's mean loss and its means of what it logged, in the order ``back``."""
+    def of_clients(self) -> tuple[list[float], list[dict[str, float]]]:
+        """Return each client's mean loss, and its means of what it logged."""
         values: dict[tuple[int, ...], list[float]] = {}  # a loss that is logged too is the same tensor
         self._sums = {key: self._sum(entries, values) for key, entries in self._entries.items()}
         means: list[dict[str, float]] = [
-            {key: totals[i] / weights[i] for key, (totals, weights) in self._sums.items() if weights[i]} for i in back
+            {key: totals[i] / weights[i] for key, (totals, weights) in self._sums.items() if weights[i]}
+            for i in range(self._count)
         ]
         loss = [own.pop("", float("nan")) for own in means]
         return loss, [{key[1:]: value for key, value in own.items()} for own in means]

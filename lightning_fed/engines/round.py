@@ -278,12 +278,12 @@ class Round:
             return None
         for error in result.faults.values():
             self.faults.add(error)
-        sound = [row for row in range(len(result.reports)) if row not in result.faults]
+        sound = [row for row in result.asked if row not in result.faults]
         sending = [row for row in sound if result.reports[row].steps or not self.algorithm.local_work]
         several = len(sending) > 1 and self._intake.takes_several
         keep = [] if several and result.keeps_states_only else self._kept_by(result)
         if several:
-            self._intake.take_several(result, sending, keep)
+            self._intake.take_several(result, sorted(sending), keep)
             sending = []
         to_take_in = set(sending)
         for row in sound:

@@ -82,6 +82,7 @@ class SequentialEngine(Engine):
             keep={name: value[None] for name, value in update.keep.items()},
             sends_delta=update.send.get("delta") is run.delta,
             reports=[report],
+            asked=[0],
             solver=statistics,
             buffers=[buffers],
         )

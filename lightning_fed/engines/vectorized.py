@@ -136,8 +136,6 @@ class VectorizedEngine(Engine):
         in_turns = self.stepping.takes_turns(plans, clip)
         lengths = [full_batches(plan) if in_turns else plan.participant.steps for plan in plans]
         order = sorted(range(len(plans)), key=lambda i: -lengths[i])
-        back = sorted(range(len(plans)), key=order.__getitem__)
-        in_order = _Reorder(back, self.flat.y.device)
         sorted_plans = [plans[i] for i in order]
         with self._errors_of(sorted_plans, inputs.round):
             full_grad = [inputs.full_grad.get(plan.participant.index, {}) for plan in sorted_plans]
@@ -157,27 +155,30 @@ class VectorizedEngine(Engine):
             self.stepping.run(inputs, sorted_plans, work, means, in_turns, kept)
             self.steady.check_work()
             delta, send, keep, sends_delta = work.finish()
-        loss, metrics = means.of_clients(back)
-        y, delta = in_order(work.y), in_order(delta)
+        loss, metrics = means.of_clients()
         norms = torch.linalg.vector_norm(delta, dim=1).tolist()
         seconds = (time.perf_counter() - started) / len(plans)
-        reports: list[ClientReport] = []
+        participants = [plan.participant for plan in sorted_plans]
+        reports = [
+            ClientReport(who.client_id, who.size, who.steps, loss[row], metrics[row], norms[row], seconds)
+            for row, who in enumerate(participants)
+        ]
+        asked = sorted(range(len(plans)), key=order.__getitem__)
         faults: dict[int, ClientError] = {}
-        for i, plan in enumerate(plans):
-            who = plan.participant
-            reports.append(ClientReport(who.client_id, who.size, who.steps, loss[i], metrics[i], norms[i], seconds))
-            if not math.isfinite(norms[i] + loss[i]):
-                fault = fault_of(reports[i], means.losses_of(back[i]), inputs.round)
-                faults |= {} if fault is None else {i: fault}
-        means.add_to(self._logged, {back[i] for i in faults})
+        for row in asked:
+            if not math.isfinite(norms[row] + loss[row]):
+                fault = fault_of(reports[row], means.losses_of(row), inputs.round)
+                faults |= {} if fault is None else {row: fault}
+        means.add_to(self._logged, faults)
         return ChunkResult(
-            participants=[plan.participant for plan in plans],
-            y=y,
+            participants=participants,
+            y=work.y,
             delta=delta,
-            send={name: in_order(value) for name, value in send.items()},
-            keep={name: in_order(value) for name, value in keep.items()},
+            send=send,
+            keep=keep,
             sends_delta=sends_delta,
             reports=reports,
+            asked=asked,
             faults=faults,
         )
 
@@ -316,29 +317,6 @@ class VectorizedEngine(Engine):
         names = ", ".join(repr(plan.participant.client_id) for plan in plans[1:])
         what = f"the local work that it did at once with {names} (engine='sequential' would run them one by one)"
         return self.errors_of(plans[0], round, what)
-
-
-class _Reorder:
-    """Bring rows into the cohort's order; what is one tensor stays one tensor.
-
-    Args:
-        back: The row of each client.
-        device: Where the rows live.
-    """
-
-    def __init__(self, back: Sequence[int], device: torch.device) -> None:
-        self._back = None if list(back) == list(range(len(back))) else torch.tensor(back, device=device)
-        self._moved: dict[int, Tensor] = {}
-
-    def __call__(self, value: Tensor) -> Tensor:
-        """Return the tensor [S, ...] with its rows in order."""
-        if self._back is None:
-            return value
-        if value.numel() == len(self._back):
-            return value[self._back]
-        if value.data_ptr() not in self._moved:
-            self._moved[value.data_ptr()] = value[self._back]
-        return self._moved[value.data_ptr()]
 
 
 def _stack(states: Sequence[State], order: Sequence[int]) -> State:
