@@ -87,6 +87,7 @@ class BoundSteps:
         )
         self._known: list[KnownParts] = [] if like is None else like._known
         self._traced: dict[tuple[int, int, bool], tuple[TracedStep, Any]] = {} if like is None else like._traced
+        self._smaller: dict[bool, TracedStep] = {} if like is None else like._smaller  # for 1 < examples < batch_size
         self._y = work.y[work.start] if self.alone else work.y[work.at_work]
         self._rate = -work.rate
         self._ready: dict[tuple[int, bool], _Ready] = {}
@@ -191,6 +192,9 @@ class BoundSteps:
                 if (known := self._traced.get((count, *of_rows))) is not None and (count or not self.alone):
                     return known
         key = (spec, kept is None, *self._kinds(leaves))
+        is_smaller = self.alone and group.is_rows and 1 < group.examples < (self._steps.batch_size or 0)
+        if is_smaller and (kept is None) in self._smaller:
+            return self._smaller[kept is None], key
         if key not in self._found:
             stands_still = self._work.skips and self._step.unused_in(group.first, group.batch_idx)
             self._found[key] = None if stands_still else self._trace(leaves, spec, group.examples, kept)
@@ -198,6 +202,8 @@ class BoundSteps:
         if group.is_rows and traced is not None:
             is_for_all = traced.takes_any_count and not self.alone
             self._traced[(0 if is_for_all else self._work.active, *of_rows)] = traced, key
+            if is_smaller and not self._work.skips:
+                self._smaller[kept is None] = traced
         return traced, key
 
     def fits_any_count(self, group: BatchGroup, kept: KeptAnchor | None) -> bool:
