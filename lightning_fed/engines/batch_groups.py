@@ -63,10 +63,10 @@ class Lookup:
         self._lacks: dict[tuple[int, float], bool] = {}
 
     def lacks(self, place: int, value: float) -> bool:
-        """Whether a number is nowhere in one of the tensors; looked at once."""
+        """Whether a number is nowhere in one of the tensors, if there are so many; looked at once."""
         key = (place, value)
         if key not in self._lacks:
-            self._lacks[key] = not bool((self._tensors[place] == value).any())
+            self._lacks[key] = place < len(self._tensors) and not bool((self._tensors[place] == value).any())
         return self._lacks[key]
 
 

@@ -18,7 +18,7 @@ class FullTargets(NamedTuple):
 
     Attributes:
         step: The graph.
-        place: Which input the targets are.
+        place: Which input the targets are, after the parameters.
         ignored: The class that must not be among them.
     """
 
@@ -27,7 +27,7 @@ class FullTargets(NamedTuple):
     ignored: float
 
 
-def where_all_count(graph: fx.Graph) -> FullTargets | None:
+def where_all_count(graph: fx.Graph, parameters: int = 0) -> FullTargets | None:
     """Return the graph of a step of several clients for targets of which none is ignored.
 
     How many examples of each client count is a number then, and so is the share of each in the client's loss: that
@@ -35,11 +35,12 @@ def where_all_count(graph: fx.Graph) -> FullTargets | None:
 
     Args:
         graph: The step, whose nodes know what they returned.
+        parameters: How many of its inputs are no targets, the first ones.
 
     Returns:
         None if it does not ask how many targets count, or for anything else.
     """
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"][parameters:]
     masks = [node for node in graph.nodes if node.target is _aten.ne.Scalar and root(node.args[0]) in inputs]
     if len(masks) != 1 or not isinstance(masks[0].args[1], int):
         return None

@@ -267,13 +267,13 @@ class TracedStep:
         self.constant = [part is not None for part in found[:count]]
         self.takes_more = len(found) > count
         use_onednn(graphs.step)
-        full = where_all_count(graphs.step) if takes_any_count else None
+        full = where_all_count(graphs.step, count) if takes_any_count else None
         for graph in (graphs.once, graphs.step, *(() if full is None else (full.step,))):
             use_bindings(graph)
         self._once = fx.GraphModule(whole, graphs.once).forward
         self.run: Callable[..., list[Tensor]] = fx.GraphModule(whole, graphs.step).forward
         self.run_full = self.run if full is None else fx.GraphModule(whole, full.step).forward
-        self.full_targets = None if full is None else (full.place - count, full.ignored)
+        self.full_targets = None if full is None else (full.place, full.ignored)
         self.captures: dict[Any, Any] = {}
 
     def once(self, constants: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:

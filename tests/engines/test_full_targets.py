@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import Algorithm, FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.engines import row_batches
+from lightning_fed.engines.batch_groups import Lookup
 from lightning_fed.engines.full_targets import where_all_count
 from lightning_fed.engines.stacked_losses import use_nll_kernels
 from lightning_fed.engines.traces import TracedStep
@@ -68,6 +69,17 @@ def test_the_results_are_the_same_bits(loss: Loss, ignored: int) -> None:
 )
 def test_steps_that_do_not_just_count_targets_stay_as_they_are(loss: Loss) -> None:
     assert where_all_count(step_of(loss).graph) is None
+
+
+def test_only_what_is_in_the_batch_may_be_targets() -> None:
+    graph = step_of(F.cross_entropy).graph
+    found = where_all_count(graph, 1)
+    assert found is not None
+    assert found.place == 0
+    assert where_all_count(graph, 2) is None
+    lookup = Lookup([torch.tensor([0, 3])])
+    assert [lookup.lacks(place, 3) for place in range(2)] == [False, False]
+    assert [lookup.lacks(place, 1) for place in range(2)] == [True, False]
 
 
 class Ignores(Ordinary):
