@@ -25,7 +25,7 @@ class BatchGroup:
         batch_idx: The index of the batch in the local epoch.
         is_rows: Whether the tensors are rows of tensors of one kind in every group, so that the examples tell their
             shapes.
-        found: The lookup that they come from, if others come from it too.
+        lookup: The lookup that they come from, where those of other steps may come from it too.
     """
 
     clients: Sequence[int]
@@ -34,7 +34,7 @@ class BatchGroup:
     examples: int
     batch_idx: int
     is_rows: bool = False
-    found: "Lookup | None" = None
+    lookup: "Lookup | None" = None
 
     @property
     def first(self) -> Any:

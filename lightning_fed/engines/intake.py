@@ -66,7 +66,7 @@ class Intake:
 
         Args:
             result: What came back from the chunk.
-            rows: The clients.
+            rows: The clients, in ascending order.
             keep: What each client of the chunk keeps; empty where that is what came back, and nothing else.
 
         Raises:

@@ -363,4 +363,4 @@ class BoundSteps:
 
 def _is_full(step: TracedStep, group: BatchGroup) -> bool:
     """Whether a step may take it for granted that no target is ignored."""
-    return step.full_targets is not None and group.found is not None and group.found.lacks(*step.full_targets)
+    return step.full_targets is not None and group.lookup is not None and group.lookup.lacks(*step.full_targets)

@@ -98,6 +98,9 @@ class RowSource:
 
         Args:
             steps: For every step its clients, and where the rows of each are looked up [B].
+
+        Yields:
+            The rows of a step, and their lookup; None where each client has one of its own.
         """
         if self._whole is None:
             for step in steps:
@@ -233,14 +236,14 @@ class RowBatches:
             [(client, self.rows[client][k][1]) for client, k in zip(own, turn.at, strict=True)]
             for own, turn in zip(members, turns, strict=True)
         ]
-        for own, turn, (rows, found) in zip(members, turns, self._source.in_order(places), strict=True):
+        for own, turn, (rows, lookup) in zip(members, turns, self._source.in_order(places), strict=True):
             first, n = own[0], len(own)
             batch_idx, size = self.rows[first][turn.at[0]][0], self.sizes[first][turn.at[0]]
             if n == 1:
                 yield LoneBatch(own, slice(0, 1), rows, size, batch_idx, is_rows=True)
             else:
                 batch = [t.view(n, size, *t.shape[1:]) for t in rows]
-                yield BatchGroup(own, slice(0, n), batch, size, batch_idx, is_rows=True, found=found)
+                yield BatchGroup(own, slice(0, n), batch, size, batch_idx, is_rows=True, lookup=lookup)
 
 
 def look_up(trainer: pl.Trainer, resident: ResidentData, batches: TensorBatches, rows: Tensor) -> list[Tensor]:
