@@ -17,6 +17,7 @@ from lightning_fed.engines.chunk_means import ChunkMeans
 from lightning_fed.engines.functional import FunctionalStep
 from lightning_fed.engines.local_steps import BoundSteps, LocalSteps
 from lightning_fed.engines.plan import WorkPlan
+from lightning_fed.engines.recurring import Recurring
 from lightning_fed.engines.resident import ResidentData
 from lightning_fed.engines.row_batches import (
     Alike,
@@ -52,6 +53,7 @@ class Stepping:
         self.batch_size: int | None = self.trainer.datamodule.batch_size
         self.has_hooks = has_transfer_hooks(self.trainer)
         self.steps = LocalSteps(step, self.algorithm, self.batch_size)
+        self.recurring = Recurring(self.batch_size)
         self._taken: int | None = None  # steps of the clients at work
 
     def takes_turns(self, plans: Sequence[WorkPlan], clip: Clipping | None) -> bool:
@@ -148,8 +150,9 @@ class Stepping:
                 work.narrow(active)
                 bound = self.steps.bind(work) if active in (1, len(steps)) else None
             groups = batches.step(active)
-            if bound is None or not self._take_traced(bound, groups, means):
-                self._step(work, groups, anchor, means)
+            recurs = self.recurring.note(groups)
+            if bound is None or not recurs or not self._take_traced(bound, groups, means):
+                self._step(work, groups, anchor, means, recurs)
 
     def _step_one(
         self,
@@ -253,9 +256,14 @@ class Stepping:
         return self.layout.views(inputs.x if name == "x" else inputs.server[name])
 
     def _step(
-        self, work: StackedWork, groups: Sequence[BatchGroup], anchor: list[Tensor] | None, means: ChunkMeans
+        self,
+        work: StackedWork,
+        groups: Sequence[BatchGroup],
+        anchor: list[Tensor] | None,
+        means: ChunkMeans,
+        recurs: bool = True,
     ) -> None:
-        self.step.is_hot = self._recurs(work, groups)
+        self.step.is_hot = recurs and self._is_regular(work, groups)
         if work.active == 1:
             self._step_alone(work, groups[0], anchor, means)
             return
@@ -290,8 +298,8 @@ class Stepping:
             )
         return found.pop()
 
-    def _recurs(self, work: StackedWork, groups: Sequence[BatchGroup]) -> bool:
-        """Whether steps of this shape recur: full batches of one client, or of all clients of a chunk."""
+    def _is_regular(self, work: StackedWork, groups: Sequence[BatchGroup]) -> bool:
+        """Whether it is a step on full batches of one client, or of all clients of a chunk, as most are."""
         everybody = work.active in (1, len(work.y))
         full = len(groups) == 1 and groups[0].examples == self.batch_size
         return everybody and full and not self.step.reads_index

@@ -6,9 +6,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fed._compat import rank_zero_warn
 from lightning_fed.engines.counts import take_any_count
@@ -18,7 +15,18 @@ from lightning_fed.engines.onednn import use_onednn
 from lightning_fed.engines.simplify import simplify
 from lightning_fed.engines.stacked_losses import use_nll_kernels
 
+try:
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+except ImportError as error:  # private names, which may move; everything runs without traces too
+    _MISSING = str(error)
+else:
+    _MISSING = ""
+
 __all__ = ["TracedStep", "Traces", "kinds", "resized"]
+
+_MOST = 512  # traces, of some 300 kB each
 
 Values: TypeAlias = dict[str, tuple[Tensor, int | None]]
 """What was logged by name: the value, and the ``batch_size`` given with it."""
@@ -39,7 +47,12 @@ class Traces:
     """
 
     def __init__(self) -> None:
-        self.allowed = self.may_capture = True
+        self.allowed = self.may_capture = not _MISSING
+        if _MISSING:
+            rank_zero_warn(
+                f"Local steps run untraced, which is slower: PyTorch {torch.__version__} has no longer what traces are"
+                f" made with ({_MISSING})."
+            )
         self.fit_any_count: dict[Any, bool] = {}
         self._made: dict[Any, Callable[..., Found]] = {}
         self._steps: dict[Any, TracedStep | None] = {}
@@ -65,6 +78,11 @@ class Traces:
         self._steps.clear()
         self.fit_any_count.clear()
 
+    def _make_room(self) -> None:
+        """Drop all traces where there are very many: shapes of batches may go on changing."""
+        if len(self) >= _MOST:
+            self.drop()
+
     def get(self, key: Any, function: Callable[..., Found], flat: Sequence[Tensor]) -> Callable[..., Found] | None:
         """Return the trace of a function, None if there can be none.
 
@@ -74,6 +92,7 @@ class Traces:
             flat: The tensors.
         """
         if key not in self._made:
+            self._make_room()
             if not self.allowed or (traced := self._trace(function, flat)) is None:
                 return None
             module, sizes = traced
@@ -111,6 +130,7 @@ class Traces:
         if key not in self._steps:
             if not self.allowed:
                 return None
+            self._make_room()
             self._steps[key] = self._make_step(function, flat(), count, constants, notes, prepare, again)
         return self._steps[key]
 

@@ -11,6 +11,7 @@ from torch.fx.experimental import proxy_tensor
 
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
+from lightning_fed.engines import traces
 from lightning_fed.engines.attributes import marks
 from lightning_fed.engines.traces import TracedStep, Traces
 from tests.engines.test_vectorized import Ordinary, assert_agree, run
@@ -233,3 +234,12 @@ def test_backward_passes_are_not_made_to_be_differentiated_again(chunk_size: int
     assert steps
     assert all(torch.ops.aten.native_group_norm_backward.default in found for found in operators)
     assert_agree(run("sequential", Normed, algorithm=Scaffold()), traced)
+
+
+def test_without_what_traces_are_made_with_steps_run_untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = run("vectorized")
+    monkeypatch.setattr(traces, "_MISSING", "cannot import name 'tracing'")
+    with pytest.warns(UserWarning, match=r"run untraced, which is slower: PyTorch .* no longer .*cannot import name"):
+        untraced = run("vectorized")
+    assert len(traced.fit_loop._engine.step.traces) > 0 == len(untraced.fit_loop._engine.step.traces)
+    assert_agree(traced, untraced)
