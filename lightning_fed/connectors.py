@@ -52,6 +52,9 @@ class RoundCheckpointConnector(_CheckpointConnector):
 
     def _restore_modules_and_callbacks(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Load the checkpoint into module, data module and callbacks, or say what of it does not fit."""
+        trainer = self.trainer
+        # Lightning does so later, and what it loads would be rounded to the type that the module was made with
+        trainer.precision_plugin.convert_module(trainer.lightning_module)
         with restored_from(checkpoint_path, "the model and the callbacks"):
             super()._restore_modules_and_callbacks(checkpoint_path, weights_only=weights_only)
 
@@ -202,6 +205,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the server model, whatever the module holds in the middle of a client's work."""
         loop = self.trainer.fit_loop
+        loop.take_in_edits()
         with loop.showing_server_model():
             state_dict = super()._get_lightning_module_state_dict()
             return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state_dict.items()}

@@ -101,6 +101,7 @@ class FederatedLoop(Inspection, _FitLoop):
         self._split = BatchSplit()  # whose processes share every batch
         self.kept_states = KeptStates(trainer, settings.client_states, settings.client_states_dir)
         self._stop = Stop.NO  # what any process was asked for in this round
+        self.runs_several = False  # while a step is that of several clients
         self.is_closing = False  # between the server's step and the end of the round's hooks
         self.precision_at_start: dict[str, Any] | None = None  # of the round at work, where a gradient scaler has state
         self.corrected_clip: tuple[float, Any] | None = None  # value and algorithm, to clip after the correction
@@ -128,7 +129,7 @@ class FederatedLoop(Inspection, _FitLoop):
         if self._state is None:
             return {}
         # the last metrics too: a schedule or a checkpoint callback may look at one that is not made anew every round
-        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        metrics = {name: value.detach().cpu() for name, value in self.trainer.callback_metrics.items()}
         if self._ranks.size > 1 and self._work is not None:
             raise FederatedError(
                 "A checkpoint in the middle of a round cannot be written by several processes, which are then at"
@@ -278,7 +279,7 @@ class FederatedLoop(Inspection, _FitLoop):
                     rank_zero_warn(f"The run goes on with the checkpoint's seed {restored['seed']}, not with {s.seed}.")
                 compare_work(restored.get("work", {}), self._work_notes, bool(restored["client_states"]))
                 check_optimizer_states(state.step.optimizer, "the server's optimizer")
-                metrics = {name: torch.tensor(value) for name, value in restored["metrics"].items()}
+                metrics = {name: torch.as_tensor(value) for name, value in restored["metrics"].items()}
             self.trainer._logger_connector._callback_metrics.update(metrics)
         elif kept is not None and kept.round > 0:
             if module is not self._module:
@@ -317,6 +318,7 @@ class FederatedLoop(Inspection, _FitLoop):
                     "schedulers": [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs],
                 }
             self._work = self.precision_at_start = None
+            self.take_in_edits()
             self.show_server_model()
             self._flat.release()
             self._flat = None
@@ -377,7 +379,7 @@ class FederatedLoop(Inspection, _FitLoop):
 
     def _leave_round(self) -> None:
         """Forget the round at work: everything is as after the last completed one."""
-        self._work = None
+        self._work = self._shown = None
         self.state.clients.discard()
         if self.precision_at_start is not None:
             self.trainer.precision_plugin.load_state_dict(self.precision_at_start)
@@ -425,6 +427,8 @@ class FederatedLoop(Inspection, _FitLoop):
     def _run_round(self) -> RoundReport:
         started = time.perf_counter()
         trainer, results = self.trainer, self.epoch_loop._results
+        self.take_in_edits()
+        self._shown = None
         undo = self._engine.undo_point() if self.settings.drops_failed else None
         while (worked := self._try_round()) is None:
             assert undo is not None
@@ -433,6 +437,12 @@ class FederatedLoop(Inspection, _FitLoop):
         work, outlines = worked
         if len(outlines) > 1:
             results.merge([outline["logged"] for outline in outlines])
+        if len({outline["edit"] for outline in outlines}) > 1:
+            raise FederatedError(
+                "Hooks have changed the model's parameters or buffers between rounds, and not alike in all processes:"
+                " change them in every process, by the same values."
+            )
+        self._edit = None
         self._stop = Stop(max(outline["stop"] for outline in outlines))
         self.is_closing, self.precision_at_start = True, None
         if self._is_private:
@@ -516,7 +526,8 @@ class FederatedLoop(Inspection, _FitLoop):
         engine.end_round()
         outline, sent = work.outline() if self._ranks.size > 1 else ({}, ())
         logged = self.epoch_loop._results.outline() if trainer.world_size > 1 else {}
-        return {**outline, "logged": logged, "stop": trainer._signal_connector.asked}, sent
+        own = {"logged": logged, "stop": trainer._signal_connector.asked, "edit": self._edit}
+        return {**outline, **own}, sent
 
     def _population_loss(self) -> torch.Tensor:
         """Return the mean loss over all examples of all clients at x (0-dim); those that fail are left out."""

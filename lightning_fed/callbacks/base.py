@@ -42,7 +42,7 @@ class FederatedCallback(pl.Callback):
 
         Args:
             trainer: The trainer.
-            pl_module: The module.
+            pl_module: The module. The client starts from the server model, whatever it holds.
             round: The round, from 0.
             client_id: The client.
         """
@@ -52,7 +52,7 @@ class FederatedCallback(pl.Callback):
 
         Args:
             trainer: The trainer.
-            pl_module: The module.
+            pl_module: The module; it holds the client's model, which has been sent: changing it changes nothing.
             client_report: What the client did.
         """
 

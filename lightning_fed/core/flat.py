@@ -103,6 +103,13 @@ class FlatParameters:
         """Let the parameters look at ``y`` again."""
         self.point_to(self.views)
 
+    def gather(self) -> None:
+        """Take what the parameters hold into ``y`` where they were made to look at something else."""
+        if any(p.data_ptr() != view.data_ptr() for p, view in zip(self.params, self.views, strict=True)):
+            for p, view in zip(self.params, self.views, strict=True):
+                view.copy_(p.detach())
+            self.restore()
+
     def release(self) -> None:
         """Give every parameter storage of its own, holding what it held."""
         self.point_to([p.detach().clone() for p in self.params])

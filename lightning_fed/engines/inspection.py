@@ -1,10 +1,12 @@
 """What callbacks may ask of a run, without leaving a trace in it."""
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from torch import Tensor
 
 from lightning_fed.core.arguments import check_count, check_one_of
@@ -41,6 +43,8 @@ class Inspection:
     _engine: Engine
     _optimizer: FederatedOptimizer
     _ranks: Ranks
+    _shown: Vector | None = None  # the parameters [P] that hooks find in the module; none while clients are at work
+    _edit: str | None = None  # what tells the model that hooks have made since the last round from others
 
     @property
     def round(self) -> int:
@@ -83,7 +87,7 @@ class Inspection:
         """
         batches, index = self._client(client_id)
         self._check_vectors("full_gradient", point=point)
-        with preserved_random_state(point.device):
+        with self._leaving_the_module(), preserved_random_state(point.device):
             return self._engine.gradient_at(point, batches, self.round, index)
 
     def training_loss(self, client_id: ClientId) -> float:
@@ -107,7 +111,7 @@ class Inspection:
         """
         batches, index = self._client(client_id)
         self._check_vectors("hessian_vector", point=point, vector=vector)
-        with preserved_random_state(point.device):
+        with self._leaving_the_module(), preserved_random_state(point.device):
             return self._engine.hessian_vector_at(point, vector, batches, self.round, index)
 
     def evaluate_client(self, client_id: ClientId, on: str = "val", steps: int = 0) -> dict[str, float]:
@@ -128,9 +132,10 @@ class Inspection:
         steps = check_count("evaluate_client", "steps", steps, least=0)
         examples = train if on == "train" else validation_batches(self.trainer.datamodule, client_id)
         state = self.state
-        return ClientEvaluation(self._engine).run(
-            state.shown(), state.buffers, examples, train, steps, self.round, index
-        )
+        with self._leaving_the_module():
+            return ClientEvaluation(self._engine).run(
+                state.shown(), state.buffers, examples, train, steps, self.round, index
+            )
 
     def _check_vectors(self, owner: str, **vectors: Any) -> None:
         size = self.state.x.numel()
@@ -162,9 +167,41 @@ class Inspection:
     def show_server_model(self) -> None:
         """Let the module hold the server model, also in the middle of a client's work."""
         if self._flat is not None and self._state is not None:
-            self._flat.y.copy_(self._state.shown())
+            self._shown = self._state.shown()
+            self._flat.y.copy_(self._shown)
             self._flat.restore()
             self._buffers.write(self._state.buffers)
+
+    def take_in_edits(self) -> None:
+        """Let the server have what hooks have made of the model they were shown; nothing while clients are at work.
+
+        Raises:
+            FederatedError: If parameters were edited that are not those that the method trains, or one was frozen.
+        """
+        flat, state, shown = self._flat, self._state, self._shown
+        if flat is None or state is None or shown is None:
+            return
+        if frozen := [name for name, p in zip(flat.names, flat.params, strict=True) if not p.requires_grad]:
+            raise FederatedError(
+                f"A hook has frozen the parameter {frozen[0]!r}: what is trained is settled when the fit starts. Freeze"
+                " it in the module's __init__, or set requires_grad and start a new fit of another trainer."
+            )
+        flat.gather()
+        buffers, is_edited = self._buffers.read(), not torch.equal(flat.y, shown)
+        if is_edited and shown is not state.x:
+            raise FederatedError(
+                f"A hook has changed parameters of the model between rounds, but {type(state.algorithm).__name__} shows"
+                " another model there than the one it trains (evaluate_at). Use one that shows what it trains."
+            )
+        if is_edited:
+            state.x.copy_(flat.y)
+        elif all(torch.equal(value, state.buffers[name]) for name, value in buffers.items()):
+            return
+        state.buffers = buffers
+        digest = hashlib.blake2b(digest_size=16)
+        for value in (flat.y, *buffers.values()):
+            digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        self._edit = digest.hexdigest()
 
     @property
     def client_model(self) -> tuple[Vector, State] | None:
@@ -174,13 +211,22 @@ class Inspection:
     @contextmanager
     def showing_server_model(self) -> Iterator[None]:
         """Let the module hold the server model inside, and afterwards what it held before."""
+        with self._leaving_the_module():
+            self.show_server_model()
+            yield
+
+    @contextmanager
+    def _leaving_the_module(self) -> Iterator[None]:
+        """Let the module hold afterwards what it held before."""
         if self._flat is None:
             yield
             return
-        y, buffers = self._flat.y.clone(), self._buffers.read()
-        self.show_server_model()
+        flat, shown = self._flat, self._shown
+        held, y, buffers = [p.data for p in flat.params], flat.y.clone(), self._buffers.read()
         try:
             yield
         finally:
-            self._flat.y.copy_(y)
+            flat.y.copy_(y)
+            flat.point_to(held)
             self._buffers.write(buffers)
+            self._shown = shown

@@ -1,0 +1,216 @@
+"""What hooks make of the model between rounds is the server's from then on; during clients' work it is not."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pytorch_lightning.callbacks import Callback, LambdaCallback
+from torch import Tensor
+
+from lightning_fed import FederatedCallback, FederatedError
+from lightning_fed.algorithms import FedAvg, FedDyn, Mime, Scaffold
+from tests.helpers.engines import Ordinary, assert_agree, run, state_of
+from tests.helpers.processes import in_processes
+from tests.helpers.training import parameters, same
+
+ENGINES = ("sequential", "vectorized")
+HOOKS = ("on_train_start", "on_train_epoch_start", "on_validation_start", "on_validation_end", "on_train_epoch_end")
+
+
+class Annealed(Ordinary):
+    """Has a weight of decay in a buffer, which a hook may set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("decay", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1]) + self.decay * self.head.weight.pow(2).sum()
+
+
+def count(trainer: Any, module: Any, *_: Any) -> None:
+    module.decay += 0.1
+
+
+def halve(trainer: Any, module: Any, *_: Any) -> None:
+    with torch.no_grad():
+        module.head.weight.mul_(0.5)
+
+
+def replace(trainer: Any, module: Any, *_: Any) -> None:
+    module.head.weight.data = torch.full_like(module.head.weight, 0.25)
+
+
+def hooked(hook: str, edit: Callable[..., None]) -> Callback:
+    return LambdaCallback(**{hook: edit})
+
+
+class AtRounds(FederatedCallback):
+    """Edits in one of the hooks of rounds and clients."""
+
+    def __init__(self, hook: str, edit: Callable[..., None]) -> None:
+        self.edit = edit
+        setattr(self, hook, edit)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_buffer_that_a_hook_sets_is_the_clients_too(hook: str, engine: str) -> None:
+    t = run(engine, Annealed, callbacks=[hooked(hook, count)], num_sanity_val_steps=0)
+    times = 1 if hook == "on_train_start" else 3
+    assert float(t.lightning_module.decay) == pytest.approx(0.1 * times)
+    plain = run(engine, Annealed)
+    if hook in HOOKS[:2]:  # the others have set it for the next round, or after the last
+        assert not torch.equal(t.fit_loop.state.x, plain.fit_loop.state.x)
+    assert float(t.fit_loop.state.buffers["decay"]) == pytest.approx(0.1 * times)
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(), Mime()], ids=repr)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_engines_agree_on_what_hooks_have_edited(hook: str, algorithm: Any) -> None:
+    def edit(*args: Any) -> None:
+        count(*args)
+        halve(*args)
+
+    assert_agree(*(run(e, Annealed, algorithm=algorithm, callbacks=[hooked(hook, edit)]) for e in ENGINES))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("edit", [halve, replace])
+def test_parameters_edited_at_the_end_of_the_fit_are_in_the_module(edit: Callable[..., None], engine: str) -> None:
+    plain = run(engine).lightning_module
+    expected = plain.head.weight.detach().clone() * 0.5 if edit is halve else torch.full_like(plain.head.weight, 0.25)
+    edited = run(engine, callbacks=[hooked("on_train_end", edit)])
+    module = edited.lightning_module
+    assert torch.equal(module.head.weight, expected)
+    assert torch.equal(module.body[0].weight, plain.body[0].weight)
+    assert torch.equal(parameters(module), edited.fit_loop.state.x)
+
+
+def test_initial_weights_may_be_set_as_training_starts() -> None:
+    class Own(Ordinary):
+        def __init__(self) -> None:
+            super().__init__()
+            replace(None, self)
+
+    for engine in ENGINES:
+        late = run(engine, callbacks=[hooked("on_train_start", replace)])
+        assert same(state_of(late), state_of(run(engine, Own)))
+
+
+@pytest.mark.parametrize("hook", ["on_round_start", "on_round_end"])
+def test_hooks_of_rounds_may_edit_too(hook: str) -> None:
+    t = run("sequential", Annealed, callbacks=[AtRounds(hook, count)])
+    assert float(t.fit_loop.state.buffers["decay"]) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("hook", ["on_client_start", "on_client_end"])
+def test_edits_around_a_clients_work_are_nobodys(hook: str, engine: str) -> None:
+    def edit(*args: Any) -> None:
+        count(*args)
+        halve(*args)
+
+    silent = AtRounds(hook, lambda *_: None)
+    assert same(*(state_of(run(engine, Annealed, callbacks=[c])) for c in (AtRounds(hook, edit), silent)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("hook", HOOKS[1:])
+def test_an_edited_run_resumes_to_the_same_bits(hook: str, engine: str, tmp_path: Path) -> None:
+    class Save(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.fit_loop.round}.ckpt")
+
+    def edit(*args: Any) -> None:
+        count(*args)
+        halve(*args)
+
+    def go(**options: Any) -> Any:
+        callbacks = [hooked(hook, edit), Save()]
+        return run(engine, Annealed, algorithm=Scaffold(), callbacks=callbacks, num_sanity_val_steps=0, **options)
+
+    whole = go(max_rounds=4)
+    resumed = go(max_rounds=4, ckpt_path=tmp_path / "2.ckpt")
+    assert same(*(state_of(t) for t in (whole, resumed)))
+    saved = torch.load(tmp_path / "4.ckpt", weights_only=False)
+    weights = torch.cat(
+        [saved["state_dict"][name].reshape(-1) for name, _ in whole.lightning_module.named_parameters()]
+    )
+    assert torch.equal(weights, saved["loops"]["fit_loop"]["state_dict"]["step"]["x"])
+
+
+def test_measuring_is_no_edit() -> None:
+    class Measure(FederatedCallback):
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+            loop = trainer.fit_loop
+            loop.full_gradient(0, torch.zeros_like(loop.state.x))
+            loop.hessian_vector(0, torch.zeros_like(loop.state.x), torch.ones_like(loop.state.x))
+            loop.evaluate_client(0, on="train", steps=2)
+            loop.training_loss(0)
+
+    for engine in ENGINES:
+        assert same(
+            *(state_of(run(engine, callbacks=[c])) for c in (Measure(), AtRounds("on_round_end", lambda *_: None)))
+        )
+
+
+def test_parameters_that_are_shown_but_not_trained_are_not_to_be_edited() -> None:
+    shown = FedDyn(alpha=0.1, evaluate="mean")
+    with pytest.raises(FederatedError, match=r"hook has changed parameters.*FedDyn shows another model"):
+        run("sequential", algorithm=shown, callbacks=[hooked("on_train_epoch_end", halve)])
+    run("sequential", Annealed, algorithm=shown, callbacks=[hooked("on_train_epoch_end", count)])
+
+
+def edited_in_processes(only_first: bool) -> Any:
+    def edit(trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.is_global_zero or not only_first:
+            halve(trainer, module)
+
+    options = {"devices": 2, "strategy": "clients", "accelerator": "cpu"}
+    return state_of(run("sequential", callbacks=[hooked("on_train_epoch_start", edit)], **options))["x"]
+
+
+def test_processes_must_edit_alike(tmp_path: Path) -> None:
+    alone = state_of(run("sequential", callbacks=[hooked("on_train_epoch_start", halve)]))["x"]
+    for outcome in in_processes(lambda: edited_in_processes(False), tmp_path):
+        torch.testing.assert_close(outcome.value, alone, rtol=1e-12, atol=1e-14)
+    (tmp_path / "unlike").mkdir()
+    outcomes = in_processes(lambda: edited_in_processes(True), tmp_path / "unlike")
+    assert all("not alike in all processes" in str(outcome.error) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("chunk_size", [None, 1, 3])
+def test_a_clients_hook_finds_its_model_in_the_module(engine: str, chunk_size: int | None) -> None:
+    class Look(FederatedCallback):
+        def __init__(self) -> None:
+            self.models: list[Tensor] = []
+
+        def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+            found = parameters(pl_module).clone()
+            assert torch.equal(found, trainer.fit_loop.client_model[0])
+            trainer.fit_loop.training_loss(0)
+            assert torch.equal(found, parameters(pl_module))
+            self.models.append(found)
+
+    if engine == "sequential" and chunk_size:
+        pytest.skip("has no chunks")
+    look, expected = Look(), Look()
+    t = run(engine, callbacks=[look], chunk_size=chunk_size)
+    run("sequential", callbacks=[expected])
+    for one, other in zip(look.models, expected.models, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
+    assert torch.equal(parameters(t.lightning_module), t.fit_loop.state.x)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_trained_is_not_to_be_frozen_on_the_way(engine: str) -> None:
+    def freeze(trainer: Any, module: Any, *_: Any) -> None:
+        module.head.weight.requires_grad_(trainer.current_epoch < 1)
+
+    with pytest.raises(FederatedError, match=r"frozen the parameter 'head.weight'.*settled when the fit starts"):
+        run(engine, callbacks=[hooked("on_train_epoch_start", freeze)])
