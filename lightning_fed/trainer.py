@@ -194,6 +194,25 @@ class FederatedTrainer(pl.Trainer):
     def max_rounds(self, value: int) -> None:
         self.fit_loop.max_epochs = _rounds(value, None)
 
+    @property
+    def num_training_batches(self) -> int | float:
+        """The batches in the local epoch of the client at work."""
+        self._check_is_one("num_training_batches")
+        return super().num_training_batches
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the client at work is at the last batch of its local epoch."""
+        self._check_is_one("is_last_batch")
+        return super().is_last_batch
+
+    def _check_is_one(self, name: str) -> None:
+        if self.fit_loop.runs_several:
+            raise FederatedError(
+                f"engine='vectorized' cannot say what trainer.{name} is in training_step: clients are run at once, and"
+                " it differs from one to another. Do without it, or use engine='sequential'."
+            )
+
     def fit(
         self,
         model: pl.LightningModule,

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from lightning_fed.core.types import Vector
 from lightning_fed.data.batch_settings import BatchSettings
 from lightning_fed.engines.anchor_parts import Parts, keep_parts
+from lightning_fed.engines.full_gradients import is_gradient
 from lightning_fed.engines.functional import FunctionalStep
 from lightning_fed.engines.onednn import add_product
 from lightning_fed.engines.traces import Found, TracedStep, kinds, resized
@@ -173,6 +174,7 @@ class AnchorPass:
         self._bytes: dict[int, int] = {}
         self._at: dict[Any, _AtPoint] = {}
         self._has_checked = False
+        self._is_gradient: bool | None = None  # whether a client's was the module's own, once one was looked at
 
     def begin_round(self, is_new: bool) -> None:
         """Begin with nothing kept; and with nothing known of the loss, if it may be a new one."""
@@ -180,6 +182,7 @@ class AnchorPass:
         self._has_checked = False
         if is_new:
             self._is_mean.clear()
+            self._is_gradient = None
 
     def end_round(self) -> None:
         """Let go of all that was kept."""
@@ -200,7 +203,7 @@ class AnchorPass:
             settings: How examples become batches.
         """
         size, full = len(epoch[0]), settings.batch_size
-        if not self._is_mean.get(size, True):
+        if self._is_gradient is False or not self._is_mean.get(size, True):
             return None
         out = torch.zeros_like(point)
         sums, passed = self.layout.views(out), list[_Passed]()
@@ -220,6 +223,12 @@ class AnchorPass:
         if others + needed > _KEPT_BYTES or not self._is_right(passed, epoch, point, settings):
             return None
         at.add_products(sums, epoch, passed)
+        if self._is_gradient is None:
+            batches = zip(*(t.split(settings.full_batch_size) for t in epoch), strict=True)
+            shares = ((list(batch), len(batch[0]) / size) for batch in batches)
+            self._is_gradient = is_gradient(self.step, out, point, shares)
+            if not self._is_gradient:
+                return None
         self._bytes[index] = needed
         self._kept[index] = [kept for each in passed for kept in at.kept(each)]
         return out

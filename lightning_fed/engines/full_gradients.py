@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fed._compat import rank_zero_warn
 from lightning_fed.core.types import Vector
-from lightning_fed.engines.functional import FunctionalStep, flatten
+from lightning_fed.engines.functional import FunctionalStep, flatten, unflatten
 from lightning_fed.engines.traces import Found, TracedStep, kinds, resized
 
-__all__ = ["FullGradients"]
+__all__ = ["FullGradients", "is_gradient"]
 
+_CLOSE = 1e-2  # how far a gradient may be from the module's own, relatively
 _SIZES = (5, 3, 2)  # examples in the batches that a trace is made of, and compared with
 
 
@@ -70,6 +72,8 @@ class FullGradients:
     ) -> bool:
         """Add a batch's gradients to the sums; return False if the module's loss is another than the trace's."""
         _, once = traced.once([point])
+        if not traced.sizes_seen and not self._is_gradient(traced, leaves, spec, point, once, alone):
+            return False
         loss, _ = traced(*views, *leaves, *once, factor)
         size = leaves[0].shape
         if "sum" in self.step.checked and size in traced.sizes_seen:
@@ -78,6 +82,29 @@ class FullGradients:
         at = self.layout.views(point)
         expected = self.step.loss_of_first(at, leaves if alone else [leaf[0] for leaf in leaves], spec, 0, True)
         return self.step.is_right(loss if alone else loss[0], expected, "sum")
+
+    def _is_gradient(
+        self,
+        traced: TracedStep,
+        leaves: Sequence[Tensor],
+        spec: Any,
+        point: Vector,
+        once: Sequence[Tensor],
+        alone: bool,
+    ) -> bool:
+        """Compare a new trace's gradient with the module's: hooks of tensors let it be another than the loss's."""
+        found = torch.zeros_like(point) if alone else point.new_zeros(len(leaves[0]), len(point))
+        views = self.layout.views(found) if alone else self.layout.stacked_views(found)
+        traced(*views, *leaves, *once, 1.0)
+        first = leaves if alone else [leaf[0] for leaf in leaves]
+        if is_gradient(self.step, found if alone else found[0], point, [(unflatten(first, spec), 1.0)]):
+            return True
+        self.step.traces.forbid()
+        rank_zero_warn(
+            f"{type(self.step.module).__name__}.training_step has another gradient than when it was traced, though the"
+            " same loss. Local steps run untraced from here on, which is slower."
+        )
+        return False
 
     def _polymorphic(
         self, views: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, point: Vector, examples: int
@@ -124,3 +151,21 @@ class FullGradients:
             return step.take(point, leaves, spec, alone, shared=not alone)
 
         return function
+
+
+def is_gradient(step: FunctionalStep, found: Vector, point: Vector, batches: Iterable[tuple[Any, float]]) -> bool:
+    """Whether a vector [P] is the module's gradient at a point [P], to the digits that matter.
+
+    Args:
+        step: The module's step.
+        found: The vector.
+        point: The point.
+        batches: The batches, and the share of each in the gradient.
+    """
+    step.is_hot = False  # no traces
+    views, real = step.flat.layout.views(point), torch.zeros_like(point)
+    for batch, share in batches:
+        grads, _, _ = step.gradient_of_one(views, batch, 0)
+        real.add_(torch.cat([g.reshape(-1) for g in grads]), alpha=share)
+    scale = float(real.abs().max())
+    return torch.allclose(found, real, rtol=_CLOSE, atol=_CLOSE * scale, equal_nan=True)

@@ -21,7 +21,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
 from lightning_fed.engines.gradients import check_loss
-from lightning_fed.engines.traces import Found, Traces, Values
+from lightning_fed.engines.traces import Found, Traces, Values, kinds
 
 __all__ = ["FunctionalStep", "Logged", "batch_shape", "first_batch", "stack_batches"]
 
@@ -95,6 +95,8 @@ class FunctionalStep:
         self.traces = Traces()
         self.is_hot = False
         self.checked: set[str] = set()
+        with trainer.precision_plugin.train_step_context():
+            self._dtype = torch.get_default_dtype()
         self._is_mixed = isinstance(trainer.precision_plugin, MixedPrecision)
         self._unused: dict[Any, frozenset[int]] = {}  # by what decides the shapes of a step
 
@@ -113,7 +115,7 @@ class FunctionalStep:
             Gradients [S, *shape] per parameter, losses [S], and the logged values by name.
         """
         leaves, spec = flatten(batch)
-        key = (shared, batch_idx if self.reads_index else 0, spec, *(leaf.shape for leaf in leaves))
+        key = (shared, batch_idx if self.reads_index else 0, spec, *kinds(leaves))
         with self._drawing_nothing():
             return self._run(key, lambda *flat: self._many(flat, spec, batch_idx, shared), [*views, *leaves])
 
@@ -137,7 +139,7 @@ class FunctionalStep:
             Gradients [*shape] per parameter, the loss [], and the logged values by name.
         """
         leaves, spec = flatten(batch)
-        key = (None, batch_idx if self.reads_index else 0, spec, *(leaf.shape for leaf in leaves))
+        key = (None, batch_idx if self.reads_index else 0, spec, *kinds(leaves))
         if self.is_hot and self.traces.allowed:
             self.last_unused = None
             return self._run(key, lambda *flat: self._one(flat, spec, batch_idx), [*views, *leaves])
@@ -211,7 +213,7 @@ class FunctionalStep:
     def unused_in(self, batch: Any, batch_idx: int) -> frozenset[int]:
         """Return the same as :meth:`unused_parameters`, found out once a round for batches of one shape."""
         leaves, spec = flatten(batch)
-        key = (batch_idx if self.reads_index else 0, spec, *(leaf.shape for leaf in leaves))
+        key = (batch_idx if self.reads_index else 0, spec, *kinds(leaves))
         if key not in self._unused:
             with preserved_random_state(self.flat.y.device):
                 self._unused[key] = self.unused_parameters(batch, batch_idx)
@@ -308,26 +310,36 @@ class FunctionalStep:
     def _log(self, *args: Any, **kwargs: Any) -> None:
         """Stand in for ``self.log``: collect the value, and check the other arguments once."""
         name, value = args[:2] if len(args) > 1 else (kwargs.get("name", *args[:1]), kwargs["value"])
-        options = self._options.get(name)
+        if name in self._values:
+            raise FederatedError(
+                f"engine='vectorized' logs a name once a step, found self.log({name!r}, ...) twice in training_step."
+                " Log the mean of both, or use engine='sequential'."
+            )
+        options, size = self._options.get(name), kwargs.get("batch_size")
         if options is None or len(args) > 2:
             bound = _LOG.bind(self.module, *args, **kwargs).arguments
             options = self._options[name] = {k: v for k, v in bound.items() if k not in _NO_OPTIONS}
+            size = bound.get("batch_size")
             _check_logged(name, value, options)
         if not isinstance(value, Tensor):
             self.traces.forbid()  # a trace would repeat this very number for ever
             value = torch.tensor(float(value))
         self._values[name] = value.detach().clone()  # a parameter would go on changing
-        self._sizes[name] = kwargs.get("batch_size")
+        self._sizes[name] = size
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Collect what ``self.log`` is given inside, instead of handing it to Lightning."""
-        attributes: dict[str, Any] = self.module.__dict__
+        attributes, loop = self.module.__dict__, self.trainer.fit_loop
+        several, dtype = loop.runs_several, torch.get_default_dtype()
         own = {name: attributes[name] for name in ("log",) if name in attributes}
-        attributes["log"] = self._log
+        attributes["log"], loop.runs_several = self._log, True
+        torch.set_default_dtype(self._dtype)  # which a trace goes by too
         try:
             yield
         finally:
+            torch.set_default_dtype(dtype)
+            loop.runs_several = several
             del attributes["log"]
             attributes.update(own)
             self.flat.restore()

@@ -26,6 +26,9 @@ ELEMENTWISE = (
 """The optimizers whose step of stacked parameters is the step of each client's."""
 
 
+_SHARED = ("step", "mu_product")  # statistics that are no gradients', also where a parameter is a single number
+
+
 @dataclass(frozen=True, slots=True)
 class Clipping:
     """How gradients are clipped, client by client.
@@ -112,7 +115,7 @@ class StackedOptimizer:
 
 
 def _spread(name: str, value: Tensor, shape: torch.Size, column: Tensor) -> Tensor:
-    """Return one parameter's statistic for every client; a count of steps is one number for all."""
-    if name == "step" or value.shape != shape:
+    """Return one parameter's statistic for every client; what depends on steps alone is one number for all."""
+    if name in _SHARED or value.shape != shape:
         return value.clone()
     return value.reshape(-1).expand_as(column).clone()

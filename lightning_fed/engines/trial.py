@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
 from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
 from lightning_fed.engines.attributes import INTERNAL, PASSING, changed, holders, marks
 from lightning_fed.engines.functional import FunctionalStep, stack_batches
@@ -41,13 +42,15 @@ class Trial:
             ClientError: If the batch gives no gradient to go by.
         """
         step = self.step
-        pair = [v.detach().expand(2, *v.shape) for v in step.flat.views]
+        pair = [torch.stack([v.detach()] * 2) for v in step.flat.views]
         step.is_random = True  # as long as nobody knows
         with preserved_random_state(step.flat.y.device), step.recording():
-            before = _State(self.module, step.flat.y.device)
+            before = _State(self.module, step.flat)
             try:
                 grads, _, _ = step.gradients(pair, stack_batches([batch, batch]), batch_idx)
                 self._check_traces(before)
+                step.unused_parameters(batch, batch_idx)  # on the parameters themselves
+                self._check_parameters(before)
                 step.is_random = before.random != random_state(step.flat.y.device)
                 if not step.is_random:
                     self._check_values([g[0] for g in grads], batch, batch_idx)
@@ -62,7 +65,7 @@ class Trial:
                 text = " ".join(str(error).split())
                 raise self._refusal(f"it cannot be run for several clients at once ({text[:300]})") from error
             finally:
-                before.restore_attributes()
+                before.restore()
 
     def _check_values(self, grads: Sequence[Tensor], batch: Any, batch_idx: int) -> None:
         """Compare with the gradient of one client, as a guard against operations that ``vmap`` gets wrong."""
@@ -84,6 +87,11 @@ class Trial:
             raise self._refusal(f"it changes the attribute {attribute!r}")
         if foreign_state() != before.foreign:
             raise self._refusal("it draws from Python's or NumPy's generator, once for all clients; draw from torch's")
+
+    def _check_parameters(self, before: "_State") -> None:
+        for name, p, version, value in before.parameters:
+            if p._version != version or not torch.equal(p, value):
+                raise self._refusal(f"it changes the parameter {name!r} in place")
 
     def _check_statistics(self) -> None:
         """Refuse a layer that moves running statistics, once a step is known to change or to fail on something."""
@@ -121,13 +129,15 @@ class Trial:
 class _State:
     """What a step must leave as it is."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, flat: FlatParameters) -> None:
         owners = buffer_owners(module)
         buffers = {name: owner.get_buffer(key) for name, (owner, key) in owners.items()}
         self.buffers = {name: (buffer, buffer.clone()) for name, buffer in buffers.items()}
+        named = zip(flat.names, flat.params, strict=True)
+        self.parameters = [(name, p, p._version, p.detach().clone()) for name, p in named]
         self.metrics = [(n, m, m._update_count) for n, m in module.named_modules() if isinstance(m, Metric)]
         self.attributes = marks(module)
-        self.random = random_state(device)
+        self.random = random_state(flat.y.device)
         self.foreign = foreign_state()
         self._held = [(part, dict(vars(part))) for part in module.modules()]
         self._contents = [
@@ -138,8 +148,10 @@ class _State:
             for inner in holders(value)
         ]
 
-    def restore_attributes(self) -> None:
-        """Give the modules the attributes they had, and lists, dicts and sets among these their contents."""
+    def restore(self) -> None:
+        """Give parameters their values, modules the attributes they had, and lists, dicts and sets their contents."""
+        for _, p, _, before in self.parameters:
+            p.data.copy_(before)
         for part, held in self._held:
             now = vars(part)
             for key in now.keys() - held.keys() - set(PASSING):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import Tensor
@@ -77,8 +78,10 @@ class VectorizedEngine(Engine):
         Raises:
             FederatedError: Naming what the module does, and the way out.
         """
-        if not plan.epochs:
-            return  # there is no local work
+        if not any(plan.epochs):
+            if not self.algorithm.full_grad_at:
+                return  # there is nothing to do
+            plan = replace(plan, epochs=(1,))
         stream = partial(generator, self.seed, Purpose.BATCHES, 0, plan.participant.index)
         with self.gradients.silent():
             (group,) = self.stepping.batches([plan], [stream], by_index=True).step(1)
@@ -91,9 +94,10 @@ class VectorizedEngine(Engine):
         Raises:
             FederatedError: If it can no longer be run on several clients at once.
         """
-        if self.trainer.accumulate_grad_batches != 1:  # a callback has changed it
-            check_settings(self)
+        if self.trainer.accumulate_grad_batches != 1 or _hooked_parameter(self.trainer.lightning_module) is not None:
+            check_settings(self)  # a callback has changed it
         self.step.begin_round()
+        self.stepping.recurring.begin_round()
         has_changed = self.steady.begin_round()
         self.anchors.begin_round(is_new=has_changed)
         if not has_changed:
@@ -123,8 +127,9 @@ class VectorizedEngine(Engine):
         self.steady.check_hooks()
 
     def point_to(self, result: ChunkResult, row: int) -> None:
-        """Let :attr:`parameters_at_work` be those of one client of a chunk, while its hooks are called."""
+        """Let :attr:`parameters_at_work`, and the module's, be those of one client of a chunk."""
         self._row = (result, row)
+        self.flat.point_to(self.flat.layout.views(result.y[row]))
 
     def run(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
@@ -252,7 +257,8 @@ class VectorizedEngine(Engine):
 
     def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
         """Return a client's full-batch gradient [P] at a point [P]; through a trace where there is one."""
-        if self._traces_gradients(batches):
+        # a batch of a single example would take a trace of its own
+        if self._traces_gradients(batches) and batches.size % batches.settings.full_batch_size != 1:
             stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
             prepared = ((prepare_batch(self.trainer, batch), n) for batch, n in batches.full(stream))
             with self.gradients.silent(), self.step.recording():
@@ -294,6 +300,7 @@ class VectorizedEngine(Engine):
         module._current_fx_name = previous
         self.steady.end_round()
         self.anchors.end_round()
+        self.flat.restore()
         self._logged = {}
         self._row = None
 
@@ -340,8 +347,15 @@ def _chunk_size(y: Vector) -> int:
     """
     if y.device.type == "cpu":
         return min(128, 2**20 // y.numel()) if y.numel() <= _SMALL else 1
-    free, _ = torch.cuda.mem_get_info(y.device) if y.device.type == "cuda" else (2**33, 0)
-    return max(1, min(1024, free // (16 * y.numel() * y.element_size())))
+    # not what happens to be free: random layers draw other numbers in a chunk of another size
+    memory = torch.cuda.get_device_properties(y.device).total_memory if y.device.type == "cuda" else 2**33
+    return max(1, min(1024, memory // (32 * y.numel() * y.element_size())))
+
+
+def _hooked_parameter(module: pl.LightningModule) -> str | None:
+    """Return the name of a parameter whose gradient a hook is called with, None if there is none."""
+    named = ((n, p) for n, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks)
+    return next((name for name, _ in named), None)
 
 
 def check_settings(engine: Engine) -> None:
@@ -354,11 +368,14 @@ def check_settings(engine: Engine) -> None:
     reason = None
     hooks = overridden_hooks(trainer)
     base = engine.optimizer.base
+    hooked = _hooked_parameter(module)
     schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
     if engine.split.size > 1:
         reason = "strategy='ddp' runs one client on several devices, and here several clients share one"
     elif hooks:
         reason = f"{hooks[0]} is called for every batch of every client, and here clients share a step"
+    elif hooked is not None:
+        reason = f"its parameter {hooked!r} has a hook, and here a gradient is that of several clients"
     elif type(base) not in ELEMENTWISE:
         reason = f"the step of {type(base).__name__} is not elementwise, or not known to be"
     elif base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks:

@@ -12,10 +12,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedDataModule
-from lightning_fed.algorithms import CMime, Mime, MimeLite, MimeMVR, SGDm
+from lightning_fed.algorithms import CMime, FedDane, Mime, MimeLite, MimeMVR, SGDm
 from lightning_fed.engines import anchors, vectorized
 from lightning_fed.engines.anchor_parts import Parts, keep_parts
 from lightning_fed.engines.anchors import AnchorPass
+from lightning_fed.engines.full_gradients import FullGradients
+from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.local_steps import BoundSteps
 from lightning_fed.engines.simplify import simplify
 from tests.helpers.engines import Ordinary, assert_agree, run, state_of
@@ -406,3 +408,57 @@ def test_what_was_kept_goes_with_its_round(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(at_end) == 3
     assert all(2 + 2 <= count <= 4 + 4 for count in at_end)  # of two clients of two to four batches
     assert not any(engine.fit_loop._engine.anchors.of(i) for i in range(len(SIZES)))
+
+
+class OfTheFirst(Ordinary):
+    """Has the loss of all examples, and the gradient of the first few."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        few = min(len(out), 3)
+        return F.cross_entropy(torch.cat([out[:few], out[few:].detach()]), batch[1])
+
+
+class Clamped(Ordinary):
+    """Clamps the gradient of what comes out of it, so that those of batches do not add up to that of all."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        if out.requires_grad:
+            out.register_hook(lambda g: g.clamp(-0.02, 0.02))
+        return F.cross_entropy(out, batch[1])
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize("make", [OfTheFirst, Clamped])
+@pytest.mark.parametrize("method", [Mime(base=SGDm()), MimeMVR(0.5), FedDane(0.1)], ids=repr)
+def test_a_gradient_that_is_not_the_losss_is_the_modules(method: Any, make: Any, chunk_size: int | None) -> None:
+    options: dict[str, Any] = {"algorithm": method, "datamodule": UNEVEN}
+    one = run("sequential", partial(make, PLAIN), **options)
+    assert_agree(one, run("vectorized", partial(make, PLAIN), chunk_size=chunk_size, **options))
+
+
+def test_a_last_batch_of_one_example_costs_no_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = {"traced": 0, "untraced": 0}
+    for what, owner in (("traced", FullGradients), ("untraced", GradientPass)):
+        name = "_add" if what == "traced" else "add"
+        own = getattr(owner, name)
+
+        def counted(self: Any, *args: Any, own: Any = own, what: str = what, **options: Any) -> Any:
+            passes[what] += 1
+            return own(self, *args, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+    uneven = partial(data, (13, 9), full_batch_size=4)
+    run(
+        "vectorized",
+        partial(Ordinary, PLAIN),
+        uneven,
+        algorithm=Mime(base=SGDm()),
+        chunk_size=1,
+        max_rounds=1,
+        local_steps=1,
+        local_epochs=None,
+        clients_per_round=2,
+    )
+    assert passes == {"traced": 0, "untraced": 7}

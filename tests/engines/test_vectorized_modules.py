@@ -41,6 +41,50 @@ class OfDictionaries(Ordinary):
         super().validation_step((batch["x"], batch["y"]), batch_idx)
 
 
+class ByType(Ordinary):
+    """Takes whole numbers for shades."""
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0] / 255 if batch[0].dtype == torch.uint8 else batch[0]
+        return F.cross_entropy(self(x.double()), batch[1])
+
+
+def of_two_types() -> FederatedDataModule:
+    """Return clients of one shape, half of them with whole numbers."""
+    own = [classification(12, seed) for seed in range(4)]
+    whole = [TensorDataset((90 * d.tensors[0]).abs().to(torch.uint8), d.tensors[1]) for d in own[:2]]
+    return FederatedDataModule([*whole, *own[2:]], batch_size=4, val=own[3])
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_batches_of_one_shape_and_several_types_agree(momentum: float, chunk_size: int | None) -> None:
+    make = partial(ByType, partial(torch.optim.SGD, lr=0.1, momentum=momentum))
+    assert_agree(
+        *(
+            run(engine, make, of_two_types, chunk_size=size)
+            for engine, size in zip(ENGINES, (None, chunk_size), strict=True)
+        )
+    )
+
+
+class Scaled(Ordinary):
+    """Has a parameter that is a single number."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adam])
+def test_statistics_of_a_single_number_are_told_from_those_of_all_clients(optimizer: Any) -> None:
+    make = partial(Scaled, partial(optimizer, lr=0.01))
+    assert_agree(*(run(engine, make, algorithm=Mime()) for engine in ENGINES))
+
+
 class Tied(Ordinary):
     def __init__(self) -> None:
         super().__init__()
@@ -249,13 +293,24 @@ def test_clients_draw_masks_of_their_own() -> None:
     assert len({model.sum().item() for model in seen.models}) == 4
 
 
-def test_dropout_trains_as_well_as_one_client_after_another() -> None:
-    ends = [
-        run(engine, partial(Ordinary, dropout=0.2), max_rounds=25, clients_per_round=6, local_epochs=2)
-        for engine in ENGINES
-    ]
-    losses = [float(t.callback_metrics["val_loss"]) for t in ends]
-    assert losses[1] == pytest.approx(losses[0], rel=0.15)
+class MaskedInput(Ordinary):
+    """Logs the share of its input that dropout lets through."""
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        x = F.dropout(torch.ones(20_000, dtype=batch[0].dtype), 0.2, training=True)
+        self.log("share", (x > 0).to(x.dtype).mean())
+        self.log("mean", x.mean())
+        return F.cross_entropy(self(batch[0]) * x[:CLASSES], batch[1])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_dropout_drops_as_much_as_it_is_told_to(engine: str, chunk_size: int | None) -> None:
+    if engine == "sequential" and chunk_size:
+        pytest.skip("has no chunks")
+    found = run(engine, MaskedInput, chunk_size=chunk_size).callback_metrics
+    assert float(found["share"]) == pytest.approx(0.8, abs=0.01)  # standard deviation of a step: 0.003
+    assert float(found["mean"]) == pytest.approx(1.0, abs=0.0125)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])

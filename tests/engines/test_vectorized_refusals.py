@@ -18,10 +18,10 @@ from torch.utils.data import Dataset
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_fed import ClientError, FederatedDataModule, FederatedError
-from lightning_fed.algorithms import Mime
+from lightning_fed.algorithms import Mime, ServerOnly
 from lightning_fed.engines.sequential import SequentialEngine
 from tests.helpers.engines import Ordinary, Record
-from tests.helpers.training import FEATURES, classification, data, parameters, trainer
+from tests.helpers.training import CLASSES, FEATURES, classification, data, parameters, trainer
 
 WAY_OUT = "engine='sequential'"
 
@@ -106,6 +106,31 @@ def log_largest(module: Any, loss: Tensor, batch: Any) -> Tensor:
     return loss
 
 
+def log_twice(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    module.log("twice", loss)
+    module.log("twice", 3 * loss)
+    return loss
+
+
+def clamp_bias(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    with torch.no_grad():
+        module.head.bias.clamp_(-100.0, 100.0)  # which changes no value
+    return loss
+
+
+def halve_bias(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    module.head.bias.data.mul_(0.5)  # of which PyTorch takes no note
+    return loss
+
+
+def by_length(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    return loss / module.trainer.num_training_batches
+
+
+def weigh_last(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    return 5 * loss if module.trainer.is_last_batch else loss
+
+
 def log_vector(module: Any, loss: Tensor, batch: Any) -> Tensor:
     module.log("vector", torch.stack([loss, loss]))
     return loss
@@ -127,6 +152,11 @@ STEPS: dict[str, tuple[Callable[..., Any], str]] = {
     "a logged metric object": (log_metric, r"self.log\('metric', ...\) of a MeanMetric"),
     "another reduction": (log_largest, r"self.log\('largest', ...\).*reduce_fx='max'"),
     "a logged vector": (log_vector, r"self.log\('vector', ...\)"),
+    "a name logged twice": (log_twice, r"self.log\('twice', ...\) twice in training_step"),
+    "a parameter in place": (clamp_bias, "changes the parameter 'head.bias' in place"),
+    "a parameter's data": (halve_bias, "changes the parameter 'head.bias' in place"),
+    "the number of batches": (by_length, "trainer.num_training_batches is in training_step"),
+    "the last batch": (weigh_last, "trainer.is_last_batch is in training_step"),
     "no loss": (lambda module, loss, batch: None, "NoneType instead of a loss"),
     "a number": (lambda module, loss, batch: 1.0, "float instead of a loss"),
     "a dictionary without a loss": (lambda module, loss, batch: {"x": loss}, "NoneType instead of a loss"),
@@ -193,6 +223,85 @@ def test_hooks_of_single_batches_in_the_module_are_refused(hook: str) -> None:
 def test_hooks_of_single_batches_in_a_callback_are_refused(hook: str) -> None:
     callback = LambdaCallback(**{hook: lambda *_: None})
     refused(Ordinary, rf"LambdaCallback\.{hook} is called for every batch", callbacks=[callback])
+
+
+class WithHook(Ordinary):
+    """Has a hook on a parameter, from a round on."""
+
+    def __init__(self, register: str, first: int = 0) -> None:
+        super().__init__()
+        self.register, self.first = register, first
+        self._hook_from(0)
+
+    def on_train_epoch_start(self) -> None:
+        self._hook_from(self.current_epoch)
+
+    def _hook_from(self, round: int) -> None:
+        if round == self.first and not self.head.weight._backward_hooks:
+            getattr(self.head.weight, self.register)(lambda _: None)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_refused(register: str) -> None:
+    refused(partial(WithHook, register), "parameter 'head.weight' has a hook")
+    t = trainer(engine="vectorized", max_rounds=3)
+    with pytest.raises(FederatedError, match=r"parameter 'head.weight' has a hook"):
+        t.fit(WithHook(register, first=1), data())
+    assert t.fit_loop.round == 1
+
+
+class FromRound(Ordinary):
+    """Asks for the number of batches from the second round on."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        return loss / self.trainer.num_training_batches if self.current_epoch else loss
+
+
+def test_what_differs_from_client_to_client_is_refused_in_later_rounds_too() -> None:
+    t = trainer(engine="vectorized", max_rounds=3)
+    with pytest.raises(FederatedError, match=r"trainer.num_training_batches is in training_step"):
+        t.fit(FromRound(), data())
+    assert t.fit_loop.round == 1
+    assert t.num_training_batches == 1  # outside of clients' work it may be asked for
+
+
+class WithMaxNorm(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, CLASSES, max_norm=0.5)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]) + self.table(batch[1]), batch[1])
+
+
+def test_what_is_refused_runs_in_sequence_where_the_engine_may_be_chosen() -> None:
+    for make in (WithMaxNorm, partial(Step, by_length), partial(Step, log_twice), partial(WithHook, "register_hook")):
+        ends = []
+        for engine in ("sequential", "auto"):
+            t = trainer(engine=engine, max_rounds=2)
+            torch.manual_seed(1)
+            t.fit(make(), data())
+            ends.append(t.fit_loop.state.x)
+            assert isinstance(t.fit_loop._engine, SequentialEngine)
+        assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 8), (13, 8, 5)])
+def test_methods_without_local_work_try_the_module_out_too(sizes: tuple[int, ...]) -> None:
+    class Recurrent(Ordinary):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = nn.LSTM(FEATURES, FEATURES, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.memory(x[:, None])[0][:, 0])
+
+    alone = {"algorithm": ServerOnly(), "local_epochs": None, "clients_per_round": 3}
+    refused(Recurrent, "changes the attribute 'memory._flat_weights'", data(sizes), **alone)
+    t = trainer(engine="auto", max_rounds=1, **alone)
+    t.fit(Recurrent(), data(sizes))
+    assert isinstance(t.fit_loop._engine, SequentialEngine)
 
 
 class MySgd(torch.optim.Optimizer):
