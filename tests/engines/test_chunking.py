@@ -98,3 +98,13 @@ def test_the_result_is_that_of_the_sequential_engine(sizes: tuple[int, ...]) -> 
         fit(model, data, engine=engine, algorithm=Scaffold(), max_rounds=3, clients_per_round=len(n) - 1)
         found[engine] = parameters(model)
     assert float((found["auto"] - found["sequential"]).norm() / found["sequential"].norm()) < 1e-5
+
+
+@pytest.mark.parametrize(("total", "numel", "expected"), [(2**34, 2**20, 128), (2**34, 10**9, 1), (2**34, 10, 1024)])
+def test_a_gpu_runs_as_many_at_once_whatever_happens_to_be_free(
+    total: int, numel: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    y = SimpleNamespace(device=SimpleNamespace(type="cuda"), numel=lambda: numel, element_size=lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: pytest.fail("differs from run to run"))
+    assert vectorized._chunk_size(y) == expected
