@@ -58,6 +58,21 @@ def test_training_metrics_are_example_weighted_means_once_a_round(tmp_path: Path
     assert sorted(column(logger, "largest")) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_batch_size_given_by_position_weights_as_one_given_by_name(engine: str) -> None:
+    class Weighted(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            value, size = batch[0].square().mean(), 1 + batch_idx
+            self.log("by_name", value, batch_size=size)
+            self.log("by_position", value, False, True, False, True, "mean", False, False, None, True, size)
+            return super().training_step(batch, batch_idx)
+
+    run = trainer(engine=engine, max_rounds=1)
+    run.fit(seeded(Weighted, dropout=0.0), data())
+    logged = run.callback_metrics
+    assert logged["by_position"] == logged["by_name"]
+
+
 @pytest.mark.parametrize("method", [Mime(base=SGDm()), Scaffold(option="i")], ids=repr)
 def test_extra_gradients_log_nothing(method: Any, tmp_path: Path) -> None:
     class Writes(Net):

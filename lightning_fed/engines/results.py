@@ -210,7 +210,8 @@ class RoundResults(SharedResults):
             if mean is not None and mean.options == options and not args and type(value) is Tensor and value.ndim == 0:
                 mean.add(value, self._client_size(batch_size))
                 return
-            checked(name, value, *args, **{**options, "batch_size": batch_size})
+            given: dict[str, Any] = {} if batch_size is None else {"batch_size": batch_size}
+            checked(name, value, *args, **{**options, **given})
             mean = self._means.get(f"{module._current_fx_name}.{name}")
             if mean is not None and not args:
                 mean.options = options
