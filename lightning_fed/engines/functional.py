@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import pytorch_lightning as pl
@@ -14,7 +15,6 @@ from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.utils import _pytree as pytree
-from torchmetrics import Metric
 
 from lightning_fed._compat import is_param_in_hook_signature, rank_zero_warn
 from lightning_fed.core.errors import FederatedError
@@ -322,6 +322,7 @@ class FunctionalStep:
             size = bound.get("batch_size")
             _check_logged(name, value, options)
         if not isinstance(value, Tensor):
+            _check_logged(name, value, options)
             self.traces.forbid()  # a trace would repeat this very number for ever
             value = torch.tensor(float(value))
         self._values[name] = value.detach().clone()  # a parameter would go on changing
@@ -406,7 +407,8 @@ def batch_shape(batch: Any) -> tuple[Any, ...]:
 
 def _check_logged(name: str, value: Any, options: dict[str, Any]) -> None:
     reduce_fx = options.get("reduce_fx", "mean")
-    if reduce_fx not in _MEANS or isinstance(value, Metric) or (isinstance(value, Tensor) and value.numel() != 1):
+    is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+    if reduce_fx not in _MEANS or not is_number:
         found = f"reduce_fx={reduce_fx!r}" if reduce_fx not in _MEANS else f"a {type(value).__name__}"
         raise FederatedError(
             f"engine='vectorized' logs means of single numbers, found self.log({name!r}, ...) of {found} in"

@@ -136,6 +136,16 @@ def log_vector(module: Any, loss: Tensor, batch: Any) -> Tensor:
     return loss
 
 
+def log_dictionary(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    module.log("parts", {"loss": loss})
+    return loss
+
+
+def log_text(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    module.log("text", "0.5")
+    return loss
+
+
 STEPS: dict[str, tuple[Callable[..., Any], str]] = {
     "item": (lambda module, loss, batch: loss * 1.0 if loss.item() > 0 else loss, r"at once \(.*item"),
     "a branch on a tensor": (lambda module, loss, batch: loss if loss > 0 else -loss, "data-dependent"),
@@ -157,6 +167,8 @@ STEPS: dict[str, tuple[Callable[..., Any], str]] = {
     "a parameter's data": (halve_bias, "changes the parameter 'head.bias' in place"),
     "the number of batches": (by_length, "trainer.num_training_batches is in training_step"),
     "the last batch": (weigh_last, "trainer.is_last_batch is in training_step"),
+    "a logged dictionary": (log_dictionary, r"self.log\('parts', ...\) of a dict in"),
+    "a logged text": (log_text, r"self.log\('text', ...\) of a str in"),
     "no loss": (lambda module, loss, batch: None, "NoneType instead of a loss"),
     "a number": (lambda module, loss, batch: 1.0, "float instead of a loss"),
     "a dictionary without a loss": (lambda module, loss, batch: {"x": loss}, "NoneType instead of a loss"),
