@@ -230,6 +230,12 @@ def check_module(trainer: pl.Trainer) -> None:
     name = type(module).__name__
     if not isinstance(trainer.datamodule, FederatedDataModule):
         raise no_federated_data(trainer.datamodule)
+    if type(trainer.datamodule).train_dataloader is not FederatedDataModule.train_dataloader:
+        raise FederatedError(
+            f"{type(trainer.datamodule).__name__} overrides train_dataloader, which no round asks for: every client has"
+            " a loader of its own. Override client_dataset(client_id), or client_dataloader(client_id, generator), or"
+            " pass collate_fn, transform or augment. For a centralised baseline use pytorch_lightning.Trainer."
+        )
     if not module.automatic_optimization:
         raise FederatedError(
             f"{name} uses manual optimization, where no correction can be injected between backward and step."

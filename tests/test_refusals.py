@@ -17,7 +17,7 @@ from pytorch_lightning.callbacks import (
 )
 from torch.utils.data import DataLoader
 
-from lightning_fed import FederatedError, FederatedTrainer
+from lightning_fed import FederatedDataModule, FederatedError, FederatedTrainer
 from lightning_fed.algorithms import FedAvg, FedDane, Mime, Scaffold, ServerOnly, SGDm
 from lightning_fed.callbacks import PersonalizedAccuracy
 from lightning_fed.server import UniformSampler
@@ -213,6 +213,15 @@ def test_data_that_is_no_federation() -> None:
         trainer().fit(seeded(), pl.LightningDataModule())
     with pytest.raises(FederatedError, match=r"val_dataloaders=.*FederatedDataModule\(val="):
         trainer().fit(seeded(), data(), DataLoader(classification(8, 0)))
+
+
+def test_a_loader_for_all_clients() -> None:
+    class Central(FederatedDataModule):
+        def train_dataloader(self) -> Any:
+            return DataLoader(classification(8, 0))
+
+    with pytest.raises(FederatedError, match=r"Central overrides train_dataloader.* Override client_dataset"):
+        fit(datamodule=Central(clients=[classification(8, 0)]), clients_per_round=1)
 
 
 def test_layers_without_sizes_yet() -> None:
