@@ -212,6 +212,20 @@ def test_learning_rate_monitor_counts_rounds(tmp_path: Path) -> None:
     assert [int(r["step"]) for r in rows(logger) if r["lr-SGD/pg1"]] == [0, 1]
 
 
+@pytest.mark.parametrize("module", [Scheduled, Net], ids=lambda module: module.__name__)
+def test_rates_of_rounds_are_logged_alike_by_both_engines(module: type[Net], tmp_path: Path) -> None:
+    logged = []
+    for engine in ("sequential", "vectorized"):
+        monitor, logger = LearningRateMonitor("epoch", log_momentum=True), CSVLogger(tmp_path, engine)
+        fit(seeded(module, momentum=0.5), logger=logger, callbacks=monitor, engine=engine)
+        logged.append([{key: row[key] for key in row if key.startswith(("lr-", "step"))} for row in rows(logger)])
+    assert logged[0] == logged[1]
+    name = "lr-SGD" if module is Scheduled else "lr-SGD/pg1"
+    assert [float(row[name]) for row in logged[0] if row[name]] == (
+        [0.1, 0.05, 0.025] if module is Scheduled else [0.1] * 3
+    )
+
+
 def test_validation_metrics_are_those_of_the_server_model(tmp_path: Path) -> None:
     model = seeded()
     run = trainer(max_rounds=2)

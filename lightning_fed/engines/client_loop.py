@@ -8,7 +8,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.plugins.precision import MixedPrecision, Precision
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor
@@ -29,7 +29,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import Vector
 from lightning_fed.engines.gradients import GradientPass, check_loss
-from lightning_fed.engines.hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS, TRANSFER_HOOKS, saves_at_round_ends
+from lightning_fed.engines.hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS, TRANSFER_HOOKS, uses_batch_hook
 from lightning_fed.engines.results import RoundResults
 from lightning_fed.engines.split_results import SplitResults
 from lightning_fed.strategies import ClientsStrategy
@@ -225,11 +225,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         )
 
     def _callback_uses(self, hook: str) -> bool:
-        return any(
-            uses_hook(callback, hook)
-            for callback in self.trainer.callbacks
-            if not (isinstance(callback, ModelCheckpoint) and saves_at_round_ends(callback))
-        )
+        return any(uses_batch_hook(callback, hook) for callback in self.trainer.callbacks)
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         """Connect the profiler to the fetcher, if there is one."""

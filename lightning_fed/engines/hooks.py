@@ -1,12 +1,15 @@
 """Which hooks between batches anybody uses."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint
 
 from lightning_fed._compat import is_overridden
 from lightning_fed.callbacks.base import uses_hook
 
-__all__ = ["CALLBACK_STEP_HOOKS", "STEP_HOOKS", "TRANSFER_HOOKS", "overridden_hooks", "saves_at_round_ends"]
+__all__ = ["CALLBACK_STEP_HOOKS", "STEP_HOOKS", "TRANSFER_HOOKS", "overridden_hooks", "uses_batch_hook"]
 
 STEP_HOOKS = (
     "on_before_zero_grad",
@@ -28,6 +31,12 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
+_IDLE: Mapping[type[pl.Callback], Callable[[Any], bool]] = {
+    ModelCheckpoint: lambda c: c._every_n_train_steps == 0 and c._train_time_interval is None,
+    LearningRateMonitor: lambda c: c.logging_interval == "epoch",
+}
+"""Callbacks of Lightning's whose hooks of single batches do nothing, and when."""
+
 
 def overridden_hooks(trainer: pl.Trainer) -> list[str]:
     """Return the hooks of single batches and steps that the module or a callback has, as ``Class.hook``."""
@@ -38,16 +47,15 @@ def overridden_hooks(trainer: pl.Trainer) -> list[str]:
         if is_overridden(hook, module, pl.LightningModule)
     ]
     for callback in trainer.callbacks:
-        if isinstance(callback, ModelCheckpoint) and saves_at_round_ends(callback):
-            continue
         found += [
             f"{type(callback).__name__}.{hook}"
             for hook in (*_BATCH_HOOKS, *CALLBACK_STEP_HOOKS)
-            if uses_hook(callback, hook)
+            if uses_batch_hook(callback, hook)
         ]
     return found
 
 
-def saves_at_round_ends(callback: ModelCheckpoint) -> bool:
-    """Whether a checkpoint callback does nothing between batches."""
-    return callback._every_n_train_steps == 0 and callback._train_time_interval is None
+def uses_batch_hook(callback: pl.Callback, hook: str) -> bool:
+    """Whether a callback does anything in a hook of single batches or steps."""
+    base = next((cls for cls, is_idle in _IDLE.items() if isinstance(callback, cls) and is_idle(callback)), pl.Callback)
+    return uses_hook(callback, hook, base)

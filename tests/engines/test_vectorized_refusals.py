@@ -4,6 +4,7 @@ import random
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,12 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from pytorch_lightning.callbacks import GradientAccumulationScheduler, LambdaCallback
+from pytorch_lightning.callbacks import (
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -314,6 +320,30 @@ def test_methods_without_local_work_try_the_module_out_too(sizes: tuple[int, ...
     t = trainer(engine="auto", max_rounds=1, **alone)
     t.fit(Recurrent(), data(sizes))
     assert isinstance(t.fit_loop._engine, SequentialEngine)
+class PerBatch(ModelCheckpoint):
+    """Does something of its own for every batch."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.heard = True
+
+
+@pytest.mark.parametrize(
+    ("callback", "hook"),
+    [
+        (LearningRateMonitor(), "LearningRateMonitor.on_train_batch_start"),
+        (LearningRateMonitor("step"), "LearningRateMonitor.on_train_batch_start"),
+        (PerBatch(), "PerBatch.on_train_batch_end"),
+    ],
+    ids=["None", "step", "a subclass"],
+)
+def test_callbacks_of_lightning_that_do_something_for_every_batch_are_refused(callback: pl.Callback, hook: str) -> None:
+    refused(Ordinary, rf"{hook} is called for every batch", callbacks=[callback], enable_checkpointing=True)
+
+
+def test_hooks_of_single_batches_in_a_checkpoint_callback_are_called(tmp_path: Path) -> None:
+    callback = PerBatch(tmp_path)
+    trainer(callbacks=callback, enable_checkpointing=True, max_rounds=1).fit(Ordinary(), data())
+    assert callback.heard
 
 
 class MySgd(torch.optim.Optimizer):
