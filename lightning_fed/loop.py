@@ -38,6 +38,7 @@ from lightning_fed.engines.choice import make_engine
 from lightning_fed.engines.client_loop import ClientEpochLoop
 from lightning_fed.engines.faults import Faults
 from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.engines.hooks import time_by_rounds
 from lightning_fed.engines.inspection import Inspection
 from lightning_fed.engines.kept_states import KeptStates
 from lightning_fed.engines.plan import Planner
@@ -176,6 +177,7 @@ class FederatedLoop(Inspection, _FitLoop):
         trainer = self.trainer
         check_trainer(trainer)
         check_module(trainer)
+        time_by_rounds(trainer)
         data: FederatedDataModule = trainer.datamodule
         self.population = Population(data.client_ids, data.client_size, data.known_sizes)
         if empty := self.population.empty:

@@ -458,6 +458,12 @@ def test_a_request_to_stop_waits_for_the_end_of_the_round() -> None:
     run = trainer(callbacks=Stop(), max_rounds=50, clients_per_round=2)
     run.fit(seeded(), data(sizes=(13, 8)))
     assert run.fit_loop.round == 1
-    timed = trainer(max_time={"days": 1}, max_rounds=2)
-    timed.fit(seeded(), data())
-    assert timed.fit_loop.round == 2
+
+
+def test_a_time_limit_ends_a_run_after_its_round_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    for limit, rounds in (({"days": 1}, 2), ({"microseconds": 1}, 1)):
+        run = trainer(max_time=limit, max_rounds=2)
+        with caplog.at_level("INFO"):
+            run.fit(seeded(), data())
+        assert run.fit_loop.round == rounds
+    assert caplog.text.count("Time limit reached") == 1

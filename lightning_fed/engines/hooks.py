@@ -4,12 +4,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint
+from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint, Timer
+from pytorch_lightning.callbacks.timer import Interval
 
 from lightning_fed._compat import is_overridden
 from lightning_fed.callbacks.base import uses_hook
 
-__all__ = ["CALLBACK_STEP_HOOKS", "STEP_HOOKS", "TRANSFER_HOOKS", "overridden_hooks", "uses_batch_hook"]
+__all__ = [
+    "CALLBACK_STEP_HOOKS",
+    "STEP_HOOKS",
+    "TRANSFER_HOOKS",
+    "overridden_hooks",
+    "time_by_rounds",
+    "uses_batch_hook",
+]
 
 STEP_HOOKS = (
     "on_before_zero_grad",
@@ -34,6 +42,7 @@ _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 _IDLE: Mapping[type[pl.Callback], Callable[[Any], bool]] = {
     ModelCheckpoint: lambda c: c._every_n_train_steps == 0 and c._train_time_interval is None,
     LearningRateMonitor: lambda c: c.logging_interval == "epoch",
+    Timer: lambda c: c._interval == Interval.epoch,
 }
 """Callbacks of Lightning's whose hooks of single batches do nothing, and when."""
 
@@ -59,3 +68,13 @@ def uses_batch_hook(callback: pl.Callback, hook: str) -> bool:
     """Whether a callback does anything in a hook of single batches or steps."""
     base = next((cls for cls, is_idle in _IDLE.items() if isinstance(callback, cls) and is_idle(callback)), pl.Callback)
     return uses_hook(callback, hook, base)
+
+
+def time_by_rounds(trainer: pl.Trainer) -> None:
+    """Let timers look at the clock at the end of a round only, which a request to stop waits for anyway.
+
+    Between batches they would say so at every batch that is left, and ask other processes, which are at other clients.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, Timer):
+            callback._interval = Interval.epoch

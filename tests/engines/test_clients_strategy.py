@@ -381,6 +381,15 @@ def test_callbacks_that_watch_a_metric_decide_alike(together: Any, tmp_path: Pat
     assert [part["decided"] for part in together] == [alone, alone]
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_time_limit_ends_all_processes_after_the_same_round(engine: str, tmp_path: Path) -> None:
+    limited = partial(end, engine, max_time={"microseconds": 1}, clients_per_round=5)
+    alone = limited()
+    assert len(alone["rounds"]) == 1
+    for outcome in in_processes(partial(limited, **TWO), tmp_path):
+        assert_close(alone["state"], value_of(outcome)["state"])
+
+
 # What goes wrong
 
 
