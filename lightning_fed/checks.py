@@ -198,16 +198,14 @@ def _check_private(trainer: pl.Trainer) -> None:
 
 
 def _check_checkpoints(trainer: pl.Trainer) -> None:
-    """Refuse checkpoints in the middle of a round, where several processes do not all come to the same place."""
-    if trainer.world_size == 1:
-        return
+    """Refuse checkpoints that are due between batches: all would be of the round before, and the last of none."""
     for callback in trainer.callbacks:
         for name in ("train_time_interval", "every_n_train_steps"):
-            if isinstance(callback, ModelCheckpoint) and (value := getattr(callback, f"_{name}")):
+            if isinstance(callback, ModelCheckpoint) and (value := getattr(callback, f"_{name}")) not in (None, 0):
                 raise FederatedError(
-                    f"{type(callback).__name__}({name}={value!r}) saves in the middle of a round, where"
-                    f" {trainer.world_size} processes see different clients or batches. Save at the end of a round with"
-                    " every_n_epochs, or train in one process."
+                    f"{type(callback).__name__}({name}={value!r}) saves between the batches of a single run; here they"
+                    " are those of clients, in a round that is not over. Save at the end of rounds with every_n_epochs,"
+                    " which counts them."
                 )
 
 

@@ -1,6 +1,7 @@
 """What cannot work in rounds is refused before the first one, by name, with the reason and the remedy."""
 
 import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -245,6 +246,21 @@ def test_a_hyper_parameter_that_no_checkpoint_could_be_read_back_with() -> None:
 
     with pytest.raises(FederatedError, match=r"hyper-parameter 'activation' .*ignore=\['activation'\]"):
         fit(WithFunction(), enable_checkpointing=True, callbacks=ModelCheckpoint())
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({"train_time_interval": timedelta(minutes=1)}, "train_time_interval=datetime.timedelta"),
+        ({"train_time_interval": timedelta(0)}, "train_time_interval=datetime.timedelta(0)"),
+        ({"every_n_train_steps": 2}, "every_n_train_steps=2"),
+    ],
+    ids=["time", "every time", "steps"],
+)
+def test_checkpoints_that_are_due_between_batches(options: Any, shown: str) -> None:
+    saver = ModelCheckpoint(**options)
+    with pytest.raises(FederatedError, match=re.escape(f"ModelCheckpoint({shown}") + ".* with every_n_epochs"):
+        fit(callbacks=saver, enable_checkpointing=True)
 
 
 def test_a_checkpoint_of_another_model(tmp_path: Any) -> None:

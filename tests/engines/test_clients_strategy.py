@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -448,20 +447,6 @@ def test_states_without_a_first_value_are_refused(engine: str, tmp_path: Path) -
     run = partial(end, engine, algorithm=KeepsUnannounced(), clients_per_round=6, **TWO)
     for outcome in in_processes(run, tmp_path):
         assert "without an init_client" in outcome.error
-
-
-@pytest.mark.parametrize(
-    ("options", "shown"),
-    [
-        ({"train_time_interval": timedelta(minutes=1)}, "train_time_interval=datetime.timedelta"),
-        ({"every_n_train_steps": 2}, "every_n_train_steps=2"),
-    ],
-    ids=["time", "steps"],
-)
-def test_checkpoints_in_the_middle_of_a_round_are_refused(options: Any, shown: str) -> None:
-    saver = ModelCheckpoint(**options)
-    with pytest.raises(FederatedError, match=re.escape(f"ModelCheckpoint({shown}")):
-        trainer(callbacks=saver, enable_checkpointing=True, **TWO).fit(seeded(), data())
 
 
 def test_forked_processes_end_with_the_client_named() -> None:
