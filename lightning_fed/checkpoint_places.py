@@ -1,4 +1,4 @@
-"""Where a run's checkpoints lie: the newest one to go on from, and a place for the one of a run that is stopped."""
+"""Where a run's checkpoints lie: the newest one of a run, and a place for the one of a run that is stopped."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from lightning_fed._compat import rank_zero_info
 from lightning_fed.checkpoint_io import by_age, fault_of, link, local_path, remove_leftovers, resumable
 
-__all__ = ["keep_last_round", "newest", "tidy_folders"]
+__all__ = ["folders", "keep_last_round", "newest", "tidy_folders"]
 
 
 def tidy_folders(trainer: pl.Trainer) -> None:
@@ -26,26 +26,46 @@ def tidy_folders(trainer: pl.Trainer) -> None:
                 rank_zero_info(f"Removed {gone}, which a save that was killed left.")
 
 
-def newest(trainer: pl.Trainer) -> str | None:
-    """Return the newest checkpoint that a run can go on from; None if there is none.
+def newest(trainer: pl.Trainer, whole: bool = True) -> str | None:
+    """Return the newest checkpoint of a run; None if there is none.
 
     It is looked for where the trainer's ModelCheckpoints write and where a stopped job of SLURM's was saved; then, if
     the logger numbers its versions by itself, in its former versions. A damaged one is returned too: to go on from an
     older one is for the user to say.
+
+    Args:
+        trainer: The trainer.
+        whole: Whether it must be one that a run can go on from, and not weights alone.
     """
-    unnumbered = [logger for logger in trainer.loggers if getattr(logger, "_version", 0) is None]
-    folders = [local_path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)) for callback in _keepers(trainer)]
+    places = folders(trainer, whole)
     root = local_path(trainer.default_root_dir)
     stopped = sorted(root.glob("hpc_ckpt_*.ckpt")) if root is not None else []
-    found = [*stopped, *(file for folder in folders if folder is not None for file in by_age(folder))]
-    if not found and unnumbered and folders:
-        numbered = [f for f in folders if f is not None and f.match("version_*/checkpoints")]
+    found = [*stopped, *(file for folder in places for file in by_age(folder))]
+    if not found and _numbers_versions(trainer):
+        numbered = [folder for folder in places if folder.match("version_*/checkpoints")]
         former = [other for folder in numbered for other in folder.parent.parent.glob("version_*/checkpoints")]
         found = [file for folder in former for file in by_age(folder)]
     for file in sorted(found, key=lambda file: -file.stat().st_mtime_ns):
-        if fault_of(file) is not None or resumable(file):
+        if not whole or fault_of(file) is not None or resumable(file):
             return str(file)
     return None
+
+
+def folders(trainer: pl.Trainer, whole: bool) -> list[Path]:
+    """Return the folders on this machine where the trainer's ModelCheckpoints write.
+
+    Args:
+        trainer: The trainer.
+        whole: Whether those are left out that save weights alone.
+    """
+    paths = [local_path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)) for callback in _keepers(trainer, whole)]
+    return [path for path in paths if path is not None]
+
+
+def _numbers_versions(trainer: pl.Trainer) -> bool:
+    """Whether a logger numbers its versions by itself, in a trainer that has yet to fill its own."""
+    unnumbered = trainer._checkpoint_connector.unnumbered
+    return trainer.fit_loop.round == 0 and any(logger in unnumbered for logger in trainer.loggers)
 
 
 def keep_last_round(trainer: pl.Trainer, round: int, kept: tuple[int, Any] | None) -> None:
@@ -72,10 +92,10 @@ def keep_last_round(trainer: pl.Trainer, round: int, kept: tuple[int, Any] | Non
         rank_zero_info(f"Stopped after {round} completed rounds{why}.")
 
 
-def _keepers(trainer: pl.Trainer) -> Iterator[ModelCheckpoint]:
-    """Yield the callbacks that write checkpoints a run can go on from."""
+def _keepers(trainer: pl.Trainer, whole: bool = True) -> Iterator[ModelCheckpoint]:
+    """Yield the callbacks that write checkpoints, if ``whole`` those that a run can go on from."""
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and not callback.save_weights_only:
+        if isinstance(callback, ModelCheckpoint) and not (whole and callback.save_weights_only):
             yield callback
 
 

@@ -17,7 +17,7 @@ from lightning_fed._compat import (
     rank_zero_warn,
 )
 from lightning_fed.checkpoint_io import AtomicCheckpointIO
-from lightning_fed.checkpoint_places import newest, tidy_folders
+from lightning_fed.checkpoint_places import folders, newest, tidy_folders
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.options import differing_options, options_of
 from lightning_fed.engines.evaluation_loop import SharedEvaluationLoop
@@ -37,12 +37,17 @@ class RoundCheckpointConnector(_CheckpointConnector):
 
     kept: tuple[int, Any] | None = None  # the completed rounds of the newest whole checkpoint, and its path
 
+    def __init__(self, trainer: pl.Trainer) -> None:
+        super().__init__(trainer)
+        # loggers that will number their version by themselves: once they have, nothing tells it from one that is given
+        self.unnumbered = [logger for logger in trainer.loggers if getattr(logger, "_version", 0) is None]
+
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Load the checkpoint, and keep only the weights of one that holds no federated state."""
         is_fit = self.trainer.state.fn == TrainerFn.FITTING
         if is_fit:
             tidy_folders(self.trainer)
-            checkpoint_path = self.trainer.strategy.broadcast(checkpoint_path)
+        checkpoint_path = self.trainer.strategy.broadcast(checkpoint_path)
         try:
             super().resume_start(checkpoint_path, weights_only=weights_only)
         except KeyError as error:
@@ -194,13 +199,30 @@ class RoundCheckpointConnector(_CheckpointConnector):
         return checkpoint
 
     def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
-        """Find the checkpoint that "last" is: the newest of the run, be it called so or not."""
-        if ckpt_path == "last" and state_fn == TrainerFn.FITTING and (found := newest(self.trainer)) is not None:
+        """Find the checkpoint that "last" is: the newest of the run, be it called so or not.
+
+        Raises:
+            FederatedError: If there is none, unless a fit may begin without; or if the path is no way to name one.
+        """
+        is_fit = state_fn == TrainerFn.FITTING
+        if ckpt_path == "last" and (found := newest(self.trainer, whole=is_fit)) is not None:
             return found
         try:
-            return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
+            path = super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
         except (ValueError, MisconfigurationException) as error:
             raise FederatedError(f"ckpt_path={ckpt_path!r}: {error}") from error
+        if ckpt_path == "last" and path is None and not is_fit:
+            raise self._no_last(state_fn)
+        return path
+
+    def _no_last(self, state_fn: TrainerFn) -> FederatedError:
+        """Return the error that there is no checkpoint to evaluate; a fit begins without one."""
+        places = [str(folder) for folder in folders(self.trainer, whole=False)]
+        return FederatedError(
+            f"FederatedTrainer.{state_fn.value}(ckpt_path='last') found no checkpoint: "
+            f"{'none lies in ' + ' or '.join(places) if places else 'the trainer has no ModelCheckpoint'}. Give the"
+            " trainer the default_root_dir, logger and ModelCheckpoint of the run, or pass the path of a checkpoint."
+        )
 
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the server model, whatever the module holds in the middle of a client's work."""

@@ -232,7 +232,7 @@ class FederatedTrainer(pl.Trainer):
             train_dataloaders: The data module, if it is given by position.
             val_dataloaders: Refused, since the data module has the validation set.
             datamodule: The data module: a :class:`lightning_fed.FederatedDataModule`.
-            ckpt_path: A checkpoint to go on from; "best", "last" and "hpc" are as for Lightning.
+            ckpt_path: A checkpoint to go on from; "last" is the newest of the run, "best" and "hpc" as for Lightning.
             weights_only: Whether loading may only make tensors and plain containers; PyTorch's default, True, if None.
 
         Raises:

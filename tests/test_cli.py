@@ -61,6 +61,14 @@ def test_validate_test_and_predict(capsys: pytest.CaptureFixture[str]) -> None:
     assert "val_acc" in out
 
 
+def test_the_last_checkpoint_is_tested(caplog: pytest.LogCaptureFixture) -> None:
+    fit()
+    main(["test", "--config", QUICKSTART, "--ckpt_path", "last"])
+    assert re.search(r"Loaded model weights from the checkpoint at .*version_0.checkpoints", caplog.text)
+    with pytest.raises(SystemExit, match=r"lightning-fed: .*test\(ckpt_path='last'\) found no checkpoint"):
+        main(["test", "--config", QUICKSTART, "--ckpt_path", "last", "--trainer.logger", "false"])
+
+
 def test_print_config_round_trips(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as done:
         main(["fit", "--config", QUICKSTART, "--print_config"])

@@ -4,6 +4,7 @@ import errno
 import multiprocessing
 import os
 import random
+import re
 import resource
 import time
 from pathlib import Path
@@ -13,13 +14,14 @@ import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
+from torch.utils.data import DataLoader
 
 from lightning_fed import checkpoint_io
 from lightning_fed.algorithms import Scaffold
 from lightning_fed.checkpoint_io import AtomicCheckpointIO, fault_of, link, newest_sound, remove_leftovers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.restoring import restored_from
-from tests.helpers.training import data, fit, parameters, same, seeded, trainer
+from tests.helpers.training import Net, classification, data, fit, parameters, same, seeded, trainer
 
 CONTENT = {"x": torch.arange(500.0), "optimizer_states": [], "note": "whole"}
 
@@ -292,6 +294,44 @@ def test_last_without_any_begins(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="no last checkpoint available"):
         begun = run(tmp_path, 2, ckpt_path="last")
     assert torch.equal(parameters(begun.lightning_module), fit(seeded(), algorithm=Scaffold(), max_rounds=2))
+
+
+class Evaluated(Net):
+    """Can be tested and asked for predictions, too."""
+
+    test_step = Net.validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+
+def evaluate(stage: str, made: Any) -> torch.Tensor:
+    """Return the parameters with which the last checkpoint is evaluated by a trainer."""
+    model = Evaluated()
+    getattr(made, stage)(model, DataLoader(classification(8, 0), batch_size=4), ckpt_path="last")
+    return parameters(model)
+
+
+STAGES = ("validate", "test", "predict")
+
+
+@pytest.mark.parametrize("weights_alone", [False, True])
+def test_last_is_evaluated_by_a_new_trainer_in_every_stage(weights_alone: bool, tmp_path: Path) -> None:
+    options = {"logger": True, "default_root_dir": tmp_path}
+    fitted = run(tmp_path, 2, keep=ModelCheckpoint(save_weights_only=weights_alone), **options)
+    for made in (trainer(**options, enable_checkpointing=True), fitted):
+        for stage in STAGES:
+            assert torch.equal(evaluate(stage, made), parameters(fitted.lightning_module)), stage
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_last_without_any_is_refused_where_nothing_is_trained(stage: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        FederatedError, match=rf"{stage}\(ckpt_path='last'\) found no checkpoint: the trainer has no Mod"
+    ):
+        evaluate(stage, trainer(default_root_dir=tmp_path))
+    with pytest.raises(FederatedError, match=re.escape(f"none lies in {tmp_path / 'checkpoints'}. Give the trainer")):
+        evaluate(stage, trainer(default_root_dir=tmp_path, enable_checkpointing=True))
 
 
 @pytest.mark.parametrize("cause", ["the sizes differ", "the sizes differ."])
