@@ -198,15 +198,22 @@ def _check_private(trainer: pl.Trainer) -> None:
 
 
 def _check_checkpoints(trainer: pl.Trainer) -> None:
-    """Refuse checkpoints that are due between batches: all would be of the round before, and the last of none."""
+    """Refuse checkpoints that are due after so many batches, and in several processes those that are due in between."""
     for callback in trainer.callbacks:
-        for name in ("train_time_interval", "every_n_train_steps"):
-            if isinstance(callback, ModelCheckpoint) and (value := getattr(callback, f"_{name}")) not in (None, 0):
-                raise FederatedError(
-                    f"{type(callback).__name__}({name}={value!r}) saves between the batches of a single run; here they"
-                    " are those of clients, in a round that is not over. Save at the end of rounds with every_n_epochs,"
-                    " which counts them."
-                )
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        name = type(callback).__name__
+        if steps := callback._every_n_train_steps:
+            raise FederatedError(
+                f"{name}(every_n_train_steps={steps}) counts the batches of a single run; here they are those of"
+                " clients, in a round that is not over. Use every_n_epochs, which counts rounds."
+            )
+        if (interval := callback._train_time_interval) is not None and trainer.world_size > 1:
+            raise FederatedError(
+                f"{name}(train_time_interval={interval!r}) saves in the middle of a round, where {trainer.world_size}"
+                " processes see different clients or batches. Save at the end of a round with every_n_epochs, or train"
+                " in one process."
+            )
 
 
 def no_federated_data(found: object) -> FederatedError:

@@ -248,19 +248,26 @@ def test_a_hyper_parameter_that_no_checkpoint_could_be_read_back_with() -> None:
         fit(WithFunction(), enable_checkpointing=True, callbacks=ModelCheckpoint())
 
 
-@pytest.mark.parametrize(
-    ("options", "shown"),
-    [
-        ({"train_time_interval": timedelta(minutes=1)}, "train_time_interval=datetime.timedelta"),
-        ({"train_time_interval": timedelta(0)}, "train_time_interval=datetime.timedelta(0)"),
-        ({"every_n_train_steps": 2}, "every_n_train_steps=2"),
-    ],
-    ids=["time", "every time", "steps"],
-)
-def test_checkpoints_that_are_due_between_batches(options: Any, shown: str) -> None:
-    saver = ModelCheckpoint(**options)
-    with pytest.raises(FederatedError, match=re.escape(f"ModelCheckpoint({shown}") + ".* with every_n_epochs"):
+def test_checkpoints_that_count_batches() -> None:
+    saver = ModelCheckpoint(every_n_train_steps=2)
+    with pytest.raises(FederatedError, match=r"ModelCheckpoint\(every_n_train_steps=2\).* every_n_epochs"):
         fit(callbacks=saver, enable_checkpointing=True)
+
+
+@pytest.mark.parametrize("interval", [timedelta(0), timedelta(minutes=1)])
+def test_checkpoints_by_the_clock_in_several_processes(interval: timedelta) -> None:
+    saver = ModelCheckpoint(train_time_interval=interval)
+    several = trainer(callbacks=saver, enable_checkpointing=True, accelerator="cpu", devices=2, strategy="clients_fork")
+    with pytest.raises(
+        Exception, match=r"ModelCheckpoint\(train_time_interval=.*every_n_epochs, or train in one process"
+    ):
+        several.fit(seeded(), data())
+
+
+def test_checkpoints_by_the_clock_in_one_process(tmp_path: Any) -> None:
+    saver = ModelCheckpoint(tmp_path, train_time_interval=timedelta(0), save_top_k=-1)
+    fit(callbacks=saver, enable_checkpointing=True, max_rounds=3)
+    assert sorted(file.stem for file in tmp_path.glob("*.ckpt")) == ["epoch=1-step=1", "epoch=2-step=2"]
 
 
 def test_a_checkpoint_of_another_model(tmp_path: Any) -> None:

@@ -40,7 +40,7 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 _IDLE: Mapping[type[pl.Callback], Callable[[Any], bool]] = {
-    ModelCheckpoint: lambda c: True,
+    ModelCheckpoint: lambda c: c._train_time_interval is None,
     LearningRateMonitor: lambda c: c.logging_interval == "epoch",
     Timer: lambda c: c._interval == Interval.epoch,
 }

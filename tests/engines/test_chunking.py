@@ -1,6 +1,7 @@
 """Which clients ``auto`` runs at once: a function of their work, that leaves nobody out."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import Scaffold
 from lightning_fed.data.batch_settings import BatchSettings
 from lightning_fed.data.batches import ClientBatches, LoaderBatches, TensorBatches
+from lightning_fed.engines import vectorized
 from lightning_fed.engines.chunking import chunks_that_pay
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.server.aggregation import Participant

@@ -320,6 +320,8 @@ def test_methods_without_local_work_try_the_module_out_too(sizes: tuple[int, ...
     t = trainer(engine="auto", max_rounds=1, **alone)
     t.fit(Recurrent(), data(sizes))
     assert isinstance(t.fit_loop._engine, SequentialEngine)
+
+
 class PerBatch(ModelCheckpoint):
     """Does something of its own for every batch."""
 
