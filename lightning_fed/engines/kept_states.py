@@ -1,7 +1,6 @@
 """Where a run keeps its clients' states, and how checkpoints refer to them."""
 
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,8 @@ from lightning_fed.core.types import State
 from lightning_fed.engines.ranks import Ranks
 from lightning_fed.server.client_store import ClientStore, MemoryClientStore
 from lightning_fed.server.disk_store import DiskClientStore
-from lightning_fed.server.segments import Segment
+from lightning_fed.server.leftovers import clean_after, note_run
+from lightning_fed.server.segments import Segment, owner
 from lightning_fed.server.server import Server
 from lightning_fed.server.versions import Reference, StoreFolder, Version, find_store, is_reference
 from lightning_fed.settings import Settings
@@ -49,7 +49,7 @@ class KeptStates:
         self._run: dict[str, str] = {}
         self._size = 1  # processes that share the clients
         self._fits = False
-        self._needed: set[str] | None = None  # segments in use in any process, at the checkpoint that is written
+        self._unused: set[str] | None = None  # segments that no process uses, at the checkpoint that is written
 
     # ------------------------------------------------------------------ the start of a fit
 
@@ -124,6 +124,7 @@ class KeptStates:
             return folder.new_prefix()
 
         self._prefix = prefix = self._from_rank_zero(prepare)
+        note_run(prefix)
         if not folder.path.is_dir():
             raise FederatedError(
                 f"client_states_dir={str(folder.path)!r} is not seen by all processes. Give a folder on a file system"
@@ -131,10 +132,7 @@ class KeptStates:
             )
         rank = self.trainer.global_rank
         store = DiskClientStore(folder.path, prefix, len(server.ids), server.x.device, rank, rank < self._size)
-        if rank == 0:
-            key = object()
-            _STORES[key] = weakref.ref(store)
-            weakref.finalize(store, _clean, folder.path, key)
+        clean_after(store, is_shared=self.trainer.world_size > 1)
         return store
 
     def _from_rank_zero(self, work: Callable[[], Result]) -> Result:
@@ -180,6 +178,7 @@ class KeptStates:
             return folder.new_prefix(segments)
 
         self._prefix = clients.prefix = self._from_rank_zero(take_over)
+        note_run(self._prefix)
         clients.load_segments(segments, is_mine)
 
     def _check(self, version: Version, server: Server, folder: Path) -> None:
@@ -223,7 +222,7 @@ class KeptStates:
             return {}
         segments = {segment for of_rank, _ in parts for segment in of_rank}
         # also those that hold nothing yet but what is staged: no version refers to them, and they are being written
-        self._needed = {name for _, of_rank in parts for name in of_rank}
+        needed = {name for _, of_rank in parts for name in of_rank}
         folder = self._folder
         assert folder is not None
         if missing := [s.name for s in segments if not (folder.path / f"{s.name}.states").exists()]:
@@ -232,7 +231,15 @@ class KeptStates:
                 " was started there since has removed what no checkpoint needed."
             )
         ordered = tuple(sorted(segments, key=lambda segment: segment.name))
-        return self._write(folder, server.round, self._described(server), len(server.ids), ordered)
+        reference = self._write(folder, server.round, self._described(server), len(server.ids), ordered)
+        # asked here, where all processes wait for the checkpoint: later, others may be at the next round's segments
+        self._unused = {name for name in folder.segments() - needed if not self._is_strange(name)}
+        return reference
+
+    def _is_strange(self, segment: str) -> bool:
+        """Whether a segment is of a process of this run that keeps states for itself, for no version."""
+        prefix, rank = owner(segment)
+        return prefix == self._prefix and rank >= self._size
 
     def copied(self, saved: Mapping[str, Any]) -> Any:
         """Return for another checkpoint of the same round what a loaded one holds of the client states."""
@@ -264,11 +271,11 @@ class KeptStates:
         borrowed = folder if folder is not None and not self._fits and self.trainer.is_global_zero else None
         if borrowed is not None:
             borrowed.acquire()
-        self.checkpoint, self._needed = None if "://" in path else Path(os.path.abspath(path)), None
+        self.checkpoint, self._unused = None if "://" in path else Path(os.path.abspath(path)), None
         try:
             yield
-            if folder is not None and self._needed is not None:  # all processes are past what they do in a round
-                folder.collect_if_due(self._needed, self._prefix, self._size)
+            if folder is not None and self._unused is not None:
+                folder.collect_if_due(self._unused)
         finally:
             self.checkpoint = None
             if borrowed is not None:
@@ -282,31 +289,12 @@ class KeptStates:
         if folder is None or not folder.is_mine:
             return
         if self.trainer.world_size == 1 and isinstance(clients, DiskClientStore):
-            folder.collect(clients.needed)
+            folder.collect(folder.segments() - set(clients.needed))
         folder.release()
 
 
 def _nbytes(state: State) -> int:
     return sum(value.nbytes for value in state.values())
-
-
-_STORES: dict[object, "weakref.ref[DiskClientStore]"] = {}  # of this process
-
-
-def _clean(path: Path, key: object) -> None:
-    """Remove, when a store is gone, what neither checkpoints nor other stores need, unless a run is at work there."""
-    _STORES.pop(key, None)
-    folder = StoreFolder(path)
-    folder.patience = 0.0
-    if not path.is_dir():
-        return
-    try:
-        folder.acquire()
-    except FederatedError:
-        return
-    stores = [store for ref in _STORES.values() if (store := ref()) is not None and store.folder == path]
-    folder.collect(name for store in stores for name in store.needed)
-    folder.release()
 
 
 def _read_all(folder: Path, version: Version, is_mine: Callable[[int], bool] = lambda index: True) -> dict[int, State]:

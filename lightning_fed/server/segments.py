@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["ENTRY", "Segment", "SegmentReader", "SegmentWriter", "read_entries", "sync_folder"]
+__all__ = ["ENTRY", "Segment", "SegmentReader", "SegmentWriter", "owner", "read_entries", "sync_folder"]
 
 ENTRY = np.dtype([("client", "<i8"), ("offset", "<i8"), ("length", "<i8"), ("checksum", "<u4")])
 STATES, INDEX = ".states", ".index"
@@ -50,15 +50,10 @@ class Segment:
             raise ValueError(f"{saved!r} is no segment")
         return cls(name, entries, checksum)
 
-    @property
-    def prefix(self) -> str:
-        """The part of the name that one run has in all its segments."""
-        return self.name[:15]
 
-    @property
-    def rank(self) -> int:
-        """The process that wrote it."""
-        return int(self.name[16:20])
+def owner(name: str) -> tuple[str, int]:
+    """Return the prefix of the run and the rank of the process that wrote the segment of a name."""
+    return name[:15], int(name[16:20])
 
 
 class SegmentWriter:

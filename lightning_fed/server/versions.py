@@ -114,7 +114,7 @@ class StoreFolder:
 
     def new_prefix(self, base: Iterable[Segment] = ()) -> str:
         """Return the start of the names of a run's segments, which sort after all there are."""
-        taken = [name for name, _ in self._segment_files()] + [segment.name for segment in base]
+        taken = self.segments() | {segment.name for segment in base}
         return f"{1 + max((int(name[:6]) for name in taken), default=0):06d}-{secrets.token_hex(4)}"
 
     # ------------------------------------------------------------------ versions
@@ -183,24 +183,27 @@ class StoreFolder:
 
     # ------------------------------------------------------------------ garbage
 
-    def collect_if_due(self, live: Iterable[str] = (), prefix: str = "", ranks: int = 1) -> None:
+    def segments(self) -> set[str]:
+        """Return the names of the segments that there are now."""
+        found = (_SEGMENT_FILE.fullmatch(path.name) for path in self.path.iterdir())
+        return {match.group(1) for match in found if match}
+
+    def collect_if_due(self, unused: Iterable[str] = ()) -> None:
         """Call :meth:`collect`, unless only few of the versions can have become garbage since it was last called.
 
         It looks at all versions and checkpoints there are. A run that keeps thousands of checkpoints would spend more
         time there with every one that it adds.
         """
         if _GARBAGE * self._written >= self._kept:
-            self.collect(live, prefix, ranks)
+            self.collect(unused)
 
-    def collect(self, live: Iterable[str] = (), prefix: str = "", ranks: int = 1) -> None:
-        """Remove the versions that no checkpoint refers to, and the segments that nobody needs.
+    def collect(self, unused: Iterable[str] = ()) -> None:
+        """Remove the versions that no checkpoint refers to, and unused segments that no other version needs.
 
         Args:
-            live: Names of segments that the running fit reads or writes.
-            prefix: The start of the names of the running fit's own segments.
-            ranks: How many processes ``live`` speaks for; segments of others in the running fit are left alone.
+            unused: Names of segments that no fit reads or writes, in any process. Others stay: they may have come since
+                it was asked who uses what.
         """
-        needed = set(live)
         try:
             versions = {path.stem: self.read(path.stem) for path in self.path.glob("round-*.json")}
         except FederatedError:
@@ -209,13 +212,11 @@ class StoreFolder:
         self._written, self._kept = 0, len(wanted)
         for name in versions.keys() - wanted:
             (self.path / f"{name}.json").unlink(missing_ok=True)
-        needed.update(segment.name for name in wanted for segment in versions[name].segments)
         for file in self.path.glob("*.tmp"):  # left by a run that was killed
             file.unlink(missing_ok=True)
-        for name, file in self._segment_files():
-            others = bool(prefix) and name.startswith(prefix) and Segment(name, 0, 0).rank >= ranks
-            if name not in needed and not others:
-                file.unlink(missing_ok=True)
+        for segment in set(unused) - {part.name for name in wanted for part in versions[name].segments}:
+            for suffix in (STATES, INDEX):
+                (self.path / (segment + suffix)).unlink(missing_ok=True)
 
     def _wanted(self, versions: Mapping[str, Version]) -> set[str]:
         """Return the versions that a checkpoint refers to, or may refer to.
@@ -247,10 +248,6 @@ class StoreFolder:
         if self._read.get(checkpoint, ((), None))[0] != stamp:
             self._read[checkpoint] = (stamp, _referred_version(checkpoint))
         return self._read[checkpoint][1]
-
-    def _segment_files(self) -> list[tuple[str, Path]]:
-        found = ((_SEGMENT_FILE.fullmatch(path.name), path) for path in self.path.iterdir())
-        return [(match.group(1), path) for match, path in found if match]
 
 
 def is_reference(client_states: Any) -> bool:

@@ -1,8 +1,11 @@
 """Client states in memory and on disk: the same bits, and every kept checkpoint can be resumed from."""
 
+import gc
 import multiprocessing
+import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,7 +22,7 @@ from lightning_fed.cli import main
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.server.client_store import MemoryClientStore
 from lightning_fed.server.disk_store import DiskClientStore
-from lightning_fed.server.versions import StoreFolder
+from lightning_fed.server.versions import StoreFolder, Version
 from tests.helpers.processes import in_processes
 from tests.helpers.training import FEATURES, Net, data, parameters, same, seeded, trainer
 
@@ -395,3 +398,49 @@ def test_states_go_from_one_process_to_two_and_back(tmp_path: Path, strategy: st
         assert all((states[i]["c_i"] - kept["c_i"]).norm() < 1e-4 for i, kept in alone[1].items())
     if strategy == "clients":
         assert any(name.split("-")[2] == "0001" for name in left)
+
+
+def test_what_another_process_opens_while_garbage_is_collected_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskClientStore, "segment_bytes", 1)  # a new segment every round
+    wanted, waited = StoreFolder._wanted, []
+
+    def late(folder: StoreFolder, versions: Mapping[str, Version]) -> set[str]:
+        """Look at the checkpoints when the other process is in the next round, once."""
+        saved, latest = {part.name for v in versions.values() for part in v.segments}, time.monotonic() + 20
+        while os.environ["RANK"] == "0" and not waited and folder.segments() <= saved and time.monotonic() < latest:
+            time.sleep(0.01)
+        waited.append(folder.segments() > saved)
+        return wanted(folder, versions)
+
+    def work() -> list[bool]:
+        monkeypatch.setattr(StoreFolder, "_wanted", late)
+        fit(**{**keeping(tmp_path), "max_rounds": 3}, clients_per_round=6, strategy="clients", devices=2)
+        return waited
+
+    outcomes = in_processes(work, tmp_path)
+    assert not any(o.error for o in outcomes), outcomes[0].trace + outcomes[1].trace
+    assert outcomes[0].value[0]
+    fit(load=tmp_path / "epoch=2.ckpt", max_rounds=4, clients_per_round=6)
+
+
+def test_each_process_reads_its_states_until_it_drops_them(tmp_path: Path) -> None:
+    def work() -> int:
+        rank, dropped = int(os.environ["RANK"]), tmp_path / "dropped"
+        both = {"strategy": "clients", "devices": 2, "clients_per_round": 6}
+        fitted = trainer(client_states="disk", algorithm=Scaffold(), max_rounds=1, **both)  # nothing is read in it
+        fitted.fit(seeded(), data(sizes=SIZES))
+        latest = time.monotonic() + 20
+        while rank == 1 and not dropped.exists() and time.monotonic() < latest:
+            time.sleep(0.01)
+        found = fitted.fit_loop.state.clients.state_dict()
+        del fitted
+        gc.collect()
+        dropped.touch()
+        return len(found)
+
+    outcomes = in_processes(work, tmp_path)
+    assert not any(o.error for o in outcomes), outcomes[0].trace + outcomes[1].trace
+    assert [o.value for o in outcomes] == [3, 3]
+    assert not StoreFolder(tmp_path / "client_states").segments()

@@ -254,7 +254,7 @@ def test_a_version_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(FederatedError, match=rf"{name}.json is damaged"):
         folder.read(name)
     (tmp_path / f"{PREFIX}-0000-000001.states").write_text("")
-    folder.collect()  # which does not know what a damaged version needs
+    folder.collect(folder.segments())  # which does not know what a damaged version needs
     assert (tmp_path / f"{PREFIX}-0000-000001.states").exists()
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_fed.server.segments import Segment
 from lightning_fed.server.versions import StoreFolder, Version
 
 
@@ -56,3 +57,21 @@ def test_of_a_single_checkpoint_nothing_but_its_own_version_is_left(folder: Stor
         path = checkpoint(folder, number)
         assert versions(folder) == 1
         path.unlink()
+
+
+def test_only_unused_segments_that_no_version_needs_go(folder: StoreFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"000001-00000000-{rank:04d}-000001" for rank in range(4)]
+
+    def put(name: str) -> None:
+        (folder.path / f"{name}.states").touch()
+        (folder.path / f"{name}.index").touch()
+
+    for name in names[:3]:
+        put(name)
+    folder.write(1, Version(("../a.ckpt",), {}, 9, (Segment(names[0], 1, 0),)))
+    wanted = StoreFolder._wanted
+    # another process opens a segment meanwhile
+    monkeypatch.setattr(StoreFolder, "_wanted", lambda self, found: (put(names[3]), wanted(self, found))[1])
+    folder.collect(folder.segments() - {names[1]})
+    assert folder.segments() == {names[0], names[1], names[3]}
+    assert len(list(folder.path.glob("*.index"))) == 3
