@@ -1,7 +1,7 @@
 """The processes that share the clients of a round among them."""
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -13,22 +13,16 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.stopping import Failure
 from lightning_fed.strategies.clients import ClientsStrategy
 from lightning_fed.strategies.shared_memory import SharedMemory
 
-__all__ = ["Ranks", "Sent", "deal", "metrics_alone", "padded"]
+__all__ = ["Ranks", "Sent", "metrics_alone", "padded"]
 
 Record = TypeVar("Record")
 Sent: TypeAlias = Sequence[Sequence[Tensor]]
 """What goes to each process, as bytes."""
 
-_MODELS = (2**13, 2**20)  # parameters from which a model is middling, and large: a step takes longer than to send them
-# In local steps on a batch of 20, about, of a small model, a middling and a large one:
-_AROUND = (4, 4, 0)  # what a client that keeps a state takes beside its steps
-_MOVE = (2, 2, 1)  # what it takes to send its state of one vector, there and back
-_TRIP = (25, 2, 1)  # what it takes to send anything at all
 _ALONE = 2**13  # numbers from which a tensor is summed by itself where processes share memory
 _ALIGNED = 16  # bytes that what is sent starts at a multiple of
 
@@ -221,59 +215,6 @@ class Ranks:
     def is_home_of(self, index: int) -> bool:
         """Whether this process keeps the state of the client with this stored index."""
         return self.home_of(index) == self.rank
-
-
-def deal(
-    plans: Iterable[WorkPlan], ranks: Ranks, keeps_state: bool, most_moves: int = 2**31, numel: int = _MODELS[0]
-) -> Mapping[int, int]:
-    """Return who trains whom: ranks by stored index.
-
-    Args:
-        plans: The clients' work.
-        ranks: The processes.
-        keeps_state: Whether clients keep state from round to round. They are then trained where it is kept, but for
-            those by whose moving all are done sooner; else the largest are dealt first, each to whoever has the fewest
-            local steps so far.
-        most_moves: The most clients that are trained elsewhere than their state is kept.
-        numel: The number of parameters.
-    """
-    members = {plan.participant.index: plan.participant for plan in plans}
-    if keeps_state or ranks.size == 1:
-        homes = {index: ranks.home_of(index) for index in members}
-        kind = sum(numel >= least for least in _MODELS)
-        work = {index: member.steps + _AROUND[kind] for index, member in members.items()}
-        return _balanced(homes, work, ranks.size, most_moves, _MOVE[kind], _TRIP[kind])
-    loads = [0] * ranks.size
-    owners = {}
-    for member in sorted(members.values(), key=lambda m: (-m.steps, -m.size, m.index)):
-        rank = loads.index(min(loads))
-        loads[rank] += max(1, member.steps)
-        owners[member.index] = rank
-    return owners
-
-
-def _balanced(
-    homes: Mapping[int, int], work: Mapping[int, int], size: int, most_moves: int, a_move: int, a_trip: int
-) -> Mapping[int, int]:
-    """Move clients from the process with the most work to that with the least, as long as it gains."""
-    loads = [0] * size
-    for index, rank in homes.items():
-        loads[rank] += work[index]
-    movable = [[i for i, home in homes.items() if home == rank] for rank in range(size)]
-    owners, at_home, moves = dict(homes), max(loads), 0
-    while True:
-        most, fewest = loads.index(max(loads)), loads.index(min(loads))
-
-        def after(index: int, most: int = most, fewest: int = fewest) -> tuple[int, int]:
-            return max(loads[most] - work[index], loads[fewest] + work[index]) + a_move, index
-
-        best = min(movable[most], key=after, default=None)
-        if best is None or moves == most_moves or after(best)[0] >= loads[most]:
-            return owners if loads[most] + a_trip < at_home else homes
-        owners[best], moves = fewest, moves + 1
-        movable[most].remove(best)
-        loads[most] += a_move - work[best]
-        loads[fewest] += a_move + work[best]
 
 
 @contextmanager

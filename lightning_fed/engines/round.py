@@ -16,11 +16,12 @@ from lightning_fed.core.watched import Watched
 from lightning_fed.engines.account import Traffic, gradients_computed
 from lightning_fed.engines.attempts import run_sound
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs
+from lightning_fed.engines.dealing import deal
 from lightning_fed.engines.faults import Faults
 from lightning_fed.engines.guests import Guests
 from lightning_fed.engines.intake import Intake
 from lightning_fed.engines.plan import WorkPlan
-from lightning_fed.engines.ranks import Ranks, Sent, deal
+from lightning_fed.engines.ranks import Ranks, Sent
 from lightning_fed.optim import overrides
 from lightning_fed.server.aggregation import Aggregation
 from lightning_fed.server.aggregator import FULL_GRAD, Aggregator

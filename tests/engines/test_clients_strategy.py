@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedDane, FedDyn, Mime, Scaffold, SGDm
-from lightning_fed.engines import ranks
+from lightning_fed.engines import dealing
 from lightning_fed.server import RoundRobinSampler, SystemsHeterogeneity, TopK
 from lightning_fed.server.client_store import MemoryClientStore
 from lightning_fed.strategies import ClientsStrategy
@@ -257,7 +257,7 @@ def work(folder: Path) -> dict[str, Any]:
 def moves_pay() -> Iterator[None]:
     """Let clients be moved as with a larger model: of so small a one none would be."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "_TRIP", ranks._MOVE)
+        patch.setattr(dealing, "_TRIP", dealing._MOVE)
         yield
 
 

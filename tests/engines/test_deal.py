@@ -3,15 +3,17 @@
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed.data.batch_settings import BatchSettings
 from lightning_fed.data.batches import TensorBatches
+from lightning_fed.engines.dealing import _balanced, deal
 from lightning_fed.engines.guests import pack, unpack
 from lightning_fed.engines.plan import WorkPlan
-from lightning_fed.engines.ranks import Ranks, deal
+from lightning_fed.engines.ranks import Ranks
 from lightning_fed.server.aggregation import Participant
 from tests.helpers.processes import in_processes
 
@@ -78,6 +80,56 @@ def test_moves_never_leave_a_process_with_more_than_there_was(steps: dict[int, i
     assert owners.keys() == steps.keys()
     assert all(0 <= rank < size for rank in owners.values())
     assert max(loads.values(), default=0) <= max(at_home.values(), default=0)
+
+
+def moved_one_by_one(
+    homes: dict[int, int], work: dict[int, int], size: int, most_moves: int, a_move: int, a_trip: int
+) -> dict[int, int]:
+    """Return the owners if every move is the best of all, that of the lowest index where several are."""
+    loads = [sum(work[i] for i, home in homes.items() if home == rank) for rank in range(size)]
+    owners, at_home = dict(homes), max(loads)
+    for _ in range(most_moves):
+        most, fewest = loads.index(max(loads)), loads.index(min(loads))
+        left = sorted(i for i in homes if homes[i] == owners[i] == most)
+        heaviest = {i: max(loads[most] - work[i], loads[fewest] + work[i]) + a_move for i in left}
+        best = min(left, key=heaviest.get, default=None)
+        if best is None or heaviest[best] >= loads[most]:
+            break
+        owners[best] = fewest
+        loads[most] += a_move - work[best]
+        loads[fewest] += a_move + work[best]
+    return owners if max(loads) + a_trip < at_home else homes
+
+
+@given(
+    st.dictionaries(st.integers(0, 500), st.integers(0, 12) | st.integers(0, 300), max_size=40),
+    st.integers(1, 5),
+    st.sampled_from([2**31, 3]),
+    st.sampled_from([(2, 25), (2, 2), (1, 1)]),
+)
+def test_moves_are_the_best_of_all(steps: dict[int, int], size: int, most_moves: int, costs: tuple[int, int]) -> None:
+    homes = {index: index % size for index in steps}
+    limit = min(most_moves, len(homes))
+    assert _balanced(homes, steps, size, most_moves, *costs) == moved_one_by_one(homes, steps, size, limit, *costs)
+
+
+class Counted(dict[int, int]):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def __getitem__(self, key: int) -> int:
+        self.asked += 1
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("kinds", [2, 4000])
+def test_large_cohorts_are_not_looked_through_for_every_move(kinds: int) -> None:
+    work = Counted({i: (8000 if i % 2 == 0 else 0) + i // 2 % kinds for i in range(4000)})
+    homes = {i: i % 2 for i in work}
+    owners = _balanced(homes, work, 2, 2**31, 2, 25)
+    assert sum(owners[i] != homes[i] for i in homes) > 500
+    assert work.asked < 20 * len(homes)
 
 
 STATES = {
