@@ -339,7 +339,7 @@ class FederatedLoop(Inspection, _FitLoop):
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
         self.epoch_progress.increment_started()
         # after these hooks, where GradientAccumulationScheduler sets how many batches make a step of this round
-        self._plans, self._dropped = self._planner.cohort(self.round, self._faults)
+        self._plans, self._gradient_plans, self._dropped = self._planner.cohort(self.round, self._faults)
         if not self._plans and not self._faults.causes and not self._is_private:
             rank_zero_info(f"Nobody takes part in round {self.round}: it changes nothing.")
         self.precision_at_start = copy.deepcopy(trainer.precision_plugin.state_dict()) or None
@@ -452,7 +452,7 @@ class FederatedLoop(Inspection, _FitLoop):
         trainer._logger_connector.epoch_end_reached()
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
         round_report = work.close(metrics, time.perf_counter() - started)
-        self._work = None
+        self._work, self._plans, self._gradient_plans = None, [], []  # the next round's data need not lie beside theirs
         self.show_server_model()
         self._warn_of(round_report)
         return round_report
@@ -463,7 +463,6 @@ class FederatedLoop(Inspection, _FitLoop):
         assert self.population is not None
         averages = settings.algorithm.full_grad_for != "client"
         gathers = bool(self._plans and settings.algorithm.full_grad_at and averages)
-        gradient_plans = self._planner.gradient_cohort(self.round, self._plans, faults) if gathers else ()
         if settings.drops_failed:
             faults.merge(ranks.gather(faults.causes))  # data may have failed to load in some processes only
         work = self._work = Round(
@@ -472,7 +471,7 @@ class FederatedLoop(Inspection, _FitLoop):
             settings.weighting,
             self.population,
             self._plans,
-            gradient_plans,
+            self._gradient_plans if gathers else (),
             self._dropped,
             ranks,
             settings.aggregator,

@@ -1,12 +1,14 @@
 """Clients built on demand: a run visits those that take part and no other, whatever the population."""
 
 import tracemalloc
+import weakref
+from collections import Counter
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from lightning_fed import FederatedDataModule, algorithms
+from lightning_fed import FederatedCallback, FederatedDataModule, algorithms
 from tests.helpers.training import CLASSES, FEATURES, Trajectory, parameters, seeded, trainer
 
 
@@ -17,9 +19,11 @@ class OnDemand(FederatedDataModule):
         super().__init__(batch_size=4)
         self.num_clients = num_clients
         self.visited = set()
+        self.built = Counter()
 
     def client_dataset(self, client_id):
         self.visited.add(client_id)
+        self.built[client_id] += 1
         stream = torch.Generator().manual_seed(client_id)
         return TensorDataset(torch.randn(8, FEATURES, generator=stream), torch.arange(8) % CLASSES)
 
@@ -49,6 +53,39 @@ def test_only_the_cohort_is_visited_and_kept(method):
     assert len(cohorts) == 10
     assert data.visited == cohorts
     assert set(federated.fit_loop.state.clients.state_dict()) <= cohorts
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_client_of_both_cohorts_is_built_once_a_round(engine):
+    def gradients(seed, round):
+        return [4, 5, 6, 7]
+
+    algorithm, data = algorithms.FedDane(mu=0.1), OnDemand(1000)
+    run = trainer(algorithm=algorithm, engine=engine, sampler=lambda seed, round: [3, 4, 5], gradient_sampler=gradients)
+    run.fit(seeded(), data)
+    tried = {0: 1} if engine == "vectorized" else {}  # by the trial step
+    assert data.built == {3: 3, 4: 3, 5: 3, 6: 3, 7: 3, **tried}
+
+
+def test_data_of_a_round_is_gone_in_the_next():
+    class Held(OnDemand):
+        def __init__(self):
+            super().__init__(1000)
+            self.made = []
+
+        def client_dataset(self, client_id):
+            dataset = super().client_dataset(client_id)
+            self.made.append(weakref.ref(dataset.tensors[0]))
+            return dataset
+
+    class Count(FederatedCallback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            counts.append(sum(ref() is not None for ref in trainer.datamodule.made))
+
+    counts = []
+    run = trainer(algorithm=algorithms.FedDane(mu=0.1), engine="sequential", clients_per_round=20, callbacks=Count())
+    run.fit(seeded(), Held())
+    assert max(counts) <= 1, counts
 
 
 def test_memory_does_not_grow_with_the_population():

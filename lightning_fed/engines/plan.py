@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TypeAlias
 
 import pytorch_lightning as pl
 
@@ -17,6 +19,9 @@ from lightning_fed.server.sampling import Sampler, draw
 from lightning_fed.settings import Settings, cut
 
 __all__ = ["Planner", "WorkPlan"]
+
+Builder: TypeAlias = Callable[[ClientId], tuple[ClientBatches, int]]
+"""Returns a client's data, and its number of batches."""
 
 _TRIED = 10  # clients whose data cannot be made, before the first round
 
@@ -49,28 +54,30 @@ class Planner:
     def __init__(self, trainer: pl.Trainer, settings: Settings, population: Population, seed: int) -> None:
         self.trainer, self.settings, self.population, self.seed = trainer, settings, population, seed
 
-    def cohort(self, round: int, faults: Faults) -> tuple[list[WorkPlan], list[ClientId]]:
-        """Return a round's work, and the ids that were drawn but are left out.
+    def cohort(self, round: int, faults: Faults) -> tuple[list[WorkPlan], list[WorkPlan], list[ClientId]]:
+        """Return a round's work, that of those whose full-batch gradients are averaged, and the ids that are left out.
 
         Args:
             round: The round.
             faults: Takes note of clients whose data cannot be built.
         """
-        drawn = self._draw(self.settings.sampler, self.seed, round)
-        plans = self._plan(drawn, round, faults)
+        drawn, build = self._draw(self.settings.sampler, self.seed, round), self._builder(round)
+        plans = self._plan(drawn, round, faults, build)
         if self.settings.heterogeneity is not None:
             plans = self._completed(plans, round)
-        if self.settings.algorithm.full_grad_at and not self.gradient_cohort(round, plans, faults):
+        gradient_plans = self._gradient_cohort(round, plans, faults, build)
+        if self.settings.algorithm.full_grad_at and not gradient_plans:
             plans = []  # without the cohort's gradient there is no step to take
         kept = {plan.participant.client_id for plan in plans}
-        return plans, [client_id for client_id in drawn if client_id not in kept]
+        return plans, gradient_plans, [client_id for client_id in drawn if client_id not in kept]
 
-    def gradient_cohort(self, round: int, cohort: list[WorkPlan], faults: Faults) -> list[WorkPlan]:
-        """Return the clients whose full-batch gradients are averaged."""
+    def _gradient_cohort(self, round: int, cohort: list[WorkPlan], faults: Faults, build: Builder) -> list[WorkPlan]:
+        if not self.settings.algorithm.full_grad_at:
+            return []
         if self.settings.algorithm.grad_cohort == "same":
             return cohort
         seed = derive_seed(self.seed, Purpose.GRADIENT_COHORT)
-        return self._plan(self._draw(self.settings.gradient_sampler, seed, round), round, faults)
+        return self._plan(self._draw(self.settings.gradient_sampler, seed, round), round, faults, build)
 
     def some(self) -> Iterator[WorkPlan]:
         """Yield the work of the first few clients that have examples, to try things out on.
@@ -80,9 +87,10 @@ class Planner:
         """
         failures: list[ClientError] = []
         for client_id in self.population:
+            build = self._builder(0)
             try:
-                batches, _ = self._build(self.trainer.datamodule.batches_of(), client_id, 0)
-                plans = self._plan({client_id: 1}, 0, Faults()) if batches.size else []
+                batches, _ = build(client_id)
+                plans = self._plan({client_id: 1}, 0, Faults(), build) if batches.size else []
             except ClientError as error:
                 failures.append(error)
                 if len(failures) in (_TRIED, len(self.population)):
@@ -104,15 +112,15 @@ class Planner:
             drawn[client_id] = drawn.get(client_id, 0) + 1
         return drawn
 
-    def _plan(self, drawn: dict[ClientId, int], round: int, faults: Faults) -> list[WorkPlan]:
+    def _plan(self, drawn: dict[ClientId, int], round: int, faults: Faults, build: Builder) -> list[WorkPlan]:
         """Plan the work asked of each client; one drawn twice is trained once."""
-        accumulated, batches_of = self.trainer.accumulate_grad_batches, self.trainer.datamodule.batches_of()
+        accumulated = self.trainer.accumulate_grad_batches
         work: dict[int, tuple[int, tuple[int, ...]]] = {}  # steps and batches by the length of an epoch
         plans = []
         for client_id, count in drawn.items():
             index = self.population.index_of(client_id)
             try:
-                batches, length = self._build(batches_of, client_id, round)
+                batches, length = build(client_id)
             except ClientError as error:
                 faults.add(error)
                 continue
@@ -127,8 +135,12 @@ class Planner:
             plans.append(WorkPlan(Participant(client_id, index, batches.size, count, steps), batches, epochs))
         return plans
 
+    def _builder(self, round: int) -> Builder:
+        """Return what builds a client's data once, however many of the round's cohorts it is in."""
+        return cache(partial(self._build, self.trainer.datamodule.batches_of(), round))
+
     def _build(
-        self, batches_of: Callable[[ClientId], ClientBatches], client_id: ClientId, round: int
+        self, batches_of: Callable[[ClientId], ClientBatches], round: int, client_id: ClientId
     ) -> tuple[ClientBatches, int]:
         """Return a client's data, and its number of batches; what a module refuses by name is refused here too."""
         try:
