@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, algorithms
-from tests.helpers.training import CLASSES, FEATURES, Trajectory, parameters, seeded, trainer
+from tests.helpers.training import CLASSES, FEATURES, Trajectory, parameters, same, seeded, trainer
 
 
 class OnDemand(FederatedDataModule):
@@ -86,6 +86,29 @@ def test_data_of_a_round_is_gone_in_the_next():
     run = trainer(algorithm=algorithms.FedDane(mu=0.1), engine="sequential", clients_per_round=20, callbacks=Count())
     run.fit(seeded(), Held())
     assert max(counts) <= 1, counts
+
+
+def test_empty_clients_leave_scaling_by_size_alone():
+    """FedDyn's local work is the same whether clients are listed, where empty ones are known, or built on demand."""
+
+    class Some(OnDemand):
+        def client_dataset(self, client_id):
+            whole = super().client_dataset(client_id)
+            return TensorDataset(*(tensor[: self.client_size(client_id)] for tensor in whole.tensors))
+
+        def client_size(self, client_id):
+            return (0, 8, 4, 0)[client_id]
+
+    def ends(data):
+        path, algorithm = Trajectory(), algorithms.FedDyn(alpha=0.1, alpha_scaling="inverse_size")
+        trainer(
+            algorithm=algorithm, sampler=lambda seed, round: [1, 2], max_rounds=1, callbacks=path, local_steps=3
+        ).fit(seeded(), data)
+        return path.ends
+
+    some = Some(4)
+    listed = FederatedDataModule(clients=[some.client_dataset(i) for i in range(4)], batch_size=4)
+    assert same(ends(some), ends(listed))
 
 
 def test_memory_does_not_grow_with_the_population():

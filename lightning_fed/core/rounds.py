@@ -27,7 +27,7 @@ class Step:
         full_grad: This client's full-batch gradients by point, as asked for in :attr:`Algorithm.full_grad_at`.
         cohort_grad: Their averages over the (gradient) cohort, by point.
         num_examples: The client's number of examples n_i.
-        mean_examples: The mean of n_i over the population, n / N.
+        mean_examples: The mean of n_i over the clients that have examples.
     """
 
     x: Vector
@@ -54,7 +54,7 @@ class Run:
         full_grad: This client's full-batch gradients by point.
         cohort_grad: Their averages over the (gradient) cohort, by point.
         num_examples: n_i.
-        mean_examples: n / N.
+        mean_examples: The mean of n_i over the clients that have examples.
         num_steps: The local steps taken, K_i.
         lr_sum: The sum of the learning rates over those steps (0-dim, or per coordinate [P] with several groups).
         path: Computes :attr:`path_gradient`.

@@ -40,7 +40,7 @@ class RoundInputs:
         server: The server state.
         full_grad: Full-batch gradients by client index, then by point.
         cohort_grad: Their averages by point.
-        mean_examples: n / N where the method may ask for it, else nan.
+        mean_examples: The mean of n_i over the clients that have examples, where the method may ask for it, else nan.
     """
 
     round: int

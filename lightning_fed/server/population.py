@@ -1,6 +1,6 @@
 """Who the clients are: their ids, stored indices and sizes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import overload
 
 from lightning_fed.core.errors import FederatedError
@@ -36,16 +36,20 @@ class Population(Sequence[ClientId]):
             self._index = {client_id: i for i, client_id in enumerate(ids)}
             if len(self._index) != len(ids):
                 raise FederatedError(f"Client ids must be distinct, found {len(ids) - len(self._index)} duplicates.")
-        self._total: int | None = None
+        self._mean: float | None = None
+        self._known_at_once = known_sizes is not None
         self.empty: list[ClientId] = []
         if known_sizes is not None:
-            self._sizes = dict(zip(ids, known_sizes, strict=True))
-            self._total = sum(known_sizes)
+            self._learn(known_sizes)
             self.empty = [client_id for client_id, n in self._sizes.items() if n == 0]
         nonempty = [i for i in ids if self._sizes[i] > 0] if self.empty else ids
         if len(nonempty) == 0:
             raise FederatedError(f"All {len(ids)} clients are empty: there is nothing to train on.")
         self.eligible: Sequence[ClientId] = nonempty
+
+    def _learn(self, sizes: Iterable[int]) -> None:
+        self._sizes = dict(zip(self.ids, sizes, strict=True))
+        self._mean = sum(self._sizes.values()) / max(1, sum(n > 0 for n in self._sizes.values()))
 
     def __len__(self) -> int:
         """The number of clients N."""
@@ -78,27 +82,27 @@ class Population(Sequence[ClientId]):
     def size(self, client_id: ClientId) -> int:
         """Return the number of training examples of a client, n_i."""
         if client_id not in self._sizes:
-            if self._total is not None:
+            if self._mean is not None:
                 self.index_of(client_id)
             return self._size_of(client_id)
         return self._sizes[client_id]
 
     @property
     def sizes_are_known(self) -> bool:
-        """Whether every size is known without building clients."""
-        return self._total is not None
+        """Whether every size was known from the start, without building clients."""
+        return self._known_at_once
 
     @property
     def sizes(self) -> list[int]:
         """The sizes n_i of all clients, in order. Clients built on demand are all asked for theirs, once."""
-        if self._total is None:
-            self._sizes = {client_id: self._size_of(client_id) for client_id in self.ids}
-            self._total = sum(self._sizes.values())
+        if self._mean is None:
+            self._learn(map(self._size_of, self.ids))
         return [self._sizes[client_id] for client_id in self.eligible]
 
     @property
     def mean_size(self) -> float:
-        """The mean of n_i over the population, n / N."""
-        if self._total is None:
-            return sum(self.sizes) / len(self)
-        return self._total / len(self)
+        """The mean of n_i over the clients that have examples; asks clients built on demand as :attr:`sizes` does."""
+        if self._mean is None:
+            self._learn(map(self._size_of, self.ids))
+        assert self._mean is not None
+        return self._mean

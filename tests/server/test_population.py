@@ -95,9 +95,11 @@ def test_a_pass_over_all_clients_happens_once(first: str) -> None:
     getattr(population, first)
     assert asked.ids == list(SIZES)
     assert population.sizes == [4, 0, 6, 2]
-    assert population.mean_size == 3.0
+    assert population.mean_size == known()[0].mean_size == 4.0  # empty clients do not count, though N has them
     assert population.size("a") == 4
     assert asked.ids == list(SIZES)
+    assert not population.sizes_are_known  # as before: what rounds do does not depend on who has asked
+    assert len(population) == 4
 
 
 def test_duplicates_are_counted() -> None:
