@@ -31,8 +31,7 @@ class Purpose(IntEnum):
     TRAINING = 4
     FULL_GRADIENT = 5
     VALIDATION = 6
-    WORKERS = 7
-    STRAGGLERS = 8
+    STRAGGLERS = 8  # 7 stays free: streams go by these numbers
     DROPOUT = 9
     SPEED = 10
     AVAILABILITY = 11
