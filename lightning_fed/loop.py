@@ -311,6 +311,11 @@ class FederatedLoop(Inspection, _FitLoop):
         for counter in (self.epoch_progress.total, self.epoch_progress.current):
             counter.ready = counter.started = counter.processed = counter.completed = round
 
+    def on_run_end(self) -> None:
+        """Call the hooks that end training, and keep what they make of the model."""
+        super().on_run_end()
+        self.take_in_edits()
+
     def teardown(self) -> None:
         """Leave the module with the server model, and its parameters with storage of their own."""
         if self._flat is not None:
@@ -320,7 +325,6 @@ class FederatedLoop(Inspection, _FitLoop):
                     "schedulers": [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs],
                 }
             self._work = self.precision_at_start = None
-            self.take_in_edits()
             self.show_server_model()
             self._flat.release()
             self._flat = None
@@ -429,6 +433,7 @@ class FederatedLoop(Inspection, _FitLoop):
     def _run_round(self) -> RoundReport:
         started = time.perf_counter()
         trainer, results = self.trainer, self.epoch_loop._results
+        self.check_trained()
         self.take_in_edits()
         self._shown = None
         undo = self._engine.undo_point() if self.settings.drops_failed else None

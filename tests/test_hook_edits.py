@@ -214,3 +214,10 @@ def test_what_is_trained_is_not_to_be_frozen_on_the_way(engine: str) -> None:
 
     with pytest.raises(FederatedError, match=r"frozen the parameter 'head.weight'.*settled when the fit starts"):
         run(engine, callbacks=[hooked("on_train_epoch_start", freeze)])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_has_been_trained_may_be_frozen_in_the_end(engine: str) -> None:
+    t = run(engine, callbacks=[hooked("on_train_end", lambda trainer, module: module.freeze())])
+    assert not any(p.requires_grad for p in t.lightning_module.parameters())
+    assert same(state_of(t), state_of(run(engine)))

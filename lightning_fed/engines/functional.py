@@ -92,11 +92,10 @@ class FunctionalStep:
         self._values: dict[str, Tensor] = {}
         self._sizes: dict[str, int | None] = {}
         self._held: Sequence[Tensor] | None = None  # the views that the module's parameters look at
-        self.traces = Traces()
+        with trainer.precision_plugin.train_step_context():
+            self.traces = Traces(torch.get_default_dtype())
         self.is_hot = False
         self.checked: set[str] = set()
-        with trainer.precision_plugin.train_step_context():
-            self._dtype = torch.get_default_dtype()
         self._is_mixed = isinstance(trainer.precision_plugin, MixedPrecision)
         self._unused: dict[Any, frozenset[int]] = {}  # by what decides the shapes of a step
 
@@ -332,14 +331,12 @@ class FunctionalStep:
     def recording(self) -> Iterator[None]:
         """Collect what ``self.log`` is given inside, instead of handing it to Lightning."""
         attributes, loop = self.module.__dict__, self.trainer.fit_loop
-        several, dtype = loop.runs_several, torch.get_default_dtype()
+        several = loop.runs_several
         own = {name: attributes[name] for name in ("log",) if name in attributes}
         attributes["log"], loop.runs_several = self._log, True
-        torch.set_default_dtype(self._dtype)  # which a trace goes by too
         try:
             yield
         finally:
-            torch.set_default_dtype(dtype)
             loop.runs_several = several
             del attributes["log"]
             attributes.update(own)

@@ -176,16 +176,11 @@ class Inspection:
         """Let the server have what hooks have made of the model they were shown; nothing while clients are at work.
 
         Raises:
-            FederatedError: If parameters were edited that are not those that the method trains, or one was frozen.
+            FederatedError: If parameters were edited that are not those that the method trains.
         """
         flat, state, shown = self._flat, self._state, self._shown
         if flat is None or state is None or shown is None:
             return
-        if frozen := [name for name, p in zip(flat.names, flat.params, strict=True) if not p.requires_grad]:
-            raise FederatedError(
-                f"A hook has frozen the parameter {frozen[0]!r}: what is trained is settled when the fit starts. Freeze"
-                " it in the module's __init__, or set requires_grad and start a new fit of another trainer."
-            )
         flat.gather()
         buffers, is_edited = self._buffers.read(), not torch.equal(flat.y, shown)
         if is_edited and shown is not state.x:
@@ -198,10 +193,26 @@ class Inspection:
         elif all(torch.equal(value, state.buffers[name]) for name, value in buffers.items()):
             return
         state.buffers = buffers
+        if self.trainer.world_size == 1:
+            return
         digest = hashlib.blake2b(digest_size=16)
         for value in (flat.y, *buffers.values()):
             digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         self._edit = digest.hexdigest()
+
+    def check_trained(self) -> None:
+        """Refuse a parameter that a hook has frozen.
+
+        Raises:
+            FederatedError: Naming it.
+        """
+        assert self._flat is not None
+        frozen = [name for name, p in zip(self._flat.names, self._flat.params, strict=True) if not p.requires_grad]
+        if frozen:
+            raise FederatedError(
+                f"A hook has frozen the parameter {frozen[0]!r}: what is trained is settled when the fit starts. Freeze"
+                " it in the module's __init__, or set requires_grad and start a new fit of another trainer."
+            )
 
     @property
     def client_model(self) -> tuple[Vector, State] | None:

@@ -42,11 +42,15 @@ class Traces:
     Python may decide otherwise later, drop them when something has changed, and check them now and then. What is traced
     must not depend on what was run before: a trace rounds otherwise, and a resumed run has the same bits.
 
+    Args:
+        dtype: The type that PyTorch makes of whole numbers, within the functions.
+
     Attributes:
         fit_any_count: Whether traced steps take any number of clients at once, by the kinds of their batches.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self._dtype = dtype
         self.allowed = self.may_capture = not _MISSING
         if _MISSING:
             rank_zero_warn(
@@ -97,7 +101,7 @@ class Traces:
                 return None
             module, sizes = traced
             module.recompile()
-            self._made[key] = _Call(module.forward, sizes)
+            self._made[key] = _Call(_under(self._dtype, module.forward), sizes)
         return self._made[key]
 
     def get_step(
@@ -171,7 +175,7 @@ class Traces:
         if again and not take_any_count([[each.once for each in alike], [each.step for each in alike]], owners):
             return None
         own_notes = {name: set(read) for name, read in notes.items()}
-        return TracedStep(whole, graphs, count, sizes, own_notes, takes_any_count=bool(again))
+        return TracedStep(whole, graphs, count, sizes, own_notes, bool(again), self._dtype)
 
     def fits_any_size(
         self,
@@ -257,6 +261,7 @@ class TracedStep:
         sizes: The ``batch_size`` of each logged value, by name.
         notes: What it reads of the server state and of the cohort's gradients.
         takes_any_count: Whether it takes any number of clients at once, or of examples.
+        dtype: The type that PyTorch makes of whole numbers in it.
 
     Attributes:
         fits_any_size: Whether it is the same for every number of examples; None as long as nobody has looked.
@@ -277,6 +282,7 @@ class TracedStep:
         sizes: dict[str, int | None],
         notes: dict[str, set[str]],
         takes_any_count: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.whole, self.has_sum, self.notes, self.takes_any_count = whole, graphs.has_sum, notes, takes_any_count
         self.fits_any_size: bool | None = None
@@ -290,9 +296,9 @@ class TracedStep:
         full = where_all_count(graphs.step, count) if takes_any_count else None
         for graph in (graphs.once, graphs.step, *(() if full is None else (full.step,))):
             use_bindings(graph)
-        self._once = fx.GraphModule(whole, graphs.once).forward
-        self.run: Callable[..., list[Tensor]] = fx.GraphModule(whole, graphs.step).forward
-        self.run_full = self.run if full is None else fx.GraphModule(whole, full.step).forward
+        self._once = _under(dtype, fx.GraphModule(whole, graphs.once).forward)
+        self.run: Callable[..., list[Tensor]] = _under(dtype, fx.GraphModule(whole, graphs.step).forward)
+        self.run_full = self.run if full is None else _under(dtype, fx.GraphModule(whole, full.step).forward)
         self.full_targets = None if full is None else (full.place, full.ignored)
         self.captures: dict[Any, Any] = {}
 
@@ -310,6 +316,22 @@ class TracedStep:
         """Return the loss and the logged values out of what :attr:`run` returns."""
         loss, *logged = results
         return loss, {name: (value, size) for (name, size), value in zip(self._sizes.items(), logged, strict=True)}
+
+
+def _under(dtype: torch.dtype, function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """Return a function that makes this type of whole numbers where it divides them."""
+    if dtype == torch.get_default_dtype():
+        return function
+
+    def under(*arguments: Any) -> list[Tensor]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            return function(*arguments)
+        finally:
+            torch.set_default_dtype(before)
+
+    return under
 
 
 def resized(leaves: Sequence[Tensor], size: int) -> list[Tensor]:
