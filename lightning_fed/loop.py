@@ -385,7 +385,7 @@ class FederatedLoop(Inspection, _FitLoop):
 
     def _leave_round(self) -> None:
         """Forget the round at work: everything is as after the last completed one."""
-        self._work = self._shown = None
+        self._work = None
         self.state.clients.discard()
         if self.precision_at_start is not None:
             self.trainer.precision_plugin.load_state_dict(self.precision_at_start)

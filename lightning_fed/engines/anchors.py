@@ -174,7 +174,8 @@ class AnchorPass:
         self._bytes: dict[int, int] = {}
         self._at: dict[Any, _AtPoint] = {}
         self._has_checked = False
-        self._is_gradient: bool | None = None  # whether a client's was the module's own, once one was looked at
+        self._compared = 0  # examples of the largest client whose gradient was compared with the module's own
+        self._is_gradient = True  # whether it was the same
 
     def begin_round(self, is_new: bool) -> None:
         """Begin with nothing kept; and with nothing known of the loss, if it may be a new one."""
@@ -182,7 +183,7 @@ class AnchorPass:
         self._has_checked = False
         if is_new:
             self._is_mean.clear()
-            self._is_gradient = None
+            self._compared, self._is_gradient = 0, True
 
     def end_round(self) -> None:
         """Let go of all that was kept."""
@@ -203,7 +204,7 @@ class AnchorPass:
             settings: How examples become batches.
         """
         size, full = len(epoch[0]), settings.batch_size
-        if self._is_gradient is False or not self._is_mean.get(size, True):
+        if not self._is_gradient or not self._is_mean.get(size, True):
             return None
         out = torch.zeros_like(point)
         sums, passed = self.layout.views(out), list[_Passed]()
@@ -223,10 +224,10 @@ class AnchorPass:
         if others + needed > _KEPT_BYTES or not self._is_right(passed, epoch, point, settings):
             return None
         at.add_products(sums, epoch, passed)
-        if self._is_gradient is None:
+        if size > self._compared:
             batches = zip(*(t.split(settings.full_batch_size) for t in epoch), strict=True)
             shares = ((list(batch), len(batch[0]) / size) for batch in batches)
-            self._is_gradient = is_gradient(self.step, out, point, shares)
+            self._compared, self._is_gradient = size, is_gradient(self.step, out, point, shares)
             if not self._is_gradient:
                 return None
         self._bytes[index] = needed

@@ -72,13 +72,14 @@ class FullGradients:
     ) -> bool:
         """Add a batch's gradients to the sums; return False if the module's loss is another than the trace's."""
         _, once = traced.once([point])
-        if not traced.sizes_seen and not self._is_gradient(traced, leaves, spec, point, once, alone):
+        size, seen = leaves[0].shape, traced.sizes_seen
+        is_largest = size not in seen and all(other[0] < size[0] for other in seen)
+        if is_largest and not self._is_gradient(traced, leaves, spec, point, once, alone):
             return False
         loss, _ = traced(*views, *leaves, *once, factor)
-        size = leaves[0].shape
-        if "sum" in self.step.checked and size in traced.sizes_seen:
+        if "sum" in self.step.checked and size in seen:
             return True
-        traced.sizes_seen.add(size)
+        seen.add(size)
         at = self.layout.views(point)
         expected = self.step.loss_of_first(at, leaves if alone else [leaf[0] for leaf in leaves], spec, 0, True)
         return self.step.is_right(loss if alone else loss[0], expected, "sum")
@@ -92,7 +93,7 @@ class FullGradients:
         once: Sequence[Tensor],
         alone: bool,
     ) -> bool:
-        """Compare a new trace's gradient with the module's: hooks of tensors let it be another than the loss's."""
+        """Compare a trace's gradient with the module's: hooks of tensors let it be another than the loss's."""
         found = torch.zeros_like(point) if alone else point.new_zeros(len(leaves[0]), len(point))
         views = self.layout.views(found) if alone else self.layout.stacked_views(found)
         traced(*views, *leaves, *once, 1.0)

@@ -300,7 +300,6 @@ class VectorizedEngine(Engine):
         module._current_fx_name = previous
         self.steady.end_round()
         self.anchors.end_round()
-        self.flat.restore()
         self._logged = {}
         self._row = None
 
