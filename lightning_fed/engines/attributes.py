@@ -54,7 +54,7 @@ def changed(before: Marks, after: Marks) -> str | None:
     """Return the name of an attribute that has changed, None if none has."""
     if before == after:
         return None
-    for key in after.keys() | before.keys():
+    for key in dict.fromkeys((*after, *before)):  # not in the order of a set, which differs from run to run
         if after.get(key) != before.get(key):
             return ".".join(filter(None, key))
     return None

@@ -316,7 +316,7 @@ def test_methods_without_local_work_try_the_module_out_too(sizes: tuple[int, ...
             return super().forward(self.memory(x[:, None])[0][:, 0])
 
     alone = {"algorithm": ServerOnly(), "local_epochs": None, "clients_per_round": 3}
-    refused(Recurrent, "changes the attribute 'memory._flat_weights'", data(sizes), **alone)
+    refused(Recurrent, r"changes the attribute 'memory._flat_weight", data(sizes), **alone)
     t = trainer(engine="auto", max_rounds=1, **alone)
     t.fit(Recurrent(), data(sizes))
     assert isinstance(t.fit_loop._engine, SequentialEngine)
