@@ -1,5 +1,6 @@
 """What is removed when a store of client states is gone: each process clears away what it has written itself."""
 
+import os
 import weakref
 from pathlib import Path
 
@@ -33,10 +34,12 @@ def clean_after(store: DiskClientStore, is_shared: bool) -> None:
     """
     key = object()
     _STORES[key] = weakref.ref(store)
-    weakref.finalize(store, _clean, store.folder, store.rank, is_shared, key)
+    weakref.finalize(store, _clean, store.folder, store.rank, is_shared, key, os.getpid())
 
 
-def _clean(path: Path, rank: int, is_shared: bool, key: object) -> None:
+def _clean(path: Path, rank: int, is_shared: bool, key: object, process: int) -> None:
+    if process != os.getpid():  # a forked child drops its copy of the store: the parent's may live on
+        return
     _STORES.pop(key, None)
     folder = StoreFolder(path)
     folder.patience = _PATIENCE if is_shared else 0.0

@@ -400,7 +400,6 @@ def test_states_go_from_one_process_to_two_and_back(tmp_path: Path, strategy: st
         assert any(name.split("-")[2] == "0001" for name in left)
 
 
-@pytest.mark.slow  # whether the other process is at its next segment by then is up to the machine
 def test_what_another_process_opens_while_garbage_is_collected_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,6 +423,25 @@ def test_what_another_process_opens_while_garbage_is_collected_stays(
     assert not any(o.error for o in outcomes), outcomes[0].trace + outcomes[1].trace
     assert outcomes[0].value[0]
     fit(load=tmp_path / "epoch=2.ckpt", max_rounds=4, clients_per_round=6)
+
+
+def test_a_forked_process_that_drops_its_copy_leaves_the_states_alone(tmp_path: Path) -> None:
+    kept = [trainer(client_states="disk", algorithm=Scaffold(), max_rounds=2)]
+    kept[0].fit(seeded(), data(sizes=SIZES))
+    count = len(kept[0].fit_loop.state.clients.state_dict())
+
+    def drop() -> None:
+        kept.clear()
+        gc.collect()
+
+    process = multiprocessing.get_context("fork").Process(target=drop)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert StoreFolder(tmp_path / "client_states").segments()
+    assert len(kept[0].fit_loop.state.clients.state_dict()) == count > 0
+    drop()
+    assert not StoreFolder(tmp_path / "client_states").segments()
 
 
 def test_each_process_reads_its_states_until_it_drops_them(tmp_path: Path) -> None:
