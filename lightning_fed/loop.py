@@ -2,18 +2,15 @@
 
 import copy
 import math
-import os
-import secrets
 import time
 from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch import nn
 
 from lightning_fed._compat import SIGTERMException, _FitLoop, call, rank_zero_info, rank_zero_warn
-from lightning_fed.callbacks.base import call_round_hook, hears
+from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.checkpoint_places import keep_last_round
 from lightning_fed.checks import (
     check_algorithm_fits,
@@ -27,8 +24,7 @@ from lightning_fed.checks import (
 )
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.flat import FlatParameters
-from lightning_fed.core.options import differing_options, options_of
+from lightning_fed.core.flat import FlatParameters, trained_parameters
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.seeds import Purpose, derive_seed, seed_global
 from lightning_fed.core.types import ClientId
@@ -36,17 +32,16 @@ from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.choice import make_engine
 from lightning_fed.engines.client_loop import ClientEpochLoop
-from lightning_fed.engines.faults import Faults
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.hooks import time_by_rounds
 from lightning_fed.engines.inspection import Inspection
 from lightning_fed.engines.kept_states import KeptStates
-from lightning_fed.engines.plan import Planner
-from lightning_fed.engines.ranks import Ranks, Sent, metrics_alone
-from lightning_fed.engines.round import Round
+from lightning_fed.engines.plan import Planner, cohort_seed
+from lightning_fed.engines.ranks import Ranks
+from lightning_fed.engines.runner import RoundRunner
 from lightning_fed.method_checks import check_method
 from lightning_fed.optim import FederatedOptimizer
-from lightning_fed.restoring import check_optimizer_states, compare_work, notes_of, restored_from
+from lightning_fed.restoring import notes_of, restore_server, restored_from
 from lightning_fed.server.client_store import ClientStore
 from lightning_fed.server.population import Population
 from lightning_fed.server.privacy import DifferentialPrivacy
@@ -95,7 +90,7 @@ class FederatedLoop(Inspection, _FitLoop):
         self._carried: dict[str, Any] | None = None
         self._flat: FlatParameters | None = None
         self._plateau_round = 0
-        self._work: Round | None = None
+        self._runner: RoundRunner | None = None
         self._work_notes: dict[str, str] = {}
         self._ranks = Ranks()  # that share the clients
         self._warned: set[ClientId] = set()
@@ -200,7 +195,7 @@ class FederatedLoop(Inspection, _FitLoop):
         if trainer.checkpoint_callbacks:
             check_hyper_parameters(module, "model")
             check_hyper_parameters(trainer.datamodule, "data module")
-        self._flat = FlatParameters(_trained_parameters(module, base))
+        self._flat = FlatParameters(trained_parameters(module, base))
         self._optimizer = FederatedOptimizer(base, self._flat)
         trainer.strategy.optimizers = [self._optimizer]
         if self.corrected_clip is not None:
@@ -218,8 +213,10 @@ class FederatedLoop(Inspection, _FitLoop):
         sizes = self.population.sizes if self.population.sizes_are_known else None
         self._work_notes = {**settings.work(), **notes_of(sizes, self.trainer.datamodule.batch_size, base)}
         self._state = self._make_state(module, base)
-        self._planner = Planner(trainer, settings, self.population, self._cohort_seed())
-        self._engine = self._make_engine()
+        seed = cohort_seed(trainer, settings, self.population, self._state.seed)
+        planner = Planner(trainer, settings, self.population, seed)
+        self._engine = self._make_engine(planner)
+        self._runner = RoundRunner(trainer, settings, self._state, planner, self._engine, self._ranks, self._split)
         self._plateau_round = self._state.round
         self._set_progress(self._state.round)
         self.is_closing, self.precision_at_start, self._stop = False, None, Stop.NO
@@ -227,24 +224,7 @@ class FederatedLoop(Inspection, _FitLoop):
         self.epoch_loop.val_loop._restarting = False
         self.show_server_model()
 
-    def _cohort_seed(self) -> int:
-        """Return the seed of the cohorts: the run's, or one that nobody knows where privacy rests on it."""
-        if not isinstance(self.settings.aggregator, DifferentialPrivacy):
-            return self.state.seed
-        rank_zero_info(
-            f"{self.settings.aggregator!r}: cohorts and noise are drawn from the operating system's entropy, so that"
-            " the run does not repeat itself. What is known of clients' training is not logged."
-        )
-        assert self.population is not None
-        delta, most = self.settings.aggregator.delta, 1 / len(self.population)
-        if delta >= most:
-            rank_zero_warn(
-                f"delta={delta:g} is not below 1/N = {most:.3g}: such a guarantee says little of one client."
-            )
-        seed: int = self.trainer.strategy.broadcast(secrets.randbits(62))
-        return seed
-
-    def _make_engine(self) -> Engine:
+    def _make_engine(self, planner: Planner) -> Engine:
         trainer, settings = self.trainer, self.settings
         assert self._flat is not None
         options: dict[str, Any] = {
@@ -257,7 +237,7 @@ class FederatedLoop(Inspection, _FitLoop):
             "shuffle": trainer.datamodule.shuffle and not trainer.overfit_batches,
             "keeps_solver": settings.keeps_solver,
         }
-        return make_engine(settings.engine, settings.chunk_size, self.epoch_loop, self._planner.some, options)
+        return make_engine(settings.engine, settings.chunk_size, self.epoch_loop, planner.some, options)
 
     def _make_state(self, module: pl.LightningModule, base: torch.optim.Optimizer) -> Server:
         assert self._flat is not None
@@ -270,18 +250,7 @@ class FederatedLoop(Inspection, _FitLoop):
         restored, self._restored = self._restored, None
         carried: ClientStore | None = None
         if restored is not None:
-            with restored_from(self.trainer.ckpt_path, "the state of the server"):
-                s.check_transport(restored.get("transport", {}))
-                built = options_of(state.step.optimizer)
-                state.load_state_dict({**restored, "client_states": {}}, any_seed=not s.seed_is_given)
-                loaded, is_scheduled = options_of(state.step.optimizer), state.step.scheduler is not None
-                if differing := differing_options(built, loaded, is_scheduled):
-                    rank_zero_warn(f"The server's optimizer goes on with the checkpoint's {', '.join(differing)}.")
-                if restored["seed"] != s.seed and not s.seed_is_given and "PL_GLOBAL_SEED" in os.environ:
-                    rank_zero_warn(f"The run goes on with the checkpoint's seed {restored['seed']}, not with {s.seed}.")
-                compare_work(restored.get("work", {}), self._work_notes, bool(restored["client_states"]))
-                check_optimizer_states(state.step.optimizer, "the server's optimizer")
-                metrics = {name: torch.as_tensor(value) for name, value in restored["metrics"].items()}
+            metrics = restore_server(state, restored, s, self._work_notes, self.trainer.ckpt_path)
             self.trainer._logger_connector._callback_metrics.update(metrics)
         elif kept is not None and kept.round > 0:
             if module is not self._module:
@@ -324,7 +293,7 @@ class FederatedLoop(Inspection, _FitLoop):
                     "optimizer": self._optimizer.state_dict(),
                     "schedulers": [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs],
                 }
-            self._work = self.precision_at_start = None
+            self._runner = self.precision_at_start = None
             self.show_server_model()
             self._flat.release()
             self._flat = None
@@ -336,16 +305,13 @@ class FederatedLoop(Inspection, _FitLoop):
     def on_advance_start(self) -> None:
         """Call the hooks that start a round, and draw its cohort in between Lightning's and those of rounds."""
         trainer = self.trainer
-        s = self.settings
-        self._faults = Faults(s.drops_failed, s.max_failed_share, s.max_update_ratio, self.round)
+        assert self._runner is not None
         self.epoch_progress.increment_ready()
         call._call_callback_hooks(trainer, "on_train_epoch_start")
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
         self.epoch_progress.increment_started()
         # after these hooks, where GradientAccumulationScheduler sets how many batches make a step of this round
-        self._plans, self._gradient_plans, self._dropped = self._planner.cohort(self.round, self._faults)
-        if not self._plans and not self._faults.causes and not self._is_private:
-            rank_zero_info(f"Nobody takes part in round {self.round}: it changes nothing.")
+        self._runner.draw()
         self.precision_at_start = copy.deepcopy(trainer.precision_plugin.state_dict()) or None
         call_round_hook(trainer, "on_round_start", self.round)
 
@@ -385,7 +351,8 @@ class FederatedLoop(Inspection, _FitLoop):
 
     def _leave_round(self) -> None:
         """Forget the round at work: everything is as after the last completed one."""
-        self._work = None
+        assert self._runner is not None
+        self._runner.leave()
         self.state.clients.discard()
         if self.precision_at_start is not None:
             self.trainer.precision_plugin.load_state_dict(self.precision_at_start)
@@ -434,14 +401,12 @@ class FederatedLoop(Inspection, _FitLoop):
         started = time.perf_counter()
         trainer, results = self.trainer, self.epoch_loop._results
         self.check_trained()
+        if self._split.size > 1:
+            check_batch_statistics(trainer.lightning_module)
         self.take_in_edits()
         self._shown = None
-        undo = self._engine.undo_point() if self.settings.drops_failed else None
-        while (worked := self._try_round()) is None:
-            assert undo is not None
-            undo()
-            self.state.clients.discard()
-        work, outlines = worked
+        assert self._runner is not None
+        work, outlines = self._runner.run(self._edit)
         if len(outlines) > 1:
             results.merge([outline["logged"] for outline in outlines])
         if len({outline["edit"] for outline in outlines}) > 1:
@@ -457,50 +422,10 @@ class FederatedLoop(Inspection, _FitLoop):
         trainer._logger_connector.epoch_end_reached()
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
         round_report = work.close(metrics, time.perf_counter() - started)
-        self._work, self._plans, self._gradient_plans = None, [], []  # the next round's data need not lie beside theirs
+        self._runner.leave()
         self.show_server_model()
         self._warn_of(round_report)
         return round_report
-
-    def _try_round(self) -> tuple[Round, list[dict[str, Any]]] | None:
-        """Let the clients work; return None if some failed whose part others rest on, and it is to be done without."""
-        trainer, state, settings, ranks, faults = self.trainer, self.state, self.settings, self._ranks, self._faults
-        assert self.population is not None
-        averages = settings.algorithm.full_grad_for != "client"
-        gathers = bool(self._plans and settings.algorithm.full_grad_at and averages)
-        if settings.drops_failed:
-            faults.merge(ranks.gather(faults.causes))  # data may have failed to load in some processes only
-        work = self._work = Round(
-            self._engine,
-            state,
-            settings.weighting,
-            self.population,
-            self._plans,
-            self._gradient_plans if gathers else (),
-            self._dropped,
-            ranks,
-            settings.aggregator,
-            faults,
-            settings.compression,
-        )
-        work.has_lost_any([])
-        if self._split.size > 1:
-            check_batch_statistics(trainer.lightning_module)
-        with self._split.in_step(), metrics_alone(trainer):
-            self._engine.begin_round(work.mine)
-            if work.plans or self._is_private:
-                if gathers and not work.take_gradients():
-                    return None
-                loss = self._population_loss() if settings.algorithm.population_loss else None
-                if work.has_lost_any([]):
-                    return None
-                work.begin(loss)
-            found = ranks.exchange_and_deliver(lambda: self._train_clients(work))
-            outlines = [outline for outline, _ in found]
-            if self._split.size > 1:
-                outlines = self._split.gather(outlines[0])
-        work.merge(outlines, [received for _, received in found])
-        return None if work.is_spoiled() else (work, outlines)
 
     def _warn_of(self, round_report: RoundReport) -> None:
         """Warn of the clients that failed, once of each."""
@@ -511,54 +436,3 @@ class FederatedLoop(Inspection, _FitLoop):
                     f"{cause} It has left the round, since on_client_error='drop'. From here on this client's failures"
                     " are only counted."
                 )
-
-    def _train_clients(self, work: Round) -> tuple[dict[str, Any], Sent]:
-        """Train this process's clients, and return what other processes need of it; see :meth:`Round.outline`."""
-        trainer, engine = self.trainer, self._engine
-        starts, ends = (hears(trainer, hook) for hook in ("on_client_start", "on_client_end"))
-        work.send_guests()
-        for plans in work.guests_last(engine.chunks(work.mine)):
-            for plan in plans if starts else ():
-                call_round_hook(trainer, "on_client_start", self.round, plan.participant.client_id)
-            if starts:
-                engine.check_hooks()
-            result = work.train(plans)
-            if result is None or not ends:
-                continue
-            for row in result.asked:
-                if result.reports[row].client_id not in work.faults.causes:
-                    engine.point_to(result, row)
-                    call_round_hook(trainer, "on_client_end", result.reports[row])
-        engine.end_round()
-        outline, sent = work.outline() if self._ranks.size > 1 else ({}, ())
-        logged = self.epoch_loop._results.outline() if trainer.world_size > 1 else {}
-        own = {"logged": logged, "stop": trainer._signal_connector.asked, "edit": self._edit}
-        return {**outline, **own}, sent
-
-    def _population_loss(self) -> torch.Tensor:
-        """Return the mean loss over all examples of all clients at x (0-dim); those that fail are left out."""
-        x, ranks, faults = self.state.x, self._ranks, self._faults
-        assert self.population is not None
-
-        def take() -> tuple[float, int, dict[ClientId, str]]:
-            everyone = self._planner.everyone(ranks.is_home_of)
-            return *self._engine.population_loss(x, everyone, self.round, faults), faults.causes
-
-        totals, sizes, failed = zip(*ranks.exchange(take), strict=True)
-        faults.merge(failed)
-        faults.check(faults.causes, len(self.population))
-        total, examples = sum(totals), sum(sizes)
-        return torch.tensor(total / examples, device=x.device, dtype=x.dtype)
-
-
-def _trained_parameters(module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """The trainable parameters that the optimizer holds, in the module's order, tied ones once."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) in held]
-    strangers = len([1 for g in optimizer.param_groups for p in g["params"] if p.requires_grad]) - len(named)
-    if strangers > 0:
-        raise FederatedError(
-            f"{type(module).__name__}.configure_optimizers() returned an optimizer with {strangers} parameters that are"
-            " not the module's own: server and clients could not exchange them. Assign them to the module."
-        )
-    return named

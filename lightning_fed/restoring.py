@@ -1,6 +1,7 @@
-"""What goes wrong while a checkpoint is restored, in terms of the checkpoint."""
+"""The server's side of a run restored from a checkpoint, and what goes wrong, in terms of the checkpoint."""
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +11,11 @@ import torch
 
 from lightning_fed._compat import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.options import differing_options, options_of
+from lightning_fed.server.server import Server
+from lightning_fed.settings import Settings
 
-__all__ = ["check_optimizer_states", "compare_work", "notes_of", "restored_from"]
+__all__ = ["check_optimizer_states", "compare_work", "notes_of", "restore_server", "restored_from"]
 
 _TELLS = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError)
 
@@ -38,6 +42,38 @@ def restored_from(path: Any, what: str) -> Iterator[None]:
             f"The checkpoint {path} does not fit this run: restoring {what} ended in {told}. Resume with the model and"
             " the settings it was written with, or start anew, without ckpt_path."
         ) from error
+
+
+def restore_server(
+    server: Server, saved: Mapping[str, Any], settings: Settings, notes: Mapping[str, str], path: Any
+) -> dict[str, torch.Tensor]:
+    """Bring a new server to where a checkpoint's stands, but for the states of clients, and tell what differs.
+
+    Args:
+        server: The server.
+        saved: What the checkpoint has of it.
+        settings: How this run's rounds are run.
+        notes: What this run would note of its data and optimizer; see :func:`notes_of`.
+        path: The checkpoint.
+
+    Returns:
+        The metrics of the last completed round, by name.
+
+    Raises:
+        FederatedError: If the checkpoint does not fit the run.
+    """
+    with restored_from(path, "the state of the server"):
+        settings.check_transport(saved.get("transport", {}))
+        built = options_of(server.step.optimizer)
+        server.load_state_dict({**saved, "client_states": {}}, any_seed=not settings.seed_is_given)
+        loaded, is_scheduled = options_of(server.step.optimizer), server.step.scheduler is not None
+        if differing := differing_options(built, loaded, is_scheduled):
+            rank_zero_warn(f"The server's optimizer goes on with the checkpoint's {', '.join(differing)}.")
+        if saved["seed"] != settings.seed and not settings.seed_is_given and "PL_GLOBAL_SEED" in os.environ:
+            rank_zero_warn(f"The run goes on with the checkpoint's seed {saved['seed']}, not with {settings.seed}.")
+        compare_work(saved.get("work", {}), notes, bool(saved["client_states"]))
+        check_optimizer_states(server.step.optimizer, "the server's optimizer")
+        return {name: torch.as_tensor(value) for name, value in saved["metrics"].items()}
 
 
 def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:

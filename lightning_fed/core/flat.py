@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["FlatParameters", "Layout"]
+__all__ = ["FlatParameters", "Layout", "trained_parameters"]
 
 
 class Layout:
@@ -113,3 +113,20 @@ class FlatParameters:
     def release(self) -> None:
         """Give every parameter storage of its own, holding what it held."""
         self.point_to([p.detach().clone() for p in self.params])
+
+
+def trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """Return the trainable parameters that an optimizer holds, in the module's order, tied ones once.
+
+    Raises:
+        FederatedError: If it holds others than the module's.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) in held]
+    strangers = len([1 for g in optimizer.param_groups for p in g["params"] if p.requires_grad]) - len(named)
+    if strangers > 0:
+        raise FederatedError(
+            f"{type(module).__name__}.configure_optimizers() returned an optimizer with {strangers} parameters that are"
+            " not the module's own: server and clients could not exchange them. Assign them to the module."
+        )
+    return named

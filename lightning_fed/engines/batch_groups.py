@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_fed.engines.functional import first_batch
+from lightning_fed.engines.batch_trees import first_batch
 
 __all__ = ["BatchGroup", "LoneBatch", "Lookup", "Turn", "chosen", "on_device"]
 

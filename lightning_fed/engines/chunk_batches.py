@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_fed._compat import is_overridden
 from lightning_fed.engines.batch_groups import BatchGroup, chosen, on_device
-from lightning_fed.engines.functional import batch_shape, stack_batches
+from lightning_fed.engines.batch_trees import batch_shape, stack_batches
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.hooks import TRANSFER_HOOKS
 from lightning_fed.engines.plan import WorkPlan

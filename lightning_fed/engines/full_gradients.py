@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lightning_fed._compat import rank_zero_warn
 from lightning_fed.core.types import Vector
-from lightning_fed.engines.functional import FunctionalStep, flatten, unflatten
+from lightning_fed.engines.batch_trees import flatten, unflatten
+from lightning_fed.engines.functional import FunctionalStep
 from lightning_fed.engines.traces import Found, TracedStep, kinds, resized
 
 __all__ = ["FullGradients", "is_gradient"]

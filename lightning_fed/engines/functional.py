@@ -14,16 +14,16 @@ import torch
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
-from torch.utils import _pytree as pytree
 
 from lightning_fed._compat import is_param_in_hook_signature, rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
+from lightning_fed.engines.batch_trees import flatten, unflatten
 from lightning_fed.engines.gradients import check_loss
 from lightning_fed.engines.traces import Found, Traces, Values, kinds
 
-__all__ = ["FunctionalStep", "Logged", "batch_shape", "first_batch", "stack_batches"]
+__all__ = ["FunctionalStep", "Logged"]
 
 _LOG = inspect.signature(pl.LightningModule.log)
 _NO_OPTIONS = ("self", "name", "value", "batch_size")
@@ -358,48 +358,6 @@ def _gradient_of(loss_of: Callable[..., Any], times: Tensor | None = None) -> Ca
             return pull_back(torch.ones_like(loss) if times is None else times.to(loss.dtype)), found
 
     return take
-
-
-def flatten(batch: Any) -> tuple[Sequence[Tensor], Any]:
-    """Return the tensors of a batch, and what :func:`unflatten` needs to put them together again."""
-    if type(batch) is list and all(type(part) is Tensor for part in batch):
-        return batch, list  # the usual case, at a fraction of the cost
-    return pytree.tree_flatten(batch)
-
-
-def unflatten(leaves: Sequence[Tensor], spec: Any) -> Any:
-    """Return the batch that has these tensors."""
-    return list(leaves) if spec is list else pytree.tree_unflatten(leaves, spec)
-
-
-def stack_batches(batches: Sequence[Any]) -> Any:
-    """Stack the clients' batches, tensor by tensor, to [S, B, ...].
-
-    Raises:
-        FederatedError: If a batch holds anything but tensors.
-    """
-    flat = [pytree.tree_flatten(batch) for batch in batches]
-    for leaf in flat[0][0]:
-        if not isinstance(leaf, Tensor):
-            raise FederatedError(
-                f"engine='vectorized' needs batches of tensors only, found a {type(leaf).__name__} in one. Leave it out"
-                " of the batch, or use engine='sequential'."
-            )
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([torch.stack(column) for column in columns], flat[0][1])
-
-
-def first_batch(batch: Any) -> Any:
-    """Return the batch of the first client."""
-    if type(batch) is list and all(type(part) is Tensor for part in batch):
-        return [part[0] for part in batch]
-    return pytree.tree_map(lambda leaf: leaf[0], batch)
-
-
-def batch_shape(batch: Any) -> tuple[Any, ...]:
-    """Return what batches must share to be stacked."""
-    leaves, spec = pytree.tree_flatten(batch)
-    return spec, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves)
 
 
 def _check_logged(name: str, value: Any, options: dict[str, Any]) -> None:

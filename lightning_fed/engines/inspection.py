@@ -20,6 +20,7 @@ from lightning_fed.engines.base import Engine
 from lightning_fed.engines.evaluation import ClientEvaluation, validation_batches
 from lightning_fed.engines.ranks import Ranks
 from lightning_fed.engines.round import Round
+from lightning_fed.engines.runner import RoundRunner
 from lightning_fed.optim import FederatedOptimizer
 from lightning_fed.server.population import Population
 from lightning_fed.server.server import Server
@@ -38,7 +39,7 @@ class Inspection:
     _state: Server | None
     _restored: dict[str, Any] | None
     _flat: FlatParameters | None
-    _work: Round | None
+    _runner: RoundRunner | None
     _buffers: Buffers
     _engine: Engine
     _optimizer: FederatedOptimizer
@@ -71,6 +72,11 @@ class Inspection:
     def server(self) -> State:
         """The method's server state after the last completed round, by name."""
         return self.state.state
+
+    @property
+    def _work(self) -> Round | None:
+        """The round at work."""
+        return None if self._runner is None else self._runner.work
 
     @property
     def round_state(self) -> State:

@@ -11,8 +11,9 @@ from torch.func import vmap
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.engines.anchors import KeptAnchor
 from lightning_fed.engines.batch_groups import BatchGroup
+from lightning_fed.engines.batch_trees import flatten
 from lightning_fed.engines.captures import CapturedStep, captured
-from lightning_fed.engines.functional import FunctionalStep, Logged, flatten
+from lightning_fed.engines.functional import FunctionalStep, Logged
 from lightning_fed.engines.row_batches import Alike
 from lightning_fed.engines.stacked import StackedWork
 from lightning_fed.engines.step_constants import Constants, KnownParts

@@ -1,5 +1,6 @@
 """Who works in a round, and how much."""
 
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -7,7 +8,7 @@ from typing import TypeAlias
 
 import pytorch_lightning as pl
 
-from lightning_fed._compat import rank_zero_warn
+from lightning_fed._compat import rank_zero_info, rank_zero_warn
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.core.types import ClientId
@@ -15,10 +16,11 @@ from lightning_fed.data.batches import ClientBatches
 from lightning_fed.engines.faults import Faults, NamesClient
 from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.population import Population
+from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.server.sampling import Sampler, draw
 from lightning_fed.settings import Settings, cut
 
-__all__ = ["Planner", "WorkPlan"]
+__all__ = ["Planner", "WorkPlan", "cohort_seed"]
 
 Builder: TypeAlias = Callable[[ClientId], tuple[ClientBatches, int]]
 """Returns a client's data, and its number of batches."""
@@ -48,7 +50,7 @@ class Planner:
         trainer: The trainer, with its data module attached.
         settings: How rounds are run.
         population: The clients there are.
-        seed: The run's seed.
+        seed: What cohorts are drawn from; see :func:`cohort_seed`.
     """
 
     def __init__(self, trainer: pl.Trainer, settings: Settings, population: Population, seed: int) -> None:
@@ -166,6 +168,29 @@ class Planner:
             for plan, done in zip(plans, steps, strict=True)
             if done is not None
         ]
+
+
+def cohort_seed(trainer: pl.Trainer, settings: Settings, population: Population, seed: int) -> int:
+    """Return the seed of the cohorts: the run's, or one that nobody knows where privacy rests on it.
+
+    Args:
+        trainer: The trainer, all of whose processes must ask.
+        settings: How rounds are run.
+        population: The clients there are.
+        seed: The run's seed.
+    """
+    aggregator = settings.aggregator
+    if not isinstance(aggregator, DifferentialPrivacy):
+        return seed
+    rank_zero_info(
+        f"{aggregator!r}: cohorts and noise are drawn from the operating system's entropy, so that the run does not"
+        " repeat itself. What is known of clients' training is not logged."
+    )
+    delta, most = aggregator.delta, 1 / len(population)
+    if delta >= most:
+        rank_zero_warn(f"delta={delta:g} is not below 1/N = {most:.3g}: such a guarantee says little of one client.")
+    unknown: int = trainer.strategy.broadcast(secrets.randbits(62))
+    return unknown
 
 
 def _limit(num_batches: int, limit: int | float) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_fed.engines.batch_groups import BatchGroup
-from lightning_fed.engines.functional import flatten
+from lightning_fed.engines.batch_trees import flatten
 from lightning_fed.engines.traces import kinds
 
 __all__ = ["Recurring"]

@@ -13,7 +13,8 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
 from lightning_fed.engines.attributes import INTERNAL, PASSING, changed, holders, marks
-from lightning_fed.engines.functional import FunctionalStep, stack_batches
+from lightning_fed.engines.batch_trees import stack_batches
+from lightning_fed.engines.functional import FunctionalStep
 from lightning_fed.engines.gradients import buffer_owners
 
 __all__ = ["Trial"]
