@@ -16,8 +16,8 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.callbacks import Inexactness, Measure, PersonalizedAccuracy, SplitPicture
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.torch_optimizers import is_plain_sgd, refuse_unsupported
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.optim import is_plain_sgd, refuse_unsupported
 from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.settings import Settings
 from lightning_fed.strategies import WithinClientStrategy

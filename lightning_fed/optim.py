@@ -1,7 +1,6 @@
 """The wrapper that puts a method's correction between backward and the user's optimizer step."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,53 +11,10 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.rounds import Step
+from lightning_fed.core.torch_optimizers import coupled_decay, is_plain_sgd, without_coupled_decay
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["FederatedOptimizer", "LocalWork", "is_plain_sgd", "overrides", "refuse_unsupported", "solver_entries"]
-
-_UNSUPPORTED = {
-    "LBFGS": "it evaluates the closure several times a step, so that no correction of one gradient can be injected",
-    "SparseAdam": "it needs sparse gradients, and corrections are dense",
-    "ASGD": "it averages its own iterates across steps, which rounds would mix between clients",
-    "Rprop": "it reads signs of successive full-batch gradients, which local minibatches do not give",
-}
-_COUPLED = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-)
-
-
-def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
-    """Refuse optimizers that cannot take an injected gradient.
-
-    Args:
-        optimizer: The optimizer.
-        role: What it is for, as the error names it.
-
-    Raises:
-        FederatedError: For LBFGS, SparseAdam, ASGD, Rprop, and for ``maximize=True``.
-    """
-    for cls in type(optimizer).__mro__:
-        if cls.__name__ in _UNSUPPORTED and cls.__module__.startswith("torch.optim"):
-            raise FederatedError(
-                f"{role} {cls.__name__} is not supported: {_UNSUPPORTED[cls.__name__]}. Use SGD, Adam, AdamW or"
-                " RMSprop."
-            )
-    if any(group.get("maximize") for group in optimizer.param_groups):
-        raise FederatedError(
-            f"{role} {type(optimizer).__name__}(maximize=True) is not supported: negate the loss instead."
-        )
-
-
-def is_plain_sgd(optimizer: Optimizer) -> bool:
-    """Whether every step is exactly ``y <- y - lr * g`` (coupled weight decay aside)."""
-    return type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
+__all__ = ["FederatedOptimizer", "LocalWork", "overrides", "solver_entries"]
 
 
 def overrides(algorithm: Algorithm, hook: str) -> bool:
@@ -187,7 +143,7 @@ class FederatedOptimizer(Optimizer):
     @property
     def decay(self) -> list[float]:
         """The coupled weight decay of every parameter: part of the client's loss, hence of every gradient of it."""
-        return [_coupled_decay(self.base, self.base.param_groups[g]) for g in self._groups]
+        return [coupled_decay(self.base, self.base.param_groups[g]) for g in self._groups]
 
     @property
     def rates(self) -> list[float]:
@@ -393,26 +349,6 @@ def solver_entries(state: State, num_params: int) -> list[dict[str, Tensor]]:
             _, i, name = key.split(".", 2)
             entries[int(i)][name] = value
     return entries
-
-
-@contextmanager
-def without_coupled_decay(optimizer: Optimizer) -> Iterator[None]:
-    """Switch coupled weight decay off: the gradients hold it already."""
-    kept = [(group, group["weight_decay"]) for group in optimizer.param_groups if _coupled_decay(optimizer, group)]
-    for group, _ in kept:
-        group["weight_decay"] = 0.0
-    try:
-        yield
-    finally:
-        for group, decay in kept:
-            group["weight_decay"] = decay
-
-
-def _coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:
-    """The decay that the optimizer adds to the gradient (and not to the step) for a parameter group."""
-    if not isinstance(optimizer, _COUPLED) or group.get("decoupled_weight_decay", False):
-        return 0.0
-    return float(group.get("weight_decay", 0.0))
 
 
 def _groups_of(base: Optimizer, flat: FlatParameters) -> list[int]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_fed.optim import FederatedOptimizer, without_coupled_decay
+from lightning_fed.core.torch_optimizers import without_coupled_decay
+from lightning_fed.optim import FederatedOptimizer
 
 __all__ = ["ELEMENTWISE", "Clipping", "StackedOptimizer"]
 

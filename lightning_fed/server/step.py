@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import Layout
+from lightning_fed.core.torch_optimizers import refuse_unsupported
 from lightning_fed.core.types import Vector
-from lightning_fed.optim import refuse_unsupported
 
 __all__ = ["ServerOptimizerFactory", "ServerSchedulerFactory", "ServerStep", "plain_sgd", "steps_not_counted"]
 

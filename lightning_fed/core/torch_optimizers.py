@@ -1,0 +1,76 @@
+"""What is known of the optimizers of ``torch.optim``: which cannot be corrected, and which add decay to gradients."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_fed.core.errors import FederatedError
+
+__all__ = ["coupled_decay", "is_plain_sgd", "refuse_unsupported", "without_coupled_decay"]
+
+_UNSUPPORTED = {
+    "LBFGS": "it evaluates the closure several times a step, so that no correction of one gradient can be injected",
+    "SparseAdam": "it needs sparse gradients, and corrections are dense",
+    "ASGD": "it averages its own iterates across steps, which rounds would mix between clients",
+    "Rprop": "it reads signs of successive full-batch gradients, which local minibatches do not give",
+}
+_COUPLED = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
+
+
+def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
+    """Refuse optimizers that cannot take an injected gradient.
+
+    Args:
+        optimizer: The optimizer.
+        role: What it is for, as the error names it.
+
+    Raises:
+        FederatedError: For LBFGS, SparseAdam, ASGD, Rprop, and for ``maximize=True``.
+    """
+    for cls in type(optimizer).__mro__:
+        if cls.__name__ in _UNSUPPORTED and cls.__module__.startswith("torch.optim"):
+            raise FederatedError(
+                f"{role} {cls.__name__} is not supported: {_UNSUPPORTED[cls.__name__]}. Use SGD, Adam, AdamW or"
+                " RMSprop."
+            )
+    if any(group.get("maximize") for group in optimizer.param_groups):
+        raise FederatedError(
+            f"{role} {type(optimizer).__name__}(maximize=True) is not supported: negate the loss instead."
+        )
+
+
+def is_plain_sgd(optimizer: Optimizer) -> bool:
+    """Whether every step is exactly ``y <- y - lr * g`` (coupled weight decay aside)."""
+    return type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
+
+
+@contextmanager
+def without_coupled_decay(optimizer: Optimizer) -> Iterator[None]:
+    """Switch coupled weight decay off: the gradients hold it already."""
+    kept = [(group, group["weight_decay"]) for group in optimizer.param_groups if coupled_decay(optimizer, group)]
+    for group, _ in kept:
+        group["weight_decay"] = 0.0
+    try:
+        yield
+    finally:
+        for group, decay in kept:
+            group["weight_decay"] = decay
+
+
+def coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:
+    """The decay that the optimizer adds to the gradient (and not to the step) for a parameter group."""
+    if not isinstance(optimizer, _COUPLED) or group.get("decoupled_weight_decay", False):
+        return 0.0
+    return float(group.get("weight_decay", 0.0))
