@@ -158,15 +158,7 @@ def make_settings(
     if not isinstance(algorithm, Algorithm):
         made = f"; write {algorithm.__name__}()" if isinstance(algorithm, type) else ""
         raise FederatedError(f"algorithm must be an Algorithm such as FedAvg(), found {algorithm!r}{made}.")
-    if engine not in ENGINES:
-        raise FederatedError(f"engine must be one of {ENGINES}, found {engine!r}.")
-    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
-        raise FederatedError(f"chunk_size must be an int >= 1, or None to choose by itself, found {chunk_size!r}.")
-    if chunk_size is not None and engine == "sequential":
-        raise FederatedError(
-            f"chunk_size={chunk_size} is of no use to engine='sequential', which runs one client at a time. Leave it"
-            " unset."
-        )
+    _check_engine(engine, chunk_size)
     for name, chosen, allowed in (
         ("buffers", buffers, BUFFER_MODES),
         ("local_optimizer_state", local_optimizer_state, ("reset", "keep")),
@@ -176,47 +168,17 @@ def make_settings(
     ):
         if chosen not in allowed:
             raise FederatedError(f"{name} must be one of {allowed}, found {chosen!r}.")
-    if local_optimizer_state == "keep" and algorithm.uses_solver_state:
-        raise FederatedError(
-            f"local_optimizer_state='keep' does not go with {algorithm!r}, which loads the server's statistics into the"
-            " local optimizer before every step. Leave it at 'reset'."
-        )
-    if local_optimizer_state == "keep" and not algorithm.local_work:
-        raise FederatedError(
-            f"local_optimizer_state='keep' does not apply to {type(algorithm).__name__}, whose clients take no local"
-            " steps. Leave it at 'reset'."
-        )
+    _check_solver(algorithm, local_optimizer_state)
     _check_local_work(algorithm, local_epochs, local_steps)
     _check_failures(on_client_error, max_failed_share, max_update_ratio)
-    if sampler is not None and clients_per_round is not None:
-        raise FederatedError(
-            f"Both sampler={sampler!r} and clients_per_round={clients_per_round!r} were given: the sampler decides how"
-            " many clients take part. Leave clients_per_round unset."
-        )
-    for name, value in (
-        ("sampler", sampler),
-        ("gradient_sampler", gradient_sampler),
-        ("server_optimizer", server_optimizer),
-        ("server_lr_scheduler", server_lr_scheduler),
-        ("heterogeneity", heterogeneity),
-    ):
-        if value is not None and not callable(value):
-            found = f"an instance of {type(value).__name__}" if isinstance(value, Optimizer) else repr(value)
-            hint = " Write functools.partial(FedAdam, lr=0.1), say." if name == "server_optimizer" else ""
-            raise FederatedError(f"{name} must be callable, found {found}.{hint}")
-        if isinstance(value, type) and not name.startswith("server_"):
-            raise FederatedError(f"{name}={value.__name__} is a class: make one, as in {value.__name__}(...).")
-    if gradient_sampler is not None and not _has_gradient_cohort(algorithm):
-        own = ", or choose grad_cohort='own'" if "grad_cohort" in algorithm.options() else ""
-        raise FederatedError(
-            f"gradient_sampler={gradient_sampler!r} does not apply to {algorithm!r}, which averages no gradients over a"
-            f" cohort of their own. Leave it unset{own}."
-        )
-    if heterogeneity is not None and not algorithm.local_work:
-        raise FederatedError(
-            f"heterogeneity={heterogeneity!r} does not apply to {type(algorithm).__name__}, whose clients take no local"
-            " steps. Leave it unset."
-        )
+    _check_callables(
+        sampler=sampler,
+        gradient_sampler=gradient_sampler,
+        server_optimizer=server_optimizer,
+        server_lr_scheduler=server_lr_scheduler,
+        heterogeneity=heterogeneity,
+    )
+    _check_participation(algorithm, clients_per_round, sampler, gradient_sampler, heterogeneity)
     sampler = sampler or UniformSampler(1.0 if clients_per_round is None else clients_per_round)
     weighting, given = resolve_weighting(algorithm, weighting), weighting
     if aggregator is not None:
@@ -253,6 +215,66 @@ def make_settings(
         max_failed_share=max_failed_share,
         max_update_ratio=max_update_ratio,
     )
+
+
+def _check_engine(engine: str, chunk_size: int | None) -> None:
+    if engine not in ENGINES:
+        raise FederatedError(f"engine must be one of {ENGINES}, found {engine!r}.")
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
+        raise FederatedError(f"chunk_size must be an int >= 1, or None to choose by itself, found {chunk_size!r}.")
+    if chunk_size is not None and engine == "sequential":
+        raise FederatedError(
+            f"chunk_size={chunk_size} is of no use to engine='sequential', which runs one client at a time. Leave it"
+            " unset."
+        )
+
+
+def _check_solver(algorithm: Algorithm, local_optimizer_state: str) -> None:
+    if local_optimizer_state == "keep" and algorithm.uses_solver_state:
+        raise FederatedError(
+            f"local_optimizer_state='keep' does not go with {algorithm!r}, which loads the server's statistics into the"
+            " local optimizer before every step. Leave it at 'reset'."
+        )
+    if local_optimizer_state == "keep" and not algorithm.local_work:
+        raise FederatedError(
+            f"local_optimizer_state='keep' does not apply to {type(algorithm).__name__}, whose clients take no local"
+            " steps. Leave it at 'reset'."
+        )
+
+
+def _check_callables(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            found = f"an instance of {type(value).__name__}" if isinstance(value, Optimizer) else repr(value)
+            hint = " Write functools.partial(FedAdam, lr=0.1), say." if name == "server_optimizer" else ""
+            raise FederatedError(f"{name} must be callable, found {found}.{hint}")
+        if isinstance(value, type) and not name.startswith("server_"):
+            raise FederatedError(f"{name}={value.__name__} is a class: make one, as in {value.__name__}(...).")
+
+
+def _check_participation(
+    algorithm: Algorithm,
+    clients_per_round: int | float | None,
+    sampler: Sampler | None,
+    gradient_sampler: Sampler | None,
+    heterogeneity: SystemsHeterogeneity | None,
+) -> None:
+    if sampler is not None and clients_per_round is not None:
+        raise FederatedError(
+            f"Both sampler={sampler!r} and clients_per_round={clients_per_round!r} were given: the sampler decides how"
+            " many clients take part. Leave clients_per_round unset."
+        )
+    if gradient_sampler is not None and not _has_gradient_cohort(algorithm):
+        own = ", or choose grad_cohort='own'" if "grad_cohort" in algorithm.options() else ""
+        raise FederatedError(
+            f"gradient_sampler={gradient_sampler!r} does not apply to {algorithm!r}, which averages no gradients over a"
+            f" cohort of their own. Leave it unset{own}."
+        )
+    if heterogeneity is not None and not algorithm.local_work:
+        raise FederatedError(
+            f"heterogeneity={heterogeneity!r} does not apply to {type(algorithm).__name__}, whose clients take no local"
+            " steps. Leave it unset."
+        )
 
 
 def _has_gradient_cohort(algorithm: Algorithm) -> bool:
