@@ -433,6 +433,6 @@ class FederatedLoop(Inspection, _FitLoop):
             if client_id not in self._warned:
                 self._warned.add(client_id)
                 rank_zero_warn(
-                    f"{cause} It has left the round, since on_client_error='drop'. From here on this client's failures"
-                    " are only counted."
+                    f"{cause.rstrip('.')}. It has left the round, since on_client_error='drop'. From here on this"
+                    " client's failures are only counted."
                 )

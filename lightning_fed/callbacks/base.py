@@ -32,13 +32,25 @@ class FederatedCallback(pl.Callback):
             round: The round, from 0.
         """
 
+    def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
+        """Called when a round is begun again without clients that failed, whose work others had already rested on.
+
+        Nothing of what clients did in the round counts, and their hooks are called again: whatever a callback has
+        gathered of them is to be forgotten. It happens with ``on_client_error="drop"`` only.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module.
+            round: The round, from 0.
+        """
+
     def on_client_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int, client_id: ClientId
     ) -> None:
         """Called before a client's local work.
 
         No ``on_client_end`` follows for a client that fails; :attr:`RoundReport.failed` says why. Where others rest on
-        what such a client did, the round is run again without it, and their hooks are called again.
+        what such a client did, the round is run again without it: see :meth:`on_round_restart`.
 
         Args:
             trainer: The trainer.

@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytorch_lightning as pl
 
-from lightning_fed._compat import is_overridden, rank_zero_warn
+from lightning_fed._compat import is_overridden
 from lightning_fed.callbacks.measure import ClientMeasure, write_table
 from lightning_fed.core.arguments import check_count, check_one_of, check_texts
 from lightning_fed.core.errors import FederatedError
@@ -75,21 +75,28 @@ class ClientAccuracy(ClientMeasure):
                 f" logs {self.monitor!r}."
             )
         super().on_train_start(trainer, pl_module)
-        wanted = len(trainer.fit_loop.population) if self.clients is None else self.clients
-        if not self.measured:
-            raise FederatedError(
-                f"{name}(on='val') needs clients with validation sets of their own, and there is none. Pass client_val"
-                f" to the data module, or override client_val_dataset; or measure on their training sets: on='train'."
-            )
-        if len(self.measured) < wanted:
-            rank_zero_warn(
-                f"{name}: {len(self.measured)} of {wanted} clients have a validation set; they are measured."
-            )
+
+    @property
+    def needs(self) -> str:
+        """What a client must have to be measured, in words."""
+        return super().needs if self.on == "train" else "a validation set"
+
+    def refusal(self) -> FederatedError:
+        """Return the error that nobody can be measured."""
+        if self.on == "train":
+            return super().refusal()
+        return FederatedError(
+            f"{type(self).__name__}(on='val') needs clients with validation sets of their own, and there is none. Pass"
+            " client_val to the data module, or override client_val_dataset; or measure on their training sets:"
+            " on='train'."
+        )
 
     def can_measure(self, trainer: pl.Trainer, client_id: ClientId) -> bool:
         """Whether the client has examples to be measured on."""
-        dataset = None if self.on == "train" else trainer.datamodule.client_val_dataset(client_id)
-        return self.on == "train" or (dataset is not None and len(dataset) > 0)
+        if self.on == "train":
+            return super().can_measure(trainer, client_id)
+        dataset = trainer.datamodule.client_val_dataset(client_id)
+        return dataset is not None and len(dataset) > 0
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
         """Measure every client, log the summary and write the table."""
@@ -150,3 +157,13 @@ class PersonalizedAccuracy(ClientAccuracy):
     def steps(self) -> int:
         """The local steps before a client is measured."""
         return self.local_steps
+
+    @property
+    def needs(self) -> str:
+        """What a client must have to be measured, in words."""
+        return super().needs if self.on == "train" else "a validation set and training examples"
+
+    def can_measure(self, trainer: pl.Trainer, client_id: ClientId) -> bool:
+        """Whether the client has examples to be measured on, and to be trained on before."""
+        has_examples = bool(trainer.fit_loop.population.size(client_id) > 0)
+        return has_examples and super().can_measure(trainer, client_id)

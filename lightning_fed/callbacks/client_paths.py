@@ -52,6 +52,10 @@ class LocalDrift(Measure):
         if self.is_due(round + 1):
             self.paths = {}
 
+    def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
+        """Start anew."""
+        self.on_round_start(trainer, pl_module, round)
+
     def on_client_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int, client_id: ClientId
     ) -> None:
@@ -129,6 +133,10 @@ class LocalIterates(Measure):
             self.paths = {}
             self._start = trainer.fit_loop.state.x.clone()
 
+    def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
+        """Start anew."""
+        self.on_round_start(trainer, pl_module, round)
+
     def on_client_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int, client_id: ClientId
     ) -> None:
@@ -181,6 +189,10 @@ class UpdateCosine(Measure):
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
         """Start anew."""
         self._cosine = PairwiseCosine()
+
+    def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
+        """Start anew."""
+        self.on_round_start(trainer, pl_module, round)
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
         """Add one client's update."""

@@ -36,6 +36,10 @@ class Inexactness(FederatedCallback):
         """Start a new round."""
         self.gamma = {}
 
+    def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
+        """Start anew."""
+        self.on_round_start(trainer, pl_module, round)
+
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
         """Measure one client."""
         loop = trainer.fit_loop

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import pytorch_lightning as pl
 import torch
 
+from lightning_fed._compat import rank_zero_warn
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.core.arguments import check_count, check_one_of
 from lightning_fed.core.errors import FederatedError
@@ -63,10 +64,10 @@ class ClientMeasure(Measure):
     Args:
         every_n_rounds: Measure after every so many rounds.
         clients: How many clients to measure: a sample that the run's seed decides, the same in every round and for
-            every measure. All of them by default.
+            every measure. All of them by default. Clients without examples are left out.
 
     Raises:
-        FederatedError: If a number is not positive, or more clients are wanted than there are.
+        FederatedError: If a number is not positive, more clients are wanted than there are, or nobody has examples.
     """
 
     def __init__(self, every_n_rounds: int = 1, clients: int | None = None) -> None:
@@ -92,10 +93,25 @@ class ClientMeasure(Measure):
             if self.can_measure(trainer, population[position]):
                 chosen.append(position)
         self.measured = [population[position] for position in sorted(chosen)]
+        if not self.measured:
+            raise self.refusal()
+        if len(self.measured) < wanted:
+            rank_zero_warn(
+                f"{type(self).__name__}: {len(self.measured)} of {wanted} clients have {self.needs}; they are measured."
+            )
+
+    @property
+    def needs(self) -> str:
+        """What a client must have to be measured, in words."""
+        return "training examples"
+
+    def refusal(self) -> FederatedError:
+        """Return the error that nobody can be measured."""
+        return FederatedError(f"{type(self).__name__} has nobody to measure: no client has {self.needs}.")
 
     def can_measure(self, trainer: pl.Trainer, client_id: ClientId) -> bool:
-        """Whether a client has what the measure needs."""
-        return True
+        """Whether a client has what the measure needs; one that is built on demand may turn out to be empty."""
+        return bool(trainer.fit_loop.population.size(client_id) > 0)
 
 
 class WeightedMeasure(ClientMeasure):

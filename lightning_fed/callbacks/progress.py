@@ -63,6 +63,10 @@ class RoundProgressBar(FederatedCallback, TQDMProgressBar):
         """Leave the bar as it is: it counts rounds, not batches."""
         self._clients_done = 0
 
+    def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
+        """Count the round's clients from the first one again."""
+        self._clients_done = 0
+
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
         """Tell how far the round has come, for rounds that take long."""
         self._clients_done += 1

@@ -174,8 +174,11 @@ class ClientEvaluation:
 
 
 def _epochs(batches: ClientBatches, stream: torch.Generator, shuffle: bool) -> Iterator[Any]:
-    while True:
+    has_any = True
+    while has_any:
+        has_any = False
         for batch, _ in batches.epoch(stream, shuffle):
+            has_any = True
             yield batch
 
 

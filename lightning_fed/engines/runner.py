@@ -84,6 +84,7 @@ class RoundRunner:
             assert undo is not None
             undo()
             self.server.clients.discard()
+            call_round_hook(self.trainer, "on_round_restart", self.server.round)
         assert self.work is not None
         return self.work, outlines
 

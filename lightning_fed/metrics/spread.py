@@ -61,5 +61,7 @@ def spread(values: Sequence[float], mode: Literal["max", "min"] = "max") -> Spre
         raise FederatedError("spread(values=[]) got no values: there is no client to compare.")
     found = torch.tensor([float(value) for value in values], dtype=torch.float64)
     worst = found.sort(descending=mode == "min").values[: math.ceil(len(values) / 10)]
+    if found.isnan().any():  # sorted last, and as bad as it gets
+        worst = found.new_tensor([math.nan])
     p10, p90 = torch.quantile(found, torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
     return Spread(float(found.mean()), float(found.std(correction=0)), float(worst.mean()), p10, p90)

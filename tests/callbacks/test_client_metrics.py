@@ -10,13 +10,19 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedDyn
-from lightning_fed.callbacks import ClientAccuracy, PersonalizedAccuracy
+from lightning_fed.callbacks import (
+    ClientAccuracy,
+    GradientDissimilarity,
+    HessianDissimilarity,
+    PersonalizedAccuracy,
+    TrainingLoss,
+)
 from lightning_fed.data import Quadratics
 from lightning_fed.models import Quadratic
 from tests.helpers.training import CLASSES, Net, classification, data, fit, seeded, trainer
@@ -278,3 +284,54 @@ def test_arguments_out_of_range_are_refused_by_name(make: Any, words: str) -> No
 def test_without_a_logger_nothing_is_written(tmp_path: Path) -> None:
     fit(seeded(), data(client_val=VAL), callbacks=ClientAccuracy())
     assert not list(tmp_path.rglob("*.csv"))
+
+
+class Built(FederatedDataModule):
+    """Three clients with examples and, if asked for, two without, of whom nobody knows before they are built."""
+
+    def __init__(self, num_empty: int = 0, sizes: tuple[int, ...] = (8, 4, 12)) -> None:
+        super().__init__(batch_size=4)
+        self.sizes = (*sizes, *(0,) * num_empty)
+        self.num_clients = len(self.sizes)
+
+    def client_dataset(self, client_id: Any) -> TensorDataset:
+        return classification(self.sizes[client_id], seed=client_id)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        GradientDissimilarity,
+        HessianDissimilarity,
+        TrainingLoss,
+        partial(ClientAccuracy, on="train"),
+        partial(PersonalizedAccuracy, on="train"),
+    ],
+)
+def test_clients_that_turn_out_to_be_empty_are_not_measured(make: Any) -> None:
+    tags = ("gradient/", "hessian/", "population/", "clients_train/", "personalized_train/")
+
+    def found(num_empty: int) -> dict[str, float]:
+        logged = run(make(), datamodule=Built(num_empty), sampler=lambda seed, round: [0, 1, 2])
+        return {tag: value for tag, value in logged.items() if tag.startswith(tags)}
+
+    alone = found(0)
+    assert alone
+    with pytest.warns(UserWarning, match="3 of 5 clients have training examples"):
+        assert found(2) == alone
+
+
+def test_nobody_to_measure_is_refused() -> None:
+    with pytest.raises(FederatedError, match="TrainingLoss has nobody to measure: no client has training examples"):
+        run(TrainingLoss(), datamodule=Built(2, sizes=()), clients_per_round=1.0)
+
+
+def test_a_client_whose_loader_has_no_batch_is_measured_as_it_is() -> None:
+    class Dropping(Built):
+        def client_dataloader(self, client_id: Any, generator: torch.Generator) -> Any:
+            return DataLoader(self.client_dataset(client_id), batch_size=6, drop_last=True, generator=generator)
+
+    personal, plain = PersonalizedAccuracy(on="train"), ClientAccuracy(on="train")
+    run([personal, plain], datamodule=Dropping())
+    assert personal.table[1] == plain.table[1]  # four examples, none of them in a batch of six
+    assert personal.table[2] != plain.table[2]

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning.loggers import CSVLogger
+from torch.utils.data import TensorDataset
 
-from lightning_fed.callbacks import LocalDrift, UpdateCosine
+from lightning_fed import FederatedDataModule
+from lightning_fed.callbacks import Inexactness, LocalDrift, LocalIterates, UpdateCosine
 from lightning_fed.data import Quadratics
-from lightning_fed.models import Quadratic
+from lightning_fed.models import LinearRegression, Quadratic
 from tests.helpers.training import Trajectory, data, fit, parameters, seeded, trainer
 
 
@@ -83,3 +85,27 @@ def test_one_client_alone_has_no_cosine() -> None:
     run = trainer(callbacks=UpdateCosine(), max_rounds=1, clients_per_round=1)
     run.fit(seeded(), data())
     assert "update/cosine" not in run.callback_metrics
+
+
+def measured(with_outlier: bool) -> tuple[dict[str, float], list[Any]]:
+    """Return what is logged of six clients, and the measures, perhaps beside one that is dropped for its update."""
+    stream = torch.Generator().manual_seed(0)
+    clients = {
+        i: TensorDataset(torch.randn(8, 3, generator=stream), torch.randn(8, 1, generator=stream)) for i in range(6)
+    }
+    if with_outlier:
+        clients[99] = TensorDataset(torch.full((8, 3), 30.0), torch.full((8, 1), 1e4))
+    callbacks = [UpdateCosine(), LocalDrift(), Inexactness(), LocalIterates()]
+    dropping = {"on_client_error": "drop", "max_failed_share": 0.5, "max_update_ratio": 100}
+    run = trainer(callbacks=callbacks, max_rounds=1, clients_per_round=1.0, local_steps=2, **dropping)
+    torch.manual_seed(0)
+    run.fit(LinearRegression(3, lr=0.1), FederatedDataModule(clients=clients, batch_size=8))
+    tags = ("update/cosine", "drift/mean", "drift/last", "client/gamma", "client/gamma_max", "client/loss")
+    return {tag: float(run.callback_metrics[tag]) for tag in tags}, callbacks
+
+
+def test_a_round_that_is_run_again_is_measured_as_if_those_who_failed_had_not_been_drawn() -> None:
+    (alone, _), (found, (_, drift, inexactness, iterates)) = measured(False), measured(True)
+    assert found == alone
+    for of_clients in (drift.paths, inexactness.gamma, iterates.paths):
+        assert sorted(of_clients) == list(range(6))

@@ -1,5 +1,7 @@
 """The spread of a metric over clients in exact numbers."""
 
+import math
+
 import pytest
 
 from lightning_fed import FederatedError
@@ -28,3 +30,8 @@ def test_values_are_named_under_a_prefix() -> None:
 def test_no_clients_are_refused() -> None:
     with pytest.raises(FederatedError, match="no values"):
         spread([])
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_a_client_without_a_number_is_among_the_worst(mode: str) -> None:
+    assert math.isnan(spread([0.9, math.nan, 0.8], mode).worst_10)  # type: ignore[arg-type]
