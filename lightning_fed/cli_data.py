@@ -37,13 +37,15 @@ def picture(args: list[str] | None = None) -> None:
     print(skew_table(data))
     figure = split_figure(data, options.max_clients)
     path = Path(options.out)
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
     except ValueError as error:
         raise FederatedError(
             f"--out {path}: matplotlib cannot write this ({error}). Use a name such as split.png."
         ) from error
+    except OSError as error:
+        raise FederatedError(f"--out {path} cannot be written: {error.strerror}. Name another place.") from error
     print(f"{'picture':<21}{path}")
 
 

@@ -152,6 +152,9 @@ def test_data_draws_the_split(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Gini" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="lightning-fed: .*alpha"):
         main(["data", "--config", QUICKSTART, "--data.alpha", "-1"])
+    Path("file").touch()
+    with pytest.raises(SystemExit, match="--out file/split.png cannot be written: "):
+        main(["data", "--config", QUICKSTART, "--out", "file/split.png"])
 
 
 MINE = """

@@ -110,7 +110,7 @@ class Planner:
     def _draw(self, sampler: Sampler, seed: int, round: int) -> dict[ClientId, int]:
         """Draw ids, with how often each came up."""
         drawn: dict[ClientId, int] = {}
-        for client_id in draw(sampler, seed, round, self.population):
+        for client_id in draw(sampler, seed, round, self.population, self.seed):
             drawn[client_id] = drawn.get(client_id, 0) + 1
         return drawn
 

@@ -48,7 +48,10 @@ def compare(args: Sequence[str]) -> None:
     head, rows = _table(runs, metric, options.target)
     figure = _figure(runs, metric, options.target)
     out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FederatedError(f"--out {out} cannot be made a folder: {error.strerror}. Name another one.") from error
     save(figure, out / "compare.png")
     text = f"# {metric.label} of {len(runs)} runs\n\n![compare.png](compare.png)\n\n{markdown(head, rows)}\n"
     (out / "compare.md").write_text(text, encoding="utf-8")

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from contextlib import redirect_stderr
 from copy import deepcopy
+from inspect import signature
 from io import StringIO
 from typing import Any
 
@@ -14,6 +15,7 @@ from jsonargparse import Namespace
 from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
 from pytorch_lightning.loggers import Logger
 
+import lightning_fed.data
 from lightning_fed.cli_parser import Parser
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.experiments.overrides import Config, overlay
@@ -118,17 +120,27 @@ class Configurations:
 
 
 def key_of(completed: Config) -> str:
-    """Return the name of a cell in a store: a hash of its complete configuration, without where its data lie.
+    """Return the name of a cell in a store: a hash of its complete configuration, without where named data sets lie.
 
     Args:
         completed: The configuration with all defaults.
 
     Example:
-        >>> key_of({"data": {"init_args": {"root": "here"}}}) == key_of({"data": {"init_args": {"root": "there"}}})
+        >>> mnist = {"class_path": "lightning_fed.data.MNIST", "init_args": {"root": "here"}}
+        >>> key_of({"data": mnist}) == key_of({"data": {**mnist, "init_args": {"root": "there"}}})
         True
     """
-    text = json.dumps(with_root(completed, ""), sort_keys=True, default=str)
+    text = json.dumps(with_root(completed, "" if _is_named(completed) else None), sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+
+
+def _is_named(config: Config) -> bool:
+    """Whether the data are a data set of ours that is the same in whatever folder, and not what lies in the folder."""
+    module, _, name = str(config.get("data", {}).get("class_path")).rpartition(".")
+    if not f"{module}.".startswith("lightning_fed.data.") or name not in lightning_fed.data.__all__:
+        return False
+    root = signature(getattr(lightning_fed.data, name)).parameters.get("root")
+    return root is not None and root.default is not root.empty
 
 
 def with_root(config: Config, root: str | None) -> Config:

@@ -113,7 +113,7 @@ class Quantity:
         if self.kind == "round":
             if int(self.number) not in curve:
                 raise FederatedError(f"{self.metric.name} was not logged after round {self.number:g}.")
-            return curve[int(self.number)]
+            return values[list(curve).index(int(self.number))]
         if self.kind == "best":
             return max(values) if self.metric.mode == "max" else min(values)
         window = {"final": 1, "last": int(self.number), "mean": len(values)}[self.kind]
@@ -133,6 +133,10 @@ def cost(series: Series, kind: str) -> dict[int, float]:
     tags = COSTS[kind]
     if missing := [tag for tag in tags if not series.get(tag)]:
         raise FederatedError(f"{' and '.join(missing)} were not logged, so the {kind} are not known.")
+    if tags and (first := min(n for tag in tags for n in series[tag])) > 1:
+        raise FederatedError(
+            f"The log begins with round {first}, so the {kind} before are not known: it is that of a resumed run."
+        )
     rounds = sorted({n for curve in series.values() for n in curve})
     if not tags:
         return {n: float(n) for n in rounds}

@@ -55,7 +55,7 @@ class Estimate:
             return shown(self.mean) + (f" ± {shown(self.spread)}" if len(self.values) > 1 else "")
         if self.is_diverged:
             return "diverged"
-        return f">{shown(self.limit)}"
+        return f">{shown(self.limit)}" if self.quantity.is_cost else "not finite"
 
 
 @dataclass(frozen=True)

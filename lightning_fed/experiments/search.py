@@ -136,6 +136,11 @@ def run_search(
         FederatedError: If Optuna is not installed, or something about the cells is wrong; before the first one.
         SystemExit: On Ctrl-C; what is finished is kept.
     """
+    if grid.experiment.skip:
+        raise FederatedError(
+            f"{grid.experiment.file}: skip leaves points out of a grid, and a search does not try them all. Leave skip"
+            " out, or search without --search."
+        )
     optuna = find_optuna()
     sampler = optuna.samplers.TPESampler(seed=search.seed)
     study = optuna.create_study(direction="maximize" if search.by.mode == "max" else "minimize", sampler=sampler)
@@ -143,7 +148,7 @@ def run_search(
     configurations, jobs = Configurations(), dict[Cell, Job]()
     results = Results(grid, store, jobs)
     with stopping_cleanly(jobs, store, workers):
-        check_cells(grid, _cells(grid, [grid.points[0], grid.points[-1]]), configurations, store, workers, data_root)
+        check_cells(grid, _cells(grid, _cover(grid)), configurations, store, workers, data_root)
         grid.points = []
         for start in range(0, search.trials, search.batch):
             trials = [study.ask(space) for _ in range(min(search.batch, search.trials - start))]
@@ -157,6 +162,13 @@ def run_search(
                 state = optuna.trial.TrialState.FAIL if is_failed else optuna.trial.TrialState.COMPLETE
                 study.tell(trial, None if is_failed else value, state=state)
     return results
+
+
+def _cover(grid: Grid) -> list[Point]:
+    """Return points in which every label of every axis occurs."""
+    labels = {name: list(axis.choices) for name, axis in grid.axes.items()}
+    most = max(len(of_axis) for of_axis in labels.values())
+    return [Point(tuple((name, own[min(i, len(own) - 1)]) for name, own in labels.items())) for i in range(most)]
 
 
 def _cells(grid: Grid, points: list[Point]) -> list[Cell]:

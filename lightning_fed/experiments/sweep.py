@@ -30,7 +30,7 @@ from lightning_fed.experiments.store import Store
 from lightning_fed.experiments.tables import markdown, rows_of, write_series
 from lightning_fed.experiments.verdict import losses, means
 from lightning_fed.experiments.workers import make_workers
-from lightning_fed.experiments.yaml_files import check_keys, read_yaml
+from lightning_fed.experiments.yaml_files import check_keys, read_yaml, unknown
 
 __all__ = ["sweep"]
 
@@ -79,7 +79,11 @@ def _base(paths: Sequence[str]) -> Config:
     """Return the stacked configurations, without what the runner does in its own way."""
     config: Config = {}
     for path in paths:
-        config = overlay(config, read_yaml(Path(path)))
+        found = read_yaml(Path(path))
+        for name in found.keys() - set(_PARTS):
+            if found[name] is not None:  # such as the ckpt_path of --print_config
+                raise unknown(path, "key for the cells of a sweep", name, _PARTS)
+        config = overlay(config, found)
     trainer = config.get("trainer") or {}
     left_out = [f"trainer.{name}" for name in _LEFT_OUT if trainer.pop(name, None) is not None]
     callbacks = trainer.get("callbacks") or []

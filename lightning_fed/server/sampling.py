@@ -248,7 +248,11 @@ class AvailabilitySampler(_CountingSampler):
 
     def __call__(self, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
         """Return the cohort of a round, in the population's order."""
-        longitudes = torch.Generator().manual_seed(derive_seed(seed, Purpose.AVAILABILITY))
+        return self.cohort(seed, round, population, seed)
+
+    def cohort(self, seed: int, round: int, population: Sequence[ClientId], run_seed: int) -> list[ClientId]:
+        """Return one of several cohorts of a round, by its own seed, of clients who live where the run's has them."""
+        longitudes = torch.Generator().manual_seed(derive_seed(run_seed, Purpose.AVAILABILITY))
         phase = torch.rand(len(population), generator=longitudes, dtype=torch.float64)
         day = (1 + torch.cos(2 * math.pi * (round / self.rounds_per_day - phase))) / 2
         stream = generator(seed, Purpose.COHORT, round)
@@ -263,13 +267,24 @@ class AvailabilitySampler(_CountingSampler):
         )
 
 
-def draw(sampler: Sampler, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
+def draw(
+    sampler: Sampler, seed: int, round: int, population: Sequence[ClientId], run_seed: int | None = None
+) -> list[ClientId]:
     """Call a sampler of two or three arguments.
+
+    Args:
+        sampler: The sampler.
+        seed: The seed of its cohorts.
+        round: The round.
+        population: The clients there are.
+        run_seed: The run's, where the seed is that of another cohort in the same rounds.
 
     Raises:
         FederatedError: If what it returns is no list of ids.
     """
     args: tuple[Any, ...] = (seed, round, population) if _takes_population(sampler) else (seed, round)
+    if isinstance(sampler, AvailabilitySampler) and run_seed is not None:
+        return sampler.cohort(seed, round, population, run_seed)
     cohort = sampler(*args)
     if isinstance(cohort, str) or not hasattr(cohort, "__iter__"):
         raise FederatedError(f"The sampler must return a list of client ids, found {cohort!r} in round {round}.")

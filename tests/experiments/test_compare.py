@@ -60,6 +60,10 @@ def test_a_run_without_gradients_is_shown_without_them() -> None:
         (["log", "--metric", "val_loss"], "--mode max or min"),
         (["log", "log"], "named twice"),
         (["broken"], "metrics.csv, line 2"),
+        (
+            ["log", "--mode", "max", "--out", "log/metrics.csv"],
+            "metrics.csv cannot be made a folder: File exists",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

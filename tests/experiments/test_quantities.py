@@ -6,6 +6,7 @@ import pytest
 
 from lightning_fed import FederatedError
 from lightning_fed.experiments.quantities import Metric, cost, parse_quantity
+from lightning_fed.experiments.results import Estimate
 
 METRICS = {"val_acc": Metric("val_acc", "max", "accuracy"), "val_loss": Metric("val_loss", "min", "loss")}
 SERIES = {
@@ -28,6 +29,7 @@ SERIES = {
         ("round 4", 0.8),
         ("final val_loss", 1.0),
         ("best val_loss", 1.0),
+        ("round 4 val_loss", math.inf),
         ("mean val_loss", math.inf),  # what is not a number is worse than anything
         ("rounds to 0.75", 4),
         ("rounds to .5 val_acc", 2),
@@ -63,6 +65,18 @@ def test_what_was_not_logged_is_named() -> None:
         parse_quantity("here", "final", METRICS).of({"other": {1: 1.0}})
     with pytest.raises(FederatedError, match="round/gradients"):
         cost({"val_acc": {1: 1.0}}, "gradients")
+
+
+def test_the_costs_of_a_resumed_run_are_not_those_of_its_last_part() -> None:
+    with pytest.raises(FederatedError, match="begins with round 5, so the gradients before are not known"):
+        cost({"val_acc": {5: 1.0}, "round/gradients": {5: 10.0, 6: 10.0}}, "gradients")
+    assert cost({"val_acc": {5: 1.0}}, "rounds") == {5: 5.0}
+
+
+def test_only_a_cost_is_above_what_it_was_measured_up_to() -> None:
+    cost_of, final = (parse_quantity("here", text, METRICS) for text in ("rounds to 0.9", "final"))
+    assert str(Estimate(cost_of, (math.inf,), limit=8.0)) == ">8"
+    assert str(Estimate(final, (-math.inf,), limit=8.0)) == "not finite"
 
 
 def test_a_cost_is_lower_better_whatever_the_metric_is() -> None:

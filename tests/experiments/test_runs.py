@@ -92,6 +92,14 @@ def test_a_cell_is_known_by_all_of_its_configuration_but_where_its_data_lie(writ
     assert config == grid.config(cell)  # completing changes nothing
 
 
+@pytest.mark.parametrize("class_path", ["lightning_fed.data.ClientFolder", "mine.Folder", "mine.MNIST"])
+def test_a_folder_that_is_the_data_is_part_of_a_cells_key(class_path: str) -> None:
+    here, there = ({"data": {"class_path": class_path, "init_args": {"root": root}}} for root in "ab")
+    assert key_of(here) != key_of(there)
+    mnist = ({"data": {"class_path": "lightning_fed.data.mnist.MNIST", "init_args": {"root": root}}} for root in "ab")
+    assert len({key_of(config) for config in mnist}) == 1
+
+
 def test_cells_alike_are_one_cell(write: Write, tmp_path: Path) -> None:
     methods = {"FedAvg": {}, "the same": {}}
     results, ran = run(write(methods=methods), tmp_path / "out")

@@ -106,6 +106,32 @@ def test_a_mistake_is_named_before_the_first_cell(grid: dict[str, Any], args: li
     assert not cells()
 
 
+@pytest.mark.parametrize("key", ["trianer", "ckpt_path"])
+def test_a_key_that_cells_do_not_have_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OUTPUTS, key, {"max_rounds": 3})
+    with pytest.raises(SystemExit, match=f"top.yaml: there is no key for the cells of a sweep '{key}'"):
+        run({"metrics": METRICS, "axes": AXES})
+    monkeypatch.setitem(OUTPUTS, key, None)  # as --print_config writes it
+    run({"metrics": METRICS, "axes": {"lr": AXES["lr"]}})
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_search_looks_at_every_label_before_the_first_cell(seed: int) -> None:
+    pytest.importorskip("optuna")
+    methods = {**AXES["method"], "Bad": {"trainer.algorithm": "Scafold"}, "Mime": {"trainer.algorithm": "Mime"}}
+    grid = {"metrics": METRICS, "axes": {**AXES, "method": methods}, "search": {"trials": 2, "seed": seed}}
+    with pytest.raises(SystemExit, match="Bad"):
+        run(grid, "--search", "optuna")
+    assert not cells()
+
+
+def test_a_search_refuses_to_skip() -> None:
+    pytest.importorskip("optuna")
+    grid = {"metrics": METRICS, "axes": AXES, "skip": [{"method": "FedAvg", "lr": 0.1}], "search": {"trials": 2}}
+    with pytest.raises(SystemExit, match="skip leaves points out of a grid"):
+        run(grid, "--search", "optuna")
+
+
 def test_a_search_without_optuna_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 

@@ -370,6 +370,20 @@ def test_longitudes_are_the_seeds_alone() -> None:
     assert np.abs(first - other).max() > 0.3
 
 
+def test_a_second_cohort_is_of_clients_at_the_same_longitudes() -> None:
+    n, day = 40, 8
+    sampler = AvailabilitySampler(n, rounds_per_day=day, low=0.0, high=1.0)
+    counts = np.zeros((2, day, n))
+    for r in range(day * 60):
+        for row, seed in enumerate((0, 12345)):
+            counts[row, r % day, draw(sampler, seed, r, range(n), run_seed=0)] += 1
+    work, gradient = counts / 60
+    assert not np.array_equal(work, gradient)  # draws of their own
+    assert np.abs(work - gradient).max() < 0.45  # five standard deviations of a difference
+    elsewhere = attendance(sampler, n, day, 60, seed=12345)
+    assert np.abs(work - elsewhere).max() > 0.8
+
+
 def test_availability_without_a_swing_is_a_coin_with_a_cap() -> None:
     assert AvailabilitySampler(3, low=1.0, high=1.0)(0, 0, ["a", "b", "c"]) == ["a", "b", "c"]
     assert AvailabilitySampler(3, low=0.0, high=0.0)(0, 0, NAMES) == []
