@@ -13,9 +13,9 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.errors import ClientError
 from lightning_fed.data.batch_settings import Batches, BatchSettings
-from lightning_fed.data.examples import size_of
+from lightning_fed.data.examples import inner_indices, rows_in, size_of
 
 __all__ = ["BatchSettings", "ClientBatches", "LoaderBatches", "TensorBatches"]
 
@@ -138,24 +138,14 @@ class TensorBatches(_IndexedBatches):
             return None
         indices: Any = None
         while isinstance(dataset, Subset) and _reads_like(dataset, Subset):
-            chosen = dataset.indices
-            indices = chosen if indices is None else [chosen[index] for index in indices]
+            indices = inner_indices(dataset, indices)
             dataset = dataset.dataset
         if not isinstance(dataset, TensorDataset) or not _reads_like(dataset, TensorDataset):
             return None
         if any(type(tensor) is not Tensor or tensor.layout is not torch.strided for tensor in dataset.tensors):
             return None
         if indices is not None:
-            size = size_of(dataset)
-            indices = torch.as_tensor(indices, dtype=torch.int64).cpu()
-            low, high = (int(indices.min()), int(indices.max())) if len(indices) else (0, 0)
-            if len(indices) and not -size <= low <= high < size:
-                raise FederatedError(
-                    f"A client's Subset selects examples {low} to {high}, but its TensorDataset has only {size:,}:"
-                    " correct the indices."
-                )
-            if low < 0:
-                indices = torch.where(indices < 0, indices + size, indices)
+            indices = rows_in(dataset, indices)
         return TensorBatches(dataset.tensors, indices, settings)
 
     def part(self, indices: Tensor, settings: BatchSettings) -> "TensorBatches":

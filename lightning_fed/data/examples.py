@@ -9,7 +9,17 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["BareInputs", "as_labels", "check_map_style", "column_of", "labels_of", "size_of", "targets_of"]
+__all__ = [
+    "BareInputs",
+    "as_labels",
+    "check_map_style",
+    "column_of",
+    "inner_indices",
+    "labels_of",
+    "rows_in",
+    "size_of",
+    "targets_of",
+]
 
 _LABEL_NAMES = ("targets", "labels", "target", "label")
 
@@ -35,12 +45,10 @@ def labels_of(dataset: Dataset[Any]) -> Tensor:
     Raises:
         FederatedError: If the data set does not say.
     """
-    for name in ("targets", "labels"):
-        values = getattr(dataset, name, None)
-        if values is not None and not callable(values) and _has_length(values, size_of(dataset)):
-            return as_labels(values, size_of(dataset), f"{type(dataset).__name__}.{name}")
+    for name, values in _own_labels(dataset).items():
+        return as_labels(values, size_of(dataset), f"{type(dataset).__name__}.{name}")
     if isinstance(dataset, Subset):
-        return labels_of(dataset.dataset)[torch.as_tensor(dataset.indices, dtype=torch.int64)]
+        return labels_of(dataset.dataset)[rows_in(dataset.dataset, dataset.indices)]
     if isinstance(dataset, TensorDataset):
         for tensor in reversed(dataset.tensors):
             if tensor.ndim == 1 and not tensor.is_floating_point() and not tensor.is_complex():
@@ -61,14 +69,48 @@ def targets_of(datasets: Sequence[Dataset[Any]]) -> list[Tensor]:
     whole: dict[int, Tensor] = {}
     found = []
     for dataset in datasets:
-        if not isinstance(dataset, Subset):
-            found.append(_targets(dataset))
-            continue
-        source = dataset.dataset
+        source, indices = dataset, None
+        while isinstance(source, Subset) and not _own_labels(source):
+            indices = inner_indices(source, indices)
+            source = source.dataset
         if id(source) not in whole:
             whole[id(source)] = _targets(source)
-        found.append(whole[id(source)][torch.as_tensor(dataset.indices, dtype=torch.int64)])
+        targets = whole[id(source)]
+        found.append(targets if indices is None else targets[rows_in(source, indices)])
     return found
+
+
+def inner_indices(subset: Subset[Any], indices: Any) -> Any:
+    """Return where some examples of a subset, or all if ``indices`` is None, are in the data set it selects from.
+
+    Raises:
+        FederatedError: If the subset has no such examples.
+    """
+    chosen = subset.indices
+    if indices is None:
+        return chosen
+    try:
+        return [chosen[index] for index in indices]
+    except IndexError:
+        rows_in(subset, indices)
+        raise
+
+
+def rows_in(dataset: Dataset[Any], indices: Any) -> Tensor:
+    """Return a subset's indices into a data set [n], int64, on the CPU and none of them negative.
+
+    Raises:
+        FederatedError: If the data set has no such examples.
+    """
+    size = size_of(dataset)
+    rows = torch.as_tensor(indices, dtype=torch.int64).cpu()
+    low, high = (int(rows.min()), int(rows.max())) if len(rows) else (0, 0)
+    if len(rows) and not -size <= low <= high < size:
+        raise FederatedError(
+            f"A client's Subset selects examples {low} to {high}, but its {type(dataset).__name__} has only {size:,}:"
+            " correct the indices."
+        )
+    return torch.where(rows < 0, rows + size, rows) if low < 0 else rows
 
 
 def size_of(dataset: Any) -> int:
@@ -121,6 +163,15 @@ def _targets(dataset: Dataset[Any]) -> Tensor:
         if inputs and not classes and last.is_floating_point() and last.numel() == len(last):
             return last.detach().cpu().flatten()
     return labels_of(dataset)
+
+
+def _own_labels(dataset: Dataset[Any]) -> dict[str, Any]:
+    """Return the attribute in which a data set has one label for each of its examples, by name, if it has one."""
+    for name in ("targets", "labels"):  # each is read once, for it may be a property
+        values = getattr(dataset, name, None)
+        if values is not None and not callable(values) and _has_length(values, size_of(dataset)):
+            return {name: values}
+    return {}
 
 
 def _has_length(values: Any, length: int) -> bool:

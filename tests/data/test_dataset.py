@@ -169,6 +169,32 @@ def test_a_function_may_deal_by_real_numbers():
         FederatedDataset.from_partition(dataset, Shards(2))
 
 
+def test_real_numbers_are_found_behind_subsets_of_subsets():
+    y = torch.tensor([0.3, -1.0, 2.0, -0.5])
+    nested = Subset(Subset(TensorDataset(torch.zeros(4, 2), y[:, None]), [3, 1, 0]), torch.tensor([2, -3]))
+    assert FederatedDataset([nested]).targets()[0].equal(y[[0, 3]])
+    seen = []
+    FederatedDataset.from_partition(nested, lambda targets: seen.append(targets) or [[0], [1]])
+    assert seen[0].equal(y[[0, 3]])
+
+
+def test_a_data_set_behind_subsets_of_subsets_is_read_once():
+    base = Plain(6, lambda i: (i, i))
+    halves = [Subset(base, range(3)), Subset(base, range(3, 6))]
+    data = FederatedDataset([Subset(half, [2, 0]) for half in halves])
+    assert [part.tolist() for part in data.targets()] == [[2, 0], [5, 3]]
+    assert base.reads == 6
+
+
+def test_labels_of_a_subset_itself_win():
+    class Relabelled(Subset):
+        targets = (7, 8)
+
+    relabelled = Relabelled(tensors(4), [0, 1])
+    data = FederatedDataset([relabelled, Subset(Subset(relabelled, [1, 0]), [0])])
+    assert [part.tolist() for part in data.targets()] == [[7, 8], [8]]
+
+
 def test_labels_are_looked_for_only_if_needed():
     dataset = Plain(6, lambda i: i)
     assert FederatedDataset.from_partition(dataset, Iid(3)).known_sizes == [2, 2, 2]
@@ -248,6 +274,12 @@ def test_given_labels_win():
         (lambda: FederatedDataset.from_partition(tensors(3), lambda _: [[0], [0.5]]), r"client 1 a torch.float32"),
         (lambda: FederatedDataset.from_partition(tensors(3), lambda _: [[[0]]]), r"client 0.*shape \[1, 1\]"),
         (lambda: FederatedDataset.from_partition(tensors(3), Shards(1), labels=[0, 1]), r"labels.*\[3\].*shape \[2\]"),
+        (lambda: labels_of(Subset(tensors(60), [0, 100])), r"examples 0 to 100, but its TensorDataset has only 60:"),
+        (lambda: FederatedDataset([Subset(tensors(3), [-4])]).targets(), r"examples -4 to -4.*has only 3: correct"),
+        (
+            lambda: FederatedDataset([Subset(Subset(tensors(60), [3, 4]), [0, 2])]).targets(),
+            r"Subset selects examples 0 to 2, but its Subset has only 2:",
+        ),
         (lambda: labels_of(Plain(2, lambda i: i)), r"Plain does not say its labels.*`targets`"),
         (
             lambda: labels_of(Plain(2, lambda i: i)),
