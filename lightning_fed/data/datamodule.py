@@ -16,7 +16,7 @@ from lightning_fed.data.batch_settings import BatchAugmentation, BatchSettings, 
 from lightning_fed.data.batches import ClientBatches, LoaderBatches, TensorBatches
 from lightning_fed.data.custom_batches import CustomBatches
 from lightning_fed.data.dataset import FederatedDataset, check_partition
-from lightning_fed.data.evaluation import check_evaluation, evaluation_loader, transformed_loader
+from lightning_fed.data.evaluation import check_client_val, check_evaluation, evaluation_loader, transformed_loader
 from lightning_fed.data.examples import check_map_style, size_of
 from lightning_fed.data.optional_loader import defined_with_val
 from lightning_fed.data.partition import Partition, PartitionFunction, check_client_id
@@ -67,7 +67,7 @@ class FederatedDataModule(pl.LightningDataModule):
         num_workers: Loader processes, for clients and evaluation alike. They start anew in every local epoch of every
             client, which pays only if examples are slow to make.
         pin_memory: Whether batches are copied to pinned memory, if there is a GPU.
-        client_val: Validation sets of single clients by id.
+        client_val: Map-style validation sets of single clients by id.
         transform: A function batch -> batch, or a list of such, applied to every collated batch, the clients' and those
             of ``val``, ``test`` and ``predict``; it must be deterministic. It is how bytes become normalised floats a
             batch at a time.
@@ -343,8 +343,7 @@ class FederatedDataModule(pl.LightningDataModule):
             check_map_style(self.train, f"{name}(train=...)")
         for key in ("val", "test", "predict"):
             check_evaluation(name, key, getattr(self, key))
-        for client_id, dataset in self.client_val.items():
-            check_evaluation(name, f"client_val[{client_id!r}]", dataset)
+        check_client_val(name, self.client_val)
         if self.partition is not None:
             check_partition(self.partition)
         if self.collate_fn is not None and not callable(self.collate_fn):

@@ -1,6 +1,7 @@
 """Loaders of what the server model is evaluated on: whole batches where the data are tensors."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,11 +9,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
 from lightning_fed.data.batch_settings import BatchSettings, BatchTransform, Chain
 from lightning_fed.data.batches import TensorBatches
-from lightning_fed.data.examples import is_map_style
+from lightning_fed.data.examples import check_map_style, is_map_style
 
-__all__ = ["EvaluationLoader", "check_evaluation", "evaluation_loader", "transformed_loader"]
+__all__ = ["EvaluationLoader", "check_client_val", "check_evaluation", "evaluation_loader", "transformed_loader"]
 
 
 class EvaluationLoader(DataLoader[Any]):
@@ -51,6 +53,25 @@ def check_evaluation(owner: str, name: str, data: Any) -> None:
                 f"{owner}({name}=...) has a {type(part).__name__}: give a data set with __len__ and __getitem__, a"
                 " DataLoader, or a list of these."
             )
+        if part is not None and not isinstance(part, kinds):
+            check_map_style(part, f"{owner}({name}=...)")
+
+
+def check_client_val(owner: str, client_val: Mapping[ClientId, Any]) -> None:
+    """Refuse clients' validation sets, unless they are None, that are no map-style data sets.
+
+    Raises:
+        FederatedError: Naming ``owner``, the client and what was found.
+    """
+    for client_id, data in client_val.items():
+        if isinstance(data, list | tuple) and any(isinstance(part, Dataset | DataLoader) for part in data):
+            raise FederatedError(
+                f"{owner}(client_val[{client_id!r}]=...) has a {type(data).__name__} of"
+                f" {type(data[0]).__name__}: give one map-style Dataset with __len__ and __getitem__; ConcatDataset"
+                " joins several."
+            )
+        if data is not None:
+            check_map_style(data, f"{owner}(client_val[{client_id!r}]=...)")
 
 
 def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoader[Any]:

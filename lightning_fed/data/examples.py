@@ -135,10 +135,10 @@ def check_map_style(dataset: Any, owner: str) -> None:
             f"{owner} has a {type(dataset).__name__}, whose examples cannot be counted and shuffled: give a map-style"
             " Dataset with __len__ and __getitem__."
         )
-    if isinstance(dataset, tuple) and any(hasattr(part, "shape") for part in dataset):
+    if isinstance(dataset, tuple | list) and _are_columns(dataset):
         raise FederatedError(
-            f"{owner} has a tuple of {len(dataset)} arrays, which would be {len(dataset)} examples: give"
-            " torch.utils.data.TensorDataset(inputs, labels), whose examples are pairs."
+            f"{owner} has a {type(dataset).__name__} of {len(dataset)} arrays, which would be {len(dataset)} examples:"
+            " give torch.utils.data.TensorDataset(inputs, labels), whose examples are pairs."
         )
 
 
@@ -154,6 +154,19 @@ def column_of(dataset: Any, name: str, owner: str) -> list[Any]:
             f" {size_of(dataset):,} examples. Pass the keys themselves: ByKey(keys)."
         )
     return list(values.tolist() if hasattr(values, "tolist") else values)
+
+
+def _are_columns(arrays: Sequence[Any]) -> bool:
+    """Whether a tuple or list holds inputs and labels side by side.
+
+    A list of arrays may also be a data set of bare inputs. Here its last array is a column for the first one's rows.
+    """
+    if isinstance(arrays, tuple):
+        return any(hasattr(part, "shape") for part in arrays)
+    if len(arrays) < 2 or not all(getattr(part, "shape", ()) for part in (arrays[0], arrays[-1])):
+        return False
+    first, last = tuple(arrays[0].shape), tuple(arrays[-1].shape)
+    return first != last and len(arrays) < first[0] == last[0] and (len(last) < len(first) or last[1:] == (1,))
 
 
 def _targets(dataset: Dataset[Any]) -> Tensor:

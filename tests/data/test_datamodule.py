@@ -488,6 +488,22 @@ class Stream(IterableDataset):
         ({"clients": [tensors(1), Stream()]}, r"Client 1 has a Stream.*map-style"),
         ({"train": Stream(), "partition": Iid(1)}, r"train=...\) has a Stream"),
         ({"train": (torch.ones(3), torch.ones(3)), "partition": Iid(1)}, r"tuple of 2 arrays.*TensorDataset\(inputs"),
+        ({"train": [torch.ones(3, 2), torch.ones(3)], "partition": Iid(1)}, r"train=...\) has a list of 2 arrays"),
+        ({"clients": [], "val": (torch.ones(3), torch.ones(3))}, r"val=...\) has a tuple of 2 arrays.*TensorDataset"),
+        ({"clients": [], "test": [torch.ones(3, 2), torch.ones(3, 1)]}, r"test=...\) has a list of 2 arrays"),
+        ({"clients": [], "predict": [tensors(1), (torch.ones(3),)]}, r"predict=...\) has a tuple of 1 arrays"),
+        (
+            {"clients": [tensors(1)], "client_val": {0: (torch.ones(3), torch.ones(3))}},
+            r"client_val\[0\]=...\) has a tuple of 2 arrays",
+        ),
+        (
+            {"clients": [tensors(1)], "client_val": {0: DataLoader(tensors(1))}},
+            r"client_val\[0\]=...\) has a DataLoader, .*: give a map-style Dataset",
+        ),
+        (
+            {"clients": [tensors(1)], "client_val": {0: [tensors(1), tensors(1)]}},
+            r"client_val\[0\]=...\) has a list of TensorDataset: give one map-style Dataset",
+        ),
         ({"clients": {"ann": (torch.ones(3), torch.ones(3))}}, r"Client 'ann' has a tuple of 2 arrays"),
         ({"train": tensors(3), "partition": Iid}, r"Iid is a class"),
         ({"train": tensors(3), "partition": "iid"}, r"partition='iid'"),
@@ -504,6 +520,22 @@ class Stream(IterableDataset):
 def test_arguments_are_refused_at_construction(arguments, message):
     with pytest.raises(FederatedError, match=message):
         FederatedDataModule(**arguments)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        [torch.ones(3, 32, 32)] * 5,
+        [torch.ones(3, 32, 32), torch.ones(3, 8, 8)],
+        [torch.ones(80, 7), torch.ones(80, 5)],
+        [torch.ones(7), torch.ones(5)],
+        [torch.ones(2, 2), torch.ones(2), torch.ones(2)],
+        [torch.tensor(1.0), torch.tensor(2.0)],
+    ],
+)
+def test_a_list_of_bare_inputs_is_a_data_set(inputs):
+    data = FederatedDataModule([inputs], val=inputs, client_val={0: inputs})
+    assert data.client_size(0) == len(data.val_dataloader().dataset) == len(inputs)
 
 
 def test_a_stream_built_on_demand_is_refused_by_client():
