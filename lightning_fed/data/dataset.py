@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
+from lightning_fed._compat import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.examples import as_labels, check_map_style, column_of, labels_of, size_of, targets_of
@@ -170,7 +171,7 @@ class _PartitionedDataset(FederatedDataset):
             (dealt,) = targets_of([dataset])
             self._labels = None if dealt.is_floating_point() else dealt
         blank = torch.zeros(1, dtype=torch.int64).expand(num_examples)  # n labels in the memory of one
-        parts = partition(blank if dealt is None else dealt)
+        parts = _check_parts(partition(blank if dealt is None else dealt), repr(partition))
         self.ids = _ids(parts)
         self._positions = None if isinstance(self.ids, range) else {key: i for i, key in enumerate(self.ids)}
         self._order, self._sizes = _join(parts, self.ids, num_examples, repr(partition))
@@ -260,22 +261,60 @@ def _position(client_id: Any, ids: Sequence[ClientId]) -> int:
     return position
 
 
+def _check_parts(parts: Any, owner: str) -> Parts:
+    ordered = hasattr(parts, "__getitem__") and not isinstance(parts, str | bytes | type)
+    if not isinstance(parts, Mapping) and not (
+        ordered and hasattr(parts, "__len__") and getattr(parts, "ndim", 1) != 0
+    ):
+        raise FederatedError(
+            f"{owner} returned a {type(parts).__name__}: it must return each client's indices [n_i], in a list, or in a"
+            " mapping id -> indices."
+        )
+    return cast("Parts", parts)
+
+
 def _join(parts: Parts, ids: Sequence[ClientId], num_examples: int, owner: str) -> tuple[Tensor, list[int]]:
     """Return all clients' indices in one tensor, and how many each client has."""
-    indices = [torch.as_tensor(part) for part in (parts.values() if isinstance(parts, Mapping) else parts)]
-    for client_id, part in zip(ids, indices, strict=True):
-        if part.ndim != 1 or (len(part) and (part.is_floating_point() or part.dtype == torch.bool)):
+    indices = []
+    for client_id, given in zip(ids, parts.values() if isinstance(parts, Mapping) else parts, strict=True):
+        try:
+            part = torch.as_tensor(given)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise FederatedError(
+                f"{owner} gave client {client_id!r} a {type(given).__name__} that is no tensor ({error}): it must give"
+                " integer indices [n_i]."
+            ) from error
+        numbers = not (part.is_floating_point() or part.is_complex() or part.dtype == torch.bool)
+        if part.ndim != 1 or (len(part) and not numbers):
             raise FederatedError(
                 f"{owner} gave client {client_id!r} a {part.dtype} tensor of shape {list(part.shape)}: it must give"
                 " integer indices [n_i]."
             )
+        indices.append(part)
     order = torch.cat([part.cpu().long() for part in indices]) if indices else torch.empty(0, dtype=torch.int64)
     if len(order) and not 0 <= int(order.min()) <= int(order.max()) < num_examples:
         raise FederatedError(
             f"{owner} gave indices from {int(order.min())} to {int(order.max())} for {num_examples:,} examples: they"
             f" must lie in 0, ..., {num_examples - 1}."
         )
-    return order, [len(part) for part in indices]
+    sizes = [len(part) for part in indices]
+    _warn_of_shared(order, sizes, ids, num_examples, owner)
+    return order, sizes
+
+
+def _warn_of_shared(order: Tensor, sizes: list[int], ids: Sequence[ClientId], num_examples: int, owner: str) -> None:
+    """Say so if two clients have the same example, which is rarely meant; one client may have it more than once."""
+    clients = torch.repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
+    last = torch.empty(num_examples, dtype=torch.int64)
+    last[order] = clients
+    shared = order[last[order] != clients]
+    if len(shared):
+        example = int(shared.min())
+        first, second = (ids[int(position)] for position in clients[order == example].unique()[:2])
+        rank_zero_warn(
+            f"{owner} gave {len(shared.unique()):,} examples to more than one client, example {example} to {first!r}"
+            f" and to {second!r}. If that is not meant, give every example to one client."
+        )
 
 
 def _table(rows: dict[str, str]) -> str:

@@ -1,6 +1,7 @@
 """Clients by id: given one by one, built on demand, or cut out of one data set."""
 
 import pickle
+import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -155,6 +156,16 @@ def test_any_function_of_the_labels_partitions():
     assert data.known_sizes == [2, 2, 1]
     assert FederatedDataset.from_partition(tensors(5), lambda _: [[0, 1], [], np.array([4])]).known_sizes == [2, 0, 1]
     assert FederatedDataset.from_partition(tensors(5), lambda _: []).known_sizes == []
+    assert FederatedDataset.from_partition(tensors(5), lambda _: torch.arange(4).view(2, 2)).known_sizes == [2, 2]
+
+
+def test_an_example_of_two_clients_is_said():
+    with pytest.warns(UserWarning, match="gave 2 examples to more than one client, example 3 to 'c' and to 'd'"):
+        FederatedDataset.from_partition(tensors(5), lambda _: {"a": [4, 0], "b": [], "c": [3, 4], "d": [3]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn_twice = FederatedDataset.from_partition(tensors(5), lambda _: [[1, 1], [0]])
+    assert drawn_twice.known_sizes == [2, 1]
 
 
 def test_a_function_may_deal_by_real_numbers():
@@ -273,6 +284,21 @@ def test_given_labels_win():
         (lambda: FederatedDataset.from_partition(tensors(3), lambda _: [[-1]]), r"indices from -1 to -1"),
         (lambda: FederatedDataset.from_partition(tensors(3), lambda _: [[0], [0.5]]), r"client 1 a torch.float32"),
         (lambda: FederatedDataset.from_partition(tensors(3), lambda _: [[[0]]]), r"client 0.*shape \[1, 1\]"),
+        (
+            lambda: FederatedDataset.from_partition(tensors(3), lambda _: None),
+            r"returned a NoneType: it must",
+        ),
+        (lambda: FederatedDataset.from_partition(tensors(3), lambda _: iter([[0]])), r"returned a list_iterator"),
+        (lambda: FederatedDataset.from_partition(tensors(3), lambda _: {0, 1}), r"returned a set"),
+        (lambda: FederatedDataset.from_partition(tensors(3), lambda _: "012"), r"returned a str"),
+        (lambda: FederatedDataset.from_partition(tensors(3), lambda _: torch.tensor(1)), r"returned a Tensor"),
+        (
+            lambda: FederatedDataset.from_partition(tensors(3), lambda _: [[0], {1}]),
+            r"client 1 a set that is no",
+        ),
+        (lambda: FederatedDataset.from_partition(tensors(3), lambda _: {"ann": ["0"]}), r"client 'ann' a list that is"),
+        (lambda: FederatedDataset.from_partition(tensors(3), lambda _: [None]), r"client 0 a NoneType that is no"),
+        (lambda: FederatedDataset.from_partition(tensors(3), lambda _: [[1j]]), r"client 0 a torch.complex64"),
         (lambda: FederatedDataset.from_partition(tensors(3), Shards(1), labels=[0, 1]), r"labels.*\[3\].*shape \[2\]"),
         (lambda: labels_of(Subset(tensors(60), [0, 100])), r"examples 0 to 100, but its TensorDataset has only 60:"),
         (lambda: FederatedDataset([Subset(tensors(3), [-4])]).targets(), r"examples -4 to -4.*has only 3: correct"),
