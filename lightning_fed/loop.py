@@ -28,7 +28,7 @@ from lightning_fed.core.flat import FlatParameters, trained_parameters
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.seeds import Purpose, derive_seed, seed_global
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.data.datamodule import FederatedDataModule, check_ids
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.choice import make_engine
 from lightning_fed.engines.client_loop import ClientEpochLoop
@@ -174,6 +174,7 @@ class FederatedLoop(Inspection, _FitLoop):
         check_module(trainer)
         time_by_rounds(trainer)
         data: FederatedDataModule = trainer.datamodule
+        check_ids(data)
         self.population = Population(data.client_ids, data.client_size, data.known_sizes)
         if empty := self.population.empty:
             shown = ", ".join(repr(i) for i in empty[:5]) + (", ..." if len(empty) > 5 else "")

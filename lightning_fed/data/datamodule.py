@@ -19,7 +19,7 @@ from lightning_fed.data.dataset import FederatedDataset, check_partition
 from lightning_fed.data.evaluation import check_client_val, check_evaluation, evaluation_loader, transformed_loader
 from lightning_fed.data.examples import check_map_style, size_of
 from lightning_fed.data.optional_loader import defined_with_val
-from lightning_fed.data.partition import Partition, PartitionFunction, check_client_id
+from lightning_fed.data.partition import Partition, PartitionFunction, check_client_id, check_client_ids
 
 __all__ = ["FederatedDataModule"]
 
@@ -178,6 +178,7 @@ class FederatedDataModule(pl.LightningDataModule):
     @num_clients.setter
     def num_clients(self, value: int) -> None:
         self._num_clients = check_count(type(self).__name__, "num_clients", value, least=1)
+        self._check_number()
 
     @property
     def client_ids(self) -> Sequence[ClientId]:
@@ -190,7 +191,8 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @client_ids.setter
     def client_ids(self, value: Sequence[ClientId]) -> None:
-        self._client_ids = value
+        self._client_ids = check_client_ids(type(self).__name__, value)
+        self._check_number()
 
     @property
     def known_sizes(self) -> list[int] | None:
@@ -310,6 +312,17 @@ class FederatedDataModule(pl.LightningDataModule):
 
     # Checks
 
+    def _check_number(self) -> None:
+        ids, number = self._client_ids, self._num_clients
+        if ids is not None and number is not None and len(ids) != number:
+            raise self._miscounted(len(ids), number)
+
+    def _miscounted(self, ids: int, number: int) -> FederatedError:
+        return FederatedError(
+            f"{type(self).__name__} has {ids:,} client_ids and num_clients={number:,}: give client_ids alone, which say"
+            " how many there are."
+        )
+
     def _settings(self) -> BatchSettings:
         return BatchSettings(
             batch_size=self.batch_size,
@@ -365,3 +378,15 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def _missing(self, name: str) -> FederatedError:
         return FederatedError(f"{type(self).__name__} has no {name} set: pass {name}=... to it.")
+
+
+def check_ids(data: FederatedDataModule) -> None:
+    """Refuse clients' ids, assigned or overridden, of which a run could not keep track.
+
+    Raises:
+        FederatedError: If they are no sequence of integers and strings, or not ``num_clients`` many.
+    """
+    if data._overrides("client_ids"):
+        check_client_ids(type(data).__name__, data.client_ids)
+    if (data._overrides("client_ids") or data._client_ids is not None) and len(data.client_ids) != data.num_clients:
+        raise data._miscounted(len(data.client_ids), data.num_clients)

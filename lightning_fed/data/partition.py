@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Sized
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ __all__ = [
     "Shards",
     "by_class",
     "check_client_id",
+    "check_client_ids",
 ]
 
 Parts: TypeAlias = Sequence[Tensor] | Mapping[ClientId, Tensor]
@@ -284,6 +285,24 @@ def check_client_id(client_id: Any) -> ClientId:
     raise FederatedError(
         f"A client id must be an int or a str; found {client_id!r} ({type(client_id).__name__}). Use str(...) of it."
     )
+
+
+def check_client_ids(owner: str, ids: Any) -> Sequence[ClientId]:
+    """Return a sequence of client ids as it is; a ``range`` is not gone through.
+
+    Raises:
+        FederatedError: Naming ``owner``, if it is no sequence of integers and strings.
+    """
+    ordered = hasattr(ids, "__len__") and hasattr(ids, "__getitem__")
+    if not ordered or isinstance(ids, str | bytes | Mapping | Tensor | type):
+        raise FederatedError(
+            f"{owner}.client_ids is a {type(ids).__name__}: give a sequence of ints or strs, such as list(ids), or"
+            " ids.tolist() of a tensor."
+        )
+    if not isinstance(ids, range):
+        for client_id in ids:
+            check_client_id(client_id)
+    return cast("Sequence[ClientId]", ids)
 
 
 def _check_labels(partition: Partition, values: Any) -> Tensor:

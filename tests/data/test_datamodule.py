@@ -4,6 +4,7 @@ import pickle
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -11,10 +12,13 @@ from pytorch_lightning.cli import LightningCLI
 from pytorch_lightning.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+from lightning_fed import FederatedTrainer
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import ClientBatches, Dirichlet, FederatedDataModule, FederatedDataset, Iid
 from lightning_fed.data.batches import LoaderBatches, TensorBatches
 from lightning_fed.data.custom_batches import CustomBatches
+from lightning_fed.data.datamodule import check_ids
+from lightning_fed.models import MLPClassifier
 
 
 def tensors(n):
@@ -140,6 +144,64 @@ def test_ids_of_clients_on_demand_may_be_names():
         assert data.num_clients == 2
         assert data.known_sizes is None
     assert assigned.client_size("bob") == 3
+
+
+class Named(FederatedDataModule):
+    def __init__(self, ids):
+        super().__init__()
+        self.client_ids = ids
+
+    def client_dataset(self, client_id):
+        return tensors(3)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ({"a", "b"}, r"Named.client_ids is a set: give a sequence of ints or strs"),
+        ((name for name in "ab"), r"client_ids is a generator"),
+        (torch.arange(3), r"client_ids is a Tensor.*ids.tolist\(\)"),
+        ("ab", r"client_ids is a str"),
+        ({"a": 1}, r"client_ids is a dict"),
+        (None, r"client_ids is a NoneType"),
+        ([1.0, 2.0], r"must be an int or a str; found 1.0 \(float\)"),
+    ],
+)
+def test_ids_that_are_none_are_refused_where_they_are_assigned(ids, message):
+    with pytest.raises(FederatedError, match=message):
+        Named(ids)
+
+
+def test_ids_are_a_sequence_of_any_kind_and_a_range_is_not_gone_through():
+    assert list(Named(np.arange(3)).client_ids) == [0, 1, 2]
+    assert Named(range(10**15)).num_clients == 10**15
+
+
+def test_ids_and_a_number_of_clients_that_differ_are_refused():
+    class Both(Named):
+        num_clients = 5
+
+    data = Named(["a", "b"])
+    data.num_clients = 2
+    with pytest.raises(FederatedError, match=r"Named has 2 client_ids and num_clients=5: give client_ids alone"):
+        data.num_clients = 5
+    data = Named(range(5))
+    data.num_clients = 5
+    with pytest.raises(FederatedError, match=r"1 client_ids and num_clients=5"):
+        data.client_ids = ["a"]
+    check_ids(Named(["a"]))
+    with pytest.raises(FederatedError, match=r"Both has 2 client_ids and num_clients=5"):
+        check_ids(Both(["a", "b"]))
+
+
+def test_overridden_ids_are_checked_in_fit():
+    class Overridden(FederatedDataModule):
+        client_ids = frozenset("ab")
+
+    with pytest.raises(FederatedError, match=r"Overridden.client_ids is a frozenset"):
+        FederatedTrainer(max_rounds=1, local_steps=1, logger=False, enable_checkpointing=False).fit(
+            MLPClassifier(1, 3, hidden=[]), Overridden()
+        )
 
 
 def test_a_subclass_may_load_in_setup():
