@@ -57,11 +57,12 @@ def _read_csv(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: boo
     place = {name: heading.index(name) for name in (*keys, *numeric, *optional)}
     texts: dict[str, list[Any]] = {name: [] for name in keys}
     numbers = {name: array("d") for name in (*numeric, *optional)}
-    missing: dict[str, int] = {}
+    lines = array("q")
     left_out: dict[str, str] = {}
     for line, row in rows:
         if len(row) != len(heading):
             raise FederatedError(f"{path}, line {line}: {len(row)} fields under a heading of {len(heading)}.")
+        lines.append(line)
         for name, values in texts.items():
             if not row[place[name]].strip():
                 raise _missing(path, f"line {line}", name)
@@ -73,16 +74,18 @@ def _read_csv(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: boo
                 left_out[name] = f"line {line} holds {text!r}"
                 del numbers[name]
             else:
-                if math.isnan(number):
-                    missing.setdefault(name, line)
                 numbers[name].append(number)
     for name in numeric:
         if name in left_out:
             raise FederatedError(f"{path}: column {name!r} must hold finite numbers; {left_out[name]}.")
-    for name, line in missing.items():
-        if name in numbers:
-            raise _missing(path, f"line {line}", name)
-    found = {name: np.frombuffer(values, dtype=np.float64).astype(np.float32) for name, values in numbers.items()}
+    found: dict[str, npt.NDArray[np.float32]] = {}
+    for name, read in numbers.items():
+        column = np.frombuffer(read, dtype=np.float64)
+        if (empty := np.isnan(column)).any():
+            raise _missing(path, f"line {lines[int(empty.argmax())]}", name)
+        found[name] = _float32(column)
+        if (large := ~np.isfinite(found[name])).any():
+            raise _too_large(path, f"line {lines[int(large.argmax())]}", name)
     return Columns(texts, found, left_out)
 
 
@@ -112,10 +115,9 @@ def _read_parquet(path: Path, keys: Sequence[str], numeric: Sequence[str], rest:
         if empty.any():
             raise _missing(path, f"row {int(empty.argmax()) + 1}", name)
         if name not in keys:
-            numbers[name] = np.asarray(column).astype(np.float32)
-            if not np.isfinite(numbers[name]).all():
-                row = int((~np.isfinite(numbers[name])).argmax()) + 1
-                raise FederatedError(f"{path}, row {row}: column {name!r} must hold finite numbers.")
+            numbers[name] = _float32(np.asarray(column))
+            if (large := ~np.isfinite(numbers[name])).any():
+                raise _too_large(path, f"row {int(large.argmax()) + 1}", name)
     for name in numeric:
         if name in left_out:
             raise FederatedError(f"{path}: column {name!r} must hold finite numbers; {left_out[name]}.")
@@ -144,3 +146,13 @@ def as_number(text: str) -> float | None:
 
 def _missing(path: Path, place: str, name: str) -> FederatedError:
     return FederatedError(f"{path}, {place}: column {name!r} has no value. Fill it in, or drop the row.")
+
+
+def _too_large(path: Path, place: str, name: str) -> FederatedError:
+    return FederatedError(f"{path}, {place}: column {name!r} must hold finite numbers that float32 can represent.")
+
+
+def _float32(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Return numbers as float32; those too large for it become infinite, without numpy's warning."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)

@@ -227,7 +227,8 @@ def read_examples(path: Path) -> TensorDataset:
     """Return the arrays ``x`` and ``y`` of an ``.npz`` file, or the tensors of a ``.pt`` file.
 
     Raises:
-        FederatedError: If the file is damaged, lacks one of them, holds objects, or they differ in length.
+        FederatedError: If the file is damaged, lacks one of them, holds objects or numbers that are not finite or too large, or they
+            differ in length.
     """
     try:
         if path.suffix == ".npz":
@@ -248,7 +249,19 @@ def read_examples(path: Path) -> TensorDataset:
     x, y = found["x"], found["y"]
     if not x.ndim or not y.ndim or len(x) != len(y):
         raise FederatedError(f"{path}: x {list(x.shape)} and y {list(y.shape)} must have the same number of examples.")
-    return TensorDataset(x.float() if x.is_floating_point() else x, y.float() if y.is_floating_point() else y.long())
+    x, y = x.float() if x.is_floating_point() else x, y.float() if y.is_floating_point() else _int64(y, path)
+    for name, tensor in (("x", x), ("y", y)):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise FederatedError(f"{path}: {name} holds NaN, an infinity, or a number too large for float32.")
+    return TensorDataset(x, y)
+
+
+def _int64(y: Tensor, path: Path) -> Tensor:
+    """Return whole numbers as int64; those of uint64 may be too large for it."""
+    whole = y.long()
+    if y.dtype == torch.uint64 and bool((whole < 0).any()):
+        raise FederatedError(f"{path}: y holds a number too large for int64.")
+    return whole
 
 
 def _choose(folder: Path, part: str) -> Path | None:

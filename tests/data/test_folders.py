@@ -118,6 +118,12 @@ def damage(path, how):
         np.savez(path, x=np.ones(3), y=np.array(1))
     elif how == "complex":
         np.savez(path, x=np.ones(3) * 1j, y=np.ones(3))
+    elif how == "nan":
+        np.savez(path, x=np.array([1, np.nan]), y=np.zeros(2, int))
+    elif how == "large":
+        np.savez(path, x=np.ones(2), y=np.array([1, 1e39]))
+    elif how == "uint64":
+        np.savez(path, x=np.ones(1), y=np.array([2**63 + 5], np.uint64))
     elif how == "cut":
         path.write_bytes(path.read_bytes()[:-40])
 
@@ -133,6 +139,9 @@ def damage(path, how):
         ("scalar", r"x \[3\] and y \[\] must have the same number"),
         ("complex", "must hold x and y, real numbers both"),
         ("cut", "is damaged"),
+        ("nan", "x holds NaN, an infinity, or a number too large for float32"),
+        ("large", "y holds NaN, an infinity, or a number too large for float32"),
+        ("uint64", "y holds a number too large for int64"),
     ],
 )
 def test_damaged_files_are_refused_and_nothing_is_run(root, how, message):

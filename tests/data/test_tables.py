@@ -114,6 +114,7 @@ DAMAGED = [
     ("who,x,y\n,1,0\n", "line 2: column 'who' has no value"),
     ("who,x,y\na,1,\n", "line 2: column 'y' has no value"),
     ("who,x,y\na,1,0\na,inf,0\n", "column 'x' must hold finite numbers; line 3 holds 'inf'"),
+    ("who,x,y\na,1,0\n\na,1e39,0\n", "line 4: column 'x' must hold finite numbers that float32 can represent"),
     ("who,x,y\na,1_0,0\n", "column 'x' must hold finite numbers; line 2 holds '1_0'"),
     ("who,z,y\na,1,0\n", r"has no column 'x'; its columns are \['who', 'z', 'y'\]"),
     ("who,x,x,y\na,1,1,0\n", "more than one column 'x'"),
@@ -134,6 +135,16 @@ def test_a_hole_among_numbers_is_no_reason_to_leave_the_column_out(tmp_path):
     path = write(tmp_path, "who,x,y\na,1,0\na,,0\n")
     with pytest.raises(FederatedError, match="line 3: column 'x' has no value"):
         ClientTable(path, "who", "y").setup("fit")
+
+
+def test_numbers_that_float32_cannot_hold_are_refused_wherever_they_are(tmp_path):
+    path = write(tmp_path, "who,x,y\na,3.4028235e38,0\na,0,-1e39\n")
+    with pytest.raises(FederatedError, match="line 3: column 'y' must hold finite numbers"):
+        ClientTable(path, "who", "y", targets="values").setup("fit")
+    with pytest.raises(FederatedError, match="line 3: column 'y' must hold finite numbers"):
+        ClientTable(path, "who", "x").setup("fit")
+    data = ClientTable(path, "who", "y", features=["x"], val_fraction=0)
+    assert tensors(data, "a")[0] == [[float(np.finfo(np.float32).max)], [0]]
 
 
 def test_a_strange_word_in_the_split_column_is_refused(tmp_path):
