@@ -1,6 +1,7 @@
 """The columns of a CSV or a Parquet file: some as they are, to tell rows apart, and others as numbers."""
 
 import math
+import re
 import sys
 from array import array
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from lightning_fed.data.stored import read_rows
 
 __all__ = ["Columns", "as_number", "read_columns"]
 
+_INDEX = re.compile(r"\s*|__index_level_\d+__")  # how pandas writes a row index: to CSV, to Parquet
 _MISSING = {"", "na", "n/a", "nan", "null", "none"}
 
 
@@ -26,12 +28,18 @@ class Columns:
     Attributes:
         keys: Columns as they are: strings from CSV, strings or numbers from Parquet.
         numbers: Columns of finite numbers [n], float32.
-        left_out: Columns that are not numbers, each with the reason.
+        left_out: Columns that are not numbers, or a row index, each with the reason.
+        lines: The line of each row in the file [n]; None for a file without lines.
     """
 
     keys: dict[str, list[Any]]
     numbers: dict[str, npt.NDArray[np.float32]]
     left_out: dict[str, str]
+    lines: Sequence[int] | None = None
+
+    def place(self, row: int) -> str:
+        """Return where a row is in the file, for messages."""
+        return f"row {row + 1}" if self.lines is None else f"line {self.lines[row]}"
 
 
 def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: bool) -> Columns:
@@ -41,7 +49,7 @@ def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: 
         path: A ``.csv`` file (UTF-8, commas, a heading) or a ``.parquet`` file.
         keys: Columns to be read as they are.
         numeric: Columns that must hold numbers.
-        rest: Whether all other columns are read too, as numbers if they are.
+        rest: Whether all other columns are read too, as numbers if they are; not a row index that pandas wrote.
 
     Raises:
         FederatedError: If a column is missing, ``numeric`` are not all numbers, a value is missing or rows are ragged.
@@ -53,12 +61,11 @@ def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: 
 def _read_csv(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: bool) -> Columns:
     rows = read_rows(path)
     _, heading = next(rows, (0, []))
-    optional = _rest(path, heading, keys, numeric, rest)
+    optional, left_out = _rest(path, heading, keys, numeric, rest)
     place = {name: heading.index(name) for name in (*keys, *numeric, *optional)}
     texts: dict[str, list[Any]] = {name: [] for name in keys}
     numbers = {name: array("d") for name in (*numeric, *optional)}
     lines = array("q")
-    left_out: dict[str, str] = {}
     for line, row in rows:
         if len(row) != len(heading):
             raise FederatedError(f"{path}, line {line}: {len(row)} fields under a heading of {len(heading)}.")
@@ -86,7 +93,7 @@ def _read_csv(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: boo
         found[name] = _float32(column)
         if (large := ~np.isfinite(found[name])).any():
             raise _too_large(path, f"line {lines[int(large.argmax())]}", name)
-    return Columns(texts, found, left_out)
+    return Columns(texts, found, left_out, lines)
 
 
 def _read_parquet(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: bool) -> Columns:
@@ -99,12 +106,12 @@ def _read_parquet(path: Path, keys: Sequence[str], numeric: Sequence[str], rest:
         ) from error
     try:
         heading = list(parquet.read_schema(path).names)
-        optional = _rest(path, heading, keys, numeric, rest)
+        optional, left_out = _rest(path, heading, keys, numeric, rest)
         table = parquet.read_table(path, columns=[*keys, *numeric, *optional])
     except (pyarrow.ArrowException, OSError) as error:
         raise FederatedError(f"{path} is no Parquet file that can be read: {error}.") from error
+    texts: dict[str, list[Any]] = {}
     numbers: dict[str, npt.NDArray[np.float32]] = {}
-    left_out: dict[str, str] = {}
     for name in (*keys, *numeric, *optional):
         column = table.column(name)
         is_number = pyarrow.types.is_integer(column.type) or pyarrow.types.is_floating(column.type)
@@ -114,23 +121,36 @@ def _read_parquet(path: Path, keys: Sequence[str], numeric: Sequence[str], rest:
         empty = np.asarray(column.is_null(nan_is_null=True))
         if empty.any():
             raise _missing(path, f"row {int(empty.argmax()) + 1}", name)
-        if name not in keys:
+        if name in keys:
+            texts[name] = column.to_pylist()
+            for row, value in enumerate(texts[name], start=1):
+                if isinstance(value, str) and not value.strip():
+                    raise _missing(path, f"row {row}", name)
+        else:
             numbers[name] = _float32(np.asarray(column))
             if (large := ~np.isfinite(numbers[name])).any():
                 raise _too_large(path, f"row {int(large.argmax()) + 1}", name)
     for name in numeric:
         if name in left_out:
             raise FederatedError(f"{path}: column {name!r} must hold finite numbers; {left_out[name]}.")
-    return Columns({name: table.column(name).to_pylist() for name in keys}, numbers, left_out)
+    return Columns(texts, numbers, left_out)
 
 
-def _rest(path: Path, heading: list[str], keys: Sequence[str], numeric: Sequence[str], rest: bool) -> list[str]:
-    """Return the columns that nobody named, and refuse a heading that lacks one or has one twice."""
+def _rest(
+    path: Path, heading: list[str], keys: Sequence[str], numeric: Sequence[str], rest: bool
+) -> tuple[list[str], dict[str, str]]:
+    """Return the columns that nobody named, apart from row indices, and those with the reason to leave them out.
+
+    Raises:
+        FederatedError: If the heading lacks a column or has one twice.
+    """
     if absent := [name for name in (*keys, *numeric) if name not in heading]:
         raise FederatedError(f"{path} has no column {absent[0]!r}; its columns are {heading}.")
     if twice := sorted({name for name in heading if heading.count(name) > 1}):
         raise FederatedError(f"{path} has more than one column {twice[0]!r}: rename them.")
-    return [name for name in heading if name not in keys and name not in numeric] if rest else []
+    others = [name for name in heading if name not in keys and name not in numeric] if rest else []
+    left_out = {name: "its name is that of a row index" for name in others if _INDEX.fullmatch(name)}
+    return [name for name in others if name not in left_out], left_out
 
 
 def as_number(text: str) -> float | None:

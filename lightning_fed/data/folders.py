@@ -227,8 +227,8 @@ def read_examples(path: Path) -> TensorDataset:
     """Return the arrays ``x`` and ``y`` of an ``.npz`` file, or the tensors of a ``.pt`` file.
 
     Raises:
-        FederatedError: If the file is damaged, lacks one of them, holds objects or numbers that are not finite or too large, or they
-            differ in length.
+        FederatedError: If the file is damaged, lacks one of them, holds objects or numbers that are not finite or too
+            large, or they differ in length.
     """
     try:
         if path.suffix == ".npz":

@@ -42,9 +42,10 @@ class ClientTable(StoredDataModule):
         client: The column that names the client.
         target: The column to predict.
         features: The columns that are the input; None for all other columns that hold numbers only, where the columns
-            left out are announced.
+            left out are announced, among them a row index that pandas wrote (no name, or ``__index_level_0__``).
         targets: "classes" for labels int64 [n], the sorted distinct values of the target numbered 0, 1, ..., which
-            ``classes`` lists after ``setup``; or "values" for numbers to regress on, float32 [n, 1].
+            ``classes`` lists after ``setup`` (texts without spaces around them); or "values" for numbers to regress
+            on, float32 [n, 1].
         split: A column with the words "train", "val" and "test"; None to set ``val_fraction`` aside. Without test rows,
             the test set is the validation set.
         val_fraction: The share of each client's rows, drawn at random, in the validation set; None for 0.2. Not beside
@@ -109,7 +110,7 @@ class ClientTable(StoredDataModule):
         if not features or not len(table.keys[self.client]):
             raise FederatedError(f"{path} has no rows, or no column of numbers that could be a feature.")
         x = torch.from_numpy(np.stack(list(features.values()), axis=1))
-        y = self._labels(table.keys[self.target]) if self.targets == "classes" else self._values(table.numbers)
+        y = self._labels(path, table) if self.targets == "classes" else self._values(table.numbers)
         train, val, test = self._divide(path, table, x, y)
         if not train:
             raise FederatedError(f"{path}: column {self.split!r} leaves no row for training.")
@@ -121,12 +122,19 @@ class ClientTable(StoredDataModule):
     def _values(self, numbers: Mapping[str, npt.NDArray[np.float32]]) -> Tensor:
         return torch.from_numpy(numbers[self.target])[:, None]
 
-    def _labels(self, values: list[Any]) -> Tensor:
+    def _labels(self, path: Path, table: Columns) -> Tensor:
         """Return the position of each value among the sorted distinct ones; numbers sort as numbers."""
-        distinct = list(dict.fromkeys(values))
-        key: dict[Any, Any] = {value: as_number(str(value)) for value in distinct}
-        if any(number is None or math.isnan(number) for number in key.values()):
-            key = {value: str(value) for value in distinct}
+        values = table.keys[self.target]
+        key: dict[Any, Any] = {value: _exact(str(value).strip()) for value in dict.fromkeys(values)}
+        missing = {value for value, number in key.items() if number is not None and math.isnan(number)}
+        if missing or None in key.values():
+            if None not in key.values() and len(missing) < len(key):
+                row = next(row for row, value in enumerate(values) if value in missing)
+                raise FederatedError(
+                    f"{path}, {table.place(row)}: column {self.target!r} has no value ({values[row]!r}), and numbers"
+                    " elsewhere. Fill it in, or drop the row."
+                )
+            key = {value: str(value).strip() for value in key}
         self.classes = sorted(set(key.values()))
         positions = {name: position for position, name in enumerate(self.classes)}
         return torch.tensor([positions[key[value]] for value in values], dtype=torch.int64)
@@ -156,6 +164,15 @@ class ClientTable(StoredDataModule):
         part = np.zeros(len(owners), dtype=np.int64)
         part[order] = rank < np.repeat(num_val, sizes)
         return part
+
+
+def _exact(text: str) -> float | None:
+    """Return what ``as_number`` does, and a whole number with all its digits, which a float would round."""
+    number = as_number(text)
+    try:
+        return number if number is None else int(text)
+    except ValueError:
+        return number
 
 
 def _group(rows: Ints, owners: Ints, names: list[ClientId], x: Tensor, y: Tensor) -> Parts:

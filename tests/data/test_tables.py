@@ -74,6 +74,57 @@ def test_classes_that_are_numbers_sort_as_numbers(tmp_path):
     assert data.classes == [9, 10]
 
 
+BIG = 10**16
+
+
+def test_classes_are_told_apart_by_all_their_digits(tmp_path):
+    path = write(tmp_path, f"who,x,y\na,1,{BIG + 1}\na,2,{BIG}\na,3,5.0\na,4,5\na,5,0.5\n")
+    data = ClientTable(path, "who", "y", val_fraction=0)
+    assert tensors(data, "a")[1] == [3, 2, 1, 1, 0]
+    assert data.classes == [0.5, 5, BIG, BIG + 1]
+
+
+def test_classes_of_a_parquet_file_are_told_apart_by_all_their_digits(tmp_path):
+    path = write_parquet(tmp_path, who=["a"] * 3, x=[1, 2, 3], y=[BIG + 1, BIG, 5])
+    assert tensors(ClientTable(path, "who", "y", val_fraction=0), "a")[1] == [2, 1, 0]
+
+
+@pytest.mark.parametrize("word", ["NA", "nan", " null", "None"])
+def test_a_missing_word_among_numbers_is_no_class(tmp_path, word):
+    text = f"who,x,y\na,1,0\n\na,2,{word}\nb,3,1\n"
+    with pytest.raises(FederatedError, match=f"line 4: column 'y' has no value.*{word}"):
+        ClientTable(write(tmp_path, text), "who", "y").setup("fit")
+    path = write_parquet(tmp_path, who=["a", "a"], x=[1, 2], y=["0", word])
+    with pytest.raises(FederatedError, match=f"row 2: column 'y' has no value.*{word}"):
+        ClientTable(path, "who", "y").setup("fit")
+
+
+def test_a_missing_word_among_words_is_a_name(tmp_path):
+    path = write(tmp_path, "who,x,y\nNA,1,yes\nb,2, yes\nb,3,NA\n")
+    data = ClientTable(path, "who", "y", val_fraction=0)
+    assert list(data.client_ids) == ["NA", "b"]
+    assert tensors(data, "b")[1] == [1, 0]
+    assert data.classes == ["NA", "yes"]
+
+
+def test_empty_texts_in_parquet_are_refused_with_the_row(tmp_path):
+    path = write_parquet(tmp_path, who=["a", " ", "b"], x=[1, 2, 3], y=["u", "v", ""])
+    for client, target, message in (("who", "x", "row 2: column 'who'"), ("x", "y", "row 3: column 'y'")):
+        with pytest.raises(FederatedError, match=f"{message} has no value"):
+            ClientTable(path, client, target).setup("fit")
+
+
+def test_a_row_index_is_no_feature_unless_it_is_named(tmp_path, caplog):
+    path = write(tmp_path, ",who,x,y\n0,a,1,0\n1,a,2,1\n")
+    with caplog.at_level(logging.INFO):
+        assert tensors(ClientTable(path, "who", "y", val_fraction=0), "a")[0] == [[1], [2]]
+        assert "takes ['x'] of" in caplog.text
+        assert "not '' (its name is that of a row index)" in caplog.text
+    assert tensors(ClientTable(path, "who", "y", ["", "x"], val_fraction=0), "a")[0] == [[0, 1], [1, 2]]
+    path = write_parquet(tmp_path, who=["a", "a"], x=[1, 2], y=[0, 1], __index_level_0__=[5, 7])
+    assert tensors(ClientTable(path, "who", "y", val_fraction=0), "a")[0] == [[1], [2]]
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.sampled_from([0.0, 0.2, 0.5, 0.9]), st.integers(0, 3))
 def test_every_row_is_in_one_part_of_its_own_client(tmp_path_factory, owners, fraction, seed):
