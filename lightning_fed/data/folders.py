@@ -23,6 +23,7 @@ from lightning_fed.data.stored import find, inside
 __all__ = ["ClientFolder", "ClientImages"]
 
 _ARRAYS = ("x", "y")
+_DEEP = ("I", "F")  # PIL's modes of 16 and 32 bits, whose values convert("RGB") would clip at 255
 _IMAGES = {".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 
 
@@ -146,13 +147,14 @@ class ClientImages(_Folders):
         classes: The names of all classes, in the order of their numbers. A client need not have all of them; a folder
             with another name is refused.
         val_root: A folder of class folders to validate and test the server's model on; not in ``root``.
-        image_transform: A function from a PIL image to a tensor.
+        image_transform: A function from a PIL image to a tensor. The image is RGB, or as it is stored if it has more
+            than 8 bits a pixel; without a function such images are refused.
         batch_size: Examples in a client's training batch.
         num_workers: Processes that open a client's images.
 
     Raises:
-        FederatedError: If an argument is not allowed; later, if a folder is missing or has an unknown class, or an
-            image cannot be opened.
+        FederatedError: If an argument is not allowed; later, if a folder is missing or has an unknown class, holds
+            files and no images, or an image cannot be opened.
     """
 
     def __init__(
@@ -198,15 +200,27 @@ class _Images(Dataset[tuple[Tensor, int]]):
         self.paths: list[Path] = []
         self.targets: list[int] = []
         self.transform = transform
+        others: list[Path] = []
         for entry in sorted(folder.iterdir()):
-            if entry.name.startswith(".") or not entry.is_dir():
+            if entry.name.startswith("."):
+                continue
+            if not entry.is_dir():
+                others.append(entry)
                 continue
             if entry.name not in numbers:
                 raise FederatedError(f"{entry}: {entry.name!r} is not among the classes {classes}.")
-            files = sorted(path for path in entry.iterdir() if path.suffix.lower() in _IMAGES)
+            held = sorted(path for path in entry.iterdir() if not path.name.startswith("."))
+            files = [path for path in held if path.suffix.lower() in _IMAGES]
+            others += [path for path in held if path.suffix.lower() not in _IMAGES]
             found = [inside("ClientImages", folder, path) for path in files]
             self.paths += found
             self.targets += [numbers[entry.name]] * len(found)
+        if others and not self.paths:
+            raise FederatedError(
+                f"ClientImages: {folder} holds files, such as {others[0].relative_to(folder)}, and no image in the"
+                f" folder of a class; images end in {', '.join(sorted(_IMAGES))}. Convert or move them, or remove the"
+                " folder."
+            )
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -217,9 +231,15 @@ class _Images(Dataset[tuple[Tensor, int]]):
 
         try:
             with Image.open(self.paths[index]) as file:
-                image = file.convert("RGB")
-        except OSError as error:
+                deep = file.mode.startswith(_DEEP)
+                image = file.copy() if deep else file.convert("RGB")
+        except Exception as error:  # what a damaged file raises depends on its format and on where the damage is
             raise FederatedError(f"{self.paths[index]} cannot be opened as an image: {error}") from error
+        if deep and self.transform is None:
+            raise FederatedError(
+                f"{self.paths[index]} has more than 8 bits a pixel (mode {image.mode!r}), and RGB would cut off what is"
+                " above 255. Pass image_transform, a function that scales it and returns a tensor, or save 8 bits."
+            )
         return (self.transform or to_tensor)(image), self.targets[index]
 
 

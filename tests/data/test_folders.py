@@ -255,3 +255,42 @@ def test_unknown_classes_and_damaged_images_are_refused(images):
     ):
         with pytest.raises(FederatedError, match=message):
             ClientImages(str(images), **options)
+
+
+def test_images_of_more_than_8_bits_are_left_to_image_transform(images):
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.array([[0, 255], [256, 65535]], np.uint16)
+    path = images / "bob" / "dog" / "0.png"
+    image.fromarray(pixels).save(path)
+    with pytest.raises(FederatedError, match=r"bob/dog/0.png has more than 8 bits a pixel.*Pass image_transform"):
+        ClientImages(str(images), CLASSES).client_dataset("bob")[0]
+    data = ClientImages(
+        str(images), CLASSES, image_transform=lambda image: torch.from_numpy(np.asarray(image, np.float32) / 65535)
+    )
+    assert torch.equal(data.client_dataset("bob")[0][0], torch.from_numpy(pixels / np.float32(65535)))
+
+
+def test_files_of_which_none_is_an_image_are_refused(images):
+    for path in (images / "bob" / "dog").glob("*.png"):
+        path.rename(path.with_suffix(".gif"))
+    with pytest.raises(FederatedError, match=r"bob holds files, such as dog/0.gif, and no image.*end in .bmp, .jpeg"):
+        ClientImages(str(images), CLASSES).client_dataset("bob")
+    for path in (images / "bob" / "dog").iterdir():
+        path.unlink()
+    (images / "bob" / "dog" / ".DS_Store").touch()
+    assert len(ClientImages(str(images), CLASSES).client_dataset("bob")) == 0
+    (images / "bob" / "0.png").touch()
+    with pytest.raises(FederatedError, match=r"bob holds files, such as 0.png, and no image in the folder of a class"):
+        ClientImages(str(images), CLASSES).client_dataset("bob")
+
+
+HUGE = b"BM" + bytes(8) + b"\x36\0\0\0\x28\0\0\0" + b"\xff\xff\0\0" * 2 + b"\1\0\x18\0" + bytes(24)
+
+
+@pytest.mark.parametrize(("name", "content"), [("0.ppm", b"P6 4 x 255 "), ("0.bmp", HUGE)])
+def test_whatever_a_damaged_image_raises_names_the_file(images, name, content):
+    for path in (images / "bob" / "dog").iterdir():
+        path.unlink()
+    (images / "bob" / "dog" / name).write_bytes(content)
+    with pytest.raises(FederatedError, match=f"{name} cannot be opened as an image"):
+        ClientImages(str(images), CLASSES).client_dataset("bob")[0]
