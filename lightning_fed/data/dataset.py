@@ -1,6 +1,7 @@
 """The clients' data sets by client id, given one by one or cut out of one data set by a partition."""
 
 import operator
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, cast
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from lightning_fed._compat import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.examples import as_labels, check_map_style, column_of, labels_of, size_of, targets_of
@@ -311,9 +311,10 @@ def _warn_of_shared(order: Tensor, sizes: list[int], ids: Sequence[ClientId], nu
     if len(shared):
         example = int(shared.min())
         first, second = (ids[int(position)] for position in clients[order == example].unique()[:2])
-        rank_zero_warn(
+        warnings.warn(
             f"{owner} gave {len(shared.unique()):,} examples to more than one client, example {example} to {first!r}"
-            f" and to {second!r}. If that is not meant, give every example to one client."
+            f" and to {second!r}. If that is not meant, give every example to one client.",
+            stacklevel=2,
         )
 
 
