@@ -57,6 +57,13 @@ class CustomBatches(ClientBatches):
         except TypeError as error:
             raise self._error("has no len()", "Give it a __len__, its number of batches") from error
 
+    def num_examples(self, num_batches: int) -> int:
+        """Return the number of examples in the first so many batches; a loader with ``drop_last`` leaves some out."""
+        loader = self._measured
+        if isinstance(loader, DataLoader) and loader.batch_size and loader.drop_last:
+            return min(min(num_batches, self.num_batches()) * loader.batch_size, self.size)
+        return super().num_examples(num_batches)
+
     def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
         """Yield the batches of a fresh loader; ``shuffle`` is the loader's own affair."""
         return self._finished(generator, augment=True)

@@ -274,6 +274,15 @@ def test_a_shuffling_loader_of_ones_own():
     assert labels_of(batches.full(generator())) == [[0, 1, 2, 3, 4], [5, 6]]
 
 
+@pytest.mark.parametrize(("batch_size", "expected"), [(4, [0, 4, 4]), (3, [0, 3, 6, 6]), (8, [0, 0])])
+def test_a_loader_of_ones_own_that_drops_its_last_batch_leaves_its_examples_out(batch_size, expected):
+    loader = DataLoader(tensors(7), batch_size, drop_last=True)
+    batches = CustomBatches(lambda _: loader, 0, BatchSettings())
+    assert [batches.num_examples(k) for k in range(len(expected))] == expected
+    assert expected[-1] == sum(n for _, n in batches.epoch(generator()))
+    assert batches.size == 7
+
+
 def test_a_loader_over_a_part_of_its_data_set_counts_and_reads_that_part():
     def make(stream):
         return DataLoader(tensors(10), batch_size=2, sampler=SubsetRandomSampler([1, 5, 8], generator=stream))
