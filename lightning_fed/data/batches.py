@@ -17,7 +17,7 @@ from lightning_fed.core.errors import ClientError
 from lightning_fed.data.batch_settings import Batches, BatchSettings
 from lightning_fed.data.examples import inner_indices, rows_in, size_of
 
-__all__ = ["BatchSettings", "ClientBatches", "LoaderBatches", "TensorBatches"]
+__all__ = ["BatchSettings", "ClientBatches", "LoaderBatches", "TensorBatches", "misfit"]
 
 
 class ClientBatches(ABC):
@@ -217,17 +217,11 @@ class LoaderBatches(_IndexedBatches):
     def _next(self, loaded: Iterator[Any]) -> Any:
         try:
             return next(loaded)
-        except TypeError as error:
-            if self.settings.collate_fn is not None or "default_collate" not in str(error):
+        except (TypeError, RuntimeError) as error:
+            message = None if self.settings.collate_fn is not None else misfit(self.dataset, error)
+            if message is None:
                 raise
-            source: Any = self.dataset
-            while isinstance(source, Subset):
-                source = source.dataset
-            raise ClientError(
-                f"Examples of {type(source).__name__} do not make a batch: {str(error).splitlines()[-1]}. Turn"
-                " them into tensors in the data set, as with transform=torchvision.transforms.ToTensor() for images,"
-                " or give collate_fn."
-            ) from error
+            raise ClientError(message) from error
 
     def _loader(self, chunks: Sequence[Tensor], generator: torch.Generator) -> DataLoader[Any]:
         # A loader draws its workers' seeds from its generator. It gets a copy, so that the order of later epochs is
@@ -242,6 +236,31 @@ class LoaderBatches(_IndexedBatches):
             pin_memory=self.settings.pin_memory and torch.cuda.is_available(),
             generator=workers,
         )
+
+
+def misfit(dataset: Any, error: Exception) -> str | None:
+    """Return what to say of examples that ``default_collate`` makes no batch of, or None for any other error.
+
+    Args:
+        dataset: The examples.
+        error: What a loader raised, in this process or a worker's.
+    """
+    text = str(error)
+    if isinstance(error, TypeError) and "default_collate" in text:
+        remedy = (
+            "Turn them into tensors in the data set, as with transform=torchvision.transforms.ToTensor() for images, or"
+            " give collate_fn."
+        )
+    elif isinstance(error, RuntimeError) and "stack expects each tensor to be equal size" in text:
+        remedy = (
+            "Give them one size in the data set, as with transform=torchvision.transforms.Resize((32, 32)) for images"
+            " (ClientImages: image_transform, which ends in a tensor), or give collate_fn, which can pad them."
+        )
+    else:
+        return None
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return f"Examples of {type(dataset).__name__} do not make a batch: {text.splitlines()[-1]}. {remedy}"
 
 
 def _chunks(order: Tensor, batch_size: int) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batch_settings import BatchSettings, BatchTransform, Chain
-from lightning_fed.data.batches import TensorBatches
+from lightning_fed.data.batches import TensorBatches, misfit
 from lightning_fed.data.examples import check_map_style, is_map_style
 
 __all__ = ["EvaluationLoader", "check_client_val", "check_evaluation", "evaluation_loader", "transformed_loader"]
@@ -89,9 +89,9 @@ def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoa
         # By keyword: Lightning remembers how a loader was made, and makes it anew to predict.
         rows = _Rows(dataset, direct)
         return EvaluationLoader(rows, batch_size=settings.batch_size, collate_fn=settings.transform or _unchanged)
-    collate_fn = settings.collate_fn
+    collate_fn = settings.collate_fn or _Collate(dataset)
     if settings.transform is not None:
-        collate_fn = Chain([collate_fn or default_collate, settings.transform])
+        collate_fn = Chain([collate_fn, settings.transform])
     kind = DataLoader if isinstance(dataset, IterableDataset) else EvaluationLoader
     return kind(
         dataset,
@@ -138,6 +138,22 @@ class _Rows(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
         return self.batches.pick(torch.tensor(indices))
+
+
+class _Collate:
+    """``default_collate``, which names the examples that make no batch and the remedy."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __call__(self, examples: list[Any]) -> Any:
+        try:
+            return default_collate(examples)
+        except (TypeError, RuntimeError) as error:
+            message = misfit(self.dataset, error)
+            if message is None:
+                raise
+            raise FederatedError(message) from error
 
 
 def _unchanged(batch: Any) -> Any:

@@ -20,6 +20,7 @@ from torch.utils.data import (
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches import BatchSettings, LoaderBatches, TensorBatches
 from lightning_fed.data.custom_batches import CustomBatches, count_examples
+from lightning_fed.data.evaluation import evaluation_loader
 
 
 def generator(seed=0):
@@ -422,3 +423,36 @@ def test_examples_that_make_no_batch_are_named_with_the_remedy():
         next(batches.epoch(generator(0)))
     own = LoaderBatches(Pictures(), BatchSettings(batch_size=2, collate_fn=lambda examples: len(examples)))
     assert [batch for batch, _ in own.epoch(generator(0))] == [2, 1]
+
+
+class Sizes(Dataset):
+    """Examples of different sizes."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return torch.zeros(3, 4 + index), index
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_examples_of_different_sizes_are_named_with_the_remedy(num_workers):
+    options = BatchSettings(batch_size=2, num_workers=num_workers)
+    remedy = r"Examples of Sizes do not make a batch.*\[3, 4\].*transform.*image_transform.*collate_fn"
+    with pytest.raises(FederatedError, match=remedy):
+        next(LoaderBatches(Subset(Sizes(), [0, 1]), options).epoch(generator(0)))
+    for transform in (None, list):
+        loader = evaluation_loader(Sizes(), replace(options, transform=transform))
+        with pytest.raises(FederatedError, match=remedy):
+            next(iter(loader))
+
+
+def test_an_error_of_a_data_set_itself_stays_as_it_is():
+    class Broken(Sizes):
+        def __getitem__(self, index):
+            raise RuntimeError("no disk")
+
+    with pytest.raises(RuntimeError, match="no disk"):
+        next(LoaderBatches(Broken(), BatchSettings(batch_size=2)).epoch(generator(0)))
+    with pytest.raises(RuntimeError, match="no disk"):
+        next(iter(evaluation_loader(Broken(), BatchSettings(batch_size=2))))

@@ -287,7 +287,7 @@ def test_files_of_which_none_is_an_image_are_refused(images):
 HUGE = b"BM" + bytes(8) + b"\x36\0\0\0\x28\0\0\0" + b"\xff\xff\0\0" * 2 + b"\1\0\x18\0" + bytes(24)
 
 
-@pytest.mark.parametrize(("name", "content"), [("0.ppm", b"P6 4 x 255 "), ("0.bmp", HUGE)])
+@pytest.mark.parametrize(("name", "content"), [("0.ppm", b"P6 4 x 255 "), ("0.bmp", HUGE)], ids=["ppm", "bmp"])
 def test_whatever_a_damaged_image_raises_names_the_file(images, name, content):
     for path in (images / "bob" / "dog").iterdir():
         path.unlink()
