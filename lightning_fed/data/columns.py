@@ -118,6 +118,8 @@ def _read_parquet(path: Path, keys: Sequence[str], numeric: Sequence[str], rest:
         if name not in keys and not is_number:
             left_out[name] = f"its type is {column.type}"
             continue
+        if name in keys and pyarrow.types.is_nested(column.type):
+            raise FederatedError(f"{path}: column {name!r} must hold texts or numbers; its type is {column.type}.")
         empty = np.asarray(column.is_null(nan_is_null=True))
         if empty.any():
             raise _missing(path, f"row {int(empty.argmax()) + 1}", name)

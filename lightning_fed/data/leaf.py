@@ -144,12 +144,15 @@ class LeafDataModule(StoredDataModule):
             {} if path is None else self._read(find(owner, Path(path), self._get, f"Or correct {argument}."))
             for path, argument in self._sources()
         )
-        shapes = {tuple(part.shape[1:]): name for name, (part, _) in (*train.items(), *test.items()) if len(part)}
-        if len(shapes) > 1:
-            (one, user), (other, another) = list(shapes.items())[:2]
-            raise FederatedError(
-                f"{owner}: inputs of user {user!r} have the shape {list(one)}, and those of {another!r} {list(other)}."
-            )
+        for position, what in enumerate(("inputs", "targets")):
+            users = [(name, tensors[position]) for name, tensors in (*train.items(), *test.items())]
+            shapes = {tuple(part.shape[1:]): name for name, part in users if len(part)}
+            if len(shapes) > 1:
+                (one, user), (other, another) = list(shapes.items())[:2]
+                raise FederatedError(
+                    f"{owner}: {what} of user {user!r} have the shape {list(one)}, and those of {another!r}"
+                    f" {list(other)}."
+                )
         whole, parts = pool({name: tensors for name, tensors in test.items() if len(tensors[0])})
         self.val = self.test = whole
         self.client_val = {name: part for name, part in parts.items() if name in train}

@@ -100,6 +100,8 @@ class ClientTable(StoredDataModule):
 
     def _load(self) -> None:
         path = find("ClientTable", Path(self.path), "Write the table there.", "Or correct path.")
+        if not path.is_file():
+            raise FederatedError(f"ClientTable: {path} is no file. Correct path.")
         keys, numeric = [self.client, *([] if self.split is None else [self.split])], list(self.features or [])
         (keys if self.targets == "classes" else numeric).append(self.target)
         table = read_columns(path, keys, numeric, rest=self.features is None)

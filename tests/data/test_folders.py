@@ -163,6 +163,20 @@ def test_a_size_cannot_be_read_from_a_damaged_header(root, how):
         ClientFolder(str(root)).client_size("bob")
 
 
+@pytest.mark.parametrize("method", [99, 14])  # unknown, and one whose stream ends too early
+def test_a_size_is_not_read_by_a_damaged_compression(root, method):
+    path = root / "bob" / "train.npz"
+    content = bytearray(path.read_bytes())
+    for signature, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):  # of a file in the archive, and of its entry
+        start = content.find(signature)
+        while start >= 0:
+            content[start + offset] = method
+            start = content.find(signature, start + 1)
+    path.write_bytes(content)
+    with pytest.raises(FederatedError, match=r"train.npz must be an .npz file"):
+        ClientFolder(str(root)).client_size("bob")
+
+
 @pytest.mark.parametrize("content", [Attack(), [1, 2], {"x": torch.ones(2)}, {"x": [1], "y": [1]}])
 def test_torch_files_run_nothing_either(root, content):
     (root / "bob" / "train.npz").unlink()

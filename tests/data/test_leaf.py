@@ -200,3 +200,10 @@ def test_the_published_synthetic_sets(name, size):
     data = LeafDataModule(str(published("fedprox_synthetic", name, "data", "test", "mytest.json")), num_classes=10)
     assert (data.num_clients, sum(data.known_sizes)) == (30, size)
     assert data.client_dataset("f_00000").tensors[0].shape[1] == 60
+
+
+def test_targets_of_different_shapes_are_refused(tmp_path):
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps(leaf({"ann": ([[1, 2]], [0.5]), "bob": ([[1, 2]], [[0.5, 1.5]])})))
+    with pytest.raises(FederatedError, match=r"targets of user 'ann' have the shape \[1\], and those of 'bob' \[2\]"):
+        LeafDataModule(str(path), str(path), targets="values").setup("fit")

@@ -279,6 +279,19 @@ def test_damaged_parquet_is_refused_with_the_row(tmp_path):
         ClientTable(write(tmp_path, "who,x\n", "bad.parquet"), "who", "y").setup("fit")
 
 
+def test_lists_in_parquet_are_neither_clients_nor_classes(tmp_path):
+    path = write_parquet(tmp_path, who=["a", "b"], x=[1, 2], y=[[1], [2]])
+    for client, target in (("who", "y"), ("y", "who")):
+        with pytest.raises(FederatedError, match="column 'y' must hold texts or numbers; its type is list"):
+            ClientTable(path, client, target).setup("fit")
+
+
+def test_a_folder_is_no_table(tmp_path):
+    (tmp_path / "table.csv").mkdir()
+    with pytest.raises(FederatedError, match=r"table.csv is no file"):
+        ClientTable(str(tmp_path / "table.csv"), "who", "y").setup("fit")
+
+
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(FederatedError, match=r"pip install 'lightning_fed\[tables\]'"):
