@@ -343,7 +343,7 @@ def test_failures_are_counted_logged_warned_of_once_and_shown(engine: str, capsy
         trainer, record = outcome(engine, "loader raises", callbacks=[RunSummary()], **DROP)
     texts = [str(w.message) for w in warnings if "OSError" in str(w.message)]
     assert len(texts) == 1
-    assert re.search(r"^Client 2 failed .* round 0, local step \d: OSError: the disk is gone It has left", texts[0])
+    assert re.search(r"^Client 2 failed .* round 0, local step \d: OSError: the disk is gone\. It has left", texts[0])
     assert float(trainer.callback_metrics["round/failed"]) == 1
     assert float(trainer.callback_metrics["round/dropped"]) == 1
     assert [list(r.failed) for r in record.rounds] == [[2], [2]]
