@@ -80,8 +80,8 @@ def _base(paths: Sequence[str]) -> Config:
     config: Config = {}
     for path in paths:
         found = read_yaml(Path(path))
-        for name in found.keys() - set(_PARTS):
-            if found[name] is not None:  # such as the ckpt_path of --print_config
+        for name, part in found.items():
+            if name not in _PARTS and part is not None:  # None is such as the ckpt_path of --print_config
                 raise unknown(path, "key for the cells of a sweep", name, _PARTS)
         config = overlay(config, found)
     trainer = config.get("trainer") or {}

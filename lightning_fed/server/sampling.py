@@ -283,7 +283,8 @@ def draw(
         FederatedError: If what it returns is no list of ids.
     """
     args: tuple[Any, ...] = (seed, round, population) if _takes_population(sampler) else (seed, round)
-    if isinstance(sampler, AvailabilitySampler) and run_seed is not None:
+    is_own = type(sampler).__call__ is not AvailabilitySampler.__call__  # as a subclass's may be
+    if isinstance(sampler, AvailabilitySampler) and not is_own and run_seed is not None:
         return sampler.cohort(seed, round, population, run_seed)
     cohort = sampler(*args)
     if isinstance(cohort, str) or not hasattr(cohort, "__iter__"):

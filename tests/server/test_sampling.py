@@ -384,6 +384,14 @@ def test_a_second_cohort_is_of_clients_at_the_same_longitudes() -> None:
     assert np.abs(work - elsewhere).max() > 0.8
 
 
+def test_a_sampler_of_ones_own_is_asked_itself() -> None:
+    class Own(AvailabilitySampler):
+        def __call__(self, seed: int, round: int, population: Sequence[Any]) -> list[Any]:
+            return [population[round]]
+
+    assert draw(Own(2), 7, 1, NAMES, run_seed=0) == ["b"]
+
+
 def test_availability_without_a_swing_is_a_coin_with_a_cap() -> None:
     assert AvailabilitySampler(3, low=1.0, high=1.0)(0, 0, ["a", "b", "c"]) == ["a", "b", "c"]
     assert AvailabilitySampler(3, low=0.0, high=0.0)(0, 0, NAMES) == []
