@@ -29,6 +29,7 @@ from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.seeds import Purpose, derive_seed, seed_global
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule, check_ids
+from lightning_fed.engines.autocast import check_lstm
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.choice import make_engine
 from lightning_fed.engines.client_loop import ClientEpochLoop
@@ -228,6 +229,7 @@ class FederatedLoop(Inspection, _FitLoop):
     def _make_engine(self, planner: Planner) -> Engine:
         trainer, settings = self.trainer, self.settings
         assert self._flat is not None
+        check_lstm(trainer, self._flat, planner.some())
         options: dict[str, Any] = {
             "trainer": trainer,
             "algorithm": settings.algorithm,

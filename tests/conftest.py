@@ -1,30 +1,71 @@
-"""Options and fixtures that all tests share."""
+"""Options, hypothesis profiles and fixtures that all tests share."""
 
+import argparse
 import os
 import signal
+import zlib
 from pathlib import Path
 
 import pytest
-import torch
-
-import lightning_fed  # noqa: F401  # before anything that imports Lightning
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup, or as a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _share(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: write K/N with 1 <= K <= N, such as 3/8")
+    return int(number), int(count)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the folder of oracle cases."""
+    """Add the folder of oracle cases, and the share of the tests to run."""
     parser.addoption(
         "--oracle-cases",
         metavar="DIR",
         default=os.environ.get("LIGHTNING_FED_ORACLE_CASES"),
         help="a folder of oracle cases to run through the real trainer (default: $LIGHTNING_FED_ORACLE_CASES)",
     )
+    parser.addoption(
+        "--share",
+        metavar="K/N",
+        type=_share,
+        default=(1, 1),
+        help="run the K-th of N equal shares of the selected tests",
+    )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Import what every test needs, and let hypothesis try few examples in the default run.
+
+    The process that only hands out tests to workers imports nothing, which saves seconds.
+    """
+    config = session.config
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import lightning_fed  # noqa: F401, I001  # before anything that imports Lightning
+    from hypothesis import settings
+
+    settings.register_profile("default", max_examples=25, deadline=None, derandomize=True, database=None)
+    settings.register_profile("thorough", max_examples=300, deadline=None)
+    if not config.getoption("--hypothesis-profile", None):
+        settings.load_profile("default" if "not thorough" in config.getoption("-m") else "thorough")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the share that was asked for; which share a test is in depends on its name alone."""
+    number, count = config.getoption("--share")
+    kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == number - 1]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
 
 
 @pytest.fixture(autouse=True)
 def _workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every test write its logs to a folder of its own."""
+    import torch
+
     monkeypatch.chdir(tmp_path)
     torch.set_num_threads(1)

@@ -63,7 +63,7 @@ def test_lightning_fed_and_the_plain_loop_end_with_one_loss(run):
     assert found["lightning_fed"]["config"]["engine"] == "vectorized"
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("engine", ["sequential", pytest.param("vectorized", marks=pytest.mark.thorough)])
 def test_the_engine_is_the_one_asked_for(run, engine):
     _, (found,), _ = run("--system", "lightning_fed", "--devices", "1", "--engine", engine, "--algorithm", "Scaffold")
     assert found["config"]["engine"] == engine
@@ -95,13 +95,17 @@ def test_a_command_line_that_makes_no_sense_is_refused(run, capsys, arguments, m
     assert message in capsys.readouterr().err
 
 
-def test_several_runs_are_compared_and_written_to_a_page(tmp_path):
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_several_runs_are_compared_and_written_to_a_page(run, scripts, monkeypatch, tmp_path, apart):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- workloads:start -->\nold\n<!-- workloads:end -->\nafter\n")
-    command = [sys.executable, BENCHMARKS / "workloads.py", "--system", "torch", "torch-2", "--workload", "tiny"]
-    command += ["--rounds", "2", "--repeats", "1", "--data", tmp_path, "--json", "--render", page]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    plain, forked = map(json.loads, done.stdout.splitlines())
+    if not apart:
+        workloads = scripts("workloads")
+        monkeypatch.setattr(
+            workloads, "_run_one_by_one", lambda args, runs: [workloads._run_here(args, *one) for one in runs]
+        )
+    status, (plain, forked), _ = run("--system", "torch", "torch-2", "--repeats", "1", "--render", str(page))
+    assert status == 0
     assert plain["ratio"] == 1
     assert forked["loss_agrees"]
     assert forked["loss_end"] == pytest.approx(plain["loss_end"], abs=1e-4)
@@ -112,6 +116,7 @@ def test_several_runs_are_compared_and_written_to_a_page(tmp_path):
     assert "| tiny | torch-2 |" in text
 
 
+@pytest.mark.thorough
 def test_systems_take_turns(tmp_path):
     command = [
         sys.executable,
@@ -259,6 +264,16 @@ def test_every_workload_says_how_often_it_is_run(run, scripts, monkeypatch, tmp_
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
 
 
+def test_figures_of_a_point_of_scale(scripts):
+    scale = scripts("scale")
+    found = scale.measure(scale.Point("Scaffold", cohort=4, population=4, parameters=200_000, chunk=2), 1, 1)
+    assert found["parameters"] == pytest.approx(200_000, rel=0.01)
+    assert (found["kept_clients"], found["rounds"]) == (4, 1)
+    assert found["kept_mb"] == pytest.approx(4 * found["model_mb"], abs=0.1)
+    assert found["s_per_round"] > 0
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["FedAvg", "Scaffold"])
 def test_a_point_of_scale_is_measured(scripts, method):
     scale = scripts("scale")

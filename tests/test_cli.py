@@ -1,8 +1,10 @@
 """The command line, as a user types it."""
 
 import re
+import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import yaml
 
 from lightning_fed.cli import FederatedCLI, main
 from lightning_fed.models import MLPClassifier
+from tests.helpers.selection import few
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 QUICKSTART = str(CONFIGS / "quickstart.yaml")
@@ -30,7 +33,7 @@ def last(n: int) -> str:
     return str(version(n) / "checkpoints" / "last.ckpt")
 
 
-@pytest.mark.parametrize("method", ["FedAvg", "Mime", "MimeLite"])
+@pytest.mark.parametrize("method", few(["FedAvg", "Mime", "MimeLite"], ["Mime"]))
 def test_the_main_job_with_another_method(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     fit("--trainer.algorithm", method)
     out = capsys.readouterr().out
@@ -84,24 +87,41 @@ def test_print_config_round_trips(capsys: pytest.CaptureFixture[str], tmp_path: 
 STACKED = sorted(p for p in CONFIGS.rglob("*.yaml") if p.name != "quickstart.yaml" and p.parent.name != "tasks")
 
 
-@pytest.mark.parametrize("path", STACKED, ids=lambda p: f"{p.parent.name}/{p.stem}")
+# each needs something of the run that no other does; that all are read is in test_configs.py
+OF_THEIR_OWN = ["aggregation/private", "measures/dissimilarity"]
+
+
+@pytest.mark.parametrize(
+    "path", few(STACKED, [CONFIGS / f"{name}.yaml" for name in OF_THEIR_OWN]), ids=lambda p: f"{p.parent.name}/{p.stem}"
+)
 def test_every_config_runs_a_round_on_top_of_the_quickstart(path: Path) -> None:
     fit("--config", str(path), "--trainer.max_rounds", "1", "--trainer.logger", "false")
 
 
+thorough = partial(pytest.param, marks=pytest.mark.thorough)
 SAMPLER = "{class_path: lightning_fed.server.UniformSampler, init_args: {clients_per_round: 4}}"
 
 
 @pytest.mark.parametrize(
     "args",
     [
-        ["--trainer.server_optimizer", "lightning_fed.server.FedAdam", "--trainer.server_optimizer.lr", "0.03"],
-        ["--trainer.server_optimizer", "torch.optim.Adam", "--trainer.server_optimizer.lr", "0.01"],
-        ["--trainer.sampler", SAMPLER, "--trainer.clients_per_round", "null"],
-        ["--trainer.algorithm", "Mime", "--trainer.algorithm.base", "SGDm", "--trainer.algorithm.base.beta", "0.8"],
-        ["--optimizer", "torch.optim.Adam", "--optimizer.lr", "0.01", "--trainer.algorithm", "MimeLite"],
-        ["--trainer.clients_per_round", "0.2", "--trainer.precision", "64-true"],
-        ["--data.partition", "Shards", "--data.partition.num_clients", "20"],
+        thorough(
+            ["--trainer.server_optimizer", "lightning_fed.server.FedAdam", "--trainer.server_optimizer.lr", "0.03"]
+        ),
+        thorough(["--trainer.server_optimizer", "torch.optim.Adam", "--trainer.server_optimizer.lr", "0.01"]),
+        thorough(["--trainer.sampler", SAMPLER, "--trainer.clients_per_round", "null"]),
+        thorough(
+            ["--trainer.algorithm", "Mime", "--trainer.algorithm.base", "SGDm", "--trainer.algorithm.base.beta", "0.8"]
+        ),
+        thorough(["--optimizer", "torch.optim.Adam", "--optimizer.lr", "0.01", "--trainer.algorithm", "MimeLite"]),
+        thorough(["--trainer.clients_per_round", "0.2", "--trainer.precision", "64-true"]),
+        thorough(["--data.partition", "Shards", "--data.partition.num_clients", "20"]),
+        [
+            *("--optimizer", "torch.optim.Adam", "--optimizer.lr", "0.01", "--trainer.algorithm", "MimeLite"),
+            *("--trainer.server_optimizer", "torch.optim.Adam", "--trainer.server_optimizer.lr", "0.01"),
+            *("--trainer.sampler", SAMPLER, "--trainer.clients_per_round", "null", "--trainer.precision", "64-true"),
+            *("--data.partition", "Shards", "--data.partition.num_clients", "20"),
+        ],
     ],
     ids=lambda a: " ".join(a)[:60],
 )
@@ -112,15 +132,15 @@ def test_parts_by_class(args: list[str]) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--trainer.algorithm", "FedAvgg"], "FedAvgg"),
-        (["--trainer.algorithm.nu", "1"], "nu"),
-        (["--trainer.max_round", "1"], "max_round"),
-        (["--trainer.engine", "warp"], "warp"),
+        thorough(["--trainer.algorithm", "FedAvgg"], "FedAvgg"),
+        thorough(["--trainer.algorithm.nu", "1"], "nu"),
+        thorough(["--trainer.max_round", "1"], "max_round"),
+        thorough(["--trainer.engine", "warp"], "warp"),
         (["--trainer.clients_per_round", "many"], "many"),
-        (["--data.alfa", "1"], "alfa"),
+        thorough(["--data.alfa", "1"], "alfa"),
         (["--trainer.clients_per_round", "31"], "clients_per_round=31 asks for more clients than the 30"),
-        (["--trainer.local_steps", "3"], "local_epochs or local_steps, not both"),
-        (["--data.alpha", "-1"], "alpha"),
+        thorough(["--trainer.local_steps", "3"], "local_epochs or local_steps, not both"),
+        thorough(["--data.alpha", "-1"], "alpha"),
     ],
     ids=lambda a: " ".join(a) if isinstance(a, list) else "",
 )
@@ -140,7 +160,16 @@ def test_seed_everything_seeds_the_run() -> None:
     assert not all(torch.equal(first[k], third[k]) for k in first)
 
 
-def test_python_dash_m() -> None:
+def test_python_dash_m(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "--help"])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_module("lightning_fed", run_name="__main__")
+    assert not done.value.code
+    assert capsys.readouterr().out.startswith("usage: lightning-fed ")
+
+
+@pytest.mark.thorough
+def test_python_dash_m_in_a_process_of_its_own() -> None:
     command = [sys.executable, "-m", "lightning_fed", "fit", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert "--trainer.algorithm" in shown.stdout or "--trainer" in shown.stdout
@@ -176,22 +205,26 @@ def test_a_class_in_the_folder_that_one_is_in_is_found(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("args", "meant"),
     [
-        (["--trainer.algorithm", "Scafold"], "Did you mean Scaffold instead of Scafold?"),
+        thorough(["--trainer.algorithm", "Scafold"], "Did you mean Scaffold instead of Scafold?"),
         (["--trainer.clients_per_rounds", "3"], "Did you mean --trainer.clients_per_round instead of"),
         (["--data", "Digit"], "Did you mean Digits instead of Digit?"),
-        (["--trainer.algorithm", "SCAFFOLD"], "Did you mean Scaffold instead of SCAFFOLD?"),
+        thorough(["--trainer.algorithm", "SCAFFOLD"], "Did you mean Scaffold instead of SCAFFOLD?"),
         (["--trainer.algorithm", "fedavg"], "Did you mean FedAvg instead of fedavg?"),
-        (["--trainer.algorithm", "mime"], "Did you mean Mime instead of mime?"),
-        (["--trainer.algorithm", "Fedavgg"], "Did you mean FedAvg instead of Fedavgg?"),
-        (["--trainer.algorithm", "Digits"], "There are CMime, FedAvg, FedCM, "),
-        (["--trainer.algorithm", "lightning_fed.algorithms.FedProxx"], "Did you mean FedProx instead of FedProxx?"),
+        thorough(["--trainer.algorithm", "mime"], "Did you mean Mime instead of mime?"),
+        thorough(["--trainer.algorithm", "Fedavgg"], "Did you mean FedAvg instead of Fedavgg?"),
+        thorough(["--trainer.algorithm", "Digits"], "There are CMime, FedAvg, FedCM, "),
+        thorough(
+            ["--trainer.algorithm", "lightning_fed.algorithms.FedProxx"], "Did you mean FedProx instead of FedProxx?"
+        ),
         (["--trainer.algorithm", "lightning_fed.algorithms.Unknown"], "There are CMime, FedAvg, FedCM, "),
         (["--trainer.algorithm", "torch.optim.NotThere"], "has no attribute 'NotThere'"),
-        (["--data.partition", "foo"], "There are BalancedDirichlet, ByKey, "),
-        (["--model.lrr", "0.2"], "Did you mean lr instead of lrr?"),
-        (["--data.num_client", "3"], "Did you mean num_clients instead of num_client?"),
+        thorough(["--data.partition", "foo"], "There are BalancedDirichlet, ByKey, "),
+        thorough(["--model.lrr", "0.2"], "Did you mean lr instead of lrr?"),
+        thorough(["--data.num_client", "3"], "Did you mean num_clients instead of num_client?"),
         (["--trainer.algorithm", "FedProx", "--trainer.algorithm.muu", "3"], "Did you mean mu instead of muu?"),
-        (["--data.partition", "Shards", "--data.partition.num_client", "3"], "Did you mean num_clients instead of"),
+        thorough(
+            ["--data.partition", "Shards", "--data.partition.num_client", "3"], "Did you mean num_clients instead of"
+        ),
     ],
 )
 def test_a_mistake_is_answered_with_what_was_meant(
@@ -207,7 +240,7 @@ def test_a_mistake_is_answered_with_what_was_meant(
 @pytest.mark.parametrize(
     ("config", "meant"),
     [
-        ({"trainer": {"max_round": 3}}, "Did you mean trainer.max_rounds instead of trainer.max_round?"),
+        thorough({"trainer": {"max_round": 3}}, "Did you mean trainer.max_rounds instead of trainer.max_round?"),
         ({"trainr": {"max_rounds": 3}}, "Did you mean trainer.max_rounds instead of trainr.max_rounds?"),
         ({"model": {"class_path": "ResNet", "init_args": {"detph": 8}}}, "Did you mean depth instead of detph?"),
     ],
@@ -241,7 +274,13 @@ def test_a_command_that_is_not_there_is_answered_with_those_that_are(
 
 @pytest.mark.parametrize(
     ("word", "meant"),
-    [("ft", "fit"), ("swep", "sweep"), ("compar", "compare"), ("dta", "data"), ("reproduc", "reproduce")],
+    [
+        thorough("ft", "fit"),
+        ("swep", "sweep"),
+        thorough("compar", "compare"),
+        thorough("dta", "data"),
+        thorough("reproduc", "reproduce"),
+    ],
 )
 def test_all_commands_are_listed_and_meant(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -1,6 +1,7 @@
 """What hooks make of the model between rounds is the server's from then on; during clients' work it is not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,19 @@ from lightning_fed import FederatedCallback, FederatedError
 from lightning_fed.algorithms import FedAvg, FedDyn, Mime, Scaffold
 from tests.helpers.engines import Ordinary, assert_agree, run, state_of
 from tests.helpers.processes import in_processes
+from tests.helpers.selection import few
 from tests.helpers.training import parameters, same
 
 ENGINES = ("sequential", "vectorized")
 HOOKS = ("on_train_start", "on_train_epoch_start", "on_validation_start", "on_validation_end", "on_train_epoch_end")
+
+
+def crossed(*axes: Iterable[Any], default: Iterable[str]) -> list[Any]:
+    """Return the product of several axes, of which the default run takes the cases of these names."""
+    cases = (
+        pytest.param(*values, id="-".join(getattr(v, "__name__", str(v)) for v in values)) for values in product(*axes)
+    )
+    return few(cases, list(default))
 
 
 class Annealed(Ordinary):
@@ -56,8 +66,14 @@ class AtRounds(FederatedCallback):
         setattr(self, hook, edit)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    ("hook", "engine"),
+    crossed(
+        HOOKS,
+        ENGINES,
+        default=["on_train_start-sequential", "on_train_epoch_start-vectorized", "on_validation_end-sequential"],
+    ),
+)
 def test_a_buffer_that_a_hook_sets_is_the_clients_too(hook: str, engine: str) -> None:
     t = run(engine, Annealed, callbacks=[hooked(hook, count)], num_sanity_val_steps=0)
     times = 1 if hook == "on_train_start" else 3
@@ -68,18 +84,21 @@ def test_a_buffer_that_a_hook_sets_is_the_clients_too(hook: str, engine: str) ->
     assert float(t.fit_loop.state.buffers["decay"]) == pytest.approx(0.1 * times)
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(), Mime()], ids=repr)
-@pytest.mark.parametrize("hook", HOOKS)
-def test_engines_agree_on_what_hooks_have_edited(hook: str, algorithm: Any) -> None:
+@pytest.mark.parametrize(
+    ("hook", "method"),
+    crossed(HOOKS, (FedAvg, Scaffold, Mime), default=["on_validation_start-FedAvg", "on_train_epoch_end-Scaffold"]),
+)
+def test_engines_agree_on_what_hooks_have_edited(hook: str, method: Any) -> None:
     def edit(*args: Any) -> None:
         count(*args)
         halve(*args)
 
-    assert_agree(*(run(e, Annealed, algorithm=algorithm, callbacks=[hooked(hook, edit)]) for e in ENGINES))
+    assert_agree(*(run(e, Annealed, algorithm=method(), callbacks=[hooked(hook, edit)]) for e in ENGINES))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("edit", [halve, replace])
+@pytest.mark.parametrize(
+    ("edit", "engine"), crossed([halve, replace], ENGINES, default=["halve-vectorized", "replace-sequential"])
+)
 def test_parameters_edited_at_the_end_of_the_fit_are_in_the_module(edit: Callable[..., None], engine: str) -> None:
     plain = run(engine).lightning_module
     expected = plain.head.weight.detach().clone() * 0.5 if edit is halve else torch.full_like(plain.head.weight, 0.25)
@@ -90,15 +109,15 @@ def test_parameters_edited_at_the_end_of_the_fit_are_in_the_module(edit: Callabl
     assert torch.equal(parameters(module), edited.fit_loop.state.x)
 
 
-def test_initial_weights_may_be_set_as_training_starts() -> None:
+@pytest.mark.parametrize("engine", few(ENGINES, ["sequential"]))
+def test_initial_weights_may_be_set_as_training_starts(engine: str) -> None:
     class Own(Ordinary):
         def __init__(self) -> None:
             super().__init__()
             replace(None, self)
 
-    for engine in ENGINES:
-        late = run(engine, callbacks=[hooked("on_train_start", replace)])
-        assert same(state_of(late), state_of(run(engine, Own)))
+    late = run(engine, callbacks=[hooked("on_train_start", replace)])
+    assert same(state_of(late), state_of(run(engine, Own)))
 
 
 @pytest.mark.parametrize("hook", ["on_round_start", "on_round_end"])
@@ -107,8 +126,14 @@ def test_hooks_of_rounds_may_edit_too(hook: str) -> None:
     assert float(t.fit_loop.state.buffers["decay"]) == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("hook", ["on_client_start", "on_client_end"])
+@pytest.mark.parametrize(
+    ("hook", "engine"),
+    crossed(
+        ["on_client_start", "on_client_end"],
+        ENGINES,
+        default=["on_client_start-sequential", "on_client_end-vectorized"],
+    ),
+)
 def test_edits_around_a_clients_work_are_nobodys(hook: str, engine: str) -> None:
     def edit(*args: Any) -> None:
         count(*args)
@@ -118,8 +143,10 @@ def test_edits_around_a_clients_work_are_nobodys(hook: str, engine: str) -> None
     assert same(*(state_of(run(engine, Annealed, callbacks=[c])) for c in (AtRounds(hook, edit), silent)))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("hook", HOOKS[1:])
+@pytest.mark.parametrize(
+    ("hook", "engine"),
+    crossed(HOOKS[1:], ENGINES, default=["on_train_epoch_start-sequential", "on_validation_end-sequential"]),
+)
 def test_an_edited_run_resumes_to_the_same_bits(hook: str, engine: str, tmp_path: Path) -> None:
     class Save(Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -143,7 +170,8 @@ def test_an_edited_run_resumes_to_the_same_bits(hook: str, engine: str, tmp_path
     assert torch.equal(weights, saved["loops"]["fit_loop"]["state_dict"]["step"]["x"])
 
 
-def test_measuring_is_no_edit() -> None:
+@pytest.mark.parametrize("engine", few(ENGINES, ["sequential"]))
+def test_measuring_is_no_edit(engine: str) -> None:
     class Measure(FederatedCallback):
         def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
             loop = trainer.fit_loop
@@ -152,10 +180,7 @@ def test_measuring_is_no_edit() -> None:
             loop.evaluate_client(0, on="train", steps=2)
             loop.training_loss(0)
 
-    for engine in ENGINES:
-        assert same(
-            *(state_of(run(engine, callbacks=[c])) for c in (Measure(), AtRounds("on_round_end", lambda *_: None)))
-        )
+    assert same(*(state_of(run(engine, callbacks=[c])) for c in (Measure(), AtRounds("on_round_end", lambda *_: None))))
 
 
 def test_parameters_that_are_shown_but_not_trained_are_not_to_be_edited() -> None:
@@ -183,8 +208,16 @@ def test_processes_must_edit_alike(tmp_path: Path) -> None:
     assert all("not alike in all processes" in str(outcome.error) for outcome in outcomes)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("chunk_size", [None, 1, 3])
+@pytest.mark.parametrize(
+    ("engine", "chunk_size"),
+    few(
+        [
+            pytest.param(engine, size, id=f"{size}-{engine}")
+            for engine, size in [("sequential", None), *product(["vectorized"], [None, 1, 3])]
+        ],
+        ["None-sequential", "3-vectorized"],
+    ),
+)
 def test_a_clients_hook_finds_its_model_in_the_module(engine: str, chunk_size: int | None) -> None:
     class Look(FederatedCallback):
         def __init__(self) -> None:
@@ -197,8 +230,6 @@ def test_a_clients_hook_finds_its_model_in_the_module(engine: str, chunk_size: i
             assert torch.equal(found, parameters(pl_module))
             self.models.append(found)
 
-    if engine == "sequential" and chunk_size:
-        pytest.skip("has no chunks")
     look, expected = Look(), Look()
     t = run(engine, callbacks=[look], chunk_size=chunk_size)
     run("sequential", callbacks=[expected])
@@ -216,7 +247,7 @@ def test_what_is_trained_is_not_to_be_frozen_on_the_way(engine: str) -> None:
         run(engine, callbacks=[hooked("on_train_epoch_start", freeze)])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", few(ENGINES, ["sequential"]))
 def test_what_has_been_trained_may_be_frozen_in_the_end(engine: str) -> None:
     t = run(engine, callbacks=[hooked("on_train_end", lambda trainer, module: module.freeze())])
     assert not any(p.requires_grad for p in t.lightning_module.parameters())

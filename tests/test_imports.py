@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -42,20 +43,29 @@ PURE = (
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"}
 
 
-def imports(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the modules that a file imports, with the names taken from them."""
-    for node in ast.walk(ast.parse(path.read_text())):
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path) -> list[tuple[str, list[str]]]:
+    """Return the modules that a file imports, with the names taken from them."""
+    found = []
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, []) for alias in node.names)
+            found += [(alias.name, []) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}: import by full name"
-            yield node.module or "", [alias.name for alias in node.names]
+            found.append((node.module or "", [alias.name for alias in node.names]))
+    return found
 
 
 def part(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
 def files(path: Path) -> set[Path]:
     """Return the files of the package that a file imports."""
     dotted = {name for module, names in imports(path) for name in (module, *(f"{module}.{n}" for n in names))}
@@ -72,39 +82,42 @@ def reached(path: Path) -> set[Path]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_run_one_way(path: Path) -> None:
-    for module, _ in imports(path):
-        head, _, rest = module.partition(".")
-        if head != "lightning_fed" or not rest:
-            continue
-        there = rest.split(".")[0]
-        assert there == part(path) or FLOORS[there] < FLOORS[part(path)], (
-            f"{part(path)} imports {module}, which stands on the same floor or above"
-        )
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def test_imports_run_one_way() -> None:
+    faults = []
+    for path in FILES:
+        for module, _ in imports(path):
+            head, _, rest = module.partition(".")
+            there = rest.split(".")[0]
+            if head == "lightning_fed" and there not in ("", part(path)) and FLOORS[there] >= FLOORS[part(path)]:
+                faults.append(f"{name_of(path)} imports {module}, which stands on the same floor or above")
+    assert not faults, "\n".join(faults)
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     try:
         TopologicalSorter({path: files(path) for path in FILES}).prepare()
     except CycleError as error:
-        pytest.fail(" imports ".join(str(file.relative_to(PACKAGE)) for file in reversed(error.args[1])))
+        pytest.fail(" imports ".join(name_of(file) for file in reversed(error.args[1])))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_the_lower_floors_know_nothing_of_lightning(path: Path) -> None:
-    name = str(path.relative_to(PACKAGE)).removesuffix(".py")
-    if not name.startswith(PURE):
-        return
-    for file in reached(path):
-        found = [m for m, _ in imports(file) if m.split(".")[0] in LIGHTNING]
-        assert not found, f"{name} reaches {file.relative_to(PACKAGE)}, which imports {found}"
+def test_the_lower_floors_know_nothing_of_lightning() -> None:
+    faults = [
+        f"{name_of(path)} reaches {name_of(file)}, which imports {module}"
+        for path in FILES
+        if name_of(path).removesuffix(".py").startswith(PURE)
+        for file in reached(path)
+        for module, _ in imports(file)
+        if module.split(".")[0] in LIGHTNING
+    ]
+    assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_private_names_of_lightning_come_in_through_one_file(path: Path) -> None:
-    if path.name == "_compat.py":
-        return
+def private_names(path: Path) -> Iterator[str]:
+    """Yield the private names of Lightning that a file imports, or reaches as an attribute of ``pl``."""
     private = (
         "pytorch_lightning.loops",
         "pytorch_lightning.trainer.",
@@ -113,15 +126,23 @@ def test_private_names_of_lightning_come_in_through_one_file(path: Path) -> None
     )
     for module, names in imports(path):
         for name in (module, *(f"{module}.{n}" for n in names)):
-            assert not name.startswith(private), f"{path.name} imports {name}: take it from _compat"
-            if name.startswith("pytorch_lightning"):
-                assert "._" not in name, f"{path.name} imports the private {name}: take it from _compat"
-    for node in ast.walk(ast.parse(path.read_text())):
+            if name.startswith(private) or (name.startswith("pytorch_lightning") and "._" in name):
+                yield name
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "pl":
             name = f"pytorch_lightning.{node.attr}"
-            assert not name.startswith((*private, "pytorch_lightning._", "pytorch_lightning.trainer")), (
-                f"{path.name} uses {name}: take it from _compat"
-            )
+            if name.startswith((*private, "pytorch_lightning._", "pytorch_lightning.trainer")):
+                yield name
+
+
+def test_private_names_of_lightning_come_in_through_one_file() -> None:
+    faults = [
+        f"{name_of(path)} uses {name}: take it from _compat"
+        for path in FILES
+        if path.name != "_compat.py"
+        for name in private_names(path)
+    ]
+    assert not faults, "\n".join(faults)
 
 
 def test_every_part_has_its_floor() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_fed import FederatedCallback, algorithms
+from tests.helpers.selection import few
 from tests.helpers.training import Net, data, seeded, trainer
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -20,6 +21,14 @@ METHODS = {
     "Scaffold": algorithms.Scaffold,
     "Mime": lambda: algorithms.Mime(base=algorithms.SGDm()),
 }
+
+
+@pytest.fixture(autouse=True)
+def _others_objects_are_left_alone():
+    """Keep the garbage collector from what was there before, which takes it a second a time late in a session."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def bytes_of_storage(tensor):
@@ -57,8 +66,13 @@ def vectors_held(method, engine, cohort):
     return held.vectors - kept
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    few(
+        [pytest.param(m, e, id=f"{m}-{e}") for m in METHODS for e in ("sequential", "vectorized")],
+        ["Mime-sequential", "Scaffold-vectorized"],
+    ),
+)
 def test_a_round_holds_no_more_for_a_larger_cohort(method, engine):
     assert vectors_held(method, engine, cohort=12) == pytest.approx(vectors_held(method, engine, cohort=4), abs=0.5)
 
@@ -91,20 +105,24 @@ def assert_flat(found, bytes_per_round):
 RUNS = [("sequential", "disk"), ("vectorized", "memory")]
 
 
-@pytest.mark.parametrize(("engine", "states"), RUNS)
-def test_hundreds_of_rounds_leave_nothing_behind(soak, engine, states):
-    small = ("--rounds", "200", "--population", "20", "--cohort", "5", "--every", "4")
+@pytest.mark.parametrize(
+    ("rounds", "engine", "states"),
+    [(100, *RUNS[0]), *(pytest.param(200, *r, marks=pytest.mark.thorough) for r in RUNS)],
+)
+def test_hundreds_of_rounds_leave_nothing_behind(soak, rounds, engine, states):
+    small = ("--rounds", str(rounds), "--population", "20", "--cohort", "5", "--every", "4")
     found = soak(*small, "--engine", engine, "--client-states", states)
     assert found["engine"] == engine
     assert_flat(found, bytes_per_round=50_000)  # in a short run the allocator's pools still move
 
 
-def test_a_round_takes_a_thousand_clients_of_a_million(soak):
-    found = soak("--rounds", "3", "--population", "1000000", "--cohort", "1000", "--engine", "vectorized")
-    assert 2900 < found["clients_seen"] <= 3000
+@pytest.mark.parametrize("cohort", [100, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_a_round_takes_a_thousand_clients_of_a_million(soak, cohort):
+    found = soak("--rounds", "3", "--population", "1000000", "--cohort", str(cohort), "--engine", "vectorized")
+    assert 2.9 * cohort < found["clients_seen"] <= 3 * cohort
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("engine", "states"), RUNS)
 def test_twenty_thousand_rounds_leave_nothing_behind(engine, states):
     command = [sys.executable, BENCHMARKS / "soak.py", "--rounds", "20000", "--json"]

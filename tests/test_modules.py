@@ -18,6 +18,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import ClientError, FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedProx, Mime, MimeLite, Scaffold, SGDm
+from tests.helpers.ids import spelled
+from tests.helpers.selection import covering
 from tests.helpers.training import (
     CLASSES,
     FEATURES,
@@ -237,8 +239,9 @@ class Lists(Net):
         return loss.expand(self.length)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-@pytest.mark.parametrize("algorithm", [FedAvg(), Mime(SGDm())], ids=repr)
+@pytest.mark.parametrize(
+    ("algorithm", "engine"), covering([Mime(SGDm()), FedAvg()], ["sequential", "vectorized"]), ids=spelled
+)
 def test_a_loss_in_a_list_is_a_number(engine: str, algorithm: Any) -> None:
     models = [seeded(Lists), seeded(Net, dropout=0.0)]
     for model in models:
@@ -376,8 +379,11 @@ class Adaptive(Net):
         return torch.optim.Adam(self.parameters(), lr=0.01, weight_decay=0.01)
 
 
-@pytest.mark.parametrize("method", [FedAvg(), Scaffold(), FedProx(mu=0.1), Mime(), MimeLite()], ids=repr)
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("method", "precision"),
+    covering([FedAvg(), Scaffold(), FedProx(mu=0.1), Mime(), MimeLite()], ["32-true", "64-true", "bf16-mixed"]),
+    ids=spelled,
+)
 def test_local_adam_in_every_precision(method: Any, precision: str) -> None:
     model = seeded(Adaptive)
     before = parameters(model).clone()

@@ -3,9 +3,8 @@
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Iterator
 from typing import Any
-
-import pytest
 
 import lightning_fed
 
@@ -23,38 +22,48 @@ FACE = {
 }  # fmt: skip
 
 
-def public() -> list[tuple[str, str]]:
-    return [
-        (name, key)
-        for name in MODULES
-        if not name.endswith("__main__")
-        for key in getattr(importlib.import_module(name), "__all__", ())
-        if not key.startswith("_")
-    ]
+def public() -> Iterator[tuple[str, str, Any]]:
+    """Yield every public name: its module, itself and its value."""
+    for name in MODULES:
+        if not name.endswith("__main__"):
+            module = importlib.import_module(name)
+            for key in getattr(module, "__all__", ()):
+                yield name, key, getattr(module, key, None)
 
 
-@pytest.mark.parametrize(("module", "name"), public())
-def test_public_names_resolve_and_are_documented(module: str, name: str) -> None:
-    value: Any = getattr(importlib.import_module(module), name)
-    if not (inspect.isclass(value) or inspect.isfunction(value)) or not value.__module__.startswith("lightning_fed"):
-        return
+def fault_of(value: Any) -> str:
+    """Return what is missing in the documentation of a class or function; nothing if all is there."""
     text = inspect.getdoc(value)
-    assert text
-    assert text.split("\n")[0].endswith((".", ":"))
+    if not text:
+        return "has no docstring"
+    if not text.split("\n")[0].endswith((".", ":")):
+        return "has a docstring whose first line is no sentence"
     if inspect.isclass(value):
-        undocumented = [
-            n
-            for n, f in vars(value).items()
-            if inspect.isfunction(f) and not n.startswith("_") and not inspect.getdoc(getattr(value, n))
-        ]
-        assert not undocumented
+        for name, member in vars(value).items():
+            if inspect.isfunction(member) and not name.startswith("_") and not inspect.getdoc(getattr(value, name)):
+                return f"has no docstring for {name}"
+    return ""
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_module_says_what_it_holds(module: str) -> None:
-    assert (importlib.import_module(module).__doc__ or "").strip()
+def test_public_names_resolve_and_are_documented() -> None:
+    faults = []
+    for module, name, value in public():
+        if value is None and not hasattr(importlib.import_module(module), name):
+            faults.append(f"{module}.{name} is not there")
+        elif (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__.startswith("lightning_fed"):
+            fault = "" if name.startswith("_") else fault_of(value)
+            faults += [f"{module}.{name} {fault}"] if fault else []
+    assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("module", FACE)
-def test_the_face_of_the_package(module: str) -> None:
-    assert set(FACE[module]) <= set(importlib.import_module(module).__all__)
+def test_every_module_says_what_it_holds() -> None:
+    assert not [name for name in MODULES if not (importlib.import_module(name).__doc__ or "").strip()]
+
+
+def test_the_face_of_the_package() -> None:
+    missing = {
+        module: absent
+        for module, names in FACE.items()
+        if (absent := set(names) - set(importlib.import_module(module).__all__))
+    }
+    assert not missing

@@ -23,6 +23,7 @@ from lightning_fed.algorithms import (
     Scaffold,
     SGDm,
 )
+from tests.helpers.selection import covering, few
 from tests.helpers.training import QUIET, Net, classification, clients, data, fit, parameters, seeded, trainer
 
 
@@ -38,7 +39,7 @@ class RoundsOf(FederatedCallback):
         self.cohorts.append(round_report.cohort)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.01])
+@pytest.mark.parametrize("decay", few([0.0, 0.01], [0.01]))
 @pytest.mark.parametrize(
     "method",
     [FedProx(mu=0.0), FedCM(alpha=1.0), MimeLite(base=SGD()), MimeLite()],
@@ -97,8 +98,7 @@ class Scheduled(Net):
         return [optimizer], [halve, {"scheduler": plateau, "monitor": "val_loss", "strict": False}]
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("at_round_end", [True, False])
+@pytest.mark.parametrize(("every", "at_round_end"), covering([1, 2], [False, True]))
 def test_resume_keeps_schedules(tmp_path: Path, every: int, at_round_end: bool) -> None:
     def checkpoints() -> ModelCheckpoint:
         return ModelCheckpoint(
@@ -124,7 +124,7 @@ class SaveIn(FederatedCallback):
         setattr(self, hook, save)
 
 
-@pytest.mark.parametrize("hook", ["on_round_end", "on_validation_end"])
+@pytest.mark.parametrize("hook", few(["on_round_end", "on_validation_end"], ["on_validation_end"]))
 def test_a_checkpoint_before_a_plateau_schedule_has_stepped_is_refused(hook: str, tmp_path: Path) -> None:
     with pytest.raises(FederatedError, match=r"before ReduceLROnPlateau has stepped.* Save in on_train_epoch_end"):
         fit(seeded(Scheduled), callbacks=SaveIn(hook, tmp_path), num_sanity_val_steps=0)

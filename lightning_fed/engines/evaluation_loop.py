@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_fed._compat import _EvaluationLoop
 from lightning_fed.data.evaluation import EvaluationLoader
+from lightning_fed.engines.autocast import lstm_errors
 from lightning_fed.engines.ranks import Ranks, metrics_alone
 from lightning_fed.engines.results import EvaluationResults
 
@@ -54,7 +55,8 @@ class SharedEvaluationLoop(_EvaluationLoop):
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         if self._is_shared:
             batch_idx = batch_idx * self._ranks.size + self._ranks.rank
-        super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        with lstm_errors(self.trainer):
+            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
 
     def _store_dataloader_outputs(self) -> None:
         if self._is_shared:

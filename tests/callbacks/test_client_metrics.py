@@ -219,7 +219,7 @@ def test_personalisation_clips_as_the_run_does(corrected: bool) -> None:
 
 
 def test_more_steps_than_batches_go_on_with_another_epoch() -> None:
-    tuned = PersonalizedAccuracy("val_loss", mode="min", on="train", local_steps=400)
+    tuned = PersonalizedAccuracy("val_loss", mode="min", on="train", local_steps=200)
     plain = ClientAccuracy("val_loss", mode="min", on="train")
     run([tuned, plain], seeded(dropout=0.0), data())
     assert all(tuned.table[i]["val_loss"] < 0.5 * plain.table[i]["val_loss"] for i in tuned.table)

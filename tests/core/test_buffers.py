@@ -4,7 +4,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -154,7 +154,6 @@ def test_what_was_sent_is_not_changed() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3, width=32), st.integers(1, 1000)), min_size=1, max_size=6))
-@settings(max_examples=100, deadline=None)
 def test_the_mean_by_examples(clients: list[tuple[float, int]]) -> None:
     mean = BufferMean()
     for i, (value, size) in enumerate(clients):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -28,7 +28,6 @@ def shares(tensor: Tensor, vector: Tensor) -> bool:
 
 
 @given(shapes)
-@settings(max_examples=50, deadline=None)
 def test_views_cut_the_vector_in_order(shapes: list[torch.Size]) -> None:
     layout = Layout(shapes)
     vector = torch.arange(float(layout.numel))

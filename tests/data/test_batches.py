@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
@@ -70,7 +70,6 @@ class Random(Doubled):
 # The two ways of making batches
 
 
-@settings(deadline=None)
 @given(
     n=st.integers(0, 25),
     batch_size=st.integers(1, 30),
@@ -327,7 +326,6 @@ def custom(dataset, chosen):
     return CustomBatches(lambda stream: plain.loader(stream), 0, chosen, size=len(dataset))
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 12), batch_size=st.integers(1, 13), workers=st.just(0), seed=st.integers(0, 2**40))
 @example(n=5, batch_size=2, workers=1, seed=3)
 def test_augmentation_is_the_same_however_batches_are_made(n, batch_size, workers, seed):

@@ -212,6 +212,7 @@ def test_what_is_no_archive_is_named(tmp_path):
     assert not Path("fired").exists()
 
 
+@pytest.mark.thorough
 def test_the_published_jpeg_copy():
     folder = os.environ.get("LIGHTNING_FED_DATA")
     if folder is None:

@@ -6,7 +6,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 from torchvision import transforms
@@ -34,7 +34,6 @@ def crop_one_by_one(batch, padding, stream):
     return out
 
 
-@settings(deadline=None)
 @given(
     n=st.integers(0, 9),
     channels=st.integers(1, 3),

@@ -7,7 +7,7 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset
 
@@ -58,7 +58,6 @@ class Listed(Dataset):
         return self.make(*self.source[index])
 
 
-@settings(deadline=None, max_examples=50)
 @given(shift=shifts)
 def test_neither_indices_nor_labels_change(shift):
     plain, shifted = cut(shift.partition), cut(shift)
@@ -69,7 +68,6 @@ def test_neither_indices_nor_labels_change(shift):
         assert [int(y) for _, y in shifted.dataset(client)] == [int(y) for _, y in plain.dataset(client)]
 
 
-@settings(deadline=None, max_examples=50)
 @given(shift=shifts)
 def test_a_client_is_a_function_of_the_seed_and_of_itself(shift):
     first, second = cut(shift), cut(copy.deepcopy(shift))
@@ -81,7 +79,6 @@ def test_a_client_is_a_function_of_the_seed_and_of_itself(shift):
             assert all(torch.equal(a, b) for a, b in zip(dataset.tensors, kept[client].tensors, strict=True))
 
 
-@settings(deadline=None, max_examples=50)
 @given(shift=shifts)
 def test_examples_read_one_by_one_are_those_of_the_tensors(shift):
     tensors, listed, nested = cut(shift), cut(shift, Listed()), cut(shift, Subset(IMAGES, range(24)))

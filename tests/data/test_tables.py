@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed import FederatedTrainer
@@ -125,7 +125,6 @@ def test_a_row_index_is_no_feature_unless_it_is_named(tmp_path, caplog):
     assert tensors(ClientTable(path, "who", "y", val_fraction=0), "a")[0] == [[1], [2]]
 
 
-@settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.sampled_from([0.0, 0.2, 0.5, 0.9]), st.integers(0, 3))
 def test_every_row_is_in_one_part_of_its_own_client(tmp_path_factory, owners, fraction, seed):
     lines = "".join(f"c{owner},{number},{owner}\n" for number, owner in enumerate(owners))

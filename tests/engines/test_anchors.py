@@ -21,6 +21,7 @@ from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.local_steps import BoundSteps
 from lightning_fed.engines.simplify import simplify
 from tests.helpers.engines import Ordinary, assert_agree, run, state_of
+from tests.helpers.selection import covering, few
 from tests.helpers.training import CLASSES, FEATURES, data
 
 SIZES = (14, 7, 11, 6, 10, 8)  # of batches of 4 the last ones have 2, 3 or 4 examples
@@ -76,8 +77,14 @@ class Wide(Ordinary):
 
 
 USUAL = partial(Ordinary, DECAYED)
-KINDS = pytest.mark.parametrize("kind", [Ordinary, Wide])
-CHUNKS = pytest.mark.parametrize("chunk_size", [1, 4])
+METHODS = {
+    "Mime": Mime(),
+    "Mime SGDm": Mime(SGDm()),
+    "MimeMVR": MimeMVR(a=0.5),
+    "MimeMVR lemma9": MimeMVR(a=0.5, anchor="lemma9"),
+}
+ALONE = pytest.mark.parametrize("chunk_size", few([1, 4], [1]))
+KINDS_AND_CHUNKS = [pytest.param(k, n, id=f"{k.__name__}-{n}") for k in (Ordinary, Wide) for n in (1, 4)]
 
 
 def both(make: Callable[[], Any] = USUAL, datamodule: Any = UNEVEN, chunk_size: int = 1, **options: Any) -> None:
@@ -87,10 +94,19 @@ def both(make: Callable[[], Any] = USUAL, datamodule: Any = UNEVEN, chunk_size: 
     assert_agree(run("sequential", make, datamodule, **options), vectorized)
 
 
-@CHUNKS
-@KINDS
-@pytest.mark.parametrize("optimizer", [PLAIN, DECAYED])
-@pytest.mark.parametrize("algorithm", [Mime(), Mime(SGDm()), MimeMVR(a=0.5), MimeMVR(a=0.5, anchor="lemma9")], ids=repr)
+@pytest.mark.parametrize(
+    ("algorithm", "optimizer", "kind", "chunk_size"),
+    few(
+        [
+            pytest.param(algorithm, optimizer, kind, n, id=f"{name}-{decay}-{kind.__name__}-{n}")
+            for name, algorithm in METHODS.items()
+            for decay, optimizer in (("plain", PLAIN), ("decayed", DECAYED))
+            for kind in (Ordinary, Wide)
+            for n in (1, 4)
+        ],
+        ["Mime-plain-Ordinary-1", "MimeMVR lemma9-decayed-Wide-4"],
+    ),
+)
 def test_local_steps_take_what_the_full_pass_has_kept(
     algorithm: Any, optimizer: Any, kind: Any, chunk_size: int, seen: Seen
 ) -> None:
@@ -99,13 +115,14 @@ def test_local_steps_take_what_the_full_pass_has_kept(
     assert all(seen)
 
 
-@KINDS
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [Ordinary, Wide])
 def test_later_epochs_take_their_own(kind: Any, seen: Seen) -> None:
     both(partial(kind, DECAYED), local_epochs=2)
     assert seen.count(True) == seen.count(False) > 0
 
 
-@KINDS
+@pytest.mark.parametrize("kind", few([Ordinary, Wide], [Wide]))
 def test_clients_at_once_of_whom_some_are_in_their_second_epoch_take_their_own(kind: Any, seen: Seen) -> None:
     both(partial(kind, DECAYED), local_epochs=2, chunk_size=4)
     assert seen.count(False) > seen.count(True) > 0
@@ -113,15 +130,19 @@ def test_clients_at_once_of_whom_some_are_in_their_second_epoch_take_their_own(k
 
 def test_models_of_which_gradients_are_soon_taken_again_keep_none(monkeypatch: pytest.MonkeyPatch, seen: Seen) -> None:
     monkeypatch.setattr(vectorized, "_SMALL_AT_ANCHOR", sum(p.numel() for p in Ordinary().parameters()))
-    both(chunk_size=4)
+    both(datamodule=partial(data, (12, 8, 4, 16, 8, 12)), chunk_size=4)
+    assert seen
+    assert not any(seen)
+
+
+@pytest.mark.thorough
+def test_clients_that_take_fewer_steps_than_they_have_batches_take_their_own(seen: Seen) -> None:
+    both(local_epochs=None, local_steps=1)
     assert seen
     assert not any(seen)
 
 
 def test_clients_that_train_on_some_batches_only_take_their_own(seen: Seen) -> None:
-    both(local_epochs=None, local_steps=1)
-    assert seen
-    assert not any(seen)
     both(limit_train_batches=2)
     assert not all(seen)
 
@@ -132,7 +153,9 @@ def test_a_full_pass_sees_what_an_epoch_drops(seen: Seen) -> None:
     assert False in seen
 
 
-@pytest.mark.parametrize("algorithm", [MimeLite(SGDm()), CMime(SGDm())], ids=repr)
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(MimeLite(SGDm()), marks=pytest.mark.thorough), CMime(SGDm())], ids=repr
+)
 def test_methods_without_an_anchor_or_a_traced_correction_keep_nothing(algorithm: Any, seen: Seen) -> None:
     both(algorithm=algorithm)
     assert not any(seen)
@@ -150,12 +173,6 @@ class Pictures(Ordinary):
         return self.head(self.body(x.view(-1, 1, 2, 3)))
 
 
-@CHUNKS
-def test_gradients_of_convolutions_are_kept_whole(chunk_size: int, seen: Seen) -> None:
-    both(Pictures, partial(data, (12, 8, 4, 16, 8, 12)), chunk_size=chunk_size)
-    assert all(seen)
-
-
 class Flat(Wide):
     """A network that sees pictures, and reshapes them by a number that depends on the examples."""
 
@@ -163,9 +180,9 @@ class Flat(Wide):
         return super().forward(x.view(len(x), 1, 2, 3).flatten(1))
 
 
-@CHUNKS
-@pytest.mark.parametrize("sizes", [SIZES, (12, 8, 4, 16, 8, 12)])
-@pytest.mark.parametrize("make", [Flat, Pictures])
+@pytest.mark.parametrize(
+    ("make", "sizes", "chunk_size"), covering([Flat, Pictures], [SIZES, (12, 8, 4, 16, 8, 12)], [1, 4])
+)
 def test_batches_that_are_reshaped_by_their_examples_are_kept_too(
     make: Any, sizes: Any, chunk_size: int, seen: Seen
 ) -> None:
@@ -174,7 +191,7 @@ def test_batches_that_are_reshaped_by_their_examples_are_kept_too(
     assert all(seen)
 
 
-@CHUNKS
+@ALONE
 def test_a_last_batch_of_one_example_is_right_where_gradients_are_kept_whole(chunk_size: int, seen: Seen) -> None:
     both(Pictures, partial(data, (13, 8, 5, 9, 12, 4)), chunk_size=chunk_size)
     assert set(seen) == {True, False}
@@ -208,20 +225,30 @@ class Words(Ordinary):
         return self.head(by_feature.mean(0 if self.first == "features" else 1))
 
 
-@pytest.mark.parametrize("first", ["features", "examples"])
+@pytest.mark.parametrize("first", few(["features", "examples"], ["features"]))
 def test_rows_that_are_no_examples_are_not_taken_for_such(first: str) -> None:
     both(partial(Words, first), partial(data, (12, 8, 4, 16, 8, 12)))
 
 
 @pytest.mark.parametrize(
     ("make", "full", "expected"),
-    [
-        (Wide, 4096, [[range(12), range(12, 14)], [range(4), range(4, 5)], [range(1)]]),
-        (Wide, 11, [[range(8), range(8, 12), range(12, 14)], [range(4), range(4, 5)], [range(1)]]),
-        (Wide, 2, [[range(4), range(4, 8), range(8, 12), range(12, 14)], [range(4), range(4, 5)], [range(1)]]),
-        (Pictures, 4096, [[range(4), range(4, 8), range(8, 12)]]),
-    ],
-    ids=["at-once", "by-twos", "one-by-one", "convolutions"],
+    few(
+        [
+            pytest.param(make, full, expected, id=name)
+            for name, make, full, expected in (
+                ("at-once", Wide, 4096, [[range(12), range(12, 14)], [range(4), range(4, 5)], [range(1)]]),
+                ("by-twos", Wide, 11, [[range(8), range(8, 12), range(12, 14)], [range(4), range(4, 5)], [range(1)]]),
+                (
+                    "one-by-one",
+                    Wide,
+                    2,
+                    [[range(4), range(4, 8), range(8, 12), range(12, 14)], [range(4), range(4, 5)], [range(1)]],
+                ),
+                ("convolutions", Pictures, 4096, [[range(4), range(4, 8), range(8, 12)]]),
+            )
+        ],
+        ["by-twos"],
+    ),
 )
 def test_full_batches_are_passed_at_once_where_parts_have_rows(
     make: Any, full: int, expected: list[list[range]], spans: list[range], seen: Seen
@@ -280,7 +307,7 @@ class Larger(Ordinary):
         return loss
 
 
-@pytest.mark.parametrize("module", [Centered, Larger])
+@pytest.mark.parametrize("module", few([Centered, Larger], [Larger]))
 @pytest.mark.filterwarnings("ignore:.*gives another loss than when it was traced")
 def test_losses_that_are_no_means_are_taken_over_full_batches(module: Any, seen: Seen) -> None:
     both(partial(module, PLAIN))
@@ -299,18 +326,19 @@ def ignoring(share: float) -> FederatedDataModule:
     return FederatedDataModule(clients=sets, batch_size=4, shuffle=False)
 
 
-@CHUNKS
-@KINDS
-@pytest.mark.parametrize(("share", "kept"), [(0.5, False), (0.0, True)])
+IGNORING = [pytest.param(s, *kind.values, id=f"{s}-{kind.id}") for s in (0.5, 0.0) for kind in KINDS_AND_CHUNKS]
+
+
+@pytest.mark.parametrize(("share", "kind", "chunk_size"), few(IGNORING, ["0.5-Ordinary-1"]))
 def test_targets_that_are_ignored_weigh_as_they_do_in_full_batches(
-    share: float, kept: bool, kind: Any, chunk_size: int, seen: Seen
+    share: float, kind: Any, chunk_size: int, seen: Seen
 ) -> None:
     both(partial(kind, PLAIN), partial(ignoring, share), chunk_size)
     assert seen
-    assert all(seen) if kept else not any(seen)
+    assert all(seen) if share == 0.0 else not any(seen)
 
 
-@CHUNKS
+@ALONE
 def test_what_does_not_fit_is_taken_twice(monkeypatch: pytest.MonkeyPatch, chunk_size: int, seen: Seen) -> None:
     monkeypatch.setattr(anchors, "_KEPT_BYTES", 4000)
     both(chunk_size=chunk_size)
@@ -349,20 +377,20 @@ def test_parts_of_another_network_in_the_next_round_are_looked_at_anew(seen: See
     assert all(seen)
 
 
-@CHUNKS
-@KINDS
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "chunk_size"), KINDS_AND_CHUNKS)
 def test_runs_repeat_bit_by_bit(kind: Any, chunk_size: int, tmp_path: Any) -> None:
     setup = {"make": kind, "algorithm": Mime(SGDm()), "datamodule": UNEVEN}
-    options = {**setup, "max_rounds": 4, "chunk_size": chunk_size}
+    options = {**setup, "max_rounds": 2, "chunk_size": chunk_size}
     whole = run("vectorized", **options)
-    half = run("vectorized", **{**options, "max_rounds": 2})
+    half = run("vectorized", **{**options, "max_rounds": 1})
     half.save_checkpoint(tmp_path / "half.ckpt")
     rest = run("vectorized", ckpt_path=tmp_path / "half.ckpt", **options)
     assert all(torch.equal(value, state_of(rest)[name]) for name, value in state_of(whole).items())
 
 
-@CHUNKS
-@KINDS
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "chunk_size"), KINDS_AND_CHUNKS)
 def test_single_precision_agrees_too(kind: Any, chunk_size: int, seen: Seen) -> None:
     options = {"make": kind, "algorithm": Mime(SGDm()), "datamodule": UNEVEN, "precision": "32-true"}
     vectorized = run("vectorized", chunk_size=chunk_size, **options)
@@ -429,9 +457,18 @@ class Clamped(Ordinary):
         return F.cross_entropy(out, batch[1])
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1])
-@pytest.mark.parametrize("make", [OfTheFirst, Clamped])
-@pytest.mark.parametrize("method", [Mime(base=SGDm()), MimeMVR(0.5), FedDane(0.1)], ids=repr)
+@pytest.mark.parametrize(
+    ("method", "make", "chunk_size"),
+    few(
+        [
+            pytest.param(method, make, n, id=f"{type(method).__name__}-{make.__name__}-{n}")
+            for method in (Mime(base=SGDm()), MimeMVR(0.5), FedDane(0.1))
+            for make in (OfTheFirst, Clamped)
+            for n in (None, 1)
+        ],
+        ["Mime-Clamped-1", "FedDane-OfTheFirst-None"],
+    ),
+)
 def test_a_gradient_that_is_not_the_losss_is_the_modules(method: Any, make: Any, chunk_size: int | None) -> None:
     options: dict[str, Any] = {"algorithm": method, "datamodule": UNEVEN}
     one = run("sequential", partial(make, PLAIN), **options)

@@ -13,6 +13,7 @@ from lightning_fed.algorithms import Algorithm, FedAvg, Mime, Scaffold
 from lightning_fed.engines import captures
 from lightning_fed.engines.resident import ResidentData
 from tests.helpers.engines import Ordinary
+from tests.helpers.selection import few
 from tests.helpers.training import clients, parameters, seeded, trainer
 
 
@@ -62,8 +63,10 @@ def trained(algorithm: Algorithm, chunk: int) -> Tensor:
     return parameters(model)
 
 
-@pytest.mark.parametrize("chunk", [1, 2])
-@pytest.mark.parametrize("method", [FedAvg, Scaffold, Mime])
+@pytest.mark.parametrize(
+    ("method", "chunk"),
+    few([pytest.param(m, n, id=f"{m.__name__}-{n}") for m in (FedAvg, Scaffold, Mime) for n in (1, 2)], ["Scaffold-1"]),
+)
 def test_a_recorded_step_is_the_same_step(method: type[Algorithm], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(method(), chunk)
     monkeypatch.setattr(captures, "recording_on", lambda device: Again())
@@ -73,6 +76,7 @@ def test_a_recorded_step_is_the_same_step(method: type[Algorithm], chunk: int, m
     assert Again.replayed > Again.made > 0
 
 
+@pytest.mark.thorough
 def test_a_step_that_cannot_be_recorded_is_taken_as_it_is_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(Scaffold(), 1)
     monkeypatch.setattr(captures, "recording_on", lambda device: Refuses())
@@ -139,7 +143,7 @@ def test_rows_travel_in_one_transfer_and_come_back_as_they_were() -> None:
     assert far.index([]) == []
 
 
-@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("chunk", few([1, 4], [4]))
 def test_a_run_on_data_elsewhere_is_the_same_run(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(FedAvg(), chunk)
     monkeypatch.setattr("lightning_fed.engines.vectorized.ResidentData", Far)

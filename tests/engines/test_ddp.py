@@ -1,14 +1,7 @@
 """Each client on all processes: batches split, gradients summed, the rest as in one process."""
 
-import lightning_fed  # noqa: F401  # before Lightning, where this file is run by itself
-
-# isort: split
-import json
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,10 +17,11 @@ from torch.utils.data import TensorDataset
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import Adam as AdamDirection
 from lightning_fed.algorithms import FedCM, FedDane, FedDyn, FedProx, Mime, MimeMVR, Scaffold, ServerOnly, Yogi
+from tests.helpers.processes import in_processes
+from tests.helpers.selection import few
 from tests.helpers.training import FEATURES, Net, clients, parameters, same, seeded, trainer
 
-ROOT = Path(__file__).parent.parent.parent
-SIZES = (13, 8, 21, 5, 1, 9)  # with batches of 4, some end with one of a single example
+SIZES = (9, 8, 13, 5, 1, 6)  # with batches of 4, some end with one of a single example
 
 
 class Exact(Net):
@@ -195,7 +189,7 @@ RUNS: Mapping[str, Callable[..., list[dict[str, Any]]]] = {
     "clipped by value": partial(run, gradient_clip_algorithm="value", **CLIP),
     "clipped after the correction": partial(run, gradient_clip_on="corrected", **CLIP),
     "accumulated": partial(run, algorithm=Scaffold(), accumulate_grad_batches=2),
-    "hooked": partial(run, module=Hooked, algorithm=Scaffold()),
+    "hooked and clipped": partial(run, module=Hooked, **CLIP),
     "Adam, kept": partial(run, module=WithAdam, local_optimizer_state="keep"),
     "augmented": partial(run, augment=noise, engine="auto"),
 }
@@ -204,6 +198,10 @@ UNLIKE: Mapping[str, Callable[..., list[dict[str, Any]]]] = {
     "dropping": partial(run, module=Dropping, sampler=only_the_largest, clients_per_round=None),
     "scaled": partial(run, module=Half, plugins=Scaled()),
 }
+
+
+FEW = ("Scaffold", "Mime with weight decay", "FedProx", "hooked and clipped", "augmented")
+"""Of each kind one: whose gradients are summed and when, a loss of the population, and draws that parts share."""
 
 
 class OneFails(Exact):
@@ -248,23 +246,27 @@ FAILURES: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def work(folder: Path) -> None:
-    """Run everything in this process and another one, and write what it came to, each its own."""
-    torch.set_num_threads(1)
-    results = {name: start(strategy="ddp", devices=2) for name, start in {**RUNS, **UNLIKE}.items()}
-    results["again"] = RUNS["Scaffold"](strategy="ddp_find_unused_parameters_true", devices=2)
-    resumed = partial(run, algorithm=Scaffold(), strategy="ddp", devices=2)
-    results["from one"] = resumed(load=folder / "one.ckpt")
-    resumed(max_rounds=2, save=folder / "two.ckpt")
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.save(results, folder / f"{rank}.pt")
+ALL = {**RUNS, **UNLIKE}
+
+
+def texts_of_failures() -> dict[str, str]:
     texts = {}
     for name, start in FAILURES.items():
         try:
             start(strategy="ddp", devices=2)
         except (FederatedError, OSError) as error:
             texts[name] = str(error)
-    (folder / f"{rank}.json").write_text(json.dumps(texts))
+    return texts
+
+
+def work(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
+    """Return what everything comes to in this process and another one."""
+    results = {name: ALL[name](strategy="ddp", devices=2) for name in (*FEW, *UNLIKE)}
+    results["again"] = RUNS["Scaffold"](strategy="ddp_find_unused_parameters_true", devices=2)
+    resumed = partial(run, algorithm=Scaffold(), strategy="ddp", devices=2)
+    results["from one"] = resumed(load=folder / "one.ckpt")
+    resumed(max_rounds=2, save=folder / "two.ckpt")
+    return results, texts_of_failures()
 
 
 class Together(NamedTuple):
@@ -279,12 +281,29 @@ class Together(NamedTuple):
 def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
     folder = tmp_path_factory.mktemp("ddp")
     run(algorithm=Scaffold(), max_rounds=2, save=folder / "one.ckpt")
-    command = [sys.executable, "-m", "tests.engines.test_ddp", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    results = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
-    return Together(results, [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)], folder)
+    outcomes = in_processes(partial(work, folder), folder)
+    for outcome in outcomes:
+        assert not outcome.error, outcome.trace
+    return Together([o.value[0] for o in outcomes], [o.value[1] for o in outcomes], folder)
+
+
+@pytest.fixture(scope="module")
+def of_others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[dict[str, Any]]]]:
+    """What two processes come to in the runs that the default run leaves out, by rank."""
+    others = [name for name in RUNS if name not in FEW]
+    outcomes = in_processes(
+        lambda: {name: RUNS[name](strategy="ddp", devices=2) for name in others}, tmp_path_factory.mktemp("ddp")
+    )
+    for outcome in outcomes:
+        assert not outcome.error, outcome.trace
+    return [outcome.value for outcome in outcomes]
+
+
+def results_of(name: str, request: pytest.FixtureRequest) -> list[list[dict[str, Any]]]:
+    """Return what a run comes to, by rank."""
+    is_default = name in (*FEW, *UNLIKE)
+    found = request.getfixturevalue("together").results if is_default else request.getfixturevalue("of_others")
+    return [results[name] for results in found]
 
 
 def assert_close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
@@ -305,16 +324,16 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
         assert same(found, expected)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_two_processes_come_to_what_one_does(name: str, together: Together) -> None:
+@pytest.mark.parametrize("name", few(RUNS, FEW))
+def test_two_processes_come_to_what_one_does(name: str, request: pytest.FixtureRequest) -> None:
     alone = RUNS[name]()
     assert len(alone) == 3
-    assert_close(together.results[0][name], alone)
+    assert_close(results_of(name, request)[0], alone)
 
 
-@pytest.mark.parametrize("name", [*RUNS, *UNLIKE])
-def test_all_processes_hold_the_same_bits(name: str, together: Together) -> None:
-    first, second = (results[name] for results in together.results)
+@pytest.mark.parametrize("name", few([*RUNS, *UNLIKE], [*FEW, *UNLIKE]))
+def test_all_processes_hold_the_same_bits(name: str, request: pytest.FixtureRequest) -> None:
+    first, second = results_of(name, request)
     assert same(first, second)
 
 
@@ -363,7 +382,3 @@ def test_buffers_that_parts_of_a_batch_change_are_averaged(together: Together) -
 def test_what_goes_wrong_in_one_process_ends_all(name: str, message: str, together: Together) -> None:
     for errors in together.errors:
         assert re.search(message, errors[name], flags=re.S)
-
-
-if __name__ == "__main__":
-    work(Path(sys.argv[1]))

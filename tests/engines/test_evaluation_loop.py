@@ -1,6 +1,6 @@
 """Two processes that share the batches of an evaluation find what one finds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import FederatedCallback
 from tests.helpers.processes import in_processes
+from tests.helpers.selection import few
 from tests.helpers.training import CLASSES, Net, classification, data, seeded, trainer
 
 
@@ -170,20 +171,36 @@ WHOLE: dict[str, Callable[..., dict[str, Any]]] = {
 TWO: dict[str, Any] = {"strategy": "clients", "devices": 2}
 
 
-@pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """What each of two processes finds in every case."""
-    outcomes = in_processes(
-        lambda: {name: case(**TWO) for name, case in {**SHARED, **WHOLE}.items()}, tmp_path_factory.mktemp("two")
-    )
+CASES = {**SHARED, **WHOLE}
+THOROUGH = (
+    *("an even number of batches", "a limit", "a share as the limit", "doubles", "validate", "test of metric objects"),
+    *("a single batch", "metric objects over a loader of the user's own", "metric objects of one client"),
+)
+FEW = [name for name in CASES if name not in THOROUGH]
+
+
+def found_in_two(names: Sequence[str], folder: Path) -> list[dict[str, dict[str, Any]]]:
+    """Return what each of two processes finds."""
+    outcomes = in_processes(lambda: {name: CASES[name](**TWO) for name in names}, folder)
     for outcome in outcomes:
         assert not outcome.error, outcome.trace
     return [outcome.value for outcome in outcomes]
 
 
-@pytest.mark.parametrize("name", {**SHARED, **WHOLE})
-def test_two_processes_find_what_one_finds(name: str, together: list[dict[str, dict[str, Any]]]) -> None:
-    alone = {**SHARED, **WHOLE}[name]()
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    return found_in_two(FEW, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def of_others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    return found_in_two(THOROUGH, tmp_path_factory.mktemp("others"))
+
+
+@pytest.mark.parametrize("name", few(CASES, FEW))
+def test_two_processes_find_what_one_finds(name: str, request: pytest.FixtureRequest) -> None:
+    together = request.getfixturevalue("together" if name in FEW else "of_others")
+    alone = CASES[name]()
     batches = alone.pop("batches")
     seen = [dict(part[name]) for part in together]
     theirs = [part.pop("batches") for part in seen]

@@ -19,6 +19,7 @@ from lightning_fed.engines.stacked_losses import use_nll_kernels
 from lightning_fed.engines.traces import TracedStep
 from tests.engines.test_stacked_losses import CLASSES, Loss, batch, stacked, traced
 from tests.helpers.engines import Ordinary, assert_agree, run
+from tests.helpers.selection import few
 from tests.helpers.training import classification
 
 aten = torch.ops.aten
@@ -119,10 +120,17 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(), Mime(SGDm())], ids=["FedAvg", "Scaffold", "Mime"])
+METHODS = [FedAvg(), Scaffold(), Mime(SGDm())]
+
+
+@pytest.mark.parametrize("algorithm", few(METHODS, METHODS[:1]), ids=["FedAvg", "Scaffold", "Mime"])
 @pytest.mark.parametrize(
     ("clients", "ahead", "graphs"),
-    [((), 2**22, {"run_full"}), ((3,), 2**22, {"run"}), ((3,), 0, {"run", "run_full"})],
+    [
+        pytest.param((), 2**22, {"run_full"}, marks=pytest.mark.thorough),
+        pytest.param((3,), 2**22, {"run"}, marks=pytest.mark.thorough),
+        ((3,), 0, {"run", "run_full"}),
+    ],
     ids=["none", "one", "one, step by step"],
 )
 def test_targets_that_are_ignored_do_not_count(

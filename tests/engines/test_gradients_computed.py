@@ -8,6 +8,7 @@ import torch
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import FedAvg, FedDane, Mime, MimeLite, MimeMVR, Scaffold, ServerOnly, SGDm
 from lightning_fed.server import SystemsHeterogeneity
+from tests.helpers.selection import covering
 from tests.helpers.training import Net, data, trainer
 
 
@@ -30,14 +31,15 @@ class Gradients(FederatedCallback):
         self.total += round_report.gradients
 
 
-@pytest.mark.parametrize("work", [{"local_epochs": 2}, {"local_steps": 7}], ids=str)
 @pytest.mark.parametrize(
-    "method",
-    [
-        FedAvg(), Scaffold(), Scaffold(option="i"), Mime(base=SGDm()), MimeLite(base=SGDm()), MimeMVR(a=0.1),
-        FedDane(mu=0.1), ServerOnly(),
-    ],
-    ids=repr,
+    ("method", "work"),
+    covering(
+        [
+            FedAvg(), Scaffold(), Scaffold(option="i"), Mime(base=SGDm()), MimeLite(base=SGDm()), MimeMVR(a=0.1),
+            FedDane(mu=0.1), ServerOnly(),
+        ],
+        [{"local_epochs": 2}, {"local_steps": 7}],
+    ),
 )  # fmt: skip
 def test_every_example_whose_gradient_is_taken_is_counted(method: Any, work: dict[str, int]) -> None:
     model, gradients = Counting(), Gradients()

@@ -13,6 +13,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Update
 from lightning_fed.server import TopK
 from lightning_fed.server.disk_store import DiskClientStore
+from tests.helpers.selection import covering
 from tests.helpers.training import FEATURES, Net, data, parameters, same, seeded, trainer
 
 
@@ -74,10 +75,7 @@ def stage_changed(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     )
 
 
-CHANGES = [(name, change) for name in RUNS for change in (longer, single, wider)]
-
-
-@pytest.mark.parametrize(("name", "change"), CHANGES)
+@pytest.mark.parametrize(("name", "change"), covering(list(RUNS), [longer, single, wider]))
 def test_states_on_disk_of_another_shape_or_type_are_refused_by_name(
     name: str, change: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedProx, Mime, 
 from lightning_fed.engines.full_gradients import FullGradients
 from lightning_fed.engines.traces import TracedStep
 from tests.helpers.engines import Ordinary, assert_agree, run
+from tests.helpers.selection import few
 from tests.helpers.training import data
 
 UNEVEN = partial(data, (14, 7, 11, 6, 10, 9))  # last batches of 1 to 3 examples
@@ -34,12 +35,20 @@ def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, lr=0.05), DECAYED])
-@pytest.mark.parametrize("chunk_size", [1, 64])
+METHODS = [FedAvg(), Scaffold(), FedProx(mu=0.1), Mime(SGDm()), MimeMVR(a=0.5), FedDane(mu=0.1), ServerOnly()]
+
+
 @pytest.mark.parametrize(
-    "algorithm",
-    [FedAvg(), Scaffold(), FedProx(mu=0.1), Mime(SGDm()), MimeMVR(a=0.5), FedDane(mu=0.1), ServerOnly()],
-    ids=repr,
+    ("algorithm", "chunk_size", "optimizer"),
+    few(
+        [
+            pytest.param(algorithm, n, optimizer, id=f"{type(algorithm).__name__}-{n}-{decay}")
+            for algorithm in METHODS
+            for n in (1, 64)
+            for decay, optimizer in (("plain", partial(torch.optim.SGD, lr=0.05)), ("decayed", DECAYED))
+        ],
+        ["Scaffold-1-decayed", "FedProx-64-plain", "FedDane-1-decayed", "ServerOnly-64-plain"],
+    ),
 )
 def test_the_correction_is_part_of_the_trace(
     algorithm: Algorithm, chunk_size: int, optimizer: Any, steps_taken: list[int]
@@ -67,7 +76,10 @@ class Reshaping(Ordinary):
         return super().forward(torch.cat([x.view(len(x), 2, 3), x.new_zeros(len(x), 1, 3)], 1).flatten(1)[:, :6])
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(option="i"), FedDane(mu=0.1), MimeMVR(a=0.5)], ids=repr)
+RESHAPED: list[Algorithm] = [Scaffold(option="i"), FedAvg(), FedDane(mu=0.1), MimeMVR(a=0.5)]
+
+
+@pytest.mark.parametrize("algorithm", few(RESHAPED, RESHAPED[:1]), ids=repr)
 def test_batches_with_fewer_examples_are_traced_where_only_their_number_differs(
     algorithm: Algorithm, steps_taken: list[int]
 ) -> None:
@@ -91,7 +103,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("full", [3, 64])
+@pytest.mark.parametrize("full", few([3, 64], [3]))
 def test_full_batches_are_traced_where_only_the_number_of_examples_differs(full: int, passed: list[bool]) -> None:
     batches = partial(data, (14, 8, 11, 6, 9, 5), full_batch_size=full)  # of which none leaves a single example
     options = {"make": Reshaping, "datamodule": batches, "algorithm": FedDane(mu=0.1)}
@@ -129,7 +141,8 @@ class SizedPenalty(Ordinary):
 
 
 def test_what_is_the_same_for_every_step_is_so_for_batches_of_one_size_only() -> None:
-    options = {"datamodule": UNEVEN, "algorithm": Mime(SGDm()), "local_epochs": 2}
+    batches = partial(data, (7, 11, 7, 15, 8, 11))  # of four and of three examples
+    options = {"datamodule": batches, "algorithm": Mime(SGDm()), "local_epochs": 2}
     runs = [run(engine, SizedPenalty, **options, **more) for engine, more in ENGINES]
     assert_agree(*runs)
 
@@ -167,7 +180,7 @@ class Raise(FederatedCallback):
 
 def test_a_hyper_parameter_of_the_method_that_changes_between_rounds_is_heeded() -> None:
     runs = [
-        run(engine, algorithm=Shifted(), max_rounds=4, callbacks=[Raise()], local_epochs=2)
+        run(engine, algorithm=Shifted(), max_rounds=2, callbacks=[Raise()], local_epochs=2)
         for engine in ("sequential", "vectorized")
     ]
     assert_agree(*runs)

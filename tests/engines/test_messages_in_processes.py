@@ -1,7 +1,6 @@
 """Two processes with an aggregator or compression end where one process ends."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,8 @@ from lightning_fed.server import (
     TopK,
     TrimmedMean,
 )
-from tests.engines.test_clients_strategy import TWO, assert_one_result, end
-from tests.helpers.processes import in_processes
+from tests.engines.test_clients_strategy import TWO, assert_one_result, end, in_two, parts_of
+from tests.helpers.selection import few
 
 METHODS: dict[str, Algorithm] = {
     "FedAvg": FedAvg(),
@@ -51,6 +50,10 @@ CASES: dict[str, Any] = {
 }
 
 
+FEW = (  # every rule once, every kind of message once, and what goes through other code
+    *("FedAvg median", "Scaffold trimmed", "Mime geometric", "FedDane median", "ServerOnly trimmed", "weighted"),
+    *("clipping", "compressed", "quantized and robust", "one process idle"),
+)
 EVERYBODY: dict[str, Any] = {"sampler": BernoulliSampler(1.0), "clients_per_round": None, "max_rounds": 2}
 QUIETLY = partial(of, "FedAvg", aggregator=DifferentialPrivacy(0.5, 1e-15, 1e-5), **EVERYBODY)
 LOUDLY = partial(
@@ -84,23 +87,25 @@ def columns() -> list[torch.Tensor]:
 
 
 def work() -> dict[str, Any]:
-    found = {name: case(**TWO) for name, case in CASES.items()}
+    found = {name: CASES[name](**TWO) for name in FEW}
     found |= {"quietly": QUIETLY(**TWO), "loudly": LOUDLY(**TWO)}
     return {**found, "columns": columns(), "noise": noisy_mean()}
 
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("aggregators")
-    first, second = in_processes(work, folder)
-    assert not first.error, first.trace
-    assert not second.error, second.trace
-    return first.value, second.value
+    return in_two(work, tmp_path_factory.mktemp("aggregators"))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_it_ends_where_one_process_ends(name: str, together: Any) -> None:
-    assert_one_result(CASES[name](), together, name)
+@pytest.fixture(scope="module")
+def of_others(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    others = [name for name in CASES if name not in FEW]
+    return in_two(lambda: {name: CASES[name](**TWO) for name in others}, tmp_path_factory.mktemp("others"))
+
+
+@pytest.mark.parametrize("name", few(CASES, FEW))
+def test_it_ends_where_one_process_ends(name: str, request: pytest.FixtureRequest) -> None:
+    assert_one_result(CASES[name](), parts_of(request, name in FEW), name)
 
 
 def test_every_process_gets_its_columns_of_all_rows(together: Any) -> None:

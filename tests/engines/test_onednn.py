@@ -60,6 +60,7 @@ def test_onednn_takes_the_layers_that_it_is_faster_with(
         assert module.code.count(", True)") == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("width", "dtype"), [(64, torch.float32), (512, torch.float64)])
 def test_small_layers_and_other_numbers_stay_where_they_are(
     width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -71,6 +72,7 @@ def test_small_layers_and_other_numbers_stay_where_they_are(
     assert "_linear" not in module.code
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("processor", [ZEN_5, ZEN_4])
 @pytest.mark.parametrize("examples", [20, 100])
 @pytest.mark.parametrize("beta", [1, 0.5])

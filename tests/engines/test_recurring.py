@@ -17,6 +17,7 @@ from lightning_fed.engines import traces
 from lightning_fed.engines.batch_groups import BatchGroup
 from lightning_fed.engines.recurring import Recurring
 from tests.helpers.engines import Ordinary, assert_agree, run, state_of
+from tests.helpers.selection import covering
 from tests.helpers.training import CLASSES, same
 
 
@@ -110,26 +111,31 @@ def texts(longest: int) -> FederatedDataModule:
     return FederatedDataModule(own, batch_size=4, collate_fn=padded)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1])
-@pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold()], ids=repr)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize(("longest", "least", "most"), [(4000, 0, 1), (8, 1, 4)])
+TRACES = {4000: (0, 1), 8: (1, 4)}  # how few and how many, by the longest text
+
+
+@pytest.mark.parametrize(
+    ("longest", "momentum", "algorithm", "chunk_size"),
+    covering(list(TRACES), [0.0, 0.9], [FedAvg(), Scaffold()], [None, 1]),
+)
 def test_padded_texts_agree_and_are_traced_where_lengths_recur(
-    longest: int, least: int, most: int, momentum: float, algorithm: Any, chunk_size: int | None
+    longest: int, momentum: float, algorithm: Any, chunk_size: int | None
 ) -> None:
     make = partial(Reader, momentum)
     options: dict[str, Any] = {"algorithm": algorithm, "datamodule": partial(texts, longest)}
     one, other = run("sequential", make, **options), run("vectorized", make, chunk_size=chunk_size, **options)
     assert_agree(one, other, metrics=1e-5)
+    least, most = TRACES[longest]
     assert least <= len(other.fit_loop._engine.step.traces) <= most
 
 
 def test_many_shapes_do_not_pile_up_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "_MOST", 2)
     monkeypatch.setattr(Recurring, "note", lambda self, groups: True)
-    t = run("vectorized", Reader, partial(texts, 400), chunk_size=1)
+    options: dict[str, Any] = {"make": Reader, "datamodule": partial(texts, 400), "max_rounds": 1}
+    t = run("vectorized", chunk_size=1, **options)
     assert len(t.fit_loop._engine.step.traces) <= 2
-    assert_agree(run("sequential", Reader, partial(texts, 400)), t, metrics=1e-5)
+    assert_agree(run("sequential", **options), t, metrics=1e-5)
 
 
 def test_a_resumed_run_takes_the_same_steps_traced(tmp_path: Any) -> None:

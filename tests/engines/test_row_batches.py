@@ -18,6 +18,7 @@ from lightning_fed.engines.full_gradients import FullGradients
 from lightning_fed.engines.resident import ResidentData
 from lightning_fed.engines.row_batches import RowSource, are_of_one_kind
 from tests.helpers.engines import assert_agree, run
+from tests.helpers.selection import few
 from tests.helpers.training import classification, trainer
 
 SIZES = (13, 8, 21, 3, 16, 9)
@@ -103,11 +104,20 @@ def some_shared() -> FederatedDataModule:
     return FederatedDataModule([*sets, classification(5, 2)], batch_size=4, val=classification(20, 7))
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(), Mime(SGDm())], ids=["FedAvg", "Scaffold", "Mime"])
-@pytest.mark.parametrize("data", [own, some_shared])
-@pytest.mark.parametrize("joined", [2**25, 0], ids=["side by side", "one by one"])
+@pytest.mark.parametrize(
+    ("joined", "data", "algorithm"),
+    few(
+        [
+            pytest.param(joined, data, algorithm, id=f"{how}-{data.__name__}-{type(algorithm).__name__}")
+            for how, joined in (("side by side", 2**25), ("one by one", 0))
+            for data in (own, some_shared)
+            for algorithm in (FedAvg(), Scaffold(), Mime(SGDm()))
+        ],
+        ["one by one-own-Scaffold", "side by side-some_shared-FedAvg"],
+    ),
+)
 def test_the_result_is_that_of_the_sequential_engine(
-    algorithm: Any, data: Any, joined: int, steps: list[int], monkeypatch: pytest.MonkeyPatch
+    joined: int, data: Any, algorithm: Any, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_batches, "_JOINED", joined)
     options = {"datamodule": data, "algorithm": algorithm, "local_epochs": 2}

@@ -82,6 +82,7 @@ def test_kernels_give_the_same_bits(loss: Loss, ignored: Any, value: int) -> Non
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "loss",
     [
@@ -119,6 +120,7 @@ def test_what_is_no_plain_negative_log_likelihood_is_left_as_it_is(loss: Loss) -
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "change",
     [

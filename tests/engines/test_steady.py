@@ -15,6 +15,7 @@ from lightning_fed.algorithms import FedAvg, FedCM, FedDane, FedNova, Mime, Scaf
 from lightning_fed.engines.attributes import holders, marks
 from lightning_fed.engines.traces import Traces
 from tests.helpers.engines import Ordinary, assert_agree, run
+from tests.helpers.selection import covering, few
 from tests.helpers.training import CLASSES, FEATURES, data, trainer
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
@@ -80,10 +81,10 @@ class Reversal(Ordinary):
         return F.cross_entropy(out, batch[1]) + term - term.detach()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("optimizer", [PLAIN, DECAYED, ADAM])
-@pytest.mark.parametrize("module", [ByBatch, ByRound, BySize])
-def test_a_loss_that_depends_on_other_parameters_later(module: Any, optimizer: Any, engine: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("engine", "optimizer", "module"), covering(ENGINES, [DECAYED, PLAIN, ADAM], [BySize, ByRound, ByBatch])
+)
+def test_a_loss_that_depends_on_other_parameters_later(engine: dict[str, Any], optimizer: Any, module: Any) -> None:
     datamodule = partial(data, (8, 8, 8, 8, 8, 8), batch_size=3) if module is BySize else EVEN
     agree(engine, make=partial(module, optimizer), datamodule=datamodule)
 
@@ -93,25 +94,39 @@ def test_clients_whose_losses_depend_on_different_parameters_are_refused() -> No
         run("vectorized", partial(BySize, ADAM), partial(data, (8, 7, 8, 7, 8, 7)))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("algorithm", [FedAvg(), Mime(SGDm()), FedDane(mu=0.1)])
-def test_what_a_module_reads_from_collections_and_objects_may_change(algorithm: Any, engine: dict[str, Any]) -> None:
-    agree(engine, 4, make=partial(Reversal, PLAIN), algorithm=algorithm)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    "optimizer",
-    [
-        partial(torch.optim.Adam, lr=0.01, fused=True),
-        partial(torch.optim.AdamW, lr=0.01, fused=True),
-        partial(torch.optim.Adagrad, lr=0.05, fused=True),
-        partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True),
-        partial(torch.optim.Adam, lr=0.01, foreach=True),
-    ],
+    ("algorithm", "engine"),
+    few(
+        [
+            pytest.param(algorithm, engine, id=f"{type(algorithm).__name__}-{i}")
+            for algorithm in (FedAvg(), Mime(SGDm()), FedDane(mu=0.1))
+            for i, engine in enumerate(ENGINES)
+        ],
+        ["Mime-1"],
+    ),
 )
-def test_implementations_of_an_optimizer_step_alike(optimizer: Any, engine: dict[str, Any]) -> None:
-    agree(engine, make=partial(Ordinary, optimizer))
+def test_what_a_module_reads_from_collections_and_objects_may_change(algorithm: Any, engine: dict[str, Any]) -> None:
+    agree(engine, 3, make=partial(Reversal, PLAIN), algorithm=algorithm)
+
+
+IMPLEMENTATIONS = {
+    "fused Adam": partial(torch.optim.Adam, lr=0.01, fused=True),
+    "fused AdamW": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "fused Adagrad": partial(torch.optim.Adagrad, lr=0.05, fused=True),
+    "fused SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True),
+    "foreach Adam": partial(torch.optim.Adam, lr=0.01, foreach=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    few(
+        [pytest.param(name, engine, id=f"{name}-{i}") for name in IMPLEMENTATIONS for i, engine in enumerate(ENGINES)],
+        ["fused Adam-0", "fused SGD-1", "foreach Adam-0"],
+    ),
+)
+def test_implementations_of_an_optimizer_step_alike(name: str, engine: dict[str, Any]) -> None:
+    agree(engine, make=partial(Ordinary, IMPLEMENTATIONS[name]))
 
 
 class Momentum(FederatedCallback):
@@ -124,11 +139,27 @@ class Momentum(FederatedCallback):
         trainer.optimizers[0].param_groups[0]["momentum"] = 0.9 if round >= self.round else 0.0
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(), FedNova(), FedCM(alpha=0.3)])
-def test_momentum_may_be_switched_on(algorithm: Any) -> None:
+METHODS = [FedNova(), FedAvg(), Scaffold(), FedCM(alpha=0.3)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "engine"),
+    few(
+        [
+            pytest.param(algorithm, engine, id=f"{type(algorithm).__name__}-{i}")
+            for algorithm in METHODS
+            for i, engine in enumerate(ENGINES)
+        ],
+        ["FedNova-0", "FedAvg-1"],
+    ),
+)
+def test_momentum_may_be_switched_on(algorithm: Any, engine: dict[str, Any]) -> None:
+    agree(engine, make=partial(Ordinary, PLAIN), algorithm=algorithm, callbacks=[Momentum(1)])
+
+
+@pytest.mark.parametrize("algorithm", few(METHODS, METHODS[:1]))
+def test_momentum_that_is_switched_on_at_the_start_is_the_optimizers_own(algorithm: Any) -> None:
     make = partial(Ordinary, PLAIN)
-    for engine in ENGINES:
-        agree(engine, make=make, algorithm=algorithm, callbacks=[Momentum(1)])
     from_the_start = run("sequential", make=make, algorithm=algorithm, callbacks=[Momentum(0)])
     built = run("sequential", make=partial(Ordinary, partial(PLAIN, momentum=0.9)), algorithm=algorithm)
     assert_agree(from_the_start, built)
@@ -142,7 +173,7 @@ class Warming(Ordinary):
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda round: round / 2)]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", few(ENGINES, ENGINES[:1]))
 def test_the_normalized_mean_at_a_rate_of_zero_is_that_of_gradients(engine: dict[str, Any]) -> None:
     first = run("sequential", Warming, algorithm=FedAvg("normalized"), max_rounds=1)
     assert not torch.equal(first.fit_loop.state.x, run("sequential", Warming, max_rounds=1).fit_loop.state.x)
@@ -166,7 +197,7 @@ class SetsRate(FederatedCallback):
         trainer.optimizers[0].param_groups[0]["lr"] = 0.01 * (1 + client_id)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", few(ENGINES, ENGINES[:1]))
 @pytest.mark.parametrize(
     ("callback", "what"), [(SetsPrior(), "the attribute 'prior' of Prior"), (SetsRate(), "an option of the local")]
 )
@@ -200,7 +231,7 @@ class History(Ordinary):
 
 def test_an_attribute_that_changes_every_round_is_told_of() -> None:
     with pytest.warns(UserWarning, match="The attribute 'history' of History changes from round to round") as caught:
-        run("vectorized", History, max_rounds=6)
+        run("vectorized", History, max_rounds=5)
     assert sum("from round to round" in str(w.message) for w in caught) == 1
 
 
@@ -242,7 +273,7 @@ class LaterStatistics(Later):
         return loss
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", few(ENGINES, ENGINES[:1]))
 @pytest.mark.parametrize(
     ("module", "what"),
     [

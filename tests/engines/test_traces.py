@@ -14,7 +14,8 @@ from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.engines import traces
 from lightning_fed.engines.attributes import marks
 from lightning_fed.engines.traces import TracedStep, Traces
-from tests.engines.test_vectorized import Ordinary, assert_agree, run
+from tests.helpers.engines import Ordinary, assert_agree, run
+from tests.helpers.selection import few
 from tests.helpers.training import data, trainer
 from tests.test_contract import METHODS
 
@@ -25,8 +26,16 @@ def traces_of(trainer: Any) -> Traces:
     return trainer.fit_loop._engine.step.traces
 
 
-@pytest.mark.parametrize("chunk_size", [1, 64])
-@pytest.mark.parametrize("name", ["FedAvg", "Scaffold i", "FedDyn", "Mime Adam", "CMime SGDm", "MimeMVR eq15", "FedCM"])
+TRACED = ["FedAvg", "Scaffold i", "FedDyn", "Mime Adam", "CMime SGDm", "MimeMVR eq15", "FedCM"]
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk_size"),
+    few(
+        [pytest.param(name, n, id=f"{name}-{n}") for name in TRACED for n in (1, 64)],
+        ["FedCM-64", "Mime Adam-1"],
+    ),
+)
 def test_traced_steps_agree_with_the_sequential_engine(name: str, chunk_size: int) -> None:
     method = METHODS[name]
     make = partial(Ordinary, method.optimizer)
@@ -75,7 +84,7 @@ class Cool(FederatedCallback):
         pl_module.temperature = 1.0 + round
 
 
-@pytest.mark.parametrize("chunk_size", [1, 64])
+@pytest.mark.parametrize("chunk_size", few([1, 64], [1]))
 def test_an_attribute_that_changes_between_rounds_is_heeded(chunk_size: int) -> None:
     runs = [
         run(engine, Tempered, algorithm=FedAvg(), max_rounds=4, callbacks=[Cool()], **options)
@@ -119,7 +128,7 @@ class Scale(FederatedCallback):
         HIDDEN["scale"] = 1.0 + round
 
 
-@pytest.mark.parametrize("chunk_size", [1, 64])
+@pytest.mark.parametrize("chunk_size", few([1, 64], [64]))
 def test_a_trace_that_no_longer_gives_the_modules_loss_is_given_up_loudly(chunk_size: int) -> None:
     sequential = run("sequential", Global, algorithm=FedAvg(), max_rounds=4, callbacks=[Scale()])
     with pytest.warns(UserWarning, match="gives another loss than when it was traced"):
@@ -128,7 +137,7 @@ def test_a_trace_that_no_longer_gives_the_modules_loss_is_given_up_loudly(chunk_
     assert_agree(sequential, traced)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 64])
+@pytest.mark.parametrize("chunk_size", few([1, 64], [64]))
 def test_a_trace_that_fails_at_work_is_given_up_loudly(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: TracedStep, parameter: torch.Tensor, *_: Any, **__: Any) -> None:
         parameter.add_(1.0)
@@ -160,6 +169,7 @@ def test_a_logged_number_of_pythons_is_not_repeated() -> None:
     assert_agree(*runs)
 
 
+@pytest.mark.thorough
 def test_the_same_run_gives_the_same_bits_traced() -> None:
     one, other = (run("vectorized", algorithm=Mime(SGDm()), max_rounds=4) for _ in range(2))
     assert torch.equal(one.fit_loop.state.x, other.fit_loop.state.x)
@@ -181,7 +191,7 @@ class Entangled(Ordinary):
         return loss
 
 
-@pytest.mark.parametrize("chunk_size", [1, 64])
+@pytest.mark.parametrize("chunk_size", few([1, 64], [1]))
 def test_parameters_whose_gradients_look_at_each_other_agree(chunk_size: int) -> None:
     make = partial(Entangled, partial(torch.optim.SGD, lr=0.02))
     options = {"algorithm": FedAvg(), "max_rounds": 5}
@@ -190,7 +200,7 @@ def test_parameters_whose_gradients_look_at_each_other_agree(chunk_size: int) ->
     assert_agree(run("sequential", make, **options), traced)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 64])
+@pytest.mark.parametrize("chunk_size", few([1, 64], [1]))
 def test_a_resumed_traced_run_has_the_same_bits(chunk_size: int, tmp_path: Any) -> None:
     options = {"algorithm": FedAvg(), "chunk_size": chunk_size, "precision": "32-true"}
     whole = run("vectorized", max_rounds=6, **options)
@@ -226,7 +236,7 @@ class Normed(Ordinary):
         return self.head(self.norm(self.body(x)))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 64])
+@pytest.mark.parametrize("chunk_size", few([1, 64], [1]))
 def test_backward_passes_are_not_made_to_be_differentiated_again(chunk_size: int) -> None:
     traced = run("vectorized", Normed, chunk_size=chunk_size, algorithm=Scaffold())
     steps = [step for step in traces_of(traced)._steps.values() if step is not None]

@@ -20,16 +20,12 @@ from lightning_fed.engines.traces import TracedStep
 from lightning_fed.engines.turns import _COUNTS, pieces, turns
 from lightning_fed.server import SystemsHeterogeneity
 from tests.helpers.engines import Ordinary, Record, assert_agree, run, state_of
+from tests.helpers.selection import covering, few
 from tests.helpers.training import classification, same
 from tests.test_contract import METHODS
 
 SIZES = (13, 8, 21, 3, 16, 9, 34)  # in batches of four: none full, a smaller last one, none smaller
-FEW = ("FedAvg", "FedProx", "Scaffold i", "FedDyn", "Mime Adam", "CMime SGDm", "MimeMVR eq15", "FedCM", "FedDane")
-LOCAL = [
-    pytest.param(name, marks=() if name in FEW else pytest.mark.slow)
-    for name, method in METHODS.items()
-    if method.algorithm.local_work
-]
+LOCAL = [name for name, method in METHODS.items() if method.algorithm.local_work]
 
 
 def cut(sizes: Sequence[int] = SIZES, spoil: int | None = None, **options: Any) -> FederatedDataModule:
@@ -57,7 +53,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", few(LOCAL, ["FedAvg", "FedDyn", "CMime SGDm"]))
 def test_every_method_agrees_with_the_sequential_engine(name: str, taken: list[Any]) -> None:
     method = METHODS[name]
     options = {"algorithm": method.algorithm, "local_epochs": 2, "clients_per_round": 5, "datamodule": cut}
@@ -68,19 +64,27 @@ def test_every_method_agrees_with_the_sequential_engine(name: str, taken: list[A
     assert bool(taken) == stepping.StackedWork.plain_steps(engine.algorithm, engine.optimizer, None)
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(), Mime(SGDm())], ids=["FedAvg", "Scaffold", "Mime"])
+WORK: dict[str, dict[str, Any]] = {
+    "chunks": {"chunk_size": 3},
+    "steps": {"local_epochs": None, "local_steps": 7},
+    "stragglers": {"heterogeneity": SystemsHeterogeneity(stragglers=0.7)},
+    "float32": {"precision": "32-true", "rtol": 1e-5},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"chunk_size": 3},
-        {"local_epochs": None, "local_steps": 7},
-        {"heterogeneity": SystemsHeterogeneity(stragglers=0.7)},
-        {"precision": "32-true", "rtol": 1e-5},
-    ],
-    ids=["chunks", "steps", "stragglers", "float32"],
+    ("work", "algorithm"),
+    few(
+        [
+            pytest.param(work, algorithm, id=f"{work}-{type(algorithm).__name__}")
+            for work in WORK
+            for algorithm in (FedAvg(), Scaffold(), Mime(SGDm()))
+        ],
+        ["chunks-Mime", "steps-FedAvg", "stragglers-Scaffold"],
+    ),
 )
-def test_work_of_any_length_agrees(algorithm: Any, options: Any, taken: list[Any]) -> None:
-    options = {"local_epochs": 3, "clients_per_round": 6, "datamodule": cut, "algorithm": algorithm, **options}
+def test_work_of_any_length_agrees(work: str, algorithm: Any, taken: list[Any]) -> None:
+    options = {"local_epochs": 3, "clients_per_round": 6, "datamodule": cut, "algorithm": algorithm, **WORK[work]}
     rtol = options.pop("rtol", 1e-12)
     one = run("sequential", **{k: v for k, v in options.items() if k != "chunk_size"})
     assert_agree(one, run("vectorized", **options), rtol, metrics=max(rtol, 1e-6))
@@ -105,13 +109,9 @@ def test_what_a_correction_adds_to_every_step_is_worked_out_once_for_all(
     assert len(set(taken)) > 6
 
 
-@pytest.mark.parametrize(
-    "datamodule",
-    [partial(cut, (16,) * 6), partial(cut, (7,) * 6)],
-    ids=["full batches", "a smaller one each"],
-)
-def test_clients_with_as_many_examples_take_every_step_together(datamodule: Any, taken: list[Any]) -> None:
-    options = {"datamodule": datamodule, "algorithm": Scaffold(), "local_epochs": 2}
+@pytest.mark.parametrize("size", few([16, 7], [7]))  # full batches; a smaller one each
+def test_clients_with_as_many_examples_take_every_step_together(size: int, taken: list[Any]) -> None:
+    options = {"datamodule": partial(cut, (size,) * 6), "algorithm": Scaffold(), "local_epochs": 2}
     assert_agree(run("sequential", **options), run("vectorized", **options))
     assert set(taken) == {(4, 0)}
 
@@ -125,9 +125,10 @@ def test_with_drop_last_no_client_has_a_batch_of_its_own_but_the_small_ones(take
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(), Mime(SGDm())], ids=["FedAvg", "Scaffold", "Mime"])
-def test_a_resumed_run_has_the_same_bits(algorithm: Any, tmp_path: Any) -> None:
-    options = {"datamodule": cut, "algorithm": algorithm, "precision": "32-true", "clients_per_round": 6}
+@pytest.mark.thorough  # the default run has such a one in test_counts.py
+@pytest.mark.parametrize("name", ["FedAvg", "Scaffold ii", "Mime SGDm"])
+def test_a_resumed_run_has_the_same_bits(name: str, tmp_path: Any) -> None:
+    options = {"datamodule": cut, "algorithm": METHODS[name].algorithm, "precision": "32-true", "clients_per_round": 6}
     whole = run("vectorized", max_rounds=4, **options)
     half = run("vectorized", max_rounds=2, **options)
     half.save_checkpoint(tmp_path / "half.ckpt")
@@ -157,9 +158,8 @@ class Logs(Ordinary):
         self.scale = torch.nn.Parameter(torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 6])
-@pytest.mark.parametrize("dropout", [0.0, 1e-9], ids=["traced", "untraced"])
-def test_a_logged_parameter_is_what_it_was_in_the_step(chunk_size: int, dropout: float) -> None:
+@pytest.mark.parametrize(("dropout", "chunk_size"), covering([0.0, 1e-9], [6, 1]))  # traced, and not
+def test_a_logged_parameter_is_what_it_was_in_the_step(dropout: float, chunk_size: int) -> None:
     options = {"datamodule": cut, "clients_per_round": 6, "max_rounds": 1}
     make = partial(Logs, dropout=dropout)
     runs = [run("sequential", make, **options), run("vectorized", make, chunk_size=chunk_size, **options)]

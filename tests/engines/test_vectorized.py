@@ -8,12 +8,17 @@ import torch
 
 from lightning_fed.algorithms import FedAvg, FedNova, Scaffold
 from tests.helpers.engines import Ordinary, assert_agree, run
+from tests.helpers.selection import covering, few
 from tests.test_contract import METHODS
 
+FEW = (  # other kinds are in test_turns.py and test_traces.py
+    "ServerOnly", "FedAvg normalized", "FedProx adaptive", "FedDane same", "FedNova", "FedDyn inverse mean",
+    "MimeMVR current", "Mime of the user's Adam", "MimeLite SGD", "CMime Yogi",
+)  # fmt: skip
 ROUNDS = {"Mime RMSProp": 2}  # where rounding errors grow a hundredfold a round, in any order of summation
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", few(METHODS, FEW))
 def test_every_method_agrees_with_the_sequential_engine(name: str) -> None:
     method = METHODS[name]
     local = {"local_epochs": 2} if method.algorithm.local_work else {"local_epochs": None}
@@ -40,8 +45,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(), FedNova()], ids=repr)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "algorithm"), covering(list(OPTIMIZERS), [FedAvg(), Scaffold(), FedNova()]))
 def test_every_local_optimizer_agrees(optimizer: str, algorithm: Any) -> None:
     runs = [
         run(engine, partial(Ordinary, OPTIMIZERS[optimizer]), algorithm=algorithm, local_epochs=2)
@@ -50,6 +54,7 @@ def test_every_local_optimizer_agrees(optimizer: str, algorithm: Any) -> None:
     assert_agree(*runs)
 
 
+@pytest.mark.thorough  # the default run has chunks of several sizes in test_turns.py
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 4])
 def test_the_chunk_changes_nothing_but_rounding(chunk_size: int) -> None:
     runs = [run("vectorized", algorithm=Scaffold(), chunk_size=n) for n in (chunk_size, 64)]
@@ -57,10 +62,13 @@ def test_the_chunk_changes_nothing_but_rounding(chunk_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "clip", [{"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}]
+    ("on", "clip"),
+    covering(
+        ["gradient", "corrected"],
+        [{"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}],
+    ),
 )
-@pytest.mark.parametrize("on", ["gradient", "corrected"])
-def test_clipping_agrees(clip: dict[str, Any], on: str) -> None:
+def test_clipping_agrees(on: str, clip: dict[str, Any]) -> None:
     runs = [run(engine, algorithm=Scaffold(), gradient_clip_on=on, **clip) for engine in ("sequential", "vectorized")]
     assert_agree(*runs)
 

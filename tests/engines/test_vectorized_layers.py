@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_fed.algorithms import Mime, Scaffold, SGDm
 from lightning_fed.engines import vectorized
 from tests.helpers.engines import SIZES, Ordinary, assert_agree, run
+from tests.helpers.selection import few
 from tests.helpers.training import CLASSES, FEATURES, data
 
 
@@ -102,8 +103,18 @@ METHODS = {"Scaffold": Scaffold(), "Mime": Mime(SGDm())}
 
 
 @pytest.mark.filterwarnings("error:Local steps run untraced")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(
+    ("network", "method"),
+    few(
+        [pytest.param(network, method, id=f"{network}-{method}") for network in NETWORKS for method in METHODS],
+        [
+            "convolution-Mime",
+            "embedding-Mime",
+            "pools-Scaffold",
+            "residual blocks-Scaffold",
+        ],
+    ),
+)
 def test_networks_end_where_the_sequential_engine_ends(
     network: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,13 @@
 """Cells are run once, whatever happens in between; what diverges or fails leaves the others alone."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import yaml
 from lightning_fed import FederatedCallback, FederatedError, FederatedTrainer
 from lightning_fed.algorithms import FedAvg
 from lightning_fed.cli import main
+from lightning_fed.experiments import workers
 from lightning_fed.experiments.cell import CellRunner
+from lightning_fed.experiments.checking import check_outputs
 from lightning_fed.experiments.configuration import Configurations, key_of
 from lightning_fed.experiments.grid import Grid
 from lightning_fed.experiments.reading import read_experiment
@@ -25,6 +28,7 @@ from lightning_fed.experiments.run_grid import run_grid
 from lightning_fed.experiments.store import Store
 from lightning_fed.experiments.verdict import means
 from lightning_fed.experiments.workers import Inline, Task, Workers, make_workers
+from tests.helpers.processes import wait_until
 
 Write = Callable[..., Path]
 LR = {"key": "model.init_args.lr", "values": [0.1, 1e200]}  # the second overflows
@@ -46,11 +50,14 @@ class Failing(FedAvg):
         return super().update_server(*args)
 
 
-class Slow(FederatedCallback):
-    """Takes its time."""
+class Stuck(FederatedCallback):
+    """Ends no round once a cell has ended, if it is asked to."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
 
     def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
-        time.sleep(0.3)
+        wait_until(lambda: not (os.environ.get("STUCK") and list(self.folder.glob("*/cell.json"))))
 
 
 def run(path: Path, out: Path, scale: str = "full", jobs: int = 0) -> tuple[Results, list[str]]:
@@ -212,9 +219,15 @@ def test_what_a_killed_cell_left_is_cleared_away_and_a_damaged_one_is_named(writ
     [
         ({"metrics": {"val_acc": {"mode": "max"}}}, "no metric 'val_acc'.*val_distance"),
         ({"methods": {"X": {"trainer.algorithm": "FedAvgg"}}}, "(?s)method X.*FedAvgg"),
-        ({"methods": {"X": {"trainer.max_round": 1}}}, "(?s)method X.*max_round"),
+        pytest.param(
+            {"methods": {"X": {"trainer.max_round": 1}}}, "(?s)method X.*max_round", marks=pytest.mark.thorough
+        ),
         ({"methods": {"X": {"model.init_args.lr": -1}}}, "method X.*lr"),
-        ({"methods": {"X": {"trainer.local_epochs": 1}}}, "method X.*local_epochs or local_steps"),
+        pytest.param(
+            {"methods": {"X": {"trainer.local_epochs": 1}}},
+            "method X.*local_epochs or local_steps",
+            marks=pytest.mark.thorough,
+        ),
         ({"methods": {"X": {"data": {"class_path": "lightning_fed.data.Concrete"}}}}, "there is no data/concrete"),
     ],
     ids=str,
@@ -260,9 +273,17 @@ def test_cells_recorded_without_cpu_time_count_with_their_wall_time(write: Write
     assert means_with([old, old]) == "2 cells, 261 seconds of wall time in all; 1 seed."
 
 
+def fork(patch: pytest.MonkeyPatch) -> None:
+    """Let workers be forked, which imports nothing anew."""
+    patch.setattr(workers, "get_context", lambda _: multiprocessing.get_context("fork"))
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_processes_come_to_the_same_numbers_and_survive_the_death_of_one(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: str, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if start == "fork":
+        fork(monkeypatch)
     inline, _ = run(write(), tmp_path / "inline")
     monkeypatch.setattr("lightning_fed.experiments.run_grid.probe_jobs", lambda *_: None)
     monkeypatch.setenv("NOW", "1")
@@ -276,34 +297,42 @@ def test_processes_come_to_the_same_numbers_and_survive_the_death_of_one(
     assert [r.series["val_distance"] for r in results.records(good)] == [other.series["val_distance"]]
 
 
-def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(write: Write, tmp_path: Path) -> None:
-    slow = {"class_path": f"{__name__}.Slow"}
+def reproduce(args: list[str], messages: Path) -> None:
+    """Run the command as a process of its own does, with cells that get stuck."""
+    os.environ["STUCK"] = "1"
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stderr = messages.open("w")
+    fork(pytest.MonkeyPatch())
+    main(["reproduce", *args])
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("anew", marks=pytest.mark.thorough)])
+def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(start: str, write: Write, tmp_path: Path) -> None:
+    cells, root, messages = tmp_path / "out" / "cells", Path(__file__).parents[2], tmp_path / "messages"
+    callback = {"class_path": f"{__name__}.Stuck", "init_args": {"folder": str(cells)}}
     axes = {"G": {"key": "data.init_args.G", "values": [1, 2, 3, 4]}}
-    path = write(axes=axes, methods={"FedAvg": {"trainer.callbacks": [slow], "trainer.max_rounds": 4}})
-    cells, root = tmp_path / "out" / "cells", Path(__file__).parents[2]
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_fed",
-        "reproduce",
-        str(path),
-        "--out",
-        str(tmp_path / "out"),
-        "--jobs",
-        "1",
-    ]
-    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 300
-    while not list(cells.glob("*/cell.json")) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
-    assert "goes on from there" in err, err
-    done = len(list(cells.glob("*/cell.json")))
-    assert 1 <= done < 4
+    path = write(axes=axes, methods={"FedAvg": {"trainer.callbacks": [callback]}})
+    args = [str(path), "--out", str(tmp_path / "out"), "--jobs", "1"]
+
+    def is_alive() -> bool:
+        return process.is_alive() if start == "fork" else process.poll() is None
+
+    if start == "fork":
+        process = multiprocessing.get_context("fork").Process(target=reproduce, args=(args, messages))
+        process.start()
+    else:
+        paths = {"PYTHONPATH": f"{root}{os.pathsep}{Path(__file__).parent}", "OMP_NUM_THREADS": "1", "STUCK": "1"}
+        command = [sys.executable, "-m", "lightning_fed", "reproduce", *args]
+        with messages.open("w") as file:
+            process = subprocess.Popen(command, env={**os.environ, **paths}, stdout=subprocess.DEVNULL, stderr=file)
+    wait_until(lambda: bool(list(cells.glob("*/cell.json"))) or not is_alive())
+    assert is_alive(), messages.read_text()
+    os.kill(process.pid, signal.SIGINT)
+    wait_until(lambda: not is_alive())
+    assert "goes on from there" in messages.read_text()
+    assert len(list(cells.glob("*/cell.json"))) == 1
     _, ran = run(path, tmp_path / "out")
-    assert len(ran) == 4 - done
+    assert len(ran) == 3
 
 
 def test_inline_keeps_a_data_set_from_files_for_the_next_cell(tmp_path: Path) -> None:
@@ -419,11 +448,9 @@ def test_the_list_shows_every_experiment(capsys: pytest.CaptureFixture[str]) -> 
 PAPERS = sorted((Path(__file__).parents[2] / "configs" / "papers").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", PAPERS, ids=lambda p: p.stem)
-def test_every_experiment_of_a_paper_is_understood_at_every_scale(path: Path) -> None:
-    from lightning_fed.experiments.checking import check_outputs
-
-    experiment, configurations = read_experiment(path), Configurations()
+def cells_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a cell for every label of an experiment, at every scale, with its configuration."""
+    experiment = read_experiment(path)
     assert yaml.safe_load(path.read_text())
     for scale in experiment.scales:
         grid = Grid(experiment, scale)
@@ -431,4 +458,29 @@ def test_every_experiment_of_a_paper_is_understood_at_every_scale(path: Path) ->
         one_of_each_label = {pair: p for p in grid.points for pair in p.labels}
         for point in one_of_each_label.values():
             cell = next(grid.cells(point, grid.tuned(point)[-1], range(1)))
-            configurations.complete(str(cell), grid.config(cell))
+            yield f"{path.name}: {cell}", grid.config(cell)
+
+
+def said_in(config: Any, path: tuple[Any, ...] = ()) -> set[tuple[Any, ...]]:
+    """Return every key that a configuration has, with its value unless that is a number."""
+    if not isinstance(config, dict | list):
+        return {(path, type(config) if isinstance(config, int | float) else config)}
+    parts = config.items() if isinstance(config, dict) else enumerate(config)
+    return set().union({(path, None)}, *(said_in(part, (*path, key)) for key, part in parts))
+
+
+def test_whatever_the_experiments_of_papers_say_is_understood_in_some_cell() -> None:
+    configurations, understood = Configurations(), set()
+    for path in PAPERS:
+        for name, config in cells_of(path):
+            if not said_in(config) <= understood:
+                configurations.complete(name, config)
+                understood |= said_in(config)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", PAPERS, ids=lambda p: p.stem)
+def test_every_experiment_of_a_paper_is_understood_at_every_scale(path: Path) -> None:
+    configurations = Configurations()
+    for name, config in cells_of(path):
+        configurations.complete(name, config)

@@ -16,9 +16,9 @@ import torch
 
 from lightning_fed import FederatedCallback, checkpoint_io, stopping
 from lightning_fed.server import segments, versions
-from tests.helpers.processes import environment, free_port
+from tests.helpers.processes import HANGS, environment, free_port
 
-__all__ = ["EXITS", "KINDS", "WHERE", "BlowError", "Places", "Strike", "killed_after", "struck", "struck_together"]
+__all__ = ["EXITS", "KINDS", "WHERE", "BlowError", "Places", "Strike", "killed_when", "struck", "struck_together"]
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 KINDS = (*SIGNALS, "exception", "disk full")
@@ -174,7 +174,7 @@ def struck(work: Callable[[Places], Any], strike: Strike | None, folder: Path) -
 
 
 def struck_together(
-    work: Callable[[Places], Any], blows: Sequence[Strike | None], folder: Path, timeout: float = 60.0
+    work: Callable[[Places], Any], blows: Sequence[Strike | None], folder: Path, timeout: float = HANGS
 ) -> list[tuple[int, str]]:
     """Run a fit in as many processes as there are strikes, which may be None; return the same as :func:`struck`."""
     context, port, count = multiprocessing.get_context("fork"), free_port(), len(blows)
@@ -195,11 +195,21 @@ def struck_together(
     return [(p.exitcode or 0, n.read_text() if n.exists() else "") for p, n in zip(processes, notes, strict=True)]
 
 
-def killed_after(work: Callable[[], Any], seconds: float) -> int | None:
-    """Run something in a process of its own, and kill it from outside; return its exit code if it ended before."""
+def killed_when(work: Callable[[], Any], is_time: Callable[[], bool], delay: float = 0.0) -> int | None:
+    """Run something in a process of its own, and kill it from outside; return its exit code if it ended before.
+
+    Args:
+        work: What is run.
+        is_time: Whether what the process was waited for has come; it is asked again and again.
+        delay: How many seconds later it is killed.
+    """
     process = multiprocessing.get_context("fork").Process(target=_run_quietly, args=(work,), daemon=True)
     process.start()
-    process.join(seconds)
+    deadline = time.monotonic() + HANGS
+    while process.exitcode is None and not is_time():
+        assert time.monotonic() < deadline, "a process hangs"
+        process.join(0.002)
+    process.join(delay)
     code = process.exitcode
     process.kill()
     process.join()

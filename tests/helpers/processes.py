@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Outcome", "environment", "free_port", "in_processes"]
+__all__ = ["HANGS", "Outcome", "environment", "free_port", "in_processes", "wait_until"]
+
+HANGS = 600.0
+"""Seconds after which a process is taken to hang, however busy the machine is."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Outcome:
     trace: str = ""
 
 
-def in_processes(work: Callable[[], Any], folder: Path, count: int = 2, timeout: float = 60.0) -> list[Outcome]:
+def in_processes(work: Callable[[], Any], folder: Path, count: int = 2, timeout: float = HANGS) -> list[Outcome]:
     """Run a function in several processes at once, in each of which a trainer of as many devices finds the others.
 
     Args:
@@ -56,6 +59,14 @@ def in_processes(work: Callable[[], Any], folder: Path, count: int = 2, timeout:
         process.kill()
     assert not late, f"processes {late} of {count} hung"
     return [pickle.loads((folder / f"rank-{rank}.pickle").read_bytes()) for rank in range(count)]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Ask again and again whether something has happened, until it has."""
+    deadline = time.monotonic() + HANGS
+    while not is_so():
+        assert time.monotonic() < deadline, "what is waited for has not happened"
+        time.sleep(0.002)
 
 
 def free_port() -> int:

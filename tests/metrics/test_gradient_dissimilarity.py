@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed import FederatedError
@@ -17,7 +17,6 @@ def draw(count: int, seed: int, dim: int = 7) -> tuple[torch.Tensor, torch.Tenso
 
 
 @given(st.integers(1, 9), st.integers(0, 10**6))
-@settings(max_examples=50, deadline=None)
 def test_the_measures_are_those_of_the_definitions(count: int, seed: int) -> None:
     g, weights = draw(count, seed)
     shares = (weights / weights.sum()).double()

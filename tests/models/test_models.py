@@ -5,10 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import LambdaCallback
+from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,6 +30,7 @@ from lightning_fed.models import (
     ResNet,
     SentimentLSTM,
 )
+from tests.helpers.selection import few
 from tests.helpers.training import QUIET, parameters, same, trainer
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
@@ -95,7 +99,7 @@ class Step(nn.Module):
         return self.model.training_step((x, y), 0)
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg, Scaffold])
+@pytest.mark.parametrize("algorithm", few([FedAvg, Scaffold], [Scaffold]))
 @pytest.mark.parametrize("case", [*SMALL.values(), BATCH_NORM], ids=[*SMALL, "batch norm"])
 def test_a_round_trains_and_logs(case: Case, algorithm: type) -> None:
     model, run = fit(case, algorithm=algorithm())
@@ -107,9 +111,33 @@ def test_a_round_trains_and_logs(case: Case, algorithm: type) -> None:
         assert torch.equal(p, before[name]) != p.requires_grad, name
 
 
-@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
-@pytest.mark.parametrize(("precision", "dtype"), [("64-true", torch.float64), ("bf16-mixed", torch.float32)])
-def test_precisions(case: Case, precision: Any, dtype: torch.dtype) -> None:
+def has_lstm(dtype: torch.dtype) -> bool:
+    """Whether PyTorch runs an LSTM under autocast here, which depends on the processor's instructions."""
+    try:
+        with torch.autocast("cpu", dtype):
+            nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    few(
+        [pytest.param(p, name, id=f"{p}-{name}") for p in ("64-true", "bf16-mixed") for name in SMALL],
+        [
+            *("64-true-resnet20", "64-true-sentiment", "bf16-mixed-resnet20"),
+            *(f"bf16-mixed-{name}" for name, case in SMALL.items() if case.codes),  # those with an LSTM
+        ],
+    ),
+)
+def test_precisions(precision: Any, name: str) -> None:
+    case, dtype = SMALL[name], torch.float64 if precision == "64-true" else torch.float32
+    recurrent = any(isinstance(layer, nn.LSTM) for layer in case.make().modules())
+    if precision == "bf16-mixed" and recurrent and not has_lstm(torch.bfloat16):
+        with pytest.raises(FederatedError, match="precision='bf16-mixed' cannot run the LSTM of"):
+            fit(case, precision=precision, algorithm=Scaffold())
+        return
     model, run = fit(case, precision=precision, algorithm=Scaffold())
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert run.callback_metrics["train_loss"].isfinite()
@@ -118,9 +146,58 @@ def test_precisions(case: Case, precision: Any, dtype: torch.dtype) -> None:
     assert 0 < difference < (1e-4 if precision == "64-true" else 0.1)
 
 
+class Float16(MixedPrecision):
+    """Autocast to float16, for which hardly any processor has an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0))
+
+
+class OutsideAutocast(nn.LSTM):
+    def forward(self, x: Tensor, *args: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float(), *args)
+
+
+def test_an_lstm_that_the_processor_lacks_is_refused_before_the_first_round() -> None:
+    case, started = CASES["sentiment"], Mock()
+    run = trainer(max_rounds=1, plugins=Float16(), callbacks=LambdaCallback(on_train_start=started))
+    data = FederatedDataModule(clients=[TensorDataset(*case.draw(4))] * 3, batch_size=2)
+    if has_lstm(torch.float16):
+        run.fit(seeded(case), data)
+        return
+    with pytest.raises(
+        FederatedError, match=r"the LSTM of SentimentLSTM \(.*\) on this processor.*Set precision='32-true'"
+    ):
+        run.fit(seeded(case), data)
+    assert not started.called
+
+
+def test_an_lstm_outside_autocast_runs_on_every_processor() -> None:
+    case = CASES["sentiment"]
+    model = seeded(case)
+    for parent in list(model.modules()):
+        for name, layer in parent.named_children():
+            if isinstance(layer, nn.LSTM):
+                setattr(
+                    parent,
+                    name,
+                    OutsideAutocast(
+                        layer.input_size, layer.hidden_size, layer.num_layers, batch_first=layer.batch_first
+                    ),
+                )
+    run = trainer(max_rounds=1, plugins=Float16())
+    run.fit(model, FederatedDataModule(clients=[TensorDataset(*case.draw(4))] * 3, batch_size=2))
+    assert parameters(model).isfinite().all()
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # LSTMs in float32 go client by client on the CPU
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, torch.float64) for name in SMALL), *((name, torch.float32) for name in CASES)]
+    ("name", "dtype"),
+    [
+        *((name, torch.float64) for name in SMALL),
+        *(pytest.param(name, torch.float32, marks=pytest.mark.thorough) for name in CASES),
+    ],
 )
 def test_gradients_of_three_clients_at_once_are_those_of_a_loop(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]

@@ -32,7 +32,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         pytest.skip("no oracle cases: run `pytest tests/oracle --oracle-cases DIR`, DIR with a cases.json")
     applies = APPLIES.get(metafunc.function.__name__, lambda entry: True)
     entries = [entry for entry in load_index(Path(folder)) if applies(entry)]
-    metafunc.parametrize("entry", entries, ids=[entry["id"] for entry in entries])
+    cases, met = [], set()
+    for entry in entries:  # all cases of a test but test_case go the same ways, if their methods do
+        kind = entry["algorithm"], entry["hp"].get("option"), "adaptive" in entry["hp"]
+        known = kind in met and metafunc.function.__name__ != "test_case"
+        met.add(kind)
+        cases.append(pytest.param(entry, id=entry["id"], marks=pytest.mark.thorough if known else ()))
+    metafunc.parametrize("entry", cases)
 
 
 @pytest.fixture

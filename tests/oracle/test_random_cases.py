@@ -10,6 +10,7 @@ import pytest
 
 from lightning_fed.algorithms import FedNova
 from tests.helpers import reference
+from tests.helpers.selection import covering
 
 from .cases import Case
 from .methods import Setup, translate
@@ -54,8 +55,10 @@ def compare(case: Case, setup: Setup, variant: Variant = PLAIN) -> None:
     assert bool((by_round <= TOLERANCE).all()), f"{case.id}: off by {by_round.tolist()} by round"
 
 
-@pytest.mark.parametrize("base", BASES, ids=label)
-@pytest.mark.parametrize("algorithm", ["server_only", "fedavg", "fedavg normalized", "mime", "mimelite", "c-mime"])
+ALGORITHMS = ("server_only", "fedavg", "fedavg normalized", "mime", "mimelite", "c-mime")
+
+
+@pytest.mark.parametrize(("algorithm", "base"), covering(ALGORITHMS, BASES), ids=label)
 def test_base_optimizers(algorithm: str, base: dict[str, Any]) -> None:
     name, _, pseudo_grad = algorithm.partition(" ")
     turn = BASES.index(base)
@@ -80,27 +83,37 @@ WEIGHTED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("weighting", [EXAMPLES, UNIFORM], ids=label)
-@pytest.mark.parametrize(("algorithm", "hp"), WEIGHTED, ids=label)
+def weighted() -> list[Any]:
+    """Return the weighted methods with both weightings; the default run takes every other one with one of them."""
+    found = []
+    for n, (algorithm, hp) in enumerate(WEIGHTED):
+        for weighting in (EXAMPLES, UNIFORM):
+            chosen = n % 2 == 0 and (weighting is UNIFORM) == (n % 4 == 0)
+            marks = () if chosen else pytest.mark.thorough
+            found.append(pytest.param(algorithm, hp, weighting, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("algorithm", "hp", "weighting"), weighted(), ids=label)
 def test_weighted_methods(algorithm: str, hp: dict[str, Any], weighting: dict[str, Any]) -> None:
     seed = WEIGHTED.index((algorithm, hp))
     agree(algorithm, {**weighting, **hp}, seed=seed, kind=KINDS[seed % 3])
     agree(algorithm, {**weighting, **hp}, Variant(True, True), seed=seed, kind=KINDS[(seed + 1) % 3], l2=0.2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+WITH_STATES: list[tuple[str, dict[str, Any]]] = [
+    ("scaffold", {"option": "i", "server_lr": 0.8}),
+    ("scaffold", {"option": "ii", "server_lr": 0.8}),
+    ("feddyn", {"alpha": 0.4, "alpha_scaling": "none"}),
+    ("feddyn", {"alpha": 0.4, "alpha_scaling": "inverse_size"}),
+]
+
+
 @pytest.mark.parametrize(
-    ("algorithm", "hp"),
-    [
-        ("scaffold", {"option": "i", "server_lr": 0.8}),
-        ("scaffold", {"option": "ii", "server_lr": 0.8}),
-        ("feddyn", {"alpha": 0.4, "alpha_scaling": "none"}),
-        ("feddyn", {"alpha": 0.4, "alpha_scaling": "inverse_size"}),
-    ],
-    ids=label,
+    ("method", "kind"), covering(WITH_STATES, KINDS), ids=lambda v: label(v[1]) if isinstance(v, tuple) else v
 )
-def test_methods_with_client_states(algorithm: str, hp: dict[str, Any], kind: str) -> None:
-    hp = {**DECAYED, **hp}
+def test_methods_with_client_states(method: tuple[str, dict[str, Any]], kind: str) -> None:
+    algorithm, hp = method[0], {**DECAYED, **method[1]}
     agree(algorithm, hp, kind=kind, n_clients=6)
     agree(algorithm, hp, Variant(decay_in_optimizer=True), seed=1, kind=kind, l2=0.2, equal_sizes=True)
 

@@ -4,12 +4,13 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed import FederatedDataModule, FederatedDataset, FederatedError, FederatedTrainer
@@ -33,6 +34,7 @@ class Staged(Net):
 
 
 HUGE = 10**400
+SOON = 20.0  # seconds of CPU time, on any machine, where counting up to 10**15 takes days
 JUNK = (
     *(None, True, "x", "", b"x", -1, 0, 1.5, math.nan, math.inf, 1j, HUGE, 10**15),
     *(Odd(), Odd, [], {}, [None], ["x"], {"a": None}, (1, "x"), torch.zeros(3), torch.zeros(())),
@@ -85,6 +87,7 @@ def dataset() -> FederatedDataset:
     return FederatedDataset([classification(4, 0), classification(5, 1)])
 
 
+@cache
 def private() -> Any:
     run = trainer(sampler=BernoulliSampler(0.5), clients_per_round=None, aggregator=DifferentialPrivacy(1.0, 1.0, 1e-5))
     return run.fit_loop.settings.aggregator
@@ -150,7 +153,7 @@ def attempt(name: str, value: Any) -> FederatedError | None:
         refusal = error
     except Exception as error:
         pytest.fail(f"{name}={shown} ends in {type(error).__name__}: {error}")
-    assert time.process_time() - started < 2, f"{name}={shown} takes too long"
+    assert time.process_time() - started < SOON, f"{name}={shown} takes too long"
     return refusal
 
 
@@ -174,7 +177,6 @@ simple = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text
 anything = st.one_of(simple, st.lists(simple, max_size=3), st.dictionaries(st.text(max_size=3), simple, max_size=2))
 
 
-@settings(max_examples=300, deadline=None)
 @given(name=st.sampled_from(LIGHT), value=anything)
 def test_anything_is_taken_or_refused(name: str, value: Any) -> None:
     attempt(name, value)

@@ -20,6 +20,8 @@ from lightning_fed.algorithms import FedAvg, FedProx, Mime, Scaffold, SGDm
 from lightning_fed.data import ClientFolder, ClientImages, Dirichlet, LeafDataModule
 from lightning_fed.server import FedAdam, SystemsHeterogeneity, WeightedSampler
 from tests.helpers.engines import RandomAlways
+from tests.helpers.processes import HANGS
+from tests.helpers.selection import few
 from tests.helpers.training import CLASSES, classification, data, seeded, trainer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -90,13 +92,14 @@ def elsewhere(folder: Path, hash_seed: str) -> dict[str, str]:
     code = f"import json; from {module} import checksums; print(json.dumps(checksums({str(folder)!r})))"
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=HANGS, check=False
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
+@pytest.mark.thorough
 def test_other_processes_with_other_hash_seeds_end_with_the_same_bits(tmp_path: Path) -> None:
     folder = write_clients(tmp_path / "clients")
     here = checksums(str(folder))
@@ -104,7 +107,7 @@ def test_other_processes_with_other_hash_seeds_end_with_the_same_bits(tmp_path: 
     assert len({here[f"{name}, sequential"] for name in METHODS}) == len(METHODS)  # checksums tell runs apart
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", few(ENGINES, ["sequential"]))
 def test_workers_of_loaders_change_nothing(engine: str) -> None:
     options = {"engine": engine, "max_rounds": 1}
     assert checksum(listed(num_workers=2), **options) == checksum(listed(), **options)

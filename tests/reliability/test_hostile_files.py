@@ -24,6 +24,7 @@ from lightning_fed.cli import main
 from lightning_fed.data import ClientFolder, ClientImages, ClientTable, LeafDataModule, Sentiment140, Shakespeare
 from lightning_fed.models import Classifier, MLPClassifier, SentimentLSTM
 from lightning_fed.server import FedAdam, WeightedSampler
+from tests.helpers.selection import covering, few
 from tests.helpers.training import Net, data, seeded, trainer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -99,9 +100,8 @@ def test_a_checkpoint_that_is_not_there_is_named(name: str, reader: str) -> None
         READERS[reader](name)
 
 
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("write", [checkpoint, bare_pickle, old_format])
-def test_a_hostile_checkpoint_runs_nothing(write: Callable[..., str], reader: str) -> None:
+@pytest.mark.parametrize(("reader", "write"), covering([*READERS], [checkpoint, bare_pickle, old_format]))
+def test_a_hostile_checkpoint_runs_nothing(reader: str, write: Callable[..., str]) -> None:
     with pytest.raises(FederatedError, match=r"hostile\.ckpt"):
         READERS[reader](write(callbacks=Hostile()))
 
@@ -119,8 +119,8 @@ def test_load_from_checkpoint_reads_no_pickled_code(write: Callable[..., str]) -
         Net.load_from_checkpoint(write(hyper_parameters=Hostile()))
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
-@pytest.mark.parametrize("write", [checkpoint, bare_pickle])
+@pytest.mark.parametrize("command", few(["fit", "validate", "test", "predict"], ["fit"]))
+@pytest.mark.parametrize("write", few([checkpoint, bare_pickle], [checkpoint]))
 def test_a_hostile_checkpoint_on_the_command_line_runs_nothing(write: Callable[..., str], command: str) -> None:
     args = ["--trainer.logger", "false", "--trainer.enable_model_summary", "false", "--trainer.accelerator", "cpu"]
     with pytest.raises(SystemExit, match=r"hostile\.ckpt"):
@@ -157,20 +157,33 @@ PARTS: list[tuple[Any, ...]] = [
 JUNK = [LEAVE, None, "x", [], -5, 10**30, math.nan, torch.zeros(3), torch.tensor([10**12]), {"x": [None]}]
 
 
+def told_of_another(place: tuple[Any, ...], junk: Any) -> list[str]:
+    """Resume from a checkpoint of which a part was changed; return a refusal that does not tell of the checkpoint."""
+    changed = part = torch.load("whole.ckpt", weights_only=True)
+    for name in place[:-1]:
+        part = part[name]
+    part[place[-1]] = junk
+    if junk is LEAVE:
+        del part[place[-1]]
+    torch.save(changed, "changed.ckpt")
+    with suppress_refusal() as told:
+        resume(3, "changed.ckpt")
+    return [f"{place}={junk}: {text}" for text in told if not re.search("checkpoint|changed.ckpt", text)]
+
+
+def test_a_part_of_a_checkpoint_that_is_missing_or_changed_is_told_of_the_checkpoint() -> None:
+    resume(2).save_checkpoint("whole.ckpt")
+    faults = [told_of_another(place, JUNK[1 + n % (len(JUNK) - 1)]) for n, place in enumerate(PARTS)]
+    faults += [told_of_another(place, LEAVE) for place in PARTS[::3]]
+    assert not [text for found in faults for text in found]
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", PARTS, ids=lambda place: ".".join(map(str, place[-3:])))
 def test_a_part_of_a_checkpoint_that_was_changed_is_told_of_the_checkpoint(place: tuple[Any, ...]) -> None:
     resume(2).save_checkpoint("whole.ckpt")
     for junk in JUNK:
-        changed = part = torch.load("whole.ckpt", weights_only=True)
-        for name in place[:-1]:
-            part = part[name]
-        part[place[-1]] = junk
-        if junk is LEAVE:
-            del part[place[-1]]
-        torch.save(changed, "changed.ckpt")
-        with suppress_refusal() as told:
-            resume(3, "changed.ckpt")
-        assert all(re.search("checkpoint|changed.ckpt", text) for text in told), (junk, told)
+        assert not told_of_another(place, junk)
 
 
 @contextmanager
@@ -217,7 +230,7 @@ def test_a_hostile_block_of_hyper_parameters_runs_nothing(hostile: dict[str, Any
             Net.load_from_checkpoint(path)
 
 
-@pytest.mark.parametrize("hostile", HYPER_PARAMETERS, ids=str)
+@pytest.mark.parametrize("hostile", few(HYPER_PARAMETERS, HYPER_PARAMETERS[3:4]), ids=str)
 def test_the_command_line_makes_the_model_of_the_configuration(hostile: dict[str, Any]) -> None:
     content = {"state_dict": MLPClassifier().state_dict(), "pytorch-lightning_version": pl.__version__}
     torch.save({**content, "hyper_parameters": hostile}, "hostile.ckpt")

@@ -3,7 +3,7 @@
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from lightning_fed.server import (
 )
 from lightning_fed.server.disk_store import DiskClientStore
 from lightning_fed.server.versions import StoreFolder, is_reference
-from tests.helpers.kills import EXITS, KINDS, WHERE, Places, Strike, killed_after, struck_together
+from tests.helpers.kills import EXITS, KINDS, WHERE, Places, Strike, killed_when, struck_together
+from tests.helpers.selection import few
 from tests.helpers.training import QUIET, same
 
 ROUNDS, BLOWS = 12, 8
@@ -74,7 +75,7 @@ def work(folder: Path, places: Places | None = None, **options: Any) -> None:
     }
     kwargs = {**QUIET, "enable_checkpointing": True, **run, **options}
     trainer = FederatedTrainer(default_root_dir=folder, callbacks=callbacks, **kwargs)
-    data = FederatedDataModule(train=digits()[0], val=digits()[1], partition=Dirichlet(8, 0.3), batch_size=16)
+    data = FederatedDataModule(train=digits()[0], val=digits()[1], partition=Dirichlet(8, 0.3), batch_size=32)
     trainer.fit(model, data, ckpt_path="last")
     trainer.save_checkpoint(folder / "end")
 
@@ -144,7 +145,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", few(RUNS, ["link", "states on disk"]))
 def test_a_run_struck_again_and_again_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     options = RUNS[name]
     digits()  # before the processes part
@@ -154,19 +155,27 @@ def test_a_run_struck_again_and_again_ends_with_the_same_bits(name: str, tmp_pat
 
 def test_a_run_killed_from_outside_at_any_time_ends_with_the_same_bits(tmp_path: Path) -> None:
     digits()
-    stream = random.Random(0)
-    options = {"client_states": "disk", "max_rounds": 40}
-    started = time.perf_counter()
-    assert killed_after(partial(work, tmp_path / "whole", **options), 60) == 0
-    whole, kills = time.perf_counter() - started, 0
-    while (
-        killed_after(partial(work, tmp_path / "hurt", **options), stream.uniform(0.02, 0.2 + 0.05 * kills) * whole)
-        is None
-    ):
+    whole, hurt, stream, kills = tmp_path / "whole", tmp_path / "hurt", random.Random(0), 0
+    options, started = {"client_states": "disk", "max_rounds": 16}, time.perf_counter()
+    assert killed_when(partial(work, whole, **options), lambda: False) == 0
+    round_seconds = (time.perf_counter() - started) / 16
+
+    def rounds() -> int:
+        return max((int(file.name[len("epoch=") :].split("-")[0]) for file in hurt.glob("epoch=*")), default=-1)
+
+    while True:
+        wanted = rounds() + 2
+        if (
+            killed_when(
+                partial(work, hurt, **options), lambda n=wanted: rounds() >= n, stream.uniform(0.0, 2 * round_seconds)
+            )
+            is not None
+        ):
+            break
         kills += 1
-        assert all(fault_of(file) is None for file in (tmp_path / "hurt").glob("*.ckpt"))
+        assert all(fault_of(file) is None for file in hurt.glob("*.ckpt"))
     assert kills > 2
-    assert same(end(tmp_path / "hurt"), end(tmp_path / "whole"))
+    assert same(end(hurt), end(whole))
 
 
 BOTH = {
@@ -182,8 +191,18 @@ BOTH = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["clients", "ddp"])
-def test_of_two_processes_none_hangs_and_both_go_on(strategy: str, tmp_path: Path) -> None:
+FEW_BLOWS = ("SIGTERM to one", "an exception in one", "SIGKILL of one", "a full disk")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "names"),
+    [
+        pytest.param("clients", FEW_BLOWS, id="clients"),
+        pytest.param("clients", tuple(BOTH), id="clients, all blows", marks=pytest.mark.thorough),
+        pytest.param("ddp", tuple(BOTH), id="ddp, all blows", marks=pytest.mark.thorough),
+    ],
+)
+def test_of_two_processes_none_hangs_and_both_go_on(strategy: str, names: Sequence[str], tmp_path: Path) -> None:
     digits()
     stream = random.Random(3)
 
@@ -193,7 +212,8 @@ def test_of_two_processes_none_hangs_and_both_go_on(strategy: str, tmp_path: Pat
     ends = struck_together(partial(fit, tmp_path / "whole"), [None, None], tmp_path)
     assert [code for code, _ in ends] == [0, 0]
     counts = [json.loads(text) for _, text in ends]
-    for what, (where, kinds, codes) in BOTH.items():
+    for what in names:
+        where, kinds, codes = BOTH[what]
         at = [stream.randrange(max(1, count[where] // ROUNDS)) for count in counts]
         blows = [None if kind is None else Strike(kind, where, k) for kind, k in zip(kinds, at, strict=True)]
         found = struck_together(partial(fit, tmp_path / "hurt"), blows, tmp_path)
@@ -223,7 +243,7 @@ SCHEDULES = [None, partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0
 PRECISIONS = ["32-true", "64-true", "bf16-mixed"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("method", range(len(METHODS)), ids=lambda i: repr(METHODS[i]))

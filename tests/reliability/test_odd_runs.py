@@ -16,11 +16,14 @@ from lightning_fed.algorithms import FedAvg, FedDyn, FedNova, Mime, Scaffold, SG
 from lightning_fed.data import Dirichlet, Iid
 from lightning_fed.models import MLPClassifier
 from lightning_fed.server import RoundRobinSampler
+from tests.helpers.selection import covering
 from tests.helpers.training import FEATURES, Net, classification, clients, data, parameters, trainer
 
 METHODS = [FedAvg(), Scaffold(), FedDyn(0.1), FedNova(), Mime(SGDm())]
-both = pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-every = pytest.mark.parametrize("algorithm", METHODS, ids=lambda a: type(a).__name__)
+ENGINES = ["sequential", "vectorized"]
+every = pytest.mark.parametrize(
+    ("algorithm", "engine"), covering(METHODS, ENGINES), ids=lambda a: a if isinstance(a, str) else type(a).__name__
+)
 
 
 class Slope(pl.LightningModule):
@@ -52,33 +55,28 @@ def works(datamodule: FederatedDataModule, model: Any = None, **options: Any) ->
 # ------------------------------------------------------------------ odd but legal
 
 
-@both
 @every
 def test_one_client(algorithm: Any, engine: str) -> None:
     works(data(sizes=(7,)), algorithm=algorithm, engine=engine)
 
 
-@both
 @every
 def test_one_sample_each(algorithm: Any, engine: str) -> None:
     works(data(sizes=(1, 1, 1)), algorithm=algorithm, engine=engine)
 
 
-@both
 @every
 def test_one_client_with_one_sample(algorithm: Any, engine: str) -> None:
     works(data(sizes=(1,)), algorithm=algorithm, engine=engine)
 
 
-@both
 @every
 def test_a_model_with_one_parameter(algorithm: Any, engine: str) -> None:
     pairs = [TensorDataset(torch.ones(4), torch.full((4,), float(k + 1))) for k in range(3)]
     works(FederatedDataModule(clients=pairs, batch_size=2), Slope(), algorithm=algorithm, engine=engine)
 
 
-@both
-@pytest.mark.parametrize("everyone", [6, 1.0, None], ids=str)
+@pytest.mark.parametrize(("everyone", "engine"), covering([6, 1.0, None], ENGINES), ids=str)
 def test_a_cohort_of_everyone(everyone: Any, engine: str) -> None:
     run = works(data(), engine=engine, clients_per_round=everyone)
     assert run.fit_loop.state.seen == 6

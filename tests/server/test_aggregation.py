@@ -8,7 +8,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -54,7 +54,6 @@ def test_weights_by_hand(weighting: Any, raw: list[float]) -> None:
     st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 5), st.integers(1, 99)), min_size=1, max_size=8),
     st.sampled_from(["examples", "uniform", "steps"]),
 )
-@settings(deadline=None)
 def test_weights_sum_to_one_and_being_drawn_twice_is_being_there_twice(
     members: list[tuple[int, int, int]], weighting: str
 ) -> None:

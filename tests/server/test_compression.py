@@ -1,12 +1,13 @@
 """Compression: what the server gets, what clients keep for later, the bytes that are counted."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
@@ -23,6 +24,7 @@ from lightning_fed.server import (
 )
 from lightning_fed.server.compression import compress
 from tests.helpers.engines import Ordinary, Record, assert_agree, assert_close, results_of, run, state_of
+from tests.helpers.selection import covering, few
 from tests.helpers.training import data, parameters, same, seeded, trainer
 
 P = 155  # parameters of Ordinary
@@ -53,7 +55,6 @@ def test_how_many_are_sent_and_what_they_take(share: float, count: int, k: int) 
 
 
 @given(share=st.floats(0.01, 1.0), seed=st.integers(0, 99), rounds=st.integers(1, 6))
-@settings(deadline=None, max_examples=30)
 def test_what_was_sent_and_what_is_left_is_all_there_was(share: float, seed: int, rounds: int) -> None:
     residuals: dict[str, Tensor] = {}
     total, sent = torch.zeros(20, dtype=torch.float64), torch.zeros(20, dtype=torch.float64)
@@ -66,8 +67,10 @@ def test_what_was_sent_and_what_is_left_is_all_there_was(share: float, seed: int
 
 # ------------------------------------------------------------------ quantization
 
+thorough = partial(pytest.param, marks=pytest.mark.thorough)
 
-@pytest.mark.parametrize(("levels", "bucket_size"), [(1, 4), (3, 7), (7, 512), (127, 5)])
+
+@pytest.mark.parametrize(("levels", "bucket_size"), [(1, 4), (3, 7), thorough(7, 512), thorough(127, 5)])
 def test_quantization_is_unbiased_and_its_spread_is_the_papers(levels: int, bucket_size: int) -> None:
     message, many = normal(23), 4000
     q = QSGD(levels, bucket_size)
@@ -136,8 +139,13 @@ def test_messages_are_not_changed() -> None:
 METHODS: list[Algorithm] = [FedAvg(), Scaffold(), FedDyn(1.0), FedNova(), Mime(SGDm())]
 
 
-@pytest.mark.parametrize("algorithm", METHODS, ids=repr)
-@pytest.mark.parametrize("compression", [TopK(0.2), QSGD(7)], ids=repr)
+@pytest.mark.parametrize(
+    ("compression", "algorithm"),
+    few(
+        [pytest.param(c, a, id=f"{c!r}-{type(a).__name__}") for c in (TopK(0.2), QSGD(7)) for a in METHODS],
+        ["TopK(share=0.2)-Scaffold", "QSGD(levels=7, bucket_size=512)-FedNova", "TopK(share=0.2)-Mime"],
+    ),
+)
 def test_engines_and_chunks_agree(algorithm: Algorithm, compression: Compressor) -> None:
     options: dict[str, Any] = {"algorithm": algorithm, "compression": compression, "limit_val_batches": 0}
     one = run("sequential", **options)
@@ -226,8 +234,7 @@ def test_bytes_up_are_what_travels(algorithm: Algorithm, compression: Compressor
     assert results_of(t)["metrics"]["comm/bytes_up"] == 4 * per_client
 
 
-@pytest.mark.parametrize("compression", [TopK(0.1), QSGD(3)], ids=repr)
-@pytest.mark.parametrize("client_states", ["memory", "disk"])
+@pytest.mark.parametrize(("compression", "client_states"), covering([TopK(0.1), QSGD(3)], ["disk", "memory"]), ids=repr)
 def test_a_resumed_run_has_the_same_bits(compression: Compressor, client_states: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"algorithm": Scaffold(), "compression": compression, "client_states": client_states}
     options["enable_checkpointing"] = True
@@ -252,6 +259,7 @@ def test_a_resume_with_another_compression_is_refused(tmp_path: Path) -> None:
         run("sequential", max_rounds=2, ckpt_path=saver.last_model_path)
 
 
+@pytest.mark.thorough
 def test_error_feedback_learns_from_a_twentieth_of_the_entries() -> None:
     losses = {}
     for name, compression in (("plain", None), ("top", TopK(0.05)), ("coarse", QSGD(1, 16))):

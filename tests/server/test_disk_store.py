@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
@@ -49,7 +49,6 @@ def reopened(folder: Path, parts: list[Segment], prefix: str = "000002-00000000"
 # ------------------------------------------------------------------ what was committed stays
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.dictionaries(st.integers(0, 9), st.integers(0, 999), max_size=5), min_size=1, max_size=12),
     st.integers(1, 600),

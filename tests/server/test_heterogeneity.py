@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed import FederatedCallback, FederatedError
@@ -73,7 +73,6 @@ def test_stragglers_of_one_epoch_do_one_to_all_steps_equally_often(steps: int) -
     seed=st.integers(0, 2**40),
     round=st.integers(0, 1000),
 )
-@settings(max_examples=150, deadline=None)
 def test_stragglers_do_whole_epochs_of_their_own(
     share: float, work: list[tuple[int, int]], seed: int, round: int
 ) -> None:

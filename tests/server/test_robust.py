@@ -37,6 +37,7 @@ from lightning_fed.server import (
 )
 from lightning_fed.server.aggregation import Aggregation, Participant
 from tests.helpers.engines import Ordinary, assert_agree, assert_close, run, state_of
+from tests.helpers.selection import covering, few
 from tests.helpers.training import Net, data, fit, trainer
 
 RULES: dict[str, Aggregator] = {
@@ -146,7 +147,6 @@ def test_every_message_has_its_own_bound() -> None:
 
 @pytest.mark.parametrize("name", RULES)
 @given(rows=messages_of, chance=st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=25)
 def test_neither_the_order_of_messages_nor_that_of_clients_matters(name: str, rows: Any, chance: Any) -> None:
     messages = matrix(*rows)
     order = list(range(len(rows)))
@@ -161,7 +161,7 @@ def test_neither_the_order_of_messages_nor_that_of_clients_matters(name: str, ro
 
 @pytest.mark.parametrize("name", RULES)
 @given(row=st.lists(st.floats(-0.5, 0.5), min_size=3, max_size=3), count=st.integers(1, 8))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_equal_messages_come_out_as_they_are(name: str, row: list[float], count: int) -> None:
     messages = matrix(*[row] * count)
     torch.testing.assert_close(combined(RULES[name], messages), messages[0], rtol=1e-12, atol=1e-15)
@@ -169,16 +169,15 @@ def test_equal_messages_come_out_as_they_are(name: str, row: list[float], count:
 
 @pytest.mark.parametrize("rule", [TrimmedMean(0.0), NormClipping(1e9)], ids=repr)
 @given(rows=messages_of)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_without_trimming_or_clipping_it_is_the_mean(rule: Aggregator, rows: Any) -> None:
     messages = matrix(*rows)
     torch.testing.assert_close(combined(rule, messages), messages.mean(dim=0), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", HOLDING)
-@pytest.mark.parametrize("length", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize(("name", "length"), covering(list(HOLDING), [1e2, 1e4, 1e6]))
 @given(bad=st.integers(0, 4), seed=st.integers(0, 99))
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_any_message_of_fewer_than_the_breakdown_point_leaves_the_result_among_the_good(
     name: str, length: float, bad: int, seed: int
 ) -> None:
@@ -242,11 +241,11 @@ def test_a_message_that_is_not_finite_is_refused_by_its_client(name: str, value:
 @pytest.mark.parametrize(
     ("algorithm", "rule"),
     [
-        (FedAvg(), CoordinateMedian()),
+        pytest.param(FedAvg(), CoordinateMedian(), marks=pytest.mark.thorough),
         (Scaffold(), GeometricMedian()),
-        (FedDyn(1.0), TrimmedMean(0.3)),
+        pytest.param(FedDyn(1.0), TrimmedMean(0.3), marks=pytest.mark.thorough),
         (FedNova(), GeometricMedian()),
-        (Mime(SGDm()), GeometricMedian()),
+        pytest.param(Mime(SGDm()), GeometricMedian(), marks=pytest.mark.thorough),
         (ServerOnly(), TrimmedMean(0.3)),
     ],
     ids=repr,
@@ -342,14 +341,24 @@ def clean() -> float:
     return accuracy(None, None)
 
 
-@pytest.mark.parametrize("attack", ["flip ten times", "noise"])
-def test_a_fifth_of_bad_clients_ruins_the_mean_and_not_the_robust_rules(attack: str, clean: float) -> None:
+@pytest.mark.parametrize("attack", few(["flip ten times", "noise"], ["flip ten times"]))
+def test_a_fifth_of_bad_clients_ruins_the_mean(attack: str, clean: float) -> None:
     assert clean > 0.9
     assert accuracy(attack, None) < 0.6
-    for name, rule in DEFENCES.items():
-        assert accuracy(attack, rule) > clean - 0.03, name
 
 
+@pytest.mark.parametrize(
+    ("attack", "name"),
+    few(
+        [pytest.param(a, name, id=f"{a}-{name}") for a in ("flip ten times", "noise") for name in DEFENCES],
+        ["flip ten times-geometric", "noise-trimmed"],
+    ),
+)
+def test_a_fifth_of_bad_clients_does_not_ruin_the_robust_rules(attack: str, name: str, clean: float) -> None:
+    assert accuracy(attack, DEFENCES[name]) > clean - 0.03
+
+
+@pytest.mark.thorough
 def test_flipped_signs_do_not_slow_the_robust_rules_down(clean: float) -> None:
     for rule in DEFENCES.values():
         assert accuracy("flip", rule) > clean - 0.03

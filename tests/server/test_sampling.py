@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed.core.errors import FederatedError
@@ -138,7 +138,6 @@ def test_a_sampler_shows_itself_as_it_would_be_written(sampler: Any) -> None:
 
 
 @given(n=st.integers(1, 40), k=st.integers(1, 40), seed=st.integers(0, 2**40), round=st.integers(0, 10**6))
-@settings(max_examples=200, deadline=None)
 def test_uniform_draws_k_distinct_clients(n: int, k: int, seed: int, round: int) -> None:
     population = [f"client {i}" for i in range(n)]
     if k > n:
@@ -200,7 +199,6 @@ def test_round_robin_takes_turns() -> None:
 
 
 @given(n=st.integers(1, 12), k=st.integers(1, 12))
-@settings(deadline=None)
 def test_round_robin_visits_everybody_equally_often(n: int, k: int) -> None:
     if k <= n:
         assert counts(RoundRobinSampler(k), range(n), rounds=n) == dict.fromkeys(range(n), k)
@@ -256,7 +254,6 @@ def test_equal_weights_without_replacement_are_uniform() -> None:
     replacement=st.booleans(),
     round=st.integers(0, 10**6),
 )
-@settings(max_examples=300, deadline=None)
 def test_weight_zero_is_never_drawn(weights: list[float], k: int, replacement: bool, round: int) -> None:
     sampler = WeightedSampler(k, dict(enumerate(weights)), replacement)
     positive = sum(w > 0 for w in weights)

@@ -1,6 +1,7 @@
 """Exchanges in shared memory: what arrives, who is missed, and that they come to the same as those of gloo."""
 
 import os
+import re
 import resource
 import signal
 import time
@@ -18,12 +19,12 @@ from lightning_fed.strategies import shared_memory
 from lightning_fed.strategies.clients import ClientsStrategy
 from lightning_fed.strategies.shared_memory import SharedMemory
 from tests.engines.test_clients_strategy import TWO, assert_one_result, end
-from tests.helpers.processes import in_processes
+from tests.helpers.processes import HANGS, in_processes, wait_until
 
 Work = Callable[[SharedMemory | None, int, int], Any]
 
 
-def shared(work: Work, folder: Path, count: int = 2, timeout: float = 30.0) -> list[Any]:
+def shared(work: Work, folder: Path, count: int = 2, timeout: float = HANGS) -> list[Any]:
     """Run a function in several processes that have memory in common."""
 
     def run() -> Any:
@@ -103,8 +104,8 @@ def test_what_has_begun_arrives_while_its_sender_does_other_work(tmp_path: Path)
                 time.sleep(0.05)
                 found.append([part[:: length + 1].tolist() + part[-3:].tolist() for part in memory.end()])
                 has_arrived.touch()
-            while k == 0 and not has_arrived.exists():  # rank 0 takes part in nothing until rank 1 has everything
-                time.sleep(0.001)
+            if k == 0:  # rank 0 takes part in nothing until rank 1 has everything
+                wait_until(has_arrived.exists)
         return found, [part.tolist() for part in memory.gather(message(rank, 2))]
 
     first, second = shared(work, tmp_path)
@@ -141,14 +142,19 @@ def test_the_last_message_of_a_process_that_ends_arrives(tmp_path: Path) -> None
 
 
 def test_waiting_ends_after_the_timeout(tmp_path: Path) -> None:
+    has_ended = tmp_path / "ended"
+
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
         assert memory is not None
-        if rank == 0:
+        if rank == 1:
+            return wait_until(has_ended.exists)
+        try:
             memory.gather(message(rank, 3))
-        time.sleep(2.0)
+        finally:
+            has_ended.touch()
 
     waiting, _ = shared(work, tmp_path, timeout=0.3)
-    assert "Process 0 has waited 0 s for process 1" in waiting.error
+    assert re.search(r"Process 0 has waited \d+ s for process 1", waiting.error)
     assert "ClientsStrategy(timeout=...)" in waiting.error
 
 
@@ -172,7 +178,7 @@ def test_processes_that_cannot_share_memory_do_not(fault: str, tmp_path: Path) -
         if rank == 1 and fault == "files":
             shared_memory._offer = list
         dist.init_process_group("gloo", rank=rank, world_size=3)
-        return SharedMemory.open(rank, 3, 30.0) is None
+        return SharedMemory.open(rank, 3, HANGS) is None
 
     assert [outcome.value for outcome in in_processes(run, tmp_path, 3)] == [True] * 3
 

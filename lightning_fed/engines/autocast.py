@@ -1,0 +1,89 @@
+"""LSTMs that PyTorch cannot run in mixed precision on this processor.
+
+PyTorch hands an LSTM under autocast to oneDNN, which has a bfloat16 LSTM for processors with AVX-512 only. An LSTM that
+the module itself takes out of autocast is fine, so the layers of a module alone do not tell.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import islice
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.flat import FlatParameters
+from lightning_fed.core.seeds import preserved_random_state
+from lightning_fed.engines.gradients import GradientPass
+from lightning_fed.engines.plan import WorkPlan
+
+__all__ = ["check_lstm", "lstm_errors"]
+
+
+def check_lstm(trainer: pl.Trainer, flat: FlatParameters, plans: Iterator[WorkPlan]) -> None:
+    """Refuse an LSTM that this processor does not have, before the first round.
+
+    Where that may be, the module's step is tried on a client's first batch. Nothing of it remains.
+
+    Args:
+        trainer: The trainer, with its module and precision set up.
+        flat: The trainable parameters.
+        plans: Yields clients' work.
+
+    Raises:
+        FederatedError: Naming the layers, the precision and the ways out.
+    """
+    if not _lstms(trainer.lightning_module) or trainer.strategy.root_device.type != "cpu":
+        return
+    with trainer.precision_plugin.forward_context():
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    if dtype is None or _has_lstm(dtype):
+        return
+    gradients, decay = GradientPass(trainer, flat), [0.0] * len(flat.params)
+    for plan in islice(plans, 1):
+        batches = islice(plan.batches.full(torch.Generator()), 1)
+        try:
+            with lstm_errors(trainer), preserved_random_state():
+                gradients.full(flat.y, batches, plan.batches.size, decay)
+        except FederatedError:
+            raise
+        except Exception:
+            return  # it is reported with the client's name when the client is at work
+
+
+@contextmanager
+def lstm_errors(trainer: pl.Trainer) -> Iterator[None]:
+    """Name the layers, the precision and the ways out where an LSTM fails that this processor does not have.
+
+    Raises:
+        FederatedError: In the place of oneDNN's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "primitive descriptor for the LSTM" not in str(error):
+            raise
+        module = trainer.lightning_module
+        raise FederatedError(
+            f"precision={trainer.precision!r} cannot run the LSTM of {type(module).__name__}"
+            f" ({', '.join(_lstms(module))}) on this processor, for which PyTorch has no LSTM of that type. Set"
+            " precision='32-true', or call the layer outside autocast: `with torch.autocast('cpu', enabled=False)`"
+            " around it, on float32 input."
+        ) from error
+
+
+def _lstms(module: nn.Module) -> list[str]:
+    return [name for name, layer in module.named_modules() if isinstance(layer, nn.LSTM)]
+
+
+@cache
+def _has_lstm(dtype: torch.dtype) -> bool:
+    """Whether an LSTM can be trained under autocast to a type on this processor."""
+    try:
+        with preserved_random_state(), torch.enable_grad(), torch.autocast("cpu", dtype):
+            nn.LSTM(1, 1)(torch.zeros(1, 1, 1))
+    except RuntimeError:
+        return False
+    return True
