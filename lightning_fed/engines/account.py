@@ -4,12 +4,16 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.types import State
 from lightning_fed.engines.plan import WorkPlan
+from lightning_fed.server.aggregation import Exchange, accumulation_dtype
 
 __all__ = ["Drift", "Traffic", "gradients_computed"]
+
+_BLOCK = 2**16  # numbers that are converted to float64 at once
 
 
 def gradients_computed(algorithm: Algorithm, plans: Sequence[WorkPlan], gradient_plans: Sequence[WorkPlan]) -> int:
@@ -78,43 +82,84 @@ class Traffic:
 
 
 class Drift:
-    """The spread of client changes around their weighted mean, from their norms and the sum of the changes."""
+    """How far the clients' changes d_i lie from their weighted mean: the root of the weighted mean of the squares.
+
+    Squares are those of the differences to a reference, the first client's change. From zero they would cancel where
+    clients change alike: in float32, below a thousandth of the changes, nothing but rounding would be left.
+    """
 
     def __init__(self) -> None:
-        self._sum: torch.Tensor | None = None
+        self._reference: Tensor | None = None  # [P]; from settle() on the mean of this process's clients
+        self._own: Tensor | None = None  # the weighted sum [P] of differences that nobody else sums
         self._squares = 0.0
         self._weight = 0.0
 
-    def add(self, norm: float, weight: float, delta: torch.Tensor | None) -> None:
-        """Add one client's change: its norm, its weight, and itself [P] where nobody else adds it up."""
-        self._squares += weight * norm**2
-        self._weight += weight
-        if delta is not None:
-            self._sum = delta * weight if self._sum is None else self._sum.add_(delta, alpha=weight)
-
-    def outline(self) -> tuple[float, float, bool]:
-        """Return what other processes need to know before the sums are reduced."""
-        return self._squares, self._weight, self._sum is not None
-
-    def merge(self, outlines: Sequence[tuple[float, float, bool]], x: torch.Tensor) -> list[torch.Tensor]:
-        """Take in everybody's :meth:`outline`, and return the sum that is to be reduced, if there is one."""
-        self._squares = sum(squares for squares, _, _ in outlines)
-        self._weight = sum(weight for _, weight, _ in outlines)
-        if self._sum is None and any(has_sum for _, _, has_sum in outlines):
-            self._sum = torch.zeros_like(x)
-        return [] if self._sum is None else [self._sum]
-
-    def value(self, change: torch.Tensor | None) -> float:
-        """The square root of the weighted mean of the squared distances from the mean.
+    def add(self, deltas: Tensor, weights: Sequence[float], is_summed: bool) -> None:
+        """Add the changes of several clients.
 
         Args:
-            change: The weighted sum [P] of the changes that were not added here.
+            deltas: The changes [S, P].
+            weights: Their weights.
+            is_summed: Whether the aggregation sums the clients' models with these weights.
         """
-        if self._weight == 0:
-            return math.nan
-        parts = [part for part in (self._sum, change) if part is not None]
-        mean_norm = float(torch.linalg.vector_norm(sum(parts[1:], parts[0]))) / self._weight if parts else 0.0
-        return math.sqrt(max(0.0, self._squares / self._weight - mean_norm**2))
+        if self._reference is None:
+            self._reference = deltas[0].clone()
+        difference, norms = torch.empty_like(self._reference), []
+        for delta, weight in zip(deltas, weights, strict=True):
+            torch.sub(delta, self._reference, out=difference)
+            norms.append(torch.linalg.vector_norm(difference))
+            if not is_summed:
+                self._own = difference * weight if self._own is None else self._own.add_(difference, alpha=weight)
+        self._squares += sum(w * norm**2 for w, norm in zip(weights, torch.stack(norms).tolist(), strict=True))
+        self._weight += sum(weights)
+
+    def settle(self, x: Tensor, models: Tensor | None, models_weight: float) -> None:
+        """Take the mean of this process's clients, and the squares around it.
+
+        Args:
+            x: The server parameters [P].
+            models: The weighted sum [P] of the models that the aggregation sums in this process, if there is one.
+            models_weight: The sum of their weights.
+        """
+        if self._reference is None or self._weight == 0:
+            return
+        parts: list[Sequence[Tensor | None]] = [
+            [None] * -(-len(x) // _BLOCK) if vector is None else vector.split(_BLOCK) for vector in (models, self._own)
+        ]
+        for r, x_, y, own in zip(self._reference.split(_BLOCK), x.split(_BLOCK), *parts, strict=True):
+            dtype = accumulation_dtype(x.device)
+            offset = torch.zeros_like(r, dtype=dtype) if own is None else own.to(dtype)
+            if y is not None:
+                offset += y - models_weight * (x_.to(dtype) + r)
+            self._squares -= float(offset.square().sum()) / self._weight
+            r += offset / self._weight
+        self._own = None
+
+    def merge(self, weights: Sequence[float], ranks: Exchange, x: Tensor) -> None:
+        """Put the parts of all processes together, each of which has settled its own.
+
+        Args:
+            weights: The sums of weights of all processes.
+            ranks: The processes.
+            x: The server parameters [P].
+        """
+        total = sum(weights)
+        mine = torch.zeros_like(x) if self._reference is None else self._reference
+        mean = mine * (self._weight / total if total else 0.0)
+        ranks.sum([mean])
+        squares = self._squares + self._weight * float(torch.linalg.vector_norm(mine - mean)) ** 2
+        sums = torch.tensor([squares], dtype=accumulation_dtype(x.device), device=x.device)
+        ranks.sum([sums])
+        self._squares, self._weight = float(sums), total
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights of this process's clients."""
+        return self._weight
+
+    def value(self) -> float:
+        """The drift; nan if there are no clients."""
+        return math.sqrt(max(0.0, self._squares / self._weight)) if self._weight else math.nan
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

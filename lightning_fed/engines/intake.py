@@ -85,7 +85,7 @@ class Intake:
         for row in rows:
             if keep:
                 self._keep(result, row, keep[row], {})
-            self._note_drift(result, row)
+        self._note_drift(result, rows)
 
     def take(self, result: ChunkResult, row: int, keep: State) -> None:
         """Take in what one client sends and keeps; see :meth:`take_several`."""
@@ -99,7 +99,11 @@ class Intake:
         model = result.y[row] if self._sums_models(result) else None
         self.aggregation.add(index, result.reports[row].steps, send, model)
         self._keep(result, row, keep, residuals)
-        self._note_drift(result, row)
+        self._note_drift(result, [row])
+
+    def settle(self) -> None:
+        """Finish what this process's clients alone decide, before anything is summed over processes."""
+        self.drift.settle(self.server.x, *self.aggregation.models)
 
     def outline(self) -> tuple[dict[str, Any], Sent]:
         """Return what other processes need of this one's part, apart from the sums of messages.
@@ -111,7 +115,7 @@ class Intake:
         outline = {
             "aggregation": self.aggregation.outline(),
             "buffers": self.mean_buffers,
-            "drift": self.drift.outline(),
+            "drift": self.drift.weight,
             "traffic": self.traffic,
             "guests": guests,
         }
@@ -127,7 +131,7 @@ class Intake:
         """
         self.guests.take_home([outline["guests"] for outline in outlines], received)
         self.aggregation.reduce([outline["aggregation"] for outline in outlines], self.ranks, x)
-        self.ranks.sum(self.drift.merge([outline["drift"] for outline in outlines], x))
+        self.drift.merge([outline["drift"] for outline in outlines], self.ranks, x)
         self.mean_buffers = BufferMean.merged(outline["buffers"] for outline in outlines)
         self.traffic.merge(outline["traffic"] for i, outline in enumerate(outlines) if i != self.ranks.rank)
 
@@ -157,10 +161,10 @@ class Intake:
                 " what a new client has: several processes would not know where to look for it. Override init_client."
             )
 
-    def _note_drift(self, result: ChunkResult, row: int) -> None:
-        weight = self.aggregation.weight(result.participants[row].index, self.rule)
-        summed = self._sums_models(result) and self.rule != "population"  # the aggregation has the sum of the changes
-        self.drift.add(result.reports[row].update_norm, weight, None if summed else result.delta[row])
+    def _note_drift(self, result: ChunkResult, rows: Sequence[int]) -> None:
+        weights = self.aggregation.weights([result.participants[row].index for row in rows], self.rule)
+        deltas = result.delta if len(rows) == len(result.reports) else result.delta[rows]
+        self.drift.add(deltas, weights, self._sums_models(result) and self.rule != "population")
 
     def _compressed(self, compressor: Compressor, index: int, send: State) -> tuple[State, State]:
         """Return what the server gets of a client's messages, and what the client keeps of what it does not get."""

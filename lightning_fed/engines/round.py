@@ -343,6 +343,7 @@ class Round:
             outlines: What everybody's :meth:`outline` says.
             received: The bytes that came with it.
         """
+        self._intake.settle()
         if self.ranks.size == 1:
             self.has_lost_any([])
             return
@@ -367,7 +368,6 @@ class Round:
         intake, aggregation = self._intake, self._intake.aggregation
         done = [i for i, r in self._reports.items() if r.steps or not self.algorithm.local_work]
         self._cohort.size = len(done)
-        drift = intake.drift.value(aggregation.change(self.server.x)) if done else math.nan
         is_step = bool(done) or not aggregation.needs_clients
         mean, models = aggregation.mean(self.server.x) if is_step else ({}, None)
         number, inputs = self.server.round, self._inputs
@@ -405,7 +405,7 @@ class Round:
             clients=MappingProxyType(reports),
             loss=sum(reports[i].loss * reports[i].size for i in done) / examples if examples else math.nan,
             update_norm=norm,
-            drift=drift,
+            drift=intake.drift.value() if done else math.nan,
             bytes_up=up,
             bytes_down=down,
             seconds=seconds,

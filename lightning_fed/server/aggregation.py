@@ -302,6 +302,11 @@ class Aggregation:
         models = [] if self._models is None else [self._models]
         ranks.sum([self._sums[name] for name in sorted(self._sums)] + models)
 
+    @property
+    def models(self) -> tuple[Tensor | None, float]:
+        """The weighted sum of the models y [P] that have been added, if any, and the sum of their weights."""
+        return self._models, self._models_weight
+
     def change(self, x: Vector) -> Vector | None:
         """Return the weighted sum of ``y - x`` [P] over the clients whose models are summed, None if there are none."""
         if self._change is None and self._models is not None:
