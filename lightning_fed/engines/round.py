@@ -345,18 +345,22 @@ class Round:
         """
         self._intake.settle()
         if self.ranks.size == 1:
+            self._reports = self._in_cohort_order(self._reports)
             self.has_lost_any([])
             return
         self._intake.merge(outlines, received, self.server.x)
         others = [outline for i, outline in enumerate(outlines) if i != self.ranks.rank]
-        reports = {i: report for outline in outlines for i, report in outline["reports"].items()}
-        cohort = [plan.participant.client_id for plan in self.plans]
-        self._reports = {client_id: reports[client_id] for client_id in cohort if client_id in reports}
+        self._reports = self._in_cohort_order({i: r for outline in outlines for i, r in outline["reports"].items()})
         self._is_spoiled = any(outline["is_spoiled"] for outline in outlines)
         for outline in others:
             for point, norms in outline["gradient_norms"].items():
                 self._gradient_norms.setdefault(point, {}).update(norms)
         self.has_lost_any([outline["failed"] for outline in others])
+
+    def _in_cohort_order(self, reports: Mapping[ClientId, ClientReport]) -> dict[ClientId, ClientReport]:
+        """Return reports in the order in which clients were drawn; engines may train them in another one."""
+        cohort = (plan.participant.client_id for plan in self.plans)
+        return {client_id: reports[client_id] for client_id in cohort if client_id in reports}
 
     def close(self, metrics: Mapping[str, float], seconds: float) -> RoundReport:
         """Average the messages, take the server's step, and report.
