@@ -95,6 +95,7 @@ class FederatedLoop(Inspection, _FitLoop):
         self._work_notes: dict[str, str] = {}
         self._ranks = Ranks()  # that share the clients
         self._warned: set[ClientId] = set()
+        self._gave_up = False  # whether engine="auto" has left the vectorized engine for the sequential one
         self._split = BatchSplit()  # whose processes share every batch
         self.kept_states = KeptStates(trainer, settings.client_states, settings.client_states_dir)
         self._stop = Stop.NO  # what any process was asked for in this round
@@ -134,7 +135,7 @@ class FederatedLoop(Inspection, _FitLoop):
             )
         client_states = self.kept_states.record(self._state, self._ranks)
         transport = self.settings.transport()
-        noted = {"transport": transport, "work": self._work_notes}
+        noted = {"transport": transport, "work": self._work_notes, "gave_up": self._gave_up}
         return {**self._state.state_dict(client_states), "metrics": metrics, **noted}
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
@@ -240,7 +241,8 @@ class FederatedLoop(Inspection, _FitLoop):
             "shuffle": trainer.datamodule.shuffle and not trainer.overfit_batches,
             "keeps_solver": settings.keeps_solver,
         }
-        return make_engine(settings.engine, settings.chunk_size, self.epoch_loop, planner.some, options)
+        name = "sequential" if settings.engine == "auto" and self._gave_up else settings.engine
+        return make_engine(name, settings.chunk_size, self.epoch_loop, planner.some, options)
 
     def _make_state(self, module: pl.LightningModule, base: torch.optim.Optimizer) -> Server:
         assert self._flat is not None
@@ -255,6 +257,7 @@ class FederatedLoop(Inspection, _FitLoop):
         if restored is not None:
             metrics = restore_server(state, restored, s, self._work_notes, self.trainer.ckpt_path)
             self.trainer._logger_connector._callback_metrics.update(metrics)
+            self._gave_up = bool(restored.get("gave_up"))
         elif kept is not None and kept.round > 0:
             if module is not self._module:
                 raise FederatedError(
@@ -418,6 +421,9 @@ class FederatedLoop(Inspection, _FitLoop):
                 " change them in every process, by the same values."
             )
         self._edit = None
+        if any(outline["gave_up"] for outline in outlines):
+            self._engine.give_up()
+            self._gave_up = True
         self._stop = Stop(max(outline["stop"] for outline in outlines))
         self.is_closing, self.precision_at_start = True, None
         if self._is_private:

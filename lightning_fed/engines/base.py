@@ -173,6 +173,12 @@ class Engine(ABC):
         """The parameters [P] of the client whose hooks are called."""
         return self.flat.y
 
+    has_given_up = False
+    """Whether another engine was tried first, and could not run the clients."""
+
+    def give_up(self) -> None:  # noqa: B027
+        """Go on with the engine that runs everything, if this is another one."""
+
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:  # noqa: B027
         """Look at what may have changed since the last round, before this process's clients do anything in this one."""
 

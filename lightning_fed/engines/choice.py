@@ -1,13 +1,15 @@
 """Which engine runs the cohort."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from lightning_fed._compat import rank_zero_info
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.client_loop import ClientEpochLoop
+from lightning_fed.engines.fallback import Fallback
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.sequential import SequentialEngine
 from lightning_fed.engines.vectorized import VectorizedEngine
@@ -36,8 +38,9 @@ def make_engine(
     Raises:
         FederatedError: If the vectorized engine is asked for by name and cannot run the module.
     """
+    make_sequential = partial(SequentialEngine, epoch_loop, **options)
     if name == "sequential":
-        return SequentialEngine(epoch_loop, **options)
+        return make_sequential()
     try:
         on_cpu = epoch_loop.trainer.strategy.root_device.type == "cpu"
         chooses = name == "auto" and chunk_size is None and on_cpu
@@ -47,7 +50,7 @@ def make_engine(
         if name != "auto":
             raise
         rank_zero_info(f"engine='auto' takes 'sequential', since {_decapitalised(str(error))}")
-        return SequentialEngine(epoch_loop, **options)
+        return make_sequential()
     if name == "auto":
         at_once = "one client at a time" if engine.chunk_size == 1 else f"up to {engine.chunk_size} clients at once"
         at_once += " where their work makes that faster" if chooses and engine.chunk_size > 1 else ""
@@ -55,7 +58,7 @@ def make_engine(
             f"engine='auto' takes 'vectorized', {at_once}: no hook is called per batch, and a trial step of the module"
             " agreed."
         )
-    return engine
+    return cast(Engine, Fallback(engine, make_sequential, goes_on=name == "auto"))
 
 
 def _try_out(engine: VectorizedEngine, plans: Iterator[WorkPlan]) -> None:

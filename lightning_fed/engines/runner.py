@@ -153,7 +153,8 @@ class RoundRunner:
         engine.end_round()
         outline, sent = work.outline() if self.ranks.size > 1 else ({}, ())
         logged = trainer.fit_loop.epoch_loop._results.outline() if trainer.world_size > 1 else {}
-        return {**outline, "logged": logged, "stop": trainer._signal_connector.asked, "edit": edit}, sent
+        own = {"logged": logged, "stop": trainer._signal_connector.asked, "edit": edit}
+        return {**outline, **own, "gave_up": engine.has_given_up}, sent
 
     def _population_loss(self) -> torch.Tensor:
         """Return the mean loss over all examples of all clients at x (0-dim); those that fail are left out."""

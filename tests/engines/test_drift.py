@@ -43,7 +43,7 @@ class Drifts(FederatedCallback):
 
 
 def directions(ratio: float) -> Tensor:
-    """Return the change that each client makes [S, P]: a common one, and one of its own that is smaller by the ratio."""
+    """Return each client's change [S, P]: a common one, and one of its own that is smaller by the ratio."""
     stream = torch.Generator().manual_seed(7)
     return torch.randn(P, generator=stream) + ratio * torch.randn(len(SIZES), P, generator=stream)
 

@@ -1,0 +1,141 @@
+"""Clients that the vectorized engine cannot run though its trial step passed."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
+from lightning_fed.algorithms import FedAvg, Mime, MimeMVR, Scaffold, SGDm
+from tests.helpers.engines import Ordinary, Record, assert_agree, assert_close, results_of, run, state_of
+from tests.helpers.processes import in_processes
+from tests.helpers.training import CLASSES, FEATURES, clients, data, parameters, same
+
+GOES_ON = "engine='auto' goes on with 'sequential' from round"
+
+
+class Picky(Ordinary):
+    """Asks for a number, which several clients at once cannot give, on batches of one size."""
+
+    size = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        if len(x) == self.size:
+            loss = loss * (1 + 0 * x.sum().item())
+        self.log("loss", loss)
+        return loss
+
+
+class PickyInFullBatches(Picky):
+    size = 8
+
+
+class Cells(Ordinary):
+    """A recurrent cell, to whose state without a client several clients' inputs cannot be added in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.LSTMCell(FEATURES // 3, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = c = torch.zeros(len(x), 4, dtype=x.dtype)
+        for part in x.split(FEATURES // 3, dim=1):
+            h, c = self.cell(part, (h, c))
+        return self.out(h)
+
+
+full, ragged, uneven = (partial(data, sizes) for sizes in ((8, 8, 8, 8), (5, 5, 5, 5), (12, 4, 4, 4)))
+
+CASES: dict[str, dict[str, Any]] = {
+    "local steps": {"make": Picky, "algorithm": Scaffold(), "datamodule": ragged},
+    "without state": {"make": Picky, "algorithm": FedAvg(), "datamodule": ragged},
+    "full gradients at once": {"make": PickyInFullBatches, "algorithm": Mime(SGDm()), "datamodule": full},
+    "a recurrent cell": {"make": Cells, "algorithm": Mime(SGDm()), "datamodule": uneven},
+    "a moving anchor": {"make": Cells, "algorithm": MimeMVR(0.1), "datamodule": uneven},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_auto_goes_on_with_the_sequential_engine_and_says_so_once(name: str) -> None:
+    with pytest.warns(UserWarning, match=GOES_ON) as said:
+        found = run("auto", **CASES[name])
+    assert sum(GOES_ON in str(warning.message) for warning in said) == 1
+    assert_agree(found, run("sequential", **CASES[name]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vectorized_is_refused_and_no_client_is_blamed(name: str) -> None:
+    with pytest.raises(FederatedError, match="'vectorized' cannot run clients of .* in round 0") as refusal:
+        run("vectorized", **CASES[name])
+    assert "Client" not in str(refusal.value)
+
+
+def test_reports_and_hooks_are_those_of_every_client() -> None:
+    records = [Record(), Record()]
+    with pytest.warns(UserWarning, match=GOES_ON):
+        run("auto", make=Picky, datamodule=ragged, callbacks=records[0])
+    run("sequential", make=Picky, datamodule=ragged, callbacks=records[1])
+    models = [
+        {str(r.client_id): y for r, y in zip(record.reports[:4], record.models[:4], strict=True)} for record in records
+    ]
+    assert_close(models[0], {i: models[1][i] for i in models[0]})
+    assert [r.cohort for r in records[0].rounds] == [r.cohort for r in records[1].rounds]
+
+
+def test_the_module_holds_each_clients_model_in_its_hook() -> None:
+    class Compare(FederatedCallback):
+        def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+            assert torch.equal(parameters(pl_module), trainer.fit_loop.client_model[0])
+
+    with pytest.warns(UserWarning, match=GOES_ON):
+        run("auto", make=Picky, datamodule=ragged, callbacks=Compare())
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    options = {"make": PickyInFullBatches, "algorithm": Mime(SGDm()), "datamodule": full}
+    with pytest.warns(UserWarning, match=GOES_ON):
+        whole, half = (run("auto", max_rounds=rounds, **options) for rounds in (4, 2))
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = run("auto", max_rounds=4, ckpt_path=tmp_path / "half.ckpt", **options)
+    assert same(state_of(resumed), state_of(whole))
+
+
+class Fails(Picky):
+    """Fails on one client's data, which is the client's own fault."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not torch._C._functorch.is_batchedtensor(batch[0]) and bool((batch[0] > 90).any()):
+            raise RuntimeError("these examples are bad")
+        return super().training_step(batch, batch_idx)
+
+
+def spoiled() -> FederatedDataModule:
+    parts = clients((5, 5, 5, 5))
+    parts[2].tensors[0][0] = 99.0
+    return FederatedDataModule(parts, batch_size=4)
+
+
+@pytest.mark.filterwarnings("ignore:engine='auto' goes on")
+def test_a_client_that_fails_alone_is_left_out() -> None:
+    options = {"make": Fails, "datamodule": spoiled, "on_client_error": "drop", "max_failed_share": 0.5}
+    found, expected = (run(engine, limit_val_batches=0, **options) for engine in ("auto", "sequential"))
+    assert_agree(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:engine='auto' goes on")
+@pytest.mark.parametrize("name", ["local steps", "full gradients at once"])
+def test_two_processes_end_where_one_does(name: str, tmp_path: Path) -> None:
+    case = {"clients_per_round": 4, **CASES[name]}
+    alone = results_of(run("auto", **case))["state"]
+    for outcome in in_processes(partial(run_in_two, case), tmp_path):
+        assert_close(outcome.value, alone)
+
+
+def run_in_two(case: dict[str, Any]) -> Any:
+    return results_of(run("auto", strategy="clients", devices=2, **case))["state"]
