@@ -19,7 +19,6 @@ from lightning_fed.data.batch_settings import BatchSettings
 from lightning_fed.engines.anchor_parts import Parts, keep_parts
 from lightning_fed.engines.full_gradients import is_gradient
 from lightning_fed.engines.functional import FunctionalStep
-from lightning_fed.engines.onednn import add_product
 from lightning_fed.engines.traces import Found, TracedStep, kinds, resized
 
 __all__ = ["AnchorPass", "KeptAnchor"]
@@ -123,7 +122,7 @@ class _AtPoint:
         for i, (left, right) in self.parts.products.items():
             weighs_left = left >= len(epoch)  # the tensors of the batches stay as they are
             factors = joined(left, weighs_left).t(), joined(right, not weighs_left)
-            add_product(sums[i], *factors, alpha=first / len(epoch[0]))
+            sums[i].addmm_(*factors, alpha=first / len(epoch[0]))
 
     def kept(self, passed: _Passed) -> "list[KeptAnchor]":
         """Return what is kept for each of the batches."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fed.engines.batch_trees import first_batch
 
-__all__ = ["BatchGroup", "LoneBatch", "Lookup", "Turn", "chosen", "on_device"]
+__all__ = ["BatchGroup", "LoneBatch", "Turn", "chosen", "on_device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,6 @@ class BatchGroup:
         batch_idx: The index of the batch in the local epoch.
         is_rows: Whether the tensors are rows of tensors of one kind in every group, so that the examples tell their
             shapes.
-        lookup: The lookup that they come from, where those of other steps may come from it too.
     """
 
     clients: Sequence[int]
@@ -34,7 +33,6 @@ class BatchGroup:
     examples: int
     batch_idx: int
     is_rows: bool = False
-    lookup: "Lookup | None" = None
 
     @property
     def first(self) -> Any:
@@ -49,25 +47,6 @@ class LoneBatch(BatchGroup):
     def first(self) -> Any:
         """The batch."""
         return self.batch
-
-
-class Lookup:
-    """Rows of several steps that were looked up at once.
-
-    Args:
-        tensors: The rows [n, ...].
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-        self._lacks: dict[tuple[int, float], bool] = {}
-
-    def lacks(self, place: int, value: float) -> bool:
-        """Whether a number is nowhere in one of the tensors, if there are so many; looked at once."""
-        key = (place, value)
-        if key not in self._lacks:
-            self._lacks[key] = place < len(self._tensors) and not bool((self._tensors[place] == value).any())
-        return self._lacks[key]
 
 
 class Turn(NamedTuple):

@@ -1,7 +1,7 @@
 """Local steps of plain SGD in one go: gradients, the method's correction and the update, as one traced graph."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.engines.anchors import KeptAnchor
 from lightning_fed.engines.batch_groups import BatchGroup
 from lightning_fed.engines.batch_trees import flatten
-from lightning_fed.engines.captures import CapturedStep, captured
 from lightning_fed.engines.functional import FunctionalStep, Logged
 from lightning_fed.engines.row_batches import Alike
 from lightning_fed.engines.stacked import StackedWork
@@ -60,14 +59,12 @@ class _Ready:
         rest: What it takes after parameters and batch.
         moved: The parameters whose directions have a constant part.
         constant: These parts, in the parameters' shapes.
-        capture: The step as a recording, where it is one.
     """
 
     step: TracedStep
     rest: Sequence[Any]
     moved: list[Tensor]
     constant: list[Tensor]
-    capture: CapturedStep | None = None
 
 
 class BoundSteps:
@@ -109,9 +106,7 @@ class BoundSteps:
         ready = self._ready.get((group.examples, kept is None)) if group.is_rows else None
         if ready is None:
             return self._take_first(group, leaves, spec, kept)
-        loss, values = ready.step.named(
-            self._run(ready, [*leaves, *(() if kept is None else kept.parts)], _is_full(ready.step, group))
-        )
+        loss, values = ready.step.named(self._run(ready, [*leaves, *(() if kept is None else kept.parts)]))
         return loss, self._step.logged(values)
 
     def take_alike(
@@ -139,12 +134,9 @@ class BoundSteps:
         loss, values = ready.step.named([stacked[id(result)] for result in found[0]])
         return loss, self._step.logged(values)
 
-    def _run(self, ready: "_Ready", given: Sequence[Tensor], full: bool = False) -> Sequence[Tensor]:
-        """Take a step, given what changes from step to step, and whether no target is ignored."""
-        if ready.capture is not None:
-            found = ready.capture(given, ready.rest)
-        else:
-            found = (ready.step.run_full if full else ready.step.run)(*self._views, *given, *ready.rest)
+    def _run(self, ready: "_Ready", given: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Take a step, given what changes from step to step."""
+        found = ready.step.run(*self._views, *given, *ready.rest)
         if ready.moved:
             torch._foreach_add_(ready.moved, ready.constant, alpha=self._rate)
         return found
@@ -166,7 +158,7 @@ class BoundSteps:
             before = self._y.clone()
         given = [*leaves, *(() if kept is None else kept.parts)]
         try:
-            loss, values = traced(*self._views, *given, *ready.rest, full=_is_full(traced, group))
+            loss, values = traced(*self._views, *given, *ready.rest)
             is_right = expected is None or self._step.is_right(loss if self.alone else loss[0], expected, "step")
         except RuntimeError as error:
             if expected is None:
@@ -179,8 +171,7 @@ class BoundSteps:
         if ready.moved:
             torch._foreach_add_(ready.moved, ready.constant, alpha=self._rate)
         if group.is_rows:
-            capture = captured(self._step.traces, traced, self._y, self._views, given, ready.rest)
-            self._ready[group.examples, kept is None] = ready if capture is None else replace(ready, capture=capture)
+            self._ready[group.examples, kept is None] = ready
         return loss, self._step.logged(values)
 
     def _find(
@@ -360,8 +351,3 @@ class BoundSteps:
             return directions, loss, values
 
         return function
-
-
-def _is_full(step: TracedStep, group: BatchGroup) -> bool:
-    """Whether a step may take it for granted that no target is ignored."""
-    return step.full_targets is not None and group.lookup is not None and group.lookup.lacks(*step.full_targets)

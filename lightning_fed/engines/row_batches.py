@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.data.batches import ClientBatches, TensorBatches
-from lightning_fed.engines.batch_groups import BatchGroup, LoneBatch, Lookup, Turn, chosen, on_device
+from lightning_fed.engines.batch_groups import BatchGroup, LoneBatch, Turn, chosen, on_device
 from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.engines.resident import ResidentData
 
@@ -93,19 +93,16 @@ class RowSource:
         tensors = self._own[client] if self._whole is None else self._whole
         return on_device(self._trainer, [t.index_select(0, places.to(t.device)) for t in tensors])
 
-    def in_order(self, steps: Sequence[Sequence[tuple[int, Tensor]]]) -> Iterator[tuple[list[Tensor], Lookup | None]]:
+    def in_order(self, steps: Sequence[Sequence[tuple[int, Tensor]]]) -> Iterator[list[Tensor]]:
         """Yield the rows of one step after the other, [n * B, ...]; those of several are looked up at once.
 
         Args:
             steps: For every step its clients, and where the rows of each are looked up [B].
-
-        Yields:
-            The rows of a step, and their lookup; None where each client has one of its own.
         """
         if self._whole is None:
             for step in steps:
                 own = [self.alone(client, places) for client, places in step]
-                yield own[0] if len(own) == 1 else [torch.cat(column) for column in zip(*own, strict=True)], None
+                yield own[0] if len(own) == 1 else [torch.cat(column) for column in zip(*own, strict=True)]
             return
         places: list[Tensor] = []
         lengths: list[int] = []
@@ -114,10 +111,7 @@ class RowSource:
             lengths.append(sum(own.shape[0] for _, own in step))
             if i + 1 == len(steps) or sum(lengths) >= self._ahead:
                 found = self.alone(0, places[0] if len(places) == 1 else torch.cat(places))
-                lookup = Lookup(found)
-                yield from (
-                    (list(rows), lookup) for rows in zip(*(t.split_with_sizes(lengths) for t in found), strict=True)
-                )
+                yield from (list(rows) for rows in zip(*(t.split_with_sizes(lengths) for t in found), strict=True))
                 places, lengths = [], []
 
     def together(self, clients: Sequence[int], places: Sequence[Tensor]) -> list[Tensor]:
@@ -236,14 +230,14 @@ class RowBatches:
             [(client, self.rows[client][k][1]) for client, k in zip(own, turn.at, strict=True)]
             for own, turn in zip(members, turns, strict=True)
         ]
-        for own, turn, (rows, lookup) in zip(members, turns, self._source.in_order(places), strict=True):
+        for own, turn, rows in zip(members, turns, self._source.in_order(places), strict=True):
             first, n = own[0], len(own)
             batch_idx, size = self.rows[first][turn.at[0]][0], self.sizes[first][turn.at[0]]
             if n == 1:
                 yield LoneBatch(own, slice(0, 1), rows, size, batch_idx, is_rows=True)
             else:
                 batch = [t.view(n, size, *t.shape[1:]) for t in rows]
-                yield BatchGroup(own, slice(0, n), batch, size, batch_idx, is_rows=True, lookup=lookup)
+                yield BatchGroup(own, slice(0, n), batch, size, batch_idx, is_rows=True)
 
 
 def look_up(trainer: pl.Trainer, resident: ResidentData, batches: TensorBatches, rows: Tensor) -> list[Tensor]:

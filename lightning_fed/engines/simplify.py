@@ -1,7 +1,6 @@
 """Rewrites of traces that leave every result as it is: what is computed for nothing, or twice, is computed once."""
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -129,8 +128,8 @@ def is_view(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and any(r.alias_info is not None for r in target._schema.returns)
 
 
-def erase_unused(graph: fx.Graph, keep: Sequence[Any] = ()) -> None:
-    """Erase what nobody asks for; not what changes something, as operators say and functions to ``keep`` do."""
+def erase_unused(graph: fx.Graph) -> None:
+    """Erase what nobody asks for and changes nothing."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not writes(node) and node.target not in keep:
+        if node.op == "call_function" and not node.users and not writes(node):
             graph.erase_node(node)

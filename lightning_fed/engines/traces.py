@@ -9,11 +9,8 @@ from torch import Tensor, fx
 
 from lightning_fed._compat import rank_zero_warn
 from lightning_fed.engines.counts import take_any_count
-from lightning_fed.engines.full_targets import where_all_count
 from lightning_fed.engines.graphs import StepGraphs, same, split_step, use_bindings
-from lightning_fed.engines.onednn import use_onednn
 from lightning_fed.engines.simplify import simplify
-from lightning_fed.engines.stacked_losses import use_nll_kernels
 
 try:
     from torch._guards import TracingContext, tracing
@@ -51,7 +48,7 @@ class Traces:
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self._dtype = dtype
-        self.allowed = self.may_capture = not _MISSING
+        self.allowed = not _MISSING
         if _MISSING:
             rank_zero_warn(
                 f"Local steps run untraced, which is slower: PyTorch {torch.__version__} has no longer what traces are"
@@ -222,7 +219,6 @@ class Traces:
         if not self.allowed:  # the function has forbidden it
             return None
         simplify(module)
-        use_nll_kernels(module.graph)
         return module, sizes
 
 
@@ -269,9 +265,6 @@ class TracedStep:
         constant: Of every parameter, whether its direction has a constant part.
         takes_more: Whether a step takes more than constant parts of what depends on nothing else.
         run: Moves the parameters, and returns the loss and the logged values in a list.
-        run_full: Does so for batches that do not hold :attr:`full_targets`.
-        full_targets: A tensor of the batch, and a class that is not among its targets; None if that saves nothing.
-        captures: Recordings of it, by where the parameters lie and the shapes of the batch.
     """
 
     def __init__(
@@ -292,15 +285,10 @@ class TracedStep:
         assert isinstance(found, (list, tuple))
         self.constant = [part is not None for part in found[:count]]
         self.takes_more = len(found) > count
-        use_onednn(graphs.step)
-        full = where_all_count(graphs.step, count) if takes_any_count else None
-        for graph in (graphs.once, graphs.step, *(() if full is None else (full.step,))):
+        for graph in (graphs.once, graphs.step):
             use_bindings(graph)
         self._once = _under(dtype, fx.GraphModule(whole, graphs.once).forward)
         self.run: Callable[..., list[Tensor]] = _under(dtype, fx.GraphModule(whole, graphs.step).forward)
-        self.run_full = self.run if full is None else _under(dtype, fx.GraphModule(whole, full.step).forward)
-        self.full_targets = None if full is None else (full.place, full.ignored)
-        self.captures: dict[Any, Any] = {}
 
     def once(self, constants: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
         """Return the constant part of every parameter's direction, and what a step takes after the batch."""
@@ -308,9 +296,9 @@ class TracedStep:
             out = self._once(*constants)
         return out[: self._count], out[self._count :]
 
-    def __call__(self, *arguments: Any, full: bool = False) -> tuple[Tensor, Values]:
+    def __call__(self, *arguments: Any) -> tuple[Tensor, Values]:
         """Move the parameters, and return the loss and the logged values; to be called without gradients."""
-        return self.named((self.run_full if full else self.run)(*arguments))
+        return self.named(self.run(*arguments))
 
     def named(self, results: Sequence[Tensor]) -> tuple[Tensor, Values]:
         """Return the loss and the logged values out of what :attr:`run` returns."""

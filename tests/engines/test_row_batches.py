@@ -71,7 +71,7 @@ def test_rows_of_several_steps_come_in_their_order(
     found = source.in_order(
         [[(i, source.places(i, cohort[i].stored_rows()[rows])) for i, rows in step] for step in steps]
     )
-    for (batch, _), step in zip(found, steps, strict=True):
+    for batch, step in zip(found, steps, strict=True):
         parts = [cohort[i].pick(torch.tensor(rows)) for i, rows in step]
         for rows_of_all, *column in zip(batch, *parts, strict=True):
             assert torch.equal(rows_of_all, torch.cat(column))
