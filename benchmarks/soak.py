@@ -106,7 +106,7 @@ def soak(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
     written = sum(path.stat().st_size for path in folder.glob("events.out.tfevents.*"))
     return {
         "algorithm": args.algorithm,
-        "engine": type(trainer.fit_loop._engine).__name__.removesuffix("Engine").lower(),
+        "engine": trainer.fit_loop._engine.name,
         "client_states": args.client_states,
         "processes": args.devices,
         "rounds": args.rounds,

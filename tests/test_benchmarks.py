@@ -137,6 +137,7 @@ def test_systems_take_turns(tmp_path):
     assert "not installed" in missing["skipped"]
 
 
+@pytest.mark.thorough
 def test_what_fails_ends_no_other_turns(scripts, monkeypatch, tmp_path):
     workloads = scripts("workloads")
     args = workloads._parser().parse_args(
@@ -264,6 +265,7 @@ def test_every_workload_says_how_often_it_is_run(run, scripts, monkeypatch, tmp_
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.thorough
 def test_figures_of_a_point_of_scale(scripts):
     scale = scripts("scale")
     found = scale.measure(scale.Point("Scaffold", cohort=4, population=4, parameters=200_000, chunk=2), 1, 1)
@@ -286,6 +288,7 @@ def test_a_point_of_scale_is_measured(scripts, method):
     assert found["s_per_round"] > 0
 
 
+@pytest.mark.thorough
 def test_scale_writes_tables_and_a_figure(scripts, monkeypatch, tmp_path):
     scale = scripts("scale")
     page, results = tmp_path / "page.md", tmp_path / "results.jsonl"
@@ -332,6 +335,7 @@ def test_a_point_that_fails_is_told(scripts, monkeypatch, tmp_path, capsys):
     assert not (tmp_path / "results.jsonl").exists()
 
 
+@pytest.mark.thorough
 def test_soaks_are_written_to_a_page(scripts, tmp_path):
     soak = scripts("soak")
     page, results = tmp_path / "page.md", tmp_path / "results.jsonl"

@@ -64,6 +64,7 @@ def test_validate_test_and_predict(capsys: pytest.CaptureFixture[str]) -> None:
     assert "val_acc" in out
 
 
+@pytest.mark.thorough
 def test_the_last_checkpoint_is_tested(caplog: pytest.LogCaptureFixture) -> None:
     fit()
     main(["test", "--config", QUICKSTART, "--ckpt_path", "last"])
@@ -72,6 +73,7 @@ def test_the_last_checkpoint_is_tested(caplog: pytest.LogCaptureFixture) -> None
         main(["test", "--config", QUICKSTART, "--ckpt_path", "last", "--trainer.logger", "false"])
 
 
+@pytest.mark.thorough
 def test_print_config_round_trips(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as done:
         main(["fit", "--config", QUICKSTART, "--print_config"])

@@ -44,7 +44,7 @@ def run(problem: Problem, settings: Settings, stopwatch: Stopwatch) -> Outcome |
     engine = trainer.fit_loop._engine
     config: dict[str, Any] = {
         "version": f"{lightning_fed.__version__}, torch {torch.__version__}",
-        "engine": type(engine).__name__.removesuffix("Engine").lower(),
+        "engine": engine.name,
         "chunk": getattr(engine, "chunk_size", 1),
         "processes": devices,
         "threads": 1,

@@ -173,6 +173,9 @@ class Engine(ABC):
         """The parameters [P] of the client whose hooks are called."""
         return self.flat.y
 
+    name: str
+    """What the trainer's argument ``engine`` calls it."""
+
     has_given_up = False
     """Whether another engine was tried first, and could not run the clients."""
 

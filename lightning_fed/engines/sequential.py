@@ -31,6 +31,8 @@ class SequentialEngine(Engine):
         kwargs: What every engine takes.
     """
 
+    name = "sequential"
+
     def __init__(self, epoch_loop: ClientEpochLoop, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.epoch_loop = epoch_loop

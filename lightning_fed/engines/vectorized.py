@@ -56,6 +56,8 @@ class VectorizedEngine(Engine):
         FederatedError: If settings, hooks or optimizer cannot be run for several clients at once.
     """
 
+    name = "vectorized"
+
     def __init__(self, chunk_size: int | None, where_it_pays: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         check_settings(self)

@@ -83,6 +83,7 @@ def exact_hessians(model: Net, datasets: list[TensorDataset], decay: float) -> l
     return [hessian(loss)(x, d.tensors[0].double(), d.tensors[1]) for d in datasets]
 
 
+@pytest.mark.thorough
 def test_hessian_dissimilarity_of_a_network_is_that_of_its_exact_hessians() -> None:
     model, sizes = seeded(dropout=0.0), (13, 8, 21)
     callback = HessianDissimilarity(tolerance=1e-4, max_iterations=100)

@@ -56,6 +56,7 @@ def test_a_round_by_hand():
     assert x.item() == pytest.approx(0.92, rel=1e-14)
 
 
+@pytest.mark.thorough
 def test_scaffold_reaches_zero_where_fedavg_stays_away():
     options = {"local_steps": 5, "max_rounds": 60, "clients_per_round": 2}
     ours, theirs = (

@@ -122,6 +122,7 @@ def test_later_epochs_take_their_own(kind: Any, seen: Seen) -> None:
     assert seen.count(True) == seen.count(False) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", few([Ordinary, Wide], [Wide]))
 def test_clients_at_once_of_whom_some_are_in_their_second_epoch_take_their_own(kind: Any, seen: Seen) -> None:
     both(partial(kind, DECAYED), local_epochs=2, chunk_size=4)
@@ -191,6 +192,7 @@ def test_batches_that_are_reshaped_by_their_examples_are_kept_too(
     assert all(seen)
 
 
+@pytest.mark.thorough
 @ALONE
 def test_a_last_batch_of_one_example_is_right_where_gradients_are_kept_whole(chunk_size: int, seen: Seen) -> None:
     both(Pictures, partial(data, (13, 8, 5, 9, 12, 4)), chunk_size=chunk_size)
@@ -338,6 +340,7 @@ def test_targets_that_are_ignored_weigh_as_they_do_in_full_batches(
     assert all(seen) if share == 0.0 else not any(seen)
 
 
+@pytest.mark.thorough
 @ALONE
 def test_what_does_not_fit_is_taken_twice(monkeypatch: pytest.MonkeyPatch, chunk_size: int, seen: Seen) -> None:
     monkeypatch.setattr(anchors, "_KEPT_BYTES", 4000)

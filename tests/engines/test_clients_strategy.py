@@ -228,8 +228,7 @@ def decided(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 FEW = (  # of each kind one: what it keeps, reads and sends, and whose gradients it takes
-    "ServerOnly", "FedAvg", "FedProx adaptive", "Scaffold ii", "FedDyn mean", "FedNova", "MimeMVR eq15",
-    "Mime of the user's SGDm",
+    "FedAvg", "FedProx adaptive", "Scaffold ii", "FedNova", "MimeMVR eq15", "Mime of the user's SGDm",
 )  # fmt: skip
 FEW_AT_ONCE = ("Scaffold ii", "Mime of the user's SGDm")
 FEW_CASES = [
@@ -512,7 +511,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("strategy", ["clients", "clients_spawn"])
+@pytest.mark.parametrize("strategy", ["clients", "clients_spawn", "ddp"])
 def test_a_script_starts_processes(strategy: str) -> None:
     Path("script.py").write_text(SCRIPT.replace("STRATEGY", strategy))
     found = re.findall(r"sum of parameters: (.*)", started("script.py"))

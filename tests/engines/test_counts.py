@@ -170,6 +170,7 @@ def test_clients_with_smaller_batches_of_their_own_are_never_at_once(made: list[
     assert set(steps) == {1}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", few(METHODS, METHODS[:1]), ids=["FedAvg", "Scaffold", "Mime"])
 def test_traces_that_do_not_are_made_for_a_few_numbers(
     algorithm: Any, made: list[int], steps: list[int], monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, Mime, MimeMVR, Scaffold, SGDm
 from tests.helpers.engines import Ordinary, Record, assert_agree, assert_close, results_of, run, state_of
 from tests.helpers.processes import in_processes
+from tests.helpers.selection import few
 from tests.helpers.training import CLASSES, FEATURES, clients, data, parameters, same
 
 GOES_ON = "engine='auto' goes on with 'sequential' from round"
@@ -61,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, ["local steps", "full gradients at once"]))
 def test_auto_goes_on_with_the_sequential_engine_and_says_so_once(name: str) -> None:
     with pytest.warns(UserWarning, match=GOES_ON) as said:
         found = run("auto", **CASES[name])
@@ -69,7 +70,7 @@ def test_auto_goes_on_with_the_sequential_engine_and_says_so_once(name: str) -> 
     assert_agree(found, run("sequential", **CASES[name]))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, ["a recurrent cell"]))
 def test_vectorized_is_refused_and_no_client_is_blamed(name: str) -> None:
     with pytest.raises(FederatedError, match="'vectorized' cannot run clients of .* in round 0") as refusal:
         run("vectorized", **CASES[name])
@@ -129,7 +130,7 @@ def test_a_client_that_fails_alone_is_left_out() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:engine='auto' goes on")
-@pytest.mark.parametrize("name", ["local steps", "full gradients at once"])
+@pytest.mark.parametrize("name", few(["local steps", "full gradients at once"], ["local steps"]))
 def test_two_processes_end_where_one_does(name: str, tmp_path: Path) -> None:
     case = {"clients_per_round": 4, **CASES[name]}
     alone = results_of(run("auto", **case))["state"]

@@ -447,6 +447,7 @@ def test_a_forked_process_that_drops_its_copy_leaves_the_states_alone(tmp_path: 
     assert not StoreFolder(tmp_path / "client_states").segments()
 
 
+@pytest.mark.thorough
 def test_each_process_reads_its_states_until_it_drops_them(tmp_path: Path) -> None:
     def work() -> int:
         rank, dropped = int(os.environ["RANK"]), tmp_path / "dropped"

@@ -103,6 +103,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("full", few([3, 64], [3]))
 def test_full_batches_are_traced_where_only_the_number_of_examples_differs(full: int, passed: list[bool]) -> None:
     batches = partial(data, (14, 8, 11, 6, 9, 5), full_batch_size=full)  # of which none leaves a single example
@@ -123,6 +124,7 @@ class SizedLoss(Ordinary):
         return loss
 
 
+@pytest.mark.thorough
 def test_batches_with_fewer_examples_go_untraced_where_it_is_not(steps_taken: list[int]) -> None:
     runs = [run(engine, SizedLoss, datamodule=UNEVEN, algorithm=Mime(SGDm()), **more) for engine, more in ENGINES]
     assert set(steps_taken) == {1, 4}  # of a single example there is a graph of its own
@@ -140,6 +142,7 @@ class SizedPenalty(Ordinary):
         return loss
 
 
+@pytest.mark.thorough
 def test_what_is_the_same_for_every_step_is_so_for_batches_of_one_size_only() -> None:
     batches = partial(data, (7, 11, 7, 15, 8, 11))  # of four and of three examples
     options = {"datamodule": batches, "algorithm": Mime(SGDm()), "local_epochs": 2}

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.engines import Record, run
+from tests.helpers.selection import few
 
 ENGINES: list[dict[str, Any]] = [
     {"engine": "sequential"},
@@ -14,7 +15,7 @@ ENGINES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", ENGINES, ids=str)
+@pytest.mark.parametrize("options", few(ENGINES, [{"engine": "auto"}]), ids=str)
 def test_clients_are_listed_as_they_were_drawn(options: dict[str, Any]) -> None:
     drawn, record = [4, 1, 3, 0, 2], Record()
     run(clients_per_round=None, sampler=lambda seed, round: drawn, max_rounds=1, callbacks=record, **options)

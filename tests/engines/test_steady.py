@@ -229,6 +229,7 @@ class History(Ordinary):
         self.history.append(1.0)
 
 
+@pytest.mark.thorough
 def test_an_attribute_that_changes_every_round_is_told_of() -> None:
     with pytest.warns(UserWarning, match="The attribute 'history' of History changes from round to round") as caught:
         run("vectorized", History, max_rounds=5)

@@ -52,6 +52,7 @@ def test_traced_steps_of_another_local_optimizer_agree() -> None:
     assert_agree(run("sequential", partial(Ordinary, ADAM), **options), traced)
 
 
+@pytest.mark.thorough
 def test_shapes_are_noted_in_one_mode_for_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """make_fx would make one for every operation, which takes twice as long as all the rest of tracing."""
     made = []

@@ -12,8 +12,7 @@ from tests.helpers.selection import covering, few
 from tests.test_contract import METHODS
 
 FEW = (  # other kinds are in test_turns.py and test_traces.py
-    "ServerOnly", "FedAvg normalized", "FedProx adaptive", "FedDane same", "FedNova", "FedDyn inverse mean",
-    "MimeMVR current", "Mime of the user's Adam", "MimeLite SGD", "CMime Yogi",
+    "ServerOnly", "FedProx adaptive", "FedDane same", "FedNova", "FedDyn inverse mean", "MimeMVR current", "CMime Yogi",
 )  # fmt: skip
 ROUNDS = {"Mime RMSProp": 2}  # where rounding errors grow a hundredfold a round, in any order of summation
 

@@ -114,6 +114,7 @@ def test_cells_alike_are_one_cell(write: Write, tmp_path: Path) -> None:
     assert len(results.jobs) == 2
 
 
+@pytest.mark.thorough
 def test_methods_without_local_work_are_probed_too_and_the_others_on_one_batch(write: Write, tmp_path: Path) -> None:
     only = {"trainer.algorithm": "lightning_fed.algorithms.ServerOnly", "trainer.local_steps": None}
     path = write(methods={"ServerOnly": only, "FedAvg": {"trainer.algorithm": "lightning_fed.algorithms.FedAvg"}})
@@ -132,6 +133,7 @@ def test_methods_without_local_work_are_probed_too_and_the_others_on_one_batch(w
     assert [type(limit) for limit in limits] == [float, int, float, float]
 
 
+@pytest.mark.thorough
 def test_divergence_is_a_result(write: Write, tmp_path: Path) -> None:
     results, _ = run(write(tune=TUNE), tmp_path / "out")
     for point in results.grid.points:
@@ -149,6 +151,7 @@ def only_quantity(results: Results) -> Any:
     return results.grid.experiment.tune.by
 
 
+@pytest.mark.thorough
 def test_values_are_chosen_on_few_seeds_and_the_others_run_with_the_choice(write: Write, tmp_path: Path) -> None:
     tune = {"by": "final", "seeds": 1, "grid": {"lr": {"key": "model.init_args.lr", "values": [0.01, 0.1, 0.2]}}}
     results, ran = run(
@@ -252,6 +255,7 @@ def test_a_cell_is_recorded_with_its_cpu_time_and_that_of_the_processes_it_start
     assert record.cpu_seconds == 1.5 + 2.0 + 0.25
 
 
+@pytest.mark.thorough
 def test_cells_recorded_without_cpu_time_count_with_their_wall_time(write: Write, tmp_path: Path) -> None:
     run(write(), tmp_path / "out")
     files = sorted((tmp_path / "out" / "cells").glob("*/cell.json"))
@@ -417,6 +421,7 @@ def test_a_figure_that_hides_points_is_refused(write: Write, tmp_path: Path) -> 
         main(["reproduce", str(write(axes=axes, figures={"f": {}})), "--out", str(tmp_path / "out")])
 
 
+@pytest.mark.thorough
 def test_the_paths_of_clients_are_drawn(write: Write, tmp_path: Path) -> None:
     base = {
         "model": {

@@ -56,6 +56,7 @@ def test_a_grid_is_run_tabled_drawn_and_compared_in_tensorboard(capsys: pytest.C
     assert before == [path.stat().st_mtime_ns for path in Path("out/cells").glob("*/cell.json")]
 
 
+@pytest.mark.thorough
 def test_a_search_goes_on_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("optuna")
     axes = {

@@ -640,6 +640,7 @@ def ends(runs: Sequence[tuple[str, str, str]], **also: Any) -> list[dict[str, An
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("runs", [FEW_PARALLEL, pytest.param(PARALLEL, marks=pytest.mark.thorough)], ids=len)
 def test_two_processes_end_where_one_does(runs: Sequence[tuple[str, str, str]], tmp_path: Path) -> None:
     alone = ends(runs)

@@ -347,6 +347,7 @@ def test_a_fifth_of_bad_clients_ruins_the_mean(attack: str, clean: float) -> Non
     assert accuracy(attack, None) < 0.6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("attack", "name"),
     few(
