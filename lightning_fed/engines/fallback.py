@@ -75,11 +75,12 @@ class Fallback:
         self, inputs: RoundInputs, plans: Sequence[WorkPlan]
     ) -> Iterator[tuple[WorkPlan, State | ClientError]]:
         """Yield clients' full-batch gradients; see :meth:`lightning_fed.engines.base.Engine.each_full_gradients`."""
-        done, cause = 0, None
+        done = 0
+        cause: BaseException | None = None
         try:
             for plan, found in self._engine.each_full_gradients(inputs, plans):
                 if isinstance(found, ClientError) and not self.has_given_up and found.culprit is not None:
-                    cause = found.__cause__
+                    cause = found.__cause__ or found
                     break
                 yield plan, found
                 done += 1
