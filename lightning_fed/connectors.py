@@ -20,8 +20,8 @@ from lightning_fed.checkpoint_io import AtomicCheckpointIO
 from lightning_fed.checkpoint_places import folders, newest, tidy_folders
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.options import differing_options, options_of
-from lightning_fed.engines.evaluation_loop import SharedEvaluationLoop
-from lightning_fed.engines.results import EvaluationResults
+from lightning_fed.engines.logged import EvaluationResults
+from lightning_fed.evaluation.shared_loop import SharedEvaluationLoop
 from lightning_fed.restoring import check_optimizer_states, restored_from
 from lightning_fed.server.server import FORMAT
 from lightning_fed.stopping import RoundSignalConnector

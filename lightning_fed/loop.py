@@ -31,18 +31,17 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule, check_ids
 from lightning_fed.engines.autocast import check_lstm
 from lightning_fed.engines.base import Engine
+from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.engines.choice import make_engine
-from lightning_fed.engines.client_loop import ClientEpochLoop
 from lightning_fed.engines.gradients import buffer_owners
-from lightning_fed.engines.hooks import time_by_rounds
-from lightning_fed.engines.inspection import Inspection
-from lightning_fed.engines.kept_states import KeptStates
-from lightning_fed.engines.plan import Planner, cohort_seed
-from lightning_fed.engines.ranks import Ranks
-from lightning_fed.engines.runner import RoundRunner
+from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
+from lightning_fed.inspection import Inspection
 from lightning_fed.method_checks import check_method
 from lightning_fed.optim import FederatedOptimizer
 from lightning_fed.restoring import notes_of, restore_server, restored_from
+from lightning_fed.rounds.client_states import KeptStates
+from lightning_fed.rounds.planner import Planner, cohort_seed
+from lightning_fed.rounds.runner import RoundRunner
 from lightning_fed.server.client_store import ClientStore
 from lightning_fed.server.population import Population
 from lightning_fed.server.privacy import DifferentialPrivacy
@@ -52,6 +51,7 @@ from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings import Settings
 from lightning_fed.stopping import Stop, exception_of, stop_of
 from lightning_fed.strategies.ddp import WithinClientStrategy
+from lightning_fed.strategies.processes import Ranks
 from lightning_fed.strategies.split import BatchSplit
 
 __all__ = ["FederatedLoop"]

@@ -16,8 +16,8 @@ from torch import nn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import preserved_random_state
+from lightning_fed.engines.base import WorkPlan
 from lightning_fed.engines.gradients import GradientPass
-from lightning_fed.engines.plan import WorkPlan
 
 __all__ = ["check_lstm", "lstm_errors"]
 

@@ -1,9 +1,8 @@
 """What every engine shares: what the server hands out, what comes back, and gradients that leave no trace."""
 
 import copy
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,17 +16,31 @@ from lightning_fed.core.errors import ClientError
 from lightning_fed.core.flat import FlatParameters, Layout
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
-from lightning_fed.core.types import ClientId, State, Vector
+from lightning_fed.core.types import State, Vector
 from lightning_fed.core.watched import Watched
 from lightning_fed.data.batches import ClientBatches
-from lightning_fed.engines.faults import Faults, NamesClient
+from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.gradients import GradientPass
-from lightning_fed.engines.plan import WorkPlan
 from lightning_fed.optim import FederatedOptimizer
 from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.client_store import lasting_copies
 
-__all__ = ["ChunkResult", "Engine", "RoundInputs"]
+__all__ = ["ChunkResult", "Engine", "RoundInputs", "WorkPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkPlan:
+    """One client's work in a round.
+
+    Attributes:
+        participant: Who.
+        batches: Its data.
+        epochs: Batches to train on in each local epoch.
+    """
+
+    participant: Participant
+    batches: ClientBatches
+    epochs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,33 +253,6 @@ class Engine(ABC):
         seed = self.split.seed(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index))
         stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
         return float(self.gradients.loss(point, batches.unaugmented(stream), seed))
-
-    def population_loss(
-        self, x: Vector, clients: Iterable[tuple[int, ClientId]], round: int, faults: Faults
-    ) -> tuple[float, int]:
-        """Return the sum of the loss over all examples of clients at ``x``, in eval mode, and their number.
-
-        Args:
-            x: The parameters [P].
-            clients: Stored indices and ids.
-            round: The round.
-            faults: Takes note of clients that fail, which are left out.
-        """
-        total, examples = 0.0, 0
-        for index, client_id in clients:
-            self.trainer._signal_connector.check()
-            try:
-                with NamesClient(client_id, round, "the population's loss", lambda: None):
-                    batches = self.trainer.datamodule.client_batches(client_id)
-                    loss = self.loss_at(x, batches, round, index)
-                    if not math.isfinite(loss):
-                        raise ClientError(f"its loss is {loss:g}. Lower the rates, or look at its data.")
-            except ClientError as error:
-                faults.add(error)
-                continue
-            total += loss
-            examples += batches.size
-        return sum(self.split.gather(total)), examples
 
     def errors_of(self, plan: WorkPlan, round: int, what: str) -> NamesClient:
         """Put the client, the round and the local step in front of whatever goes wrong inside."""

@@ -7,12 +7,11 @@ from typing import Any, cast
 
 from lightning_fed._compat import rank_zero_info
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.engines.base import Engine
-from lightning_fed.engines.client_loop import ClientEpochLoop
+from lightning_fed.engines.base import Engine, WorkPlan
 from lightning_fed.engines.fallback import Fallback
-from lightning_fed.engines.plan import WorkPlan
-from lightning_fed.engines.sequential import SequentialEngine
-from lightning_fed.engines.vectorized import VectorizedEngine
+from lightning_fed.engines.sequential.engine import SequentialEngine
+from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
+from lightning_fed.engines.vectorized.engine import VectorizedEngine
 
 __all__ = ["make_engine"]
 

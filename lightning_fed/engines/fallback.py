@@ -10,8 +10,7 @@ import torch
 
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import State, Vector
-from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs
-from lightning_fed.engines.plan import WorkPlan
+from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
 
 __all__ = ["Fallback"]
 

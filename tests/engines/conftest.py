@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from lightning_fed.engines import stepping
-from lightning_fed.engines.turns import turns
+from lightning_fed.engines.vectorized import schedule
+from lightning_fed.engines.vectorized.turns import turns
 
 
 @pytest.fixture
@@ -18,5 +18,5 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             found.append(len(turn.at))
             yield turn
 
-    monkeypatch.setattr(stepping, "turns", noted)
+    monkeypatch.setattr(schedule, "turns", noted)
     return found

@@ -13,13 +13,13 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import CMime, FedDane, Mime, MimeLite, MimeMVR, SGDm
-from lightning_fed.engines import anchors, vectorized
-from lightning_fed.engines.anchor_parts import Parts, keep_parts
-from lightning_fed.engines.anchors import AnchorPass
-from lightning_fed.engines.full_gradients import FullGradients
 from lightning_fed.engines.gradients import GradientPass
-from lightning_fed.engines.local_steps import BoundSteps
-from lightning_fed.engines.simplify import simplify
+from lightning_fed.engines.vectorized import anchors, engine
+from lightning_fed.engines.vectorized.anchor_parts import Parts, keep_parts
+from lightning_fed.engines.vectorized.anchors import AnchorPass
+from lightning_fed.engines.vectorized.full_gradients import FullGradients
+from lightning_fed.engines.vectorized.traced_steps import BoundSteps
+from lightning_fed.tracing.passes import simplify
 from tests.helpers.engines import Ordinary, assert_agree, run, state_of
 from tests.helpers.selection import covering, few
 from tests.helpers.training import CLASSES, FEATURES, data
@@ -34,7 +34,7 @@ Seen = list[bool]
 @pytest.fixture(autouse=True)
 def _also_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let gradients of models be kept that are so small that taking them again costs less."""
-    monkeypatch.setattr(vectorized, "_SMALL_AT_ANCHOR", 0)
+    monkeypatch.setattr(engine, "_SMALL_AT_ANCHOR", 0)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_clients_at_once_of_whom_some_are_in_their_second_epoch_take_their_own(k
 
 
 def test_models_of_which_gradients_are_soon_taken_again_keep_none(monkeypatch: pytest.MonkeyPatch, seen: Seen) -> None:
-    monkeypatch.setattr(vectorized, "_SMALL_AT_ANCHOR", sum(p.numel() for p in Ordinary().parameters()))
+    monkeypatch.setattr(engine, "_SMALL_AT_ANCHOR", sum(p.numel() for p in Ordinary().parameters()))
     both(datamodule=partial(data, (12, 8, 4, 16, 8, 12)), chunk_size=4)
     assert seen
     assert not any(seen)

@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric
 
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedDane, FedDyn, Mime, Scaffold, SGDm
-from lightning_fed.engines import dealing
+from lightning_fed.rounds import assignment
 from lightning_fed.server import RoundRobinSampler, SystemsHeterogeneity, TopK
 from lightning_fed.server.client_store import MemoryClientStore
 from lightning_fed.strategies import ClientsStrategy
@@ -282,7 +282,7 @@ def work_of_others(folder: Path) -> dict[str, Any]:
 def moves_pay() -> Iterator[None]:
     """Let clients be moved as with a larger model: of so small a one none would be."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dealing, "_TRIP", dealing._MOVE)
+        patch.setattr(assignment, "_TRIP", assignment._MOVE)
         yield
 
 

@@ -12,10 +12,10 @@ from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
-from lightning_fed.engines import traces
-from lightning_fed.engines.counts import take_any_count
-from lightning_fed.engines.simplify import simplify
-from lightning_fed.engines.traces import Traces
+from lightning_fed.tracing import traces
+from lightning_fed.tracing.any_size import take_any_count
+from lightning_fed.tracing.passes import simplify
+from lightning_fed.tracing.traces import Traces
 from tests.engines.test_turns import cut
 from tests.helpers.engines import assert_agree, run, state_of
 from tests.helpers.selection import few

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from lightning_fed.data.batch_settings import BatchSettings
 from lightning_fed.data.batches import TensorBatches
-from lightning_fed.engines.dealing import _balanced, deal
-from lightning_fed.engines.guests import pack, unpack
-from lightning_fed.engines.plan import WorkPlan
-from lightning_fed.engines.ranks import Ranks
+from lightning_fed.engines.base import WorkPlan
+from lightning_fed.rounds.assignment import _balanced, deal
+from lightning_fed.rounds.travelling_states import pack, unpack
 from lightning_fed.server.aggregation import Participant
+from lightning_fed.strategies.processes import Ranks
 from tests.helpers.processes import in_processes
 
 BATCHES = TensorBatches((torch.zeros(4, 1),), None, BatchSettings())

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lightning_fed.engines.graphs import StepGraphs, same, split_step, use_bindings
-from lightning_fed.engines.simplify import simplify
+from lightning_fed.tracing.in_place import StepGraphs, same, split_step, use_bindings
+from lightning_fed.tracing.passes import simplify
 
 W, B = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
 X = torch.randn(5, 4, dtype=torch.float64)

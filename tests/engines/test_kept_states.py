@@ -337,7 +337,7 @@ def test_auto_goes_by_what_states_may_come_to(
 
     size = 4 * parameters(Net()).numel()
     for limit, kept in ((3 * size, MemoryClientStore), (3 * size - 1, DiskClientStore)):
-        monkeypatch.setattr("lightning_fed.engines.kept_states.MEMORY_LIMIT", limit)
+        monkeypatch.setattr("lightning_fed.rounds.client_states.MEMORY_LIMIT", limit)
         with caplog.at_level("INFO"):
             assert chosen() is kept
         assert (f"Client states go to disk: 3 of {size:,} bytes" in caplog.text) == (kept is DiskClientStore)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedProx, Mime, MimeMVR, Scaffold, ServerOnly, SGDm
-from lightning_fed.engines.full_gradients import FullGradients
-from lightning_fed.engines.traces import TracedStep
+from lightning_fed.engines.vectorized.full_gradients import FullGradients
+from lightning_fed.tracing.traces import TracedStep
 from tests.helpers.engines import Ordinary, assert_agree, run
 from tests.helpers.selection import few
 from tests.helpers.training import data

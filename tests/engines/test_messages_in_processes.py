@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedDyn, Mime, Scaffold, ServerOnly, SGDm
-from lightning_fed.engines.ranks import Ranks
 from lightning_fed.server import (
     QSGD,
     BernoulliSampler,
@@ -18,6 +17,7 @@ from lightning_fed.server import (
     TopK,
     TrimmedMean,
 )
+from lightning_fed.strategies.processes import Ranks
 from tests.engines.test_clients_strategy import TWO, assert_one_result, end, in_two, parts_of
 from tests.helpers.selection import few
 

@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedAvg, Scaffold
-from lightning_fed.engines import traces
-from lightning_fed.engines.batch_groups import BatchGroup
-from lightning_fed.engines.recurring import Recurring
+from lightning_fed.engines.vectorized.batch_groups import BatchGroup
+from lightning_fed.engines.vectorized.recurring import Recurring
+from lightning_fed.tracing import traces
 from tests.helpers.engines import Ordinary, assert_agree, run, state_of
 from tests.helpers.selection import covering
 from tests.helpers.training import CLASSES, same

@@ -13,10 +13,10 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.data.batch_settings import BatchSettings
 from lightning_fed.data.batches import LoaderBatches, TensorBatches
-from lightning_fed.engines import chunk_batches, row_batches
-from lightning_fed.engines.full_gradients import FullGradients
-from lightning_fed.engines.resident import ResidentData
-from lightning_fed.engines.row_batches import RowSource, are_of_one_kind
+from lightning_fed.engines.vectorized import chunk_batches, row_batches
+from lightning_fed.engines.vectorized.device_data import ResidentData
+from lightning_fed.engines.vectorized.full_gradients import FullGradients
+from lightning_fed.engines.vectorized.row_batches import RowSource, are_of_one_kind
 from tests.helpers.engines import assert_agree, run
 from tests.helpers.selection import few
 from tests.helpers.training import classification, trainer

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lightning_fed.engines.separable import mean_over_examples
-from lightning_fed.engines.simplify import simplify
+from lightning_fed.tracing.mean_proof import mean_over_examples
+from lightning_fed.tracing.passes import simplify
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of a weight [8, 8], of inputs [B, 8] and of classes [B]."""

@@ -12,8 +12,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import FederatedCallback, FederatedError
 from lightning_fed.algorithms import FedAvg, FedCM, FedDane, FedNova, Mime, Scaffold, SGDm
-from lightning_fed.engines.attributes import holders, marks
-from lightning_fed.engines.traces import Traces
+from lightning_fed.engines.vectorized.attributes import holders, marks
+from lightning_fed.tracing.traces import Traces
 from tests.helpers.engines import Ordinary, assert_agree, run
 from tests.helpers.selection import covering, few
 from tests.helpers.training import CLASSES, FEATURES, data, trainer

@@ -11,9 +11,9 @@ from torch.fx.experimental import proxy_tensor
 
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
-from lightning_fed.engines import traces
-from lightning_fed.engines.attributes import marks
-from lightning_fed.engines.traces import TracedStep, Traces
+from lightning_fed.engines.vectorized.attributes import marks
+from lightning_fed.tracing import traces
+from lightning_fed.tracing.traces import TracedStep, Traces
 from tests.helpers.engines import Ordinary, assert_agree, run
 from tests.helpers.selection import few
 from tests.helpers.training import data, trainer

@@ -15,10 +15,10 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
-from lightning_fed.engines import stepping
-from lightning_fed.engines.traces import TracedStep
-from lightning_fed.engines.turns import _COUNTS, pieces, turns
+from lightning_fed.engines.vectorized import schedule
+from lightning_fed.engines.vectorized.turns import _COUNTS, pieces, turns
 from lightning_fed.server import SystemsHeterogeneity
+from lightning_fed.tracing.traces import TracedStep
 from tests.helpers.engines import Ordinary, Record, assert_agree, run, state_of
 from tests.helpers.selection import covering, few
 from tests.helpers.training import classification, same
@@ -49,7 +49,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
             found.append((len(turn.at), turn.clients.start))
             yield turn
 
-    monkeypatch.setattr(stepping, "turns", noted)
+    monkeypatch.setattr(schedule, "turns", noted)
     return found
 
 
@@ -61,7 +61,7 @@ def test_every_method_agrees_with_the_sequential_engine(name: str, taken: list[A
     at_once = run("vectorized", make, **options)
     assert_agree(run("sequential", make, **options), at_once)
     engine = at_once.fit_loop._engine
-    assert bool(taken) == stepping.StackedWork.plain_steps(engine.algorithm, engine.optimizer, None)
+    assert bool(taken) == schedule.StackedWork.plain_steps(engine.algorithm, engine.optimizer, None)
 
 
 WORK: dict[str, dict[str, Any]] = {
@@ -139,7 +139,7 @@ def test_a_resumed_run_has_the_same_bits(name: str, tmp_path: Any) -> None:
 def test_untraced_steps_agree(monkeypatch: pytest.MonkeyPatch, taken: list[Any]) -> None:
     options = {"datamodule": cut, "algorithm": Mime(SGDm()), "local_epochs": 2, "clients_per_round": 6}
     one = run("sequential", **options)
-    monkeypatch.setattr("lightning_fed.engines.local_steps.BoundSteps.take", lambda *_: None)
+    monkeypatch.setattr("lightning_fed.engines.vectorized.traced_steps.BoundSteps.take", lambda *_: None)
     assert_agree(one, run("vectorized", **options))
     assert taken
 

@@ -24,7 +24,7 @@ from torchmetrics import CatMetric, MeanMetric
 
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import Mime, ServerOnly
-from lightning_fed.engines.sequential import SequentialEngine
+from lightning_fed.engines.sequential.engine import SequentialEngine
 from tests.helpers.engines import Ordinary, Record
 from tests.helpers.training import CLASSES, FEATURES, classification, data, parameters, trainer
 

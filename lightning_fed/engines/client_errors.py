@@ -1,0 +1,84 @@
+"""Errors in a client's work: whose they are, and at which step."""
+
+import math
+import traceback
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lightning_fed._compat import MisconfigurationException, SIGTERMException, call
+from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.rounds import ClientReport
+from lightning_fed.core.types import ClientId
+from lightning_fed.strategies.split import PeerError
+
+__all__ = ["NamesClient", "fault_of"]
+
+_NOT_A_CLIENTS = (MisconfigurationException, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+
+def fault_of(report: ClientReport, losses: Sequence[float], round: int) -> ClientError | None:
+    """Return what is wrong with a client whose loss or update is not finite, None if both are.
+
+    Args:
+        report: What it did.
+        losses: The loss of each of its local steps, as far as it is known.
+        round: The round.
+    """
+    is_moved = math.isfinite(report.update_norm)
+    if is_moved and (report.steps == 0 or math.isfinite(report.loss)):
+        return None
+    what = "a loss that is not finite" if is_moved else "parameters that are not finite"
+    first = next((k for k, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    where = "" if first is None else f"; its loss was first {losses[first]:g} at local step {first + 1}"
+    return ClientError(
+        f"Client {report.client_id!r} came back from round {round} with {what}, after {report.steps} local"
+        f" steps{where}. Lower the learning rate, clip gradients, or look at its data.",
+        report.client_id,
+    )
+
+
+class NamesClient:
+    """Put the client, the round and the local step in front of whatever goes wrong inside.
+
+    Args:
+        client_id: The client at work.
+        round: The round.
+        what: What it is at.
+        steps: Returns the local steps that it has taken, None if it is not at these; asked once, at the end.
+    """
+
+    def __init__(self, client_id: ClientId, round: int, what: str, steps: Callable[[], int | None]) -> None:
+        self.client_id, self.round, self.what, self.steps = client_id, round, what, steps
+
+    def __enter__(self) -> None:
+        """Start watching."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Raise what went wrong anew, with the names in front.
+
+        Raises:
+            ClientError: From the error, unless that asks the run to stop.
+        """
+        if not isinstance(error, Exception) or isinstance(error, (SIGTERMException, PeerError)):
+            return
+        steps = self.steps()
+        at = "" if steps is None else f", local step {steps + 1}"
+        text = str(error) if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
+        raise ClientError(
+            f"Client {self.client_id!r} failed in {self.what} in round {self.round}{at}: {text}",
+            self.client_id if _is_clients_own(error) else None,
+        ) from error
+
+
+def _is_clients_own(error: Exception) -> bool:
+    """Whether a client's data, or what the module makes of it, is to blame.
+
+    Settings that are refused, memory that runs out, a GPU that has given up, and callbacks are nobody's own.
+    """
+    if isinstance(error, FederatedError):
+        return isinstance(error, ClientError)
+    if isinstance(error, _NOT_A_CLIENTS) or "DefaultCPUAllocator" in str(error):
+        return False
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return all(frame.f_code is not call._call_callback_hooks.__code__ for frame in frames)

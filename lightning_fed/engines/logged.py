@@ -1,0 +1,285 @@
+"""What ``self.log`` collects: over a round, per client and over the cohort; over an evaluation; in all processes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from lightning_fed._compat import _ResultCollection, rank_zero_warn
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.server.aggregation import accumulation_dtype
+from lightning_fed.strategies.processes import Ranks
+
+__all__ = ["EvaluationResults", "Logged", "RoundResults", "SharedResults"]
+
+_MEANS = (torch.mean, "mean", "avg")
+_SYNC = ("sync_dist", "sync_dist_fn", "sync_dist_group", "rank_zero_only")
+_PER_ROUND = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")  # logged by every process alike
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """What one process logged under one name.
+
+    Attributes:
+        flags: The arguments of ``self.log``, and the hook it was called in.
+        value: The sum of values times examples, or the sum, least or largest of values.
+        weight: The examples.
+        dtype: The type in which the value is kept.
+    """
+
+    flags: dict[str, Any]
+    value: float
+    weight: int
+    dtype: torch.dtype
+
+
+class _ClientMean:
+    """The running example-weighted mean of one logged value over one client's round."""
+
+    __slots__ = ("flags", "options", "total", "weight")
+
+    def __init__(self, device: torch.device, flags: tuple[Any, ...]) -> None:
+        self.total = torch.zeros((), dtype=accumulation_dtype(device), device=device)
+        self.weight = 0
+        self.flags = flags
+        self.options: dict[str, Any] | None = None  # what `self.log` was given, once Lightning has checked it
+
+    def add(self, value: Tensor, examples: int) -> None:
+        """Add the mean over a batch."""
+        self.total.add_(value.detach(), alpha=examples)
+        self.weight += examples
+
+
+class SharedResults(_ResultCollection):
+    """Lightning's result collection, put together from those of several processes.
+
+    Lightning would exchange value after value, and wait for ever where one process did not log what others did; it
+    averages counts of examples as integers. Here everything is exchanged at once: values are weighted exactly, and one
+    that only some processes logged is theirs.
+    """
+
+    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Collect one value; see :meth:`pytorch_lightning.LightningModule.log`."""
+        kwargs = {
+            k: v for k, v in kwargs.items() if k not in _SYNC
+        }  # told apart from what other processes logged, else
+        super().log(fx, name, value, *args, **kwargs)
+
+    def outline(self) -> dict[str, Logged]:
+        """Return the numbers that were logged, for other processes."""
+        out = {}
+        for key, item in self.valid_items():
+            if item.is_tensor and item.meta.on_epoch and item.meta.fx not in _PER_ROUND:
+                weight = int(item.cumulated_batch_size) if item.meta.is_mean_reduction else 1
+                out[key] = Logged(_flags_of(item.meta), float(item.value), weight, item.value.dtype)
+        return out
+
+    def merge(self, outlines: Sequence[Mapping[str, Logged]]) -> None:
+        """Put the numbers together from those of all processes.
+
+        Args:
+            outlines: Everybody's :meth:`outline`.
+        """
+        for key in dict.fromkeys(key for outline in outlines for key in outline):
+            parts = [outline[key] for outline in outlines if key in outline]
+            if key not in self:
+                _ResultCollection.log(self, value=torch.zeros(()), batch_size=1, **parts[0].flags)
+            item, values = self[key], [part.value for part in parts]
+            reduce = {"max": max, "min": min}.get(parts[0].flags["reduce_fx"], sum)
+            item.value = torch.tensor(reduce(values), dtype=parts[0].dtype, device=item.value.device)
+            if item.meta.is_mean_reduction:
+                item.cumulated_batch_size = torch.tensor(sum(part.weight for part in parts), device=item.value.device)
+            item.has_reset, item._computed = False, None
+
+    def metrics(self, on_step: bool) -> Any:
+        """Return what is to be shown, logged and monitored."""
+        for _, item in () if on_step else self.valid_items():
+            if item.is_tensor and item.meta.on_epoch and item._computed is None:
+                item.compute()  # or Lightning would advise to synchronise what every process has alike
+        return super().metrics(on_step)
+
+
+class EvaluationResults(SharedResults):
+    """What is logged in an evaluation whose batches several processes share."""
+
+    def share(self, ranks: Ranks) -> None:
+        """Put everything together that was logged for the current loader; metric objects are made ready to do so.
+
+        Raises:
+            FederatedError: If not every process logged the same metric objects, which exchange their states themselves.
+        """
+        metrics = [key for key, item in self.valid_items() if not item.is_tensor]
+        parts = ranks.gather((metrics, self.outline()))
+        first = parts[0][0]
+        for rank, (keys, _) in enumerate(parts):
+            if strangers := sorted(set(keys) ^ set(first)):
+                raise FederatedError(
+                    f"Process {rank} and process 0 did not log the same metric objects: {strangers[0]!r} is missing in"
+                    " one of them. Log a metric object for every batch, or in on_validation_epoch_end."
+                )
+        self.merge([outline for _, outline in parts])
+        for key in first:  # they exchange their states in this order
+            self[key] = self.pop(key)
+            self[key].value._computed = None  # what this process alone would come to
+
+
+class RoundResults(SharedResults):
+    """Lightning's result collection, counted in rounds.
+
+    A value logged in a local step without flags is the round's mean under its plain name: with the round as the axis
+    of every logger, there is no place for a value per step. Lightning checks and rebuilds a value's metadata on every
+    call; here that happens once per value, and a local step adds to a running sum.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(training=True)
+        self._means: dict[str, _ClientMean] = {}
+        self._warned: set[str] = set()
+        self._registering = False
+        self._in_client = False
+
+    def log(  # type: ignore[override]
+        self,
+        fx: str,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool = False,
+        on_epoch: bool = True,
+        reduce_fx: Any = torch.mean,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Collect one value; see :meth:`pytorch_lightning.LightningModule.log`."""
+        if not self._in_client:
+            super().log(
+                fx, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size=batch_size, **kwargs
+            )
+            return
+        if on_step and not on_epoch:
+            on_step, on_epoch = False, True
+        elif on_step and name not in self._warned:
+            self._warned.add(name)
+            rank_zero_warn(
+                f"self.log({name!r}, on_step=True): values of single local steps are not written, since the axis of the"
+                f" loggers is the round. The round's mean is logged as {name}_epoch."
+            )
+        flags = (prog_bar, logger, on_step, reduce_fx)
+        key = f"{fx}.{name}"
+        size = self._client_size(batch_size)
+        mean = self._means.get(key)
+        if mean is None or mean.flags != flags or not isinstance(value, Tensor):
+            averaged = isinstance(value, Tensor) and reduce_fx in _MEANS and not kwargs.get("enable_graph")
+            self._registering = averaged
+            super().log(fx, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size=size, **kwargs)
+            self._registering = False
+            if not averaged:
+                return
+            mean = self._means[key] = _ClientMean(value.device, flags)
+        mean.add(value, size)
+
+    @contextmanager
+    def of_client(self, module: pl.LightningModule) -> Iterator[None]:
+        """Collect what is logged inside as one client's; ``module.log`` then adds straight to the running means.
+
+        Anything that Lightning has not checked before, or anything but a 0-dim tensor, still goes Lightning's way. A
+        module that overrides ``log`` is left alone.
+        """
+        self._in_client = True
+        try:
+            with self._shortcut(module):
+                yield
+        finally:
+            self._in_client = False
+
+    @contextmanager
+    def _shortcut(self, module: pl.LightningModule) -> Iterator[None]:
+        if type(module).log is not pl.LightningModule.log or "log" in module.__dict__:
+            yield
+            return
+        checked = module.log
+
+        def log(name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
+            mean = self._means.get(f"{module._current_fx_name}.{name}")
+            if mean is not None and mean.options == options and not args and type(value) is Tensor and value.ndim == 0:
+                mean.add(value, self._client_size(batch_size))
+                return
+            given: dict[str, Any] = {} if batch_size is None else {"batch_size": batch_size}
+            checked(name, value, *args, **{**options, **given})
+            mean = self._means.get(f"{module._current_fx_name}.{name}")
+            if mean is not None and not args:
+                mean.options = options
+
+        module.__dict__["log"] = log
+        try:
+            yield
+        finally:
+            del module.__dict__["log"]
+
+    def outline(self) -> dict[str, Logged]:
+        """Return what was logged in this round's local steps, for other processes.
+
+        Raises:
+            FederatedError: If it is a metric object, which numbers cannot stand for.
+        """
+        for _, item in self.valid_items():
+            if not item.is_tensor and item.meta.fx not in _PER_ROUND:
+                raise FederatedError(
+                    f"self.log({item.meta.name!r}, ...) of a metric object in {item.meta.fx} is not offered with"
+                    " several processes. Log its value, or train in one process."
+                )
+        return super().outline()
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        """Update the round's value, unless the call only registers the value's metadata."""
+        if not self._registering:
+            super().update_metrics(key, value, batch_size)
+
+    def _client_size(self, batch_size: int | None) -> int:
+        return batch_size if batch_size is not None else (self.batch_size or 1)
+
+    def undo_point(self) -> Callable[[], None]:
+        """Return a function that takes back what is logged from here on; between clients only."""
+        kept = {key: dict(vars(item)) for key, item in self.items()}  # values are replaced, never written to
+
+        def undo() -> None:
+            for key in [key for key in self if key not in kept]:
+                del self[key]
+                self._means.pop(key, None)
+            for key, attributes in kept.items():
+                vars(self[key]).update(attributes)
+            for mean in self._means.values():
+                mean.total, mean.weight = torch.zeros_like(mean.total), 0
+            self.batch = self.batch_size = None
+            self._registering = False
+
+        return undo
+
+    def forget_clients(self) -> None:
+        """Forget all that was logged in local steps in this round."""
+        for key in [key for key, item in self.items() if item.meta.fx not in _PER_ROUND]:
+            del self[key]
+        self._means.clear()
+
+    def close_client(self) -> dict[str, float]:
+        """Add the client's means to the round's and return them by name."""
+        closed = {}
+        for key, mean in self._means.items():
+            if mean.weight:
+                value = mean.total / mean.weight
+                self.update_metrics(key, value, mean.weight)
+                closed[self[key].meta.name] = float(value)
+                mean.total, mean.weight = torch.zeros_like(mean.total), 0
+        return closed
+
+
+def _flags_of(meta: Any) -> dict[str, Any]:
+    names = ("name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+    fx = meta.fx.removesuffix(f".{meta.dataloader_idx}") if meta.add_dataloader_idx else meta.fx
+    return {**{name: getattr(meta, name) for name in names}, "fx": fx, "reduce_fx": meta.reduce_fx.__name__}

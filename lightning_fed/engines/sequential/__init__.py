@@ -1,0 +1,1 @@
+"""The sequential engine: one client after another, through Lightning's own loop."""

@@ -1,0 +1,182 @@
+"""The sequential engine: one client after another through Lightning's own loop. Any module, any hook; the reference."""
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_fed.core.buffers import BufferMean
+from lightning_fed.core.errors import ClientError
+from lightning_fed.core.rounds import ClientReport, Run, Step
+from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
+from lightning_fed.core.types import State
+from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
+from lightning_fed.engines.client_errors import fault_of
+from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
+from lightning_fed.optim import LocalWork, solver_entries
+
+__all__ = ["SequentialEngine"]
+
+
+class SequentialEngine(Engine):
+    """Run clients one by one.
+
+    Args:
+        epoch_loop: The reused training epoch loop.
+        kwargs: What every engine takes.
+    """
+
+    name = "sequential"
+
+    def __init__(self, epoch_loop: ClientEpochLoop, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.epoch_loop = epoch_loop
+        self.fetcher = ClientFetcher()
+        self.anchor_grad = torch.zeros_like(self.flat.y) if self.algorithm.anchor_at else None
+        epoch_loop.prepare()
+
+    def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
+        """Yield one client at a time."""
+        return ([plan] for plan in plans)
+
+    def run(
+        self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
+    ) -> ChunkResult:
+        """Train one client and return what it sends."""
+        ((plan,), (client,), (solver,)) = plans, clients, solvers
+        started = time.perf_counter()
+        who = plan.participant
+        with self.errors_of(plan, inputs.round, "its local work"):
+            self.flat.y.copy_(inputs.x)
+            local = self.algorithm.init_local(inputs.x, inputs.server, client)
+            work = LocalWork(self.algorithm, [], self._solver(inputs, local))
+            self.optimizer.begin(work, solver)
+            self.epoch_loop.automatic_optimization.anchor_grad = None
+            if self.optimizer.is_injecting:
+                work.steps = self._steps(inputs, plan, client, local)
+            before = self.buffers.read() if self.split.size > 1 else {}
+            self.epoch_loop.begin_client()
+            with self.epoch_loop._results.of_client(self.trainer.lightning_module):
+                self._train(inputs, plan)
+            loss, metrics = self.epoch_loop.close_client()
+            buffers = self._merged_buffers(before)
+            statistics = [self.optimizer.solver_state()] if self.keeps_solver else []
+            run = self._run_record(inputs, plan, client, local)
+            self._check_steps(run, plan)
+            update = self.algorithm.finish(self.flat.y, run)
+            norm = float(torch.linalg.vector_norm(run.delta))
+        num_steps = int(run.num_steps)
+        report = ClientReport(who.client_id, who.size, num_steps, loss, metrics, norm, time.perf_counter() - started)
+        if not math.isfinite(norm + loss):
+            fault = fault_of(report, self.epoch_loop.step_losses, inputs.round)
+            if fault is not None:
+                raise fault
+        return ChunkResult(
+            participants=[who],
+            y=self.flat.y[None],
+            delta=run.delta[None],
+            send={name: value[None] for name, value in update.send.items()},
+            keep={name: value[None] for name, value in update.keep.items()},
+            sends_delta=update.send.get("delta") is run.delta,
+            reports=[report],
+            asked=[0],
+            solver=statistics,
+            buffers=[buffers],
+        )
+
+    def _train(self, inputs: RoundInputs, plan: WorkPlan) -> None:
+        who = plan.participant
+        seed = derive_seed(self.seed, Purpose.TRAINING, inputs.round, who.index)
+        seed_global(self.split.seed(seed), self.flat.y.device)
+        stream = generator(self.seed, Purpose.BATCHES, inputs.round, who.index)
+        for length in plan.epochs:
+            if length == 0:
+                continue
+            self.trainer.fit_loop.max_batches = length
+            self.fetcher.bind(itertools.islice(plan.batches.epoch(stream, self.shuffle), length), length)
+            self.epoch_loop.run(self.fetcher)
+
+    def _merged_buffers(self, before: State) -> State:
+        """Return the buffers after a client's work: those that processes changed differently as their mean."""
+        after = self.buffers.read()
+        if not before:
+            return after
+        changed = {name: value.cpu() for name, value in after.items() if not torch.equal(value, before[name])}
+        parts = self.split.gather((self.epoch_loop.own_examples, changed))
+        names = {name for _, part in parts for name in part}
+        mean = BufferMean()
+        for rank, (examples, part) in enumerate(parts):
+            mean.add({name: part.get(name, before[name].cpu()) for name in names}, examples, rank)
+        merged = {name: value.to(after[name].device) for name, value in mean.result(after).items()}
+        self.buffers.write(merged)
+        return merged
+
+    def _steps(self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State) -> list[Step]:
+        """Cut everything that ``correct`` may read into the parameters' shapes, once a client."""
+        layout, who = self.flat.layout, plan.participant
+        full_grad = inputs.full_grad.get(who.index, {})
+        optimization = self.epoch_loop.automatic_optimization
+        anchors: list[torch.Tensor | None] = [None] * len(layout.sizes)
+        if self.anchor_grad is not None:
+            name = self.algorithm.anchor_at
+            point = inputs.x if name == "x" or name is None else inputs.server[name]
+            optimization.gradients, optimization.anchor_grad = self.gradients, self.anchor_grad
+            optimization.anchor_point, optimization.anchor_decay = layout.views(point), self.optimizer.decay
+            anchors = list(layout.views(self.anchor_grad))
+        x, server, cohort_grad = inputs.per_parameter(layout, flat=False)
+        columns: tuple[Sequence[Any], ...] = (
+            x,
+            server,
+            layout.state_views(client),
+            layout.state_views(local),
+            anchors,
+            layout.state_views(full_grad),
+            cohort_grad,
+            [float(who.size)] * len(anchors),
+            [inputs.mean_examples] * len(anchors),
+        )
+        return [Step(*row) for row in zip(*columns, strict=True)]
+
+    def _solver(self, inputs: RoundInputs, local: State) -> list[dict[str, torch.Tensor]] | None:
+        if not self.algorithm.uses_solver_state:
+            return None
+        return solver_entries(self.algorithm.solver_state(inputs.server, local), len(self.flat.params))
+
+    def _run_record(self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State) -> Run:
+        who = plan.participant
+        lr_sum, work = self.optimizer.lr_sum, self.optimizer.work
+        assert work is not None
+        self.optimizer.end()
+        if work.steps and local:
+            local = {
+                name: torch.cat([step.local[name].reshape(-1) for step in work.steps])
+                if value.shape == inputs.x.shape
+                else work.steps[0].local[name]
+                for name, value in local.items()
+            }
+        return Run(
+            x=inputs.x,
+            delta=self.flat.y - inputs.x,
+            server=inputs.server,
+            client=client,
+            local=local,
+            full_grad=inputs.full_grad.get(who.index, {}),
+            cohort_grad=inputs.cohort_grad,
+            num_examples=float(who.size),
+            mean_examples=inputs.mean_examples,
+            num_steps=work.num_steps,
+            lr_sum=lr_sum,
+            path=partial(self.optimizer.path_gradient, work, inputs.x),
+        )
+
+    def _check_steps(self, run: Run, plan: WorkPlan) -> None:
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        if run.num_steps == 0 and plan.participant.steps > 0 and not scaled:
+            raise ClientError(
+                "training_step returned None for every batch, so no local step was taken. Return a loss for at least"
+                " one batch, or leave the client out of client_ids."
+            )

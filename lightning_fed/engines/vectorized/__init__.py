@@ -1,0 +1,1 @@
+"""The vectorized engine: several clients at once, through ``torch.func`` and traces."""

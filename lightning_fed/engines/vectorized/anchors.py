@@ -1,0 +1,353 @@
+"""Gradients at the anchor that are taken once: in the full pass, over the batches of a local epoch that is to come.
+
+The full-batch gradient of Mime is the mean of the gradients on the batches on which its local steps take them again.
+Where the loss is provably a mean over examples, the full pass goes over these very batches, and keeps what the steps
+need: of the gradient of a linear layer its two factors, if they are smaller than their product; else the gradient.
+Where that is a row for every example throughout, as in networks of linear layers, many batches are passed at once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_fed.core.types import Vector
+from lightning_fed.data.batch_settings import BatchSettings
+from lightning_fed.engines.vectorized.anchor_parts import Parts, keep_parts
+from lightning_fed.engines.vectorized.full_gradients import is_gradient
+from lightning_fed.engines.vectorized.functional import FunctionalStep
+from lightning_fed.tracing.traces import Found, TracedStep, kinds, resized
+
+__all__ = ["AnchorPass", "KeptAnchor"]
+
+_KEPT_BYTES = 2**30  # kept from the full pass to the local steps, in each process
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """What a pass over some batches of a local epoch gave.
+
+    Attributes:
+        start: Its first example in the epoch.
+        examples: Their number.
+        in_batch: The examples in each of the batches, or in the last one of the epoch if that was passed alone.
+        loss: Their mean loss.
+        parts: The parts.
+    """
+
+    start: int
+    examples: int
+    in_batch: int
+    loss: Tensor
+    parts: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _AtPoint:
+    """A trace of gradients at a point.
+
+    Attributes:
+        step: Adds them to sums.
+        parts: What it returns beside.
+        rest: What it takes after the batch and its factor.
+        by_rows: Whether every part has a row for each example, which depends on no other, so that batches may be passed
+            at once.
+    """
+
+    step: TracedStep
+    parts: Parts
+    rest: Sequence[Tensor]
+    by_rows: bool = False
+
+    def add(
+        self, sums: Sequence[Tensor], leaves: Sequence[Tensor], batches: int = 1, factor: float = 0.0
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Add a multiple of the sum of the gradients on batches to sums, but for the products.
+
+        Args:
+            sums: One tensor per parameter.
+            leaves: The examples of all batches.
+            batches: The number of batches, of one size.
+            factor: The multiple.
+
+        Returns:
+            The mean loss, then the parts and the counts.
+        """
+        times = torch.tensor(float(batches), dtype=sums[0].dtype, device=sums[0].device)
+        with torch.no_grad():
+            loss, *parts = self.step.run(*(sums[i] for i in self.parts.others), *leaves, times, *self.rest, factor)
+        return loss, parts
+
+    def pass_over(self, sums: Sequence[Tensor], epoch: Sequence[Tensor], span: range, size: int) -> _Passed | None:
+        """Add the gradients on some batches of an epoch to the full-batch gradient, but for the products.
+
+        Args:
+            sums: One tensor per parameter.
+            epoch: The examples of the epoch.
+            span: Those of the batches.
+            size: The examples in a full batch.
+
+        Returns:
+            None if some targets are to be ignored: batches do not weigh as much as they have examples then.
+        """
+        examples, total = len(span), len(epoch[0])
+        in_batch = min(size, examples)
+        leaves = [t[span.start : span.stop] for t in epoch]
+        is_single = examples == 1 and self.by_rows
+        if is_single:  # which the trace does not fit
+            leaves = [torch.cat([t, t]) for t in leaves]
+        batches = 2 if is_single else examples // in_batch
+        loss, found = self.add(sums, leaves, batches, examples / (batches * total))
+        counts = [float(count) for count in found[self.parts.count :]]
+        if counts != [share * len(leaves[0]) for share in self.parts.shares]:
+            return None
+        parts = found[: self.parts.count]
+        return _Passed(span.start, examples, in_batch, loss, [p[:1] for p in parts] if is_single else parts)
+
+    def add_products(self, sums: Sequence[Tensor], epoch: Sequence[Tensor], passed: Sequence[_Passed]) -> None:
+        """Add the products of all batches of an epoch."""
+        first, last = passed[0].in_batch, passed[-1].in_batch
+
+        def joined(at: int, is_weighted: bool) -> Tensor:
+            if at < len(epoch):
+                return epoch[at]
+            column = [each.parts[at - len(epoch)] for each in passed]
+            if is_weighted and last != first:
+                column[-1] = column[-1] * (last / first)
+            return column[0] if len(column) == 1 else torch.cat(column)
+
+        for i, (left, right) in self.parts.products.items():
+            weighs_left = left >= len(epoch)  # the tensors of the batches stay as they are
+            factors = joined(left, weighs_left).t(), joined(right, not weighs_left)
+            sums[i].addmm_(*factors, alpha=first / len(epoch[0]))
+
+    def kept(self, passed: _Passed) -> "list[KeptAnchor]":
+        """Return what is kept for each of the batches."""
+        if passed.examples == passed.in_batch:
+            return [KeptAnchor(passed.parts, self)]
+        of_batches = zip(*(part.split(passed.in_batch) for part in passed.parts), strict=True)
+        return [KeptAnchor(list(parts), self) for parts in of_batches]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnchor:
+    """The parts of the gradient at the anchor on a batch; on one of each of several clients, if :meth:`stacked`."""
+
+    parts: list[Tensor]
+    _made_by: _AtPoint
+
+    @property
+    def assemble(self) -> Callable[..., list[Tensor]]:
+        """From the tensors of the batch and the parts to the gradients."""
+        return self._made_by.parts.assembly.forward
+
+    @staticmethod
+    def stacked(kept: "Sequence[KeptAnchor]") -> "KeptAnchor":
+        """Return those of several clients' batches of one size as one, each part [n, ...]."""
+        parts = [torch.stack(column) for column in zip(*(each.parts for each in kept), strict=True)]
+        return KeptAnchor(parts, kept[0]._made_by)
+
+    def parts_of(self, leaves: Sequence[Tensor], sums: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parts of another batch, given memory in the parameters' shapes; for traces of other sizes."""
+        _, parts = self._made_by.add([torch.empty_like(s) for s in sums], leaves)
+        return parts[: self._made_by.parts.count]
+
+
+class AnchorPass:
+    """Full-batch gradients over the batches of a local epoch, and what is kept of them until its local steps.
+
+    Args:
+        step: The module's step.
+    """
+
+    def __init__(self, step: FunctionalStep) -> None:
+        self.step = step
+        self.layout = step.flat.layout
+        self._parts: dict[Any, Parts | None] = {}  # by the traces' keys
+        self._by_rows: dict[Any, bool] = {}
+        self._is_mean: dict[int, bool] = {}  # by the number of a client's examples
+        self._kept: dict[int, list[KeptAnchor]] = {}
+        self._bytes: dict[int, int] = {}
+        self._at: dict[Any, _AtPoint] = {}
+        self._has_checked = False
+        self._compared = 0  # examples of the largest client whose gradient was compared with the module's own
+        self._is_gradient = True  # whether it was the same
+
+    def begin_round(self, is_new: bool) -> None:
+        """Begin with nothing kept; and with nothing known of the loss, if it may be a new one."""
+        self.end_round()  # the last one may have been given up
+        self._has_checked = False
+        if is_new:
+            self._is_mean.clear()
+            self._compared, self._is_gradient = 0, True
+
+    def end_round(self) -> None:
+        """Let go of all that was kept."""
+        for kept in (self._kept, self._bytes, self._at):
+            kept.clear()
+
+    def of(self, index: int) -> Sequence[KeptAnchor]:
+        """Return what is kept of a client's batches, in the order of its first local epoch; nothing if it is not."""
+        return self._kept.get(index, ())
+
+    def gradient(self, index: int, point: Vector, epoch: list[Tensor], settings: BatchSettings) -> Vector | None:
+        """Return a client's full-batch gradient [P], and keep its parts; None if it cannot be had in this way.
+
+        Args:
+            index: The client's.
+            point: The parameters [P], the same throughout a round.
+            epoch: The tensors of all batches of its local epoch, which visit every example once, one after the other.
+            settings: How examples become batches.
+        """
+        size, full = len(epoch[0]), settings.batch_size
+        if not self._is_gradient or not self._is_mean.get(size, True):
+            return None
+        out = torch.zeros_like(point)
+        sums, passed = self.layout.views(out), list[_Passed]()
+        first = resized(epoch, full) if size < full else [t[:full] for t in epoch]
+        at = self._at_point(first, point, sums)
+        if at is not None and size % full:
+            at = self._of_any_size(first, point, sums)
+        if at is None or (size % full == 1 and not at.by_rows):
+            return None
+        for span in _spans(size, full, settings.full_batch_size if at.by_rows else full):
+            found = at.pass_over(sums, epoch, span, full)
+            if found is None:
+                return None
+            passed.append(found)
+        needed = sum(part.numel() * part.element_size() for each in passed for part in each.parts)
+        others = sum(size for client, size in self._bytes.items() if client != index)
+        if others + needed > _KEPT_BYTES or not self._is_right(passed, epoch, point, settings):
+            return None
+        at.add_products(sums, epoch, passed)
+        if size > self._compared:
+            batches = zip(*(t.split(settings.full_batch_size) for t in epoch), strict=True)
+            shares = ((list(batch), len(batch[0]) / size) for batch in batches)
+            self._compared, self._is_gradient = size, is_gradient(self.step, out, point, shares)
+            if not self._is_gradient:
+                return None
+        self._bytes[index] = needed
+        self._kept[index] = [kept for each in passed for kept in at.kept(each)]
+        return out
+
+    def _is_right(
+        self, passed: Sequence[_Passed], epoch: Sequence[Tensor], point: Vector, settings: BatchSettings
+    ) -> bool:
+        """Compare with the module's loss on all examples at once, once a round and for clients of a new size."""
+        size = len(epoch[0])
+        if self._has_checked and size in self._is_mean:
+            return True
+        self._has_checked = True
+        most = settings.full_batch_size
+        count = size if size <= most else max(1, most // settings.batch_size) * settings.batch_size
+        expected = self.step.loss_of_first(self.layout.views(point), [t[:count] for t in epoch], list, 0, True)
+        found = sum(each.loss * (each.examples / count) for each in passed if each.start < count)
+        self._is_mean[size] = self.step.agrees(torch.as_tensor(found), expected)
+        return self._is_mean[size]
+
+    def _at_point(self, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> _AtPoint | None:
+        """Return the trace for batches such as this full one."""
+        key = ("anchor", *kinds(full))
+        if key not in self._at:
+            at = self._make(key, full, point, sums)
+            if at is None:
+                return None
+            self._at[key] = at
+            of_any_size = partial(self._of_any_size, full, point, sums)
+            if key not in self._by_rows:
+                self._by_rows[key] = _is_by_rows(at, full, sums, of_any_size)
+            elif self._by_rows[key]:
+                of_any_size()
+            self._at[key] = replace(self._at[key], by_rows=self._by_rows[key])
+        return self._at[key]
+
+    def _of_any_size(self, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> _AtPoint | None:
+        """Return the one that does for every number of examples, but for a single one, if there is one."""
+        key, function, most = ("anchor", *kinds(full)), self._function(len(full)), len(full[0])
+        at = self._at[key]
+        if most <= 2:
+            return None
+
+        def of(size: int) -> list[Tensor]:
+            return self._flat(resized(full, size), point, sums)
+
+        if self.step.traces.fits_any_size(at.step, function, of, (most - 1, 2)):
+            return at
+        other = self._make((*key, "any size"), full, point, sums, (most - 1,))
+        if other is None:
+            return None
+        other.step.fits_any_size = True
+        self._at[key] = replace(other, by_rows=at.by_rows)
+        return self._at[key]
+
+    def _make(
+        self, key: Any, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor], sizes: Sequence[int] = ()
+    ) -> _AtPoint | None:
+        """Return a trace by its key; made with other numbers of examples as well, to take any."""
+        function, made = self._function(len(full)), list[Parts]()
+
+        def keep(module: fx.GraphModule) -> int | None:
+            parts = keep_parts(module, len(sums), len(full))
+            made.extend(() if parts is None else (parts,))
+            return None if parts is None else len(parts.others)
+
+        first, *again = (partial(self._flat, resized(full, size), point, sums) for size in (len(full[0]), *sizes))
+        step = self.step.traces.get_step(key, function, first, len(sums), 1, {}, keep, again)
+        if made:  # else it was made before
+            is_whole = step is not None and (not sizes or made[0].takes_any_size(made[1:]))
+            self._parts[key] = made[0] if is_whole else None
+            self._by_rows.pop(key, None)  # which was known of an earlier trace, that has been dropped
+        parts = self._parts.get(key)
+        return None if step is None or parts is None else _AtPoint(step, parts, step.once([point])[1])
+
+    def _flat(self, leaves: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> list[Tensor]:
+        return [*sums, *leaves, torch.ones((), dtype=point.dtype, device=point.device), point]
+
+    def _function(self, num_leaves: int) -> Callable[..., Found]:
+        """Return gradients and loss as a function of sums (not read), batch, a factor of the gradients, and point."""
+        step, n = self.step, len(self.layout.shapes)
+
+        def function(*flat: Tensor) -> Found:
+            leaves, point = flat[n : n + num_leaves], self.layout.views(flat[-1])
+            grads, loss, _ = step.take(point, leaves, list, alone=True, shared=True, times=flat[-2])
+            return grads, loss, {}
+
+        return function
+
+
+def _spans(size: int, full: int, most: int) -> Iterator[range]:
+    """Yield the examples of an epoch in spans of full batches, of ``most`` examples if more than one; then the rest."""
+    whole, step = size - size % full, max(1, most // full) * full
+    for start in range(0, whole, step):
+        yield range(start, min(start + step, whole))
+    if whole < size:
+        yield range(whole, size)
+
+
+def _is_by_rows(
+    at: _AtPoint, leaves: Sequence[Tensor], sums: Sequence[Tensor], of_any_size: Callable[[], _AtPoint | None]
+) -> bool:
+    """Whether parts have a row for every example, which is the same whatever comes with it.
+
+    A loss that is provably a mean over examples leaves hardly another way; it is looked at all the same.
+    """
+    scratch, examples = [torch.zeros_like(s) for s in sums], len(leaves[0])
+
+    def parts_of(at: _AtPoint, batch: Sequence[Tensor], batches: int) -> list[Tensor]:
+        return at.add(scratch, batch, batches)[1][: at.parts.count]
+
+    first = parts_of(at, leaves, 1)
+    if any(not part.ndim or len(part) != examples for part in first) or (any_size := of_any_size()) is None:
+        return False
+    other = [t[:1].expand_as(t).contiguous() for t in leaves]
+    both = parts_of(any_size, [torch.cat(pair) for pair in zip(leaves, other, strict=True)], 2)
+    return all(map(_are_joined, both, first, parts_of(any_size, other, 1)))
+
+
+def _are_joined(both: Tensor, first: Tensor, second: Tensor) -> bool:
+    expected = torch.cat([first, second])
+    atol = 1e-3 * float(expected.abs().max()) if expected.numel() else 0.0
+    return both.shape == expected.shape and torch.allclose(both, expected, rtol=1e-3, atol=atol, equal_nan=True)

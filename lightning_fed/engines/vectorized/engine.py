@@ -1,0 +1,397 @@
+"""The vectorized engine: clients of a cohort at once, through ``torch.func``."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
+from torch import Tensor
+
+from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.rounds import ClientReport
+from lightning_fed.core.seeds import Purpose, generator
+from lightning_fed.core.types import State, Vector
+from lightning_fed.data.batches import ClientBatches, TensorBatches
+from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
+from lightning_fed.engines.batch_hooks import overridden_hooks
+from lightning_fed.engines.client_errors import fault_of
+from lightning_fed.engines.gradients import prepare_batch
+from lightning_fed.engines.vectorized.anchors import AnchorPass
+from lightning_fed.engines.vectorized.chunking import chunks_that_pay
+from lightning_fed.engines.vectorized.device_data import ResidentData
+from lightning_fed.engines.vectorized.full_gradients import FullGradients
+from lightning_fed.engines.vectorized.functional import FunctionalStep
+from lightning_fed.engines.vectorized.means import ChunkMeans, LoggedMean
+from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE, Clipping
+from lightning_fed.engines.vectorized.row_batches import RowSource, are_of_one_kind, is_rows
+from lightning_fed.engines.vectorized.schedule import Stepping
+from lightning_fed.engines.vectorized.stack import Stack
+from lightning_fed.engines.vectorized.stacked import StackedWork
+from lightning_fed.engines.vectorized.steady import Steady
+from lightning_fed.engines.vectorized.trial import Trial
+from lightning_fed.engines.vectorized.turns import full_batches
+from lightning_fed.server.client_state import Stacked
+
+__all__ = ["VectorizedEngine"]
+
+_SMALL = 2**16  # parameters, up to which a CPU runs several clients at once
+_SMALL_AT_ANCHOR = 20_000  # the same, up to which taking gradients at the anchor again costs less than keeping them
+
+
+class VectorizedEngine(Engine):
+    """Run the clients of a chunk in step, on stacked parameters; see :mod:`lightning_fed.engines.vectorized.stacked`.
+
+    Args:
+        chunk_size: How many clients are run at once; None chooses by the size of the model.
+        where_it_pays: Whether fewer are, or one, where the clients' work makes that faster.
+        kwargs: What every engine takes.
+
+    Raises:
+        FederatedError: If settings, hooks or optimizer cannot be run for several clients at once.
+    """
+
+    name = "vectorized"
+
+    def __init__(self, chunk_size: int | None, where_it_pays: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        check_settings(self)
+        self.chunk_size = chunk_size or _chunk_size(self.flat.y)
+        self.keeps_anchors = self._may_keep_anchors()
+        self.where_it_pays = where_it_pays
+        self.step = FunctionalStep(self.trainer, self.flat)
+        self.full = FullGradients(self.step)
+        self.anchors = AnchorPass(self.step)
+        self.resident = ResidentData(self.flat.y.device)
+        self.stepping = Stepping(self, self.step, self.resident)
+        self.steady = Steady(self.trainer, self.algorithm, self.optimizer)
+        self._row: tuple[ChunkResult, int] | None = None
+        self._stack: Stack | None = None
+        self._logged: dict[str, LoggedMean] = {}
+
+    def try_out(self, plan: WorkPlan) -> None:
+        """Refuse a module that cannot be run on several clients at once, by a step on a client's first batch.
+
+        Raises:
+            FederatedError: Naming what the module does, and the way out.
+        """
+        if not any(plan.epochs):
+            if not self.algorithm.full_grad_at:
+                return  # there is nothing to do
+            plan = replace(plan, epochs=(1,))
+        stream = partial(generator, self.seed, Purpose.BATCHES, 0, plan.participant.index)
+        with self.gradients.silent():
+            (group,) = self.stepping.batches([plan], [stream], by_index=True).step(1)
+            Trial(self.step).run(group.first, group.batch_idx)
+        self.steady.remember()
+
+    def begin_round(self, plans: Sequence[WorkPlan]) -> None:
+        """Try the module out again, and forget its traces, if an attribute of it or of the method has changed.
+
+        Raises:
+            FederatedError: If it can no longer be run on several clients at once.
+        """
+        if self.trainer.accumulate_grad_batches != 1 or _hooked_parameter(self.trainer.lightning_module) is not None:
+            check_settings(self)  # a callback has changed it
+        self.step.begin_round()
+        self.stepping.recurring.begin_round()
+        has_changed = self.steady.begin_round()
+        self.anchors.begin_round(is_new=has_changed)
+        if not has_changed:
+            return
+        self.step.traces.drop()
+        was_random = self.step.is_random
+        try:
+            self.try_out(plans[0]) if plans else None
+        except Exception as error:
+            self.step.is_random = was_random
+            if isinstance(error, FederatedError) and not isinstance(error, ClientError):
+                raise  # anything else goes wrong at work too, where the client is named
+
+    def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
+        """Yield the clients that are run together."""
+        if self.where_it_pays and self.chunk_size > 1:
+            return chunks_that_pay(plans, self.chunk_size, self.flat.layout.numel)
+        return (plans[i : i + self.chunk_size] for i in range(0, len(plans), self.chunk_size))
+
+    @property
+    def parameters_at_work(self) -> Vector:
+        """The parameters [P] of the client whose hooks are called."""
+        return self.flat.y if self._row is None else self._row[0].y[self._row[1]]
+
+    def check_hooks(self) -> None:
+        """Refuse what hooks have set for one client only."""
+        self.steady.check_hooks()
+
+    def point_to(self, result: ChunkResult, row: int) -> None:
+        """Let :attr:`parameters_at_work`, and the module's, be those of one client of a chunk."""
+        self._row = (result, row)
+        self.flat.point_to(self.flat.layout.views(result.y[row]))
+
+    def run(
+        self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
+    ) -> ChunkResult:
+        """Train the clients of a chunk and return what they send."""
+        started = time.perf_counter()
+        self._row = None
+        clip = self._clipping()
+        in_turns = self.stepping.takes_turns(plans, clip)
+        lengths = [full_batches(plan) if in_turns else plan.participant.steps for plan in plans]
+        order = sorted(range(len(plans)), key=lambda i: -lengths[i])
+        sorted_plans = [plans[i] for i in order]
+        with self._errors_of(sorted_plans, inputs.round):
+            full_grad = [inputs.full_grad.get(plan.participant.index, {}) for plan in sorted_plans]
+            work = StackedWork(
+                self.algorithm,
+                self.optimizer,
+                inputs,
+                _stack(clients, order),
+                _stack(full_grad, range(len(plans))),
+                self._stack_for(len(plans)),
+                [plan.participant.size for plan in sorted_plans],
+                [plan.participant.steps for plan in sorted_plans],
+                clip,
+            )
+            means = ChunkMeans(len(plans))
+            kept = [self.anchors.of(plan.participant.index) for plan in sorted_plans]
+            self.stepping.run(inputs, sorted_plans, work, means, in_turns, kept)
+            self.steady.check_work()
+            delta, send, keep, sends_delta = work.finish()
+        loss, metrics = means.of_clients()
+        norms = torch.linalg.vector_norm(delta, dim=1).tolist()
+        seconds = (time.perf_counter() - started) / len(plans)
+        participants = [plan.participant for plan in sorted_plans]
+        reports = [
+            ClientReport(who.client_id, who.size, who.steps, loss[row], metrics[row], norms[row], seconds)
+            for row, who in enumerate(participants)
+        ]
+        asked = sorted(range(len(plans)), key=order.__getitem__)
+        faults: dict[int, ClientError] = {}
+        for row in asked:
+            if not math.isfinite(norms[row] + loss[row]):
+                fault = fault_of(reports[row], means.losses_of(row), inputs.round)
+                faults |= {} if fault is None else {row: fault}
+        means.add_to(self._logged, faults)
+        return ChunkResult(
+            participants=participants,
+            y=work.y,
+            delta=delta,
+            send=send,
+            keep=keep,
+            sends_delta=sends_delta,
+            reports=reports,
+            asked=asked,
+            faults=faults,
+        )
+
+    def _stack_for(self, count: int) -> Stack:
+        """Return memory for a chunk of so many clients."""
+        if self._stack is None or len(self._stack.y) < count:
+            self._stack = Stack(self.flat.layout, count, self.flat.y)
+        return self._stack
+
+    def each_full_gradients(
+        self, inputs: RoundInputs, plans: Sequence[WorkPlan]
+    ) -> Iterator[tuple[WorkPlan, State | ClientError]]:
+        """Yield the full-batch gradients of clients, at once where all of a chunk have one batch of the same size."""
+        for i in range(0, len(plans), self.chunk_size):
+            chunk = plans[i : i + self.chunk_size]
+            found = None if self.keeps_anchors else self._gradients_at_once(inputs, chunk)
+            yield from super().each_full_gradients(inputs, chunk) if found is None else zip(chunk, found, strict=True)
+
+    def _gradients_at_once(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> list[State] | None:
+        """Return the full-batch gradients of clients that have one batch of one size, None if they have not."""
+        batches = [plan.batches for plan in plans if isinstance(plan.batches, TensorBatches)]
+        if len(plans) == 1 or len(batches) < len(plans) or self.stepping.has_hooks:
+            return None
+        size = batches[0].size
+        if size > batches[0].settings.full_batch_size or not are_of_one_kind(batches):
+            return None
+        if not all(self._traces_gradients(b) and b.size == size for b in batches):
+            return None
+        source = RowSource(self.trainer, batches, self.resident)
+        rows = source.moved([source.places(client, b.stored_rows()) for client, b in enumerate(batches)])
+        batch = source.together(range(len(batches)), rows)
+        grads: dict[str, Tensor] = {}
+        with self.gradients.silent(), self.step.recording():
+            for name in self.algorithm.full_grad_at:
+                point = inputs.x if name == "x" else inputs.server[name]
+                found = self.full.of_many(point, batch)
+                if found is None or not bool(torch.isfinite(found).all()):
+                    return None  # whoever is to blame is found one by one
+                grads[name] = self._add_decay(found, point)
+        return [{name: value[row] for name, value in grads.items()} for row in range(len(plans))]
+
+    def _full_gradient(self, inputs: RoundInputs, plan: WorkPlan, name: str) -> Vector:
+        """Return a client's full-batch gradient [P]; with what its local steps will ask for again, it is kept."""
+        if name == self.algorithm.anchor_at and self._keeps_anchor(plan):
+            assert isinstance(plan.batches, TensorBatches)
+            point = inputs.x if name == "x" else inputs.server[name]
+            index, settings = plan.participant.index, plan.batches.settings
+            with self.gradients.silent(), self.step.recording():
+                epoch = self.stepping.first_epoch(plan, inputs.round)
+                found = self.anchors.gradient(index, point, epoch, settings)
+            if found is not None:
+                return self._add_decay(found, point)
+        return super()._full_gradient(inputs, plan, name)
+
+    def _may_keep_anchors(self) -> bool:
+        """Whether gradients at the anchor are kept from full passes to local steps, as far as the method decides."""
+        algorithm, is_small = self.algorithm, self.chunk_size > 1 and self.flat.layout.numel <= _SMALL_AT_ANCHOR
+        if self.flat.y.device.type != "cpu" or is_small:
+            return False
+        return algorithm.anchor_at in algorithm.full_grad_at and algorithm.grad_cohort == "same"
+
+    def _keeps_anchor(self, plan: WorkPlan) -> bool:
+        """Whether a client's traced steps visit once, in their first epoch, every example of its full pass."""
+        batches = plan.batches
+        if not self.keeps_anchors or not plan.epochs:
+            return False
+        if not self._traces_gradients(batches) or not self.stepping.fits_one_lookup(batches):
+            return False
+        is_whole = plan.epochs[0] == batches.num_batches() and batches.num_examples(plan.epochs[0]) == batches.size
+        return is_whole and StackedWork.plain_steps(self.algorithm, self.optimizer, self._clipping())
+
+    def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
+        """Return a client's full-batch gradient [P] at a point [P]; through a trace where there is one."""
+        # a batch of a single example would take a trace of its own
+        if self._traces_gradients(batches) and batches.size % batches.settings.full_batch_size != 1:
+            stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
+            prepared = ((prepare_batch(self.trainer, batch), n) for batch, n in batches.full(stream))
+            with self.gradients.silent(), self.step.recording():
+                found = self.full.of_one(point, prepared, batches.size)
+            if found is not None:
+                return self._add_decay(found, point)
+        return super().gradient_at(point, batches, round, index)
+
+    def _traces_gradients(self, batches: ClientBatches) -> bool:
+        return self.step.traces.allowed and not self.step.reads_index and is_rows(batches)
+
+    def _add_decay(self, grads: Tensor, point: Vector) -> Tensor:
+        """Add the gradient of coupled weight decay at a point [P] to gradients [..., P]."""
+        sizes = self.flat.layout.sizes
+        parts = zip(grads.split(sizes, dim=-1), point.split(sizes), self.optimizer.decay, strict=True)
+        for part, at, decay in parts:
+            if decay:
+                part.add_(at, alpha=decay)
+        return grads
+
+    def _clipping(self) -> Clipping | None:
+        trainer = self.trainer
+        if (corrected := trainer.fit_loop.corrected_clip) is not None:
+            return Clipping(corrected[0], str(getattr(corrected[1], "value", corrected[1])), corrected=True)
+        if not trainer.gradient_clip_val:
+            return None
+        algorithm = trainer.gradient_clip_algorithm or "norm"
+        return Clipping(float(trainer.gradient_clip_val), str(getattr(algorithm, "value", algorithm)), corrected=False)
+
+    def end_round(self) -> None:
+        """Hand the means of what clients logged to Lightning, each as one value with the weight of its examples."""
+        module, results = self.trainer.lightning_module, self.trainer.fit_loop.epoch_loop._results
+        previous, module._current_fx_name = module._current_fx_name, "training_step"
+        with results.of_client(module):
+            for name, mean in self._logged.items():
+                value = torch.tensor(mean.total / mean.weight, dtype=torch.float64)
+                module.log(name, value, **{**mean.options, "batch_size": mean.weight})
+        results.close_client()
+        module._current_fx_name = previous
+        self.steady.end_round()
+        self.anchors.end_round()
+        self._logged = {}
+        self._row = None
+
+    def abandon(self) -> int | None:
+        """End the local work of clients that failed; return the local steps they had taken, None if at none."""
+        return self.stepping.abandon()
+
+    def undo_point(self) -> Callable[[], None]:
+        """Return a function that takes back what clients log from here on, and tidies up after one that failed."""
+        undo, logged = super().undo_point(), {name: replace(mean) for name, mean in self._logged.items()}
+
+        def undo_all() -> None:
+            undo()
+            self._logged = {name: replace(mean) for name, mean in logged.items()}
+
+        return undo_all
+
+    def _errors_of(self, plans: Sequence[WorkPlan], round: int) -> Any:
+        if len(plans) == 1:
+            return self.errors_of(plans[0], round, "its local work")
+        names = ", ".join(repr(plan.participant.client_id) for plan in plans[1:])
+        what = f"the local work that it did at once with {names} (engine='sequential' would run them one by one)"
+        return self.errors_of(plans[0], round, what)
+
+
+def _stack(states: Sequence[State], order: Sequence[int]) -> State:
+    """Return states stacked [S, ...] in another order."""
+    if len(states) == 1:
+        return {name: value[None] for name, value in states[0].items()}  # a view, as nothing changes it in place
+    if isinstance(states, Stacked):
+        is_ordered = list(order) == list(range(len(order)))
+        return {name: value if is_ordered else value[list(order)] for name, value in states.together.items()}
+    return {name: torch.stack([states[i][name] for i in order]) for name in states[order[0]]}
+
+
+def _chunk_size(y: Vector) -> int:
+    """Return how many clients to run at once.
+
+    On a CPU one at a time is fastest unless the model is small: its parameters stay in the cache then. On a GPU as many
+    as fit its memory.
+
+    Args:
+        y: The parameters [P].
+    """
+    if y.device.type == "cpu":
+        return min(128, 2**20 // y.numel()) if y.numel() <= _SMALL else 1
+    # not what happens to be free: random layers draw other numbers in a chunk of another size
+    memory = torch.cuda.get_device_properties(y.device).total_memory if y.device.type == "cuda" else 2**33
+    return max(1, min(1024, memory // (32 * y.numel() * y.element_size())))
+
+
+def _hooked_parameter(module: pl.LightningModule) -> str | None:
+    """Return the name of a parameter whose gradient a hook is called with, None if there is none."""
+    named = ((n, p) for n, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks)
+    return next((name for name, _ in named), None)
+
+
+def check_settings(engine: Engine) -> None:
+    """Refuse what cannot be run for several clients at once.
+
+    Raises:
+        FederatedError: Naming the setting, hook or optimizer, and the way out.
+    """
+    trainer, module = engine.trainer, engine.trainer.lightning_module
+    reason = None
+    hooks = overridden_hooks(trainer)
+    base = engine.optimizer.base
+    hooked = _hooked_parameter(module)
+    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
+    if engine.split.size > 1:
+        reason = "strategy='ddp' runs one client on several devices, and here several clients share one"
+    elif hooks:
+        reason = f"{hooks[0]} is called for every batch of every client, and here clients share a step"
+    elif hooked is not None:
+        reason = f"its parameter {hooked!r} has a hook, and here a gradient is that of several clients"
+    elif type(base) not in ELEMENTWISE:
+        reason = f"the step of {type(base).__name__} is not elementwise, or not known to be"
+    elif base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks:
+        reason = "the local optimizer has step hooks, and here clients share a step"
+    elif getattr(trainer.precision_plugin, "scaler", None) is not None:
+        reason = f"precision={trainer.precision!r} scales the loss, and clients would have to skip steps on their own"
+    elif trainer.accumulate_grad_batches != 1:
+        reason = f"accumulate_grad_batches={trainer.accumulate_grad_batches} is not offered"
+    elif any(scheduler.going_to_accumulate_grad_batches() for scheduler in schedulers):
+        reason = "GradientAccumulationScheduler asks for steps over several batches, which are not offered"
+    elif engine.keeps_solver:
+        reason = "local_optimizer_state='keep' is not offered: kept states may differ in their numbers of steps"
+    elif engine.buffers.mode == "local" and engine.buffers.server:
+        reason = "buffers='local' is not offered"
+    if reason is not None:
+        raise FederatedError(
+            f"engine='vectorized' cannot run {type(module).__name__}: {reason}. Change that, or use"
+            " engine='sequential'."
+        )

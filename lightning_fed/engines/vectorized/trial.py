@@ -1,0 +1,176 @@
+"""A step of two equal clients, to find out before the first round whether a module can be run for several at once."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torchmetrics import Metric
+
+from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.flat import FlatParameters
+from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
+from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.engines.vectorized.attributes import INTERNAL, PASSING, changed, holders, marks
+from lightning_fed.engines.vectorized.batch_trees import stack_batches
+from lightning_fed.engines.vectorized.functional import FunctionalStep
+
+__all__ = ["Trial"]
+
+
+class Trial:
+    """Try a module's ``training_step`` out on one batch; nothing of it remains.
+
+    Args:
+        step: The module's step, which learns from the trial whether it is random and may be traced.
+    """
+
+    def __init__(self, step: FunctionalStep) -> None:
+        self.step = step
+        self.module = step.module
+
+    def run(self, batch: Any, batch_idx: int) -> None:
+        """Refuse the module if a step of two equal clients is not what two separate steps would do.
+
+        Args:
+            batch: A client's batch, on the device.
+            batch_idx: Its index in the local epoch.
+
+        Raises:
+            FederatedError: Naming what the module does that clients run at once cannot do, and the way out.
+            ClientError: If the batch gives no gradient to go by.
+        """
+        step = self.step
+        pair = [torch.stack([v.detach()] * 2) for v in step.flat.views]
+        step.is_random = True  # as long as nobody knows
+        with preserved_random_state(step.flat.y.device), step.recording():
+            before = _State(self.module, step.flat)
+            try:
+                grads, _, _ = step.gradients(pair, stack_batches([batch, batch]), batch_idx)
+                self._check_traces(before)
+                step.unused_parameters(batch, batch_idx)  # on the parameters themselves
+                self._check_parameters(before)
+                step.is_random = before.random != random_state(step.flat.y.device)
+                if not step.is_random:
+                    self._check_values([g[0] for g in grads], batch, batch_idx)
+                if step.is_random or self._reads_trainer(batch, batch_idx):
+                    step.traces.forbid()
+            except FederatedError:
+                raise
+            except Exception as error:
+                self._check_metrics(before)
+                step.unused_parameters(batch, batch_idx)  # what fails for one client alone is raised as it is
+                self._check_statistics()
+                text = " ".join(str(error).split())
+                raise self._refusal(f"it cannot be run for several clients at once ({text[:300]})") from error
+            finally:
+                before.restore()
+
+    def _check_values(self, grads: Sequence[Tensor], batch: Any, batch_idx: int) -> None:
+        """Compare with the gradient of one client, as a guard against operations that ``vmap`` gets wrong."""
+        single, _, _ = self.step.gradient_of_one(self.step.flat.views, batch, batch_idx)
+        scale = max(float(g.abs().max()) for g in single) or 1.0
+        if not all(bool(torch.isfinite(g).all()) for g in single):
+            raise ClientError("its first gradient is not finite, so nothing can be compared with it.")
+        for name, one, other in zip(self.step.flat.names, single, grads, strict=True):
+            if not torch.allclose(one, other, rtol=1e-2, atol=1e-2 * scale, equal_nan=True):
+                raise self._refusal(f"the gradient of {name!r} of several clients at once differs from that of one")
+
+    def _check_traces(self, before: "_State") -> None:
+        for name, (buffer, value) in before.buffers.items():
+            if not torch.equal(buffer, value):
+                self._check_statistics()
+                raise self._refusal(f"it changes the buffer {name!r}")
+        self._check_metrics(before)
+        if (attribute := changed(before.attributes, marks(self.module))) is not None:
+            raise self._refusal(f"it changes the attribute {attribute!r}")
+        if foreign_state() != before.foreign:
+            raise self._refusal("it draws from Python's or NumPy's generator, once for all clients; draw from torch's")
+
+    def _check_parameters(self, before: "_State") -> None:
+        for name, p, version, value in before.parameters:
+            if p._version != version or not torch.equal(p, value):
+                raise self._refusal(f"it changes the parameter {name!r} in place")
+
+    def _check_statistics(self) -> None:
+        """Refuse a layer that moves running statistics, once a step is known to change or to fail on something."""
+        for name, layer in self.module.named_modules():
+            if isinstance(layer, _NormBase) and layer.training and layer.track_running_stats:
+                raise self._refusal(
+                    f"its layer {name!r} ({type(layer).__name__}) moves running statistics, of which there is one set"
+                    " for all clients at once; GroupNorm and LayerNorm have none"
+                )
+
+    def _check_metrics(self, before: "_State") -> None:
+        for name, metric, count in before.metrics:
+            if metric._update_count != count:
+                raise self._refusal(
+                    f"it updates the metric {name!r}; log a functional metric, or the loss alone, in training_step"
+                )
+
+    def _reads_trainer(self, batch: Any, batch_idx: int) -> bool:
+        """Whether the step looks at its trainer, and so at things such as the round that change from call to call."""
+        watch: Any = _Watch(self.module._trainer)
+        self.module._trainer = watch
+        try:
+            self.step.unused_parameters(batch, batch_idx)
+        finally:
+            self.module._trainer = object.__getattribute__(watch, "watched")
+        return bool(object.__getattribute__(watch, "read"))
+
+    def _refusal(self, reason: str) -> FederatedError:
+        name = type(self.module).__name__
+        return FederatedError(
+            f"engine='vectorized' cannot take {name}.training_step: {reason}. Change that, or use engine='sequential'."
+        )
+
+
+class _State:
+    """What a step must leave as it is."""
+
+    def __init__(self, module: nn.Module, flat: FlatParameters) -> None:
+        owners = buffer_owners(module)
+        buffers = {name: owner.get_buffer(key) for name, (owner, key) in owners.items()}
+        self.buffers = {name: (buffer, buffer.clone()) for name, buffer in buffers.items()}
+        named = zip(flat.names, flat.params, strict=True)
+        self.parameters = [(name, p, p._version, p.detach().clone()) for name, p in named]
+        self.metrics = [(n, m, m._update_count) for n, m in module.named_modules() if isinstance(m, Metric)]
+        self.attributes = marks(module)
+        self.random = random_state(flat.y.device)
+        self.foreign = foreign_state()
+        self._held = [(part, dict(vars(part))) for part in module.modules()]
+        self._contents = [
+            (inner, copy.copy(inner))
+            for _, held in self._held
+            for key, value in held.items()
+            if key not in INTERNAL and key not in PASSING
+            for inner in holders(value)
+        ]
+
+    def restore(self) -> None:
+        """Give parameters their values, modules the attributes they had, and lists, dicts and sets their contents."""
+        for _, p, _, before in self.parameters:
+            p.data.copy_(before)
+        for part, held in self._held:
+            now = vars(part)
+            for key in now.keys() - held.keys() - set(PASSING):
+                del now[key]
+            now.update({key: value for key, value in held.items() if key not in PASSING})
+        for value, content in self._contents:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(content)
+
+
+class _Watch:
+    """Stand in for an object, and remember whether anything of it was asked for."""
+
+    def __init__(self, watched: Any) -> None:
+        self.watched = watched
+        self.read = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("__"):  # isinstance() looks at __class__
+            object.__setattr__(self, "read", True)
+        return getattr(object.__getattribute__(self, "watched"), name)

@@ -1,0 +1,1 @@
+"""Evaluation of the server model, on shared data and on single clients."""

@@ -1,0 +1,249 @@
+"""What callbacks may ask of a run, without leaving a trace in it."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from lightning_fed.core.arguments import check_count, check_one_of
+from lightning_fed.core.buffers import Buffers
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.flat import FlatParameters
+from lightning_fed.core.seeds import preserved_random_state
+from lightning_fed.core.types import ClientId, State, Vector
+from lightning_fed.data.batches import ClientBatches
+from lightning_fed.engines.base import Engine
+from lightning_fed.evaluation.client_evaluation import ClientEvaluation, validation_batches
+from lightning_fed.optim import FederatedOptimizer
+from lightning_fed.rounds.round import Round
+from lightning_fed.rounds.runner import RoundRunner
+from lightning_fed.server.population import Population
+from lightning_fed.server.server import Server
+from lightning_fed.strategies.processes import Ranks
+
+__all__ = ["Inspection"]
+
+
+class Inspection:
+    """The side of :class:`lightning_fed.FederatedLoop` that callbacks look at: ``trainer.fit_loop.full_gradient(...)``.
+
+    What is measured leaves no trace, and is a function of (seed, round, client).
+    """
+
+    trainer: pl.Trainer
+    population: Population | None
+    _state: Server | None
+    _restored: dict[str, Any] | None
+    _flat: FlatParameters | None
+    _runner: RoundRunner | None
+    _buffers: Buffers
+    _engine: Engine
+    _optimizer: FederatedOptimizer
+    _ranks: Ranks
+    _shown: Vector | None = None  # the parameters [P] that hooks find in the module; none while clients are at work
+    _edit: str | None = None  # what tells the model that hooks have made since the last round from others
+
+    @property
+    def round(self) -> int:
+        """The number of completed rounds."""
+        if self._restored is not None:
+            return int(self._restored["round"])
+        return 0 if self._state is None else self._state.round
+
+    @property
+    def state(self) -> Server:
+        """The server's side of the run.
+
+        Raises:
+            FederatedError: Before the first fit, and after one that resumed a finished run and had nothing to do.
+        """
+        if self._state is None:
+            raise FederatedError(
+                "There is no server state before trainer.fit(), nor after a fit that had nothing to do since all"
+                " rounds of its checkpoint were done."
+            )
+        return self._state
+
+    @property
+    def server(self) -> State:
+        """The method's server state after the last completed round, by name."""
+        return self.state.state
+
+    @property
+    def _work(self) -> Round | None:
+        """The round at work."""
+        return None if self._runner is None else self._runner.work
+
+    @property
+    def round_state(self) -> State:
+        """The server state that clients read in the current round; outside of one, :attr:`server`."""
+        return self.server if self._work is None else self._work.server_state
+
+    def full_gradient(self, client_id: ClientId, point: Vector) -> Vector:
+        """Return the full-batch gradient [P] of a client's training loss at a point [P], for callbacks that measure.
+
+        It leaves no trace, and is a function of (seed, round, client) like every other gradient.
+
+        Raises:
+            FederatedError: If there is no such client, or the point is no vector of the model's size.
+        """
+        batches, index = self._client(client_id)
+        self._check_vectors("full_gradient", point=point)
+        with self._leaving_the_module(), preserved_random_state(point.device):
+            return self._engine.gradient_at(point, batches, self.round, index)
+
+    def training_loss(self, client_id: ClientId) -> float:
+        """Return a client's mean training loss f_i at the server model, in eval mode and without augmentation.
+
+        It leaves no trace, and is a function of (seed, round, client).
+        """
+        batches, index = self._client(client_id)
+        engine, x = self._engine, self.state.shown()
+        with self.showing_server_model():
+            return float(sum(engine.split.gather(engine.loss_at(x, batches, self.round, index)))) / batches.size
+
+    def hessian_vector(self, client_id: ClientId, point: Vector, vector: Vector) -> Vector:
+        """Return the full-batch Hessian of a client's training loss at a point [P], times a vector [P].
+
+        The Hessian is that of :meth:`full_gradient`, with the same dropout masks for every vector.
+
+        Raises:
+            FederatedError: If the model has an operation that cannot be differentiated twice, or point or vector are
+                not of the model's size.
+        """
+        batches, index = self._client(client_id)
+        self._check_vectors("hessian_vector", point=point, vector=vector)
+        with self._leaving_the_module(), preserved_random_state(point.device):
+            return self._engine.hessian_vector_at(point, vector, batches, self.round, index)
+
+    def evaluate_client(self, client_id: ClientId, on: str = "val", steps: int = 0) -> dict[str, float]:
+        """Return what ``validation_step`` logs of the server model on one client's own examples, by name.
+
+        It leaves no trace, and is a function of (seed, round, client).
+
+        Args:
+            client_id: The client.
+            on: "val" for the client's own validation set, "train" for its training set.
+            steps: Local steps of fine-tuning on the client's training set, with the user's optimizer, before that.
+
+        Raises:
+            FederatedError: If the client has no validation set, or ``validation_step`` logs nothing.
+        """
+        train, index = self._client(client_id)
+        check_one_of("evaluate_client", "on", on, ("val", "train"))
+        steps = check_count("evaluate_client", "steps", steps, least=0)
+        examples = train if on == "train" else validation_batches(self.trainer.datamodule, client_id)
+        state = self.state
+        with self._leaving_the_module():
+            return ClientEvaluation(self._engine).run(
+                state.shown(), state.buffers, examples, train, steps, self.round, index
+            )
+
+    def _check_vectors(self, owner: str, **vectors: Any) -> None:
+        size = self.state.x.numel()
+        for name, vector in vectors.items():
+            if not isinstance(vector, Tensor) or vector.shape != (size,) or not vector.is_floating_point():
+                found = f"shape {list(vector.shape)}" if isinstance(vector, Tensor) else type(vector).__name__
+                raise FederatedError(f"{owner}({name}=...): {name} must be a vector of {size:,} floats, found {found}.")
+
+    def gather(self, record: Any) -> list[Any]:
+        """Return the record of every process, in the order of ranks, for callbacks that measure; all must call it."""
+        return self._ranks.gather(record)
+
+    def client_state(self, client_id: ClientId) -> State | None:
+        """Return what a client keeps after the last completed round; None where another process holds it."""
+        assert self.population is not None
+        index = self.population.index_of(client_id)
+        return self.state.client_state(index) if self._ranks.is_home_of(index) else None
+
+    def _client(self, client_id: ClientId) -> tuple[ClientBatches, int]:
+        assert self.population is not None
+        return self.trainer.datamodule.client_batches(client_id), self.population.index_of(client_id)
+
+    @property
+    def local_steps(self) -> int:
+        """The optimizer steps that the client at work has taken so far in this round."""
+        work = self._optimizer.work
+        return 0 if work is None else work.num_steps
+
+    def show_server_model(self) -> None:
+        """Let the module hold the server model, also in the middle of a client's work."""
+        if self._flat is not None and self._state is not None:
+            self._shown = self._state.shown()
+            self._flat.y.copy_(self._shown)
+            self._flat.restore()
+            self._buffers.write(self._state.buffers)
+
+    def take_in_edits(self) -> None:
+        """Let the server have what hooks have made of the model they were shown; nothing while clients are at work.
+
+        Raises:
+            FederatedError: If parameters were edited that are not those that the method trains.
+        """
+        flat, state, shown = self._flat, self._state, self._shown
+        if flat is None or state is None or shown is None:
+            return
+        flat.gather()
+        buffers, is_edited = self._buffers.read(), not torch.equal(flat.y, shown)
+        if is_edited and shown is not state.x:
+            raise FederatedError(
+                f"A hook has changed parameters of the model between rounds, but {type(state.algorithm).__name__} shows"
+                " another model there than the one it trains (evaluate_at). Use one that shows what it trains."
+            )
+        if is_edited:
+            state.x.copy_(flat.y)
+        elif all(torch.equal(value, state.buffers[name]) for name, value in buffers.items()):
+            return
+        state.buffers = buffers
+        if self.trainer.world_size == 1:
+            return
+        digest = hashlib.blake2b(digest_size=16)
+        for value in (flat.y, *buffers.values()):
+            digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        self._edit = digest.hexdigest()
+
+    def check_trained(self) -> None:
+        """Refuse a parameter that a hook has frozen.
+
+        Raises:
+            FederatedError: Naming it.
+        """
+        assert self._flat is not None
+        frozen = [name for name, p in zip(self._flat.names, self._flat.params, strict=True) if not p.requires_grad]
+        if frozen:
+            raise FederatedError(
+                f"A hook has frozen the parameter {frozen[0]!r}: what is trained is settled when the fit starts. Freeze"
+                " it in the module's __init__, or set requires_grad and start a new fit of another trainer."
+            )
+
+    @property
+    def client_model(self) -> tuple[Vector, State] | None:
+        """The parameters [P] and buffers of the client whose hooks are called, if training."""
+        return None if self._flat is None else (self._engine.parameters_at_work.clone(), self._buffers.read())
+
+    @contextmanager
+    def showing_server_model(self) -> Iterator[None]:
+        """Let the module hold the server model inside, and afterwards what it held before."""
+        with self._leaving_the_module():
+            self.show_server_model()
+            yield
+
+    @contextmanager
+    def _leaving_the_module(self) -> Iterator[None]:
+        """Let the module hold afterwards what it held before."""
+        if self._flat is None:
+            yield
+            return
+        flat, shown = self._flat, self._shown
+        held, y, buffers = [p.data for p in flat.params], flat.y.clone(), self._buffers.read()
+        try:
+            yield
+        finally:
+            flat.y.copy_(y)
+            flat.point_to(held)
+            self._buffers.write(buffers)
+            self._shown = shown

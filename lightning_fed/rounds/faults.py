@@ -1,0 +1,108 @@
+"""Clients that fail: who is to blame, and what becomes of the round."""
+
+from collections.abc import Iterable, Mapping
+from statistics import median
+
+import torch
+
+from lightning_fed.core.errors import ClientError
+from lightning_fed.core.types import ClientId
+
+__all__ = ["Faults"]
+
+_SHOWN = 5  # causes that one message lists
+
+
+class Faults:
+    """The clients that failed in a round so far, and why.
+
+    A client that fails leaves the whole round: nothing of it is averaged, and what it keeps stays as it was. The round
+    is then what it would have been had the client not been drawn.
+
+    Args:
+        drops: Whether clients that fail leave the round; if not, the run stops at the first one.
+        max_share: The share of the clients asked that may fail before the run stops all the same.
+        max_ratio: The ratio of a client's update norm to the cohort's median at which the client has failed too; None
+            for no such limit.
+        round: The round, from 0.
+    """
+
+    def __init__(
+        self, drops: bool = False, max_share: float = 0.0, max_ratio: float | None = None, round: int = 0
+    ) -> None:
+        self.drops, self.max_share, self.max_ratio, self.round = drops, max_share, max_ratio, round
+        self.causes: dict[ClientId, str] = {}
+        self.refused: set[ClientId] = set()  # those of them whose messages had all been sent
+        self._first: ClientError | None = None
+
+    def add(self, error: ClientError) -> None:
+        """Take note of a client that failed.
+
+        Raises:
+            ClientError: The error itself, if the run is to stop, or if no client is to blame for it.
+        """
+        if not self.drops or error.culprit is None:
+            raise error
+        self.causes.setdefault(error.culprit, str(error))
+        self._first = self._first or error
+
+    def merge(self, parts: Iterable[Mapping[ClientId, str]]) -> None:
+        """Take in everybody's :attr:`causes`, the same way in every process."""
+        self.causes = {client_id: cause for part in [self.causes, *parts] for client_id, cause in part.items()}
+
+    def check(self, failed: Iterable[ClientId], asked: int) -> None:
+        """End the run if too many clients failed.
+
+        Args:
+            failed: Those that failed.
+            asked: The number of clients that were to do one thing together, these among them.
+
+        Raises:
+            ClientError: If all of them failed, or a larger share than allowed; it names them and the causes.
+        """
+        failed = sorted(failed, key=str)
+        if not failed or (len(failed) < asked and len(failed) <= self.max_share * asked):
+            return
+        causes = "".join(f"\n- {self.causes[client_id]}" for client_id in failed[:_SHOWN])
+        more = f"\n- and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
+        limit = f", more than max_failed_share={self.max_share:g} allows" if len(failed) < asked else ""
+        raise ClientError(
+            f"{len(failed)} of {asked} clients failed in round {self.round}{limit}:{causes}{more}"
+        ) from self._first
+
+    def add_outliers(self, norms: Mapping[ClientId, float], what: str, x: torch.Tensor) -> set[ClientId]:
+        """Take note of the clients that are out of all proportion, and return them.
+
+        The median is that of the cohort, but no less than what rounding to float32 does to the parameters.
+
+        Args:
+            norms: The norm of what each client that completed came back with.
+            what: What that is.
+            x: The server parameters [P].
+
+        Raises:
+            ClientError: Naming the first of them, if clients are not dropped.
+        """
+        if self.max_ratio is None or not norms:
+            return set()
+        middle = median(norms.values())
+        if max(norms.values()) <= self.max_ratio * middle:
+            return set()
+        # Where most clients hardly move, their median is rounding, and no measure of those that still learn. The floor
+        # is at least float32's: float64 rounds so much less that any sound step would be out of proportion to it.
+        eps = max(torch.finfo(dtype).eps for dtype in (x.dtype, torch.float32))
+        floor = eps * float(torch.linalg.vector_norm(x))
+        times = f"times the cohort's median of {middle:.3g}"
+        if middle < floor:
+            times, middle = f"times the {floor:.3g} that may be rounding, the cohort's median being less", floor
+        outliers = {client_id: norm for client_id, norm in norms.items() if norm > self.max_ratio * middle > 0}
+        for client_id, norm in outliers.items():
+            self.add(
+                ClientError(
+                    f"Client {client_id!r} came back from round {self.round} with {what} of norm {norm:.3g},"
+                    f" {norm / middle:.3g} {times}; max_update_ratio={self.max_ratio:g} allows less. Look at its data,"
+                    " clip gradients, or raise the limit.",
+                    client_id,
+                )
+            )
+        return set(outliers)
