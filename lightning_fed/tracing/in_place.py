@@ -1,4 +1,4 @@
-"""Rewrites of traced local steps: what is the same for every step is done once, products go into the parameters."""
+"""A pass that lets a graph move its inputs in place: what is the same for every call is done once."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -8,122 +8,113 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_fed.tracing.gradient_parts import Parts
 from lightning_fed.tracing.passes import erase_unused, root, shape_of, writes
 
-__all__ = ["StepGraphs", "same", "split_step", "use_bindings"]
+__all__ = ["SplitGraph", "split_graph", "use_bindings"]
 
 _aten = torch.ops.aten
+_WITH_BINDINGS = """
+    t.default transpose.int unsqueeze.default squeeze.dims view.default gather.default scatter.value where.self
+    ne.Scalar neg.default mm.default bmm.default addmm.default relu.default sum.dim_IntList full.default _log_softmax.default
+    _log_softmax_backward_data.default add.Tensor sub.Tensor mul.Tensor div.Tensor add_.Tensor mul_.Tensor
+    addmm_.default baddbmm_.default
+"""
+"""Operators whose Python binding takes the same arguments."""
 
 
-_BOUND: dict[Any, Any] = {
-    _aten.t.default: torch.t,
-    _aten.transpose.int: torch.transpose,
-    _aten.unsqueeze.default: torch.unsqueeze,
-    _aten.squeeze.dims: torch.squeeze,
-    _aten.gather.default: torch.gather,
-    _aten.scatter.value: torch.scatter,
-    _aten.where.self: torch.where,
-    _aten.ne.Scalar: torch.ne,
-    _aten.neg.default: torch.neg,
-    _aten.mm.default: torch.mm,
-    _aten.bmm.default: torch.bmm,
-    _aten.addmm.default: torch.addmm,
-    _aten.relu.default: torch.relu,
-    _aten._log_softmax.default: torch._log_softmax,
-    _aten._log_softmax_backward_data.default: torch._log_softmax_backward_data,
-    _aten.sum.dim_IntList: torch.sum,
-    _aten.view.default: Tensor.view,
-    _aten.full.default: torch.full,
-    _aten.add.Tensor: torch.add,
-    _aten.sub.Tensor: torch.sub,
-    _aten.mul.Tensor: torch.mul,
-    _aten.div.Tensor: torch.div,
-    _aten.add_.Tensor: Tensor.add_,
-    _aten.mul_.Tensor: Tensor.mul_,
-    _aten.addmm_.default: Tensor.addmm_,
-    _aten.baddbmm_.default: Tensor.baddbmm_,
-}
+def _binding(name: str) -> tuple[Any, Any]:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(_aten, packet), overload), getattr(torch, packet, None) or getattr(Tensor, packet)
+
+
+_BINDINGS = dict(map(_binding, _WITH_BINDINGS.split()))
 
 
 def use_bindings(graph: fx.Graph) -> None:
-    """Call operators through PyTorch's Python bindings where they have one: half a microsecond less a call."""
+    """Call operators through PyTorch's Python bindings where they have one: half a microsecond less a call.
+
+    Measured: 6 % of a round of W1, whose steps take 30 calls of 300 microseconds.
+    """
     for node in graph.nodes:
-        node.target = _BOUND.get(node.target, node.target) if node.op == "call_function" else node.target
+        node.target = _BINDINGS.get(node.target, node.target) if node.op == "call_function" else node.target
 
 
-def same(one: fx.GraphModule, other: fx.GraphModule) -> bool:
-    """Whether two traces do the same, so that the sizes they were made with are not part of them."""
-    nodes = [list(module.graph.nodes) for module in (one, other)]
-    places = [{node: i for i, node in enumerate(part)} for part in nodes]
-
-    def is_same(a: fx.Node, b: fx.Node) -> bool:
-        if a.op == b.op == "placeholder":
-            return True
-        if a.op == b.op == "get_attr":  # frozen parameters, and numbers that Python made
-            found = [getattr(module, str(n.target)) for module, n in ((one, a), (other, b))]
-            return found[0] is found[1] or torch.equal(*found)
-        spelled = [
-            (n.op, n.target, fx.map_arg((n.args, n.kwargs), lambda m: f"%{place[m]}"))  # noqa: B023
-            for n, place in zip((a, b), places, strict=True)
-        ]
-        return spelled[0] == spelled[1]
-
-    return len(nodes[0]) == len(nodes[1]) and all(is_same(a, b) for a, b in zip(*nodes, strict=True))
-
-
-@dataclass
-class StepGraphs:
-    """A local step as two graphs.
+@dataclass(frozen=True, slots=True)
+class SplitGraph:
+    """A traced function as two graphs.
 
     Attributes:
-        once: From the constants to what depends on nothing else: for every parameter the constant part of its
-            direction (None if there is none), then what ``step`` needs beside.
-        step: From parameters, batch, that, and the factor of the step to what is not a direction; the parameters have
-            moved along their directions, but for the constant parts.
-        has_sum: Whether there are constant parts.
+        owner: What the graphs' attributes belong to.
+        once: From the constants to what depends on nothing else: for every moved input the constant part of its
+            direction (None if there is none), then what ``call`` needs beside.
+        call: From the other inputs, that, and the factor of the move to the results that are no directions; the inputs
+            have moved along their directions, but for the constant parts.
+        moves: How many inputs are moved.
+        names: The ``batch_size`` of each named value, by name.
+        parts: What it leaves to be done later, if anything.
     """
 
+    owner: fx.GraphModule
     once: fx.Graph
-    step: fx.Graph
-    has_sum: bool
+    call: fx.Graph
+    moves: int
+    names: dict[str, int | None]
+    parts: Parts | None = None
+
+    @property
+    def has_constant_part(self) -> list[bool]:
+        """Of every moved input, whether its direction has a constant part."""
+        results: Any = self.once.output_node().args[0]
+        return [part is not None for part in results[: self.moves]]
 
 
-def split_step(graph: fx.Graph, count: int, constants: int) -> StepGraphs | None:
-    """Let a graph move its first inputs along its first outputs, instead of returning these.
+def split_graph(
+    module: fx.GraphModule,
+    moves: int,
+    constants: int,
+    names: dict[str, int | None] | None = None,
+    parts: Parts | None = None,
+) -> SplitGraph | None:
+    """Let a graph move its first inputs along its first results, instead of returning these.
 
     A direction is taken apart into its terms, as far as it is a sum. What depends on constants alone is left to a graph
-    that is run once for all steps. A term that is a product of matrices is never formed: the product is added to the
-    parameter. A multiple of the parameter itself scales it.
+    that is run once for all calls. A term that is a product of matrices is never formed: the product is added to the
+    input. A multiple of the input itself scales it.
+
+    Measured: 2.7 times less CPU time for a round of W2, 1.1 times for W1, against a trace of the gradients alone.
 
     Args:
-        graph: A graph whose first ``count`` inputs are parameters and whose first outputs are their directions.
-        count: The number of parameters.
-        constants: The number of its last inputs that stay as they are from step to step.
+        module: A graph whose first ``moves`` inputs are to be moved, and whose first results are their directions; it
+            is changed.
+        moves: The number of inputs to be moved.
+        constants: The number of its last inputs that stay as they are from call to call.
+        names: The ``batch_size`` of each named value among its results.
+        parts: What it leaves to be done later.
 
     Returns:
         None if the graph writes to something that depends on constants alone.
     """
+    graph = module.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    fixed = _constant(graph, inputs[len(inputs) - constants :])
+    moved, last = inputs[:moves], inputs[len(inputs) - constants :]
+    fixed = _constant(graph, last)
     if any(writes(node) and any(a in fixed for a in node.all_input_nodes) for node in graph.nodes):
         return None
     once, copies = _copied(fixed)  # before anything is erased
     (output,) = (node for node in graph.nodes if node.op == "output")
-    with graph.inserting_before(output):  # a parameter that is logged is as it is before the step
-        for node in {n for n in output.args[0][count:] if root(n) in inputs[:count]}:
-            node.replace_all_uses_with(graph.call_function(_aten.clone.default, (node,)), lambda user: user is output)
-    directions, rest = output.args[0][:count], output.args[0][count:]
-    sums = [_Sum(p, d, fixed) for p, d in zip(inputs[:count], directions, strict=True)]
+    directions, rest = output.args[0][:moves], output.args[0][moves:]
+    sums = [_Sum(p, d, fixed) for p, d in zip(moved, directions, strict=True)]
     with graph.inserting_after(inputs[-1]):
         factor = graph.placeholder("factor")
     with graph.inserting_before(output):
-        for each in sums:  # all that looks at a parameter comes before the first one changes
+        for each in sums:  # all that looks at an input comes before the first one moves
             each.terms = [
-                (c, graph.call_function(_aten.clone.default, (n,)) if root(n) in inputs[:count] else n)
-                for c, n in each.terms
+                (c, graph.call_function(_aten.clone.default, (n,)) if root(n) in moved else n) for c, n in each.terms
             ]
+        rest = [graph.call_function(_aten.clone.default, (n,)) if root(n) in moved else n for n in rest]
         for each in sums:
-            _Update(graph, factor, inputs[:count]).emit(each)
+            _Update(graph, factor, moved).emit(each)
     output.args = (list(rest),)
     erase_unused(graph)
     needed = [node for node in fixed if any(user not in fixed for user in node.users)]
@@ -135,9 +126,9 @@ def split_step(graph: fx.Graph, count: int, constants: int) -> StepGraphs | None
     once.output([*(_added(once, each.fixed, copies) for each in sums), *(copies[node] for node in needed)])
     once.eliminate_dead_code()
     erase_unused(graph)
-    for node in inputs[len(inputs) - constants :]:
+    for node in last:
         graph.erase_node(node)
-    return StepGraphs(once, graph, any(each.fixed for each in sums))
+    return SplitGraph(module, once, graph, moves, names or {}, parts)
 
 
 def _constant(graph: fx.Graph, inputs: Iterable[fx.Node]) -> dict[fx.Node, None]:
@@ -267,7 +258,9 @@ def _copied(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]
 def _added(graph: fx.Graph, terms: Sequence[tuple[float, fx.Node]], copies: dict[fx.Node, fx.Node]) -> fx.Node | None:
     """Add up terms with factors; None if there are none."""
     total: fx.Node | None = None
-    for factor, node in sorted(terms, key=lambda term: term[0] != 1.0):  # which one begins without a product
+    for factor, node in sorted(
+        terms, key=lambda term: term[0] != 1.0
+    ):  # one without a factor comes first and needs no product
         if total is None:
             total = graph.call_function(_aten.mul.Tensor, (copies[node], factor)) if factor != 1.0 else copies[node]
         else:

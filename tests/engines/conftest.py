@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_fed.engines.vectorized import schedule
-from lightning_fed.engines.vectorized.turns import turns
+from lightning_fed.engines.vectorized.schedule import staggered
 
 
 @pytest.fixture
@@ -14,9 +14,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     def noted(*args: Any) -> Any:
-        for turn in turns(*args):
+        for turn in staggered(*args):
             found.append(len(turn.at))
             yield turn
 
-    monkeypatch.setattr(schedule, "turns", noted)
+    monkeypatch.setattr(schedule, "staggered", noted)
     return found

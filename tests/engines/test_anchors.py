@@ -15,10 +15,10 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import CMime, FedDane, Mime, MimeLite, MimeMVR, SGDm
 from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.vectorized import anchors, engine
-from lightning_fed.engines.vectorized.anchor_parts import Parts, keep_parts
 from lightning_fed.engines.vectorized.anchors import AnchorPass
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
-from lightning_fed.engines.vectorized.traced_steps import BoundSteps
+from lightning_fed.engines.vectorized.local_steps import LocalSteps
+from lightning_fed.tracing.gradient_parts import Parts, keep_parts
 from lightning_fed.tracing.passes import simplify
 from tests.helpers.engines import Ordinary, assert_agree, run, state_of
 from tests.helpers.selection import covering, few
@@ -41,13 +41,13 @@ def _also_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """For every traced local step, whether it was given a gradient at the anchor."""
     given: Seen = []
-    take = BoundSteps.take
+    take = LocalSteps._run
 
-    def note(self: BoundSteps, group: Any, kept: Any = None) -> Any:
+    def note(self: LocalSteps, bound: Any, clients: Any, group: Any, kept: Any) -> Any:
         given.append(kept is not None)
-        return take(self, group, kept)
+        return take(self, bound, clients, group, kept)
 
-    monkeypatch.setattr(BoundSteps, "take", note)
+    monkeypatch.setattr(LocalSteps, "_run", note)
     return given
 
 
@@ -209,7 +209,8 @@ class BySize(Wide):
 def test_batches_that_need_a_trace_of_their_own_are_taken_twice(spans: list[range], seen: Seen) -> None:
     both(BySize, partial(data, SIZES, full_batch_size=4))
     assert set(seen) == {True, False}
-    assert spans == [range(4), range(4, 8)] * sum(seen)  # of a client of eight examples, and of no other in vain
+    # the two batches of a client of eight examples, and of no other in vain
+    assert spans == [range(4), range(4, 8)] * (sum(seen) // 2)
 
 
 class Words(Ordinary):
@@ -284,8 +285,7 @@ def test_parts_have_rows_where_each_is_the_same_whatever_comes_with_it(part: Any
             return None, [part(leaves[0], batches)]
 
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    assert anchors._is_by_rows(At(), [x], [], At) is expected  # type: ignore[arg-type]
-    assert not anchors._is_by_rows(At(), [x], [], lambda: None)  # type: ignore[arg-type]
+    assert anchors._is_by_rows(At(), [x], []) is expected  # type: ignore[arg-type]
 
 
 class Centered(Ordinary):
@@ -413,7 +413,7 @@ def test_of_a_layer_the_smaller_is_kept_the_factors_or_the_product(examples: int
     grad, loss = gradients(weight, x, weight)
     module = make_fx(gradients)(weight, x, weight)
     simplify(module)
-    parts = keep_parts(module, 1, 1)
+    parts = keep_parts(module, 1, 1, examples)
     assert parts is not None
     module.recompile()
     *grads, again, kept = module(*[weight for _ in parts.others], x, weight)

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedAvg, Scaffold
-from lightning_fed.engines.vectorized.batch_groups import BatchGroup
+from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.recurring import Recurring
 from lightning_fed.tracing import traces
 from tests.helpers.engines import Ordinary, assert_agree, run, state_of
@@ -23,7 +23,7 @@ from tests.helpers.training import CLASSES, same
 
 def group(length: int, examples: int = 4, dtype: torch.dtype = torch.float32) -> BatchGroup:
     """Return two clients' batches of so many examples of a length."""
-    return BatchGroup((0, 1), slice(0, 2), [torch.zeros(2, examples, length, dtype=dtype)], examples, 0)
+    return BatchGroup((0, 1), [torch.zeros(2, examples, length, dtype=dtype)], list, examples, 0)
 
 
 def noted(lengths: Sequence[int], **options: Any) -> list[bool]:
@@ -67,7 +67,7 @@ def test_every_round_begins_anew() -> None:
 
 
 def test_rows_of_tensors_always_have_one_shape() -> None:
-    rows = BatchGroup((0,), slice(0, 1), [torch.zeros(1, 4, 5)], 4, 0, is_rows=True)
+    rows = BatchGroup((0,), [torch.zeros(4, 5)], list, 4, 0, is_rows=True)
     assert Recurring(batch_size=4).note([rows])
 
 

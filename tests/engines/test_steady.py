@@ -302,8 +302,8 @@ class WithMetric(Ordinary):
 
 def test_metrics_of_evaluation_do_not_cost_the_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    trace = Traces._trace
-    monkeypatch.setattr(Traces, "_trace", lambda self, *a, **k: made.append(1) or trace(self, *a, **k))
+    split = Traces._split
+    monkeypatch.setattr(Traces, "_split", lambda self, *a, **k: made.append(1) or split(self, *a, **k))
     t = trainer(engine="vectorized", max_rounds=1, chunk_size=1)
     t.fit(WithMetric(), EVEN())
     in_one_round = len(made)

@@ -13,7 +13,7 @@ from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.engines.vectorized.attributes import marks
 from lightning_fed.tracing import traces
-from lightning_fed.tracing.traces import TracedStep, Traces
+from lightning_fed.tracing.traces import Trace, Traces
 from tests.helpers.engines import Ordinary, assert_agree, run
 from tests.helpers.selection import few
 from tests.helpers.training import data, trainer
@@ -140,12 +140,12 @@ def test_a_trace_that_no_longer_gives_the_modules_loss_is_given_up_loudly(chunk_
 
 @pytest.mark.parametrize("chunk_size", few([1, 64], [64]))
 def test_a_trace_that_fails_at_work_is_given_up_loudly(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: TracedStep, parameter: torch.Tensor, *_: Any, **__: Any) -> None:
+    def fail(self: Trace, parameter: torch.Tensor, *_: Any, **__: Any) -> None:
         parameter.add_(1.0)
         raise RuntimeError("no such view")
 
     sequential = run("sequential", algorithm=Scaffold())
-    monkeypatch.setattr(TracedStep, "__call__", fail)
+    monkeypatch.setattr(Trace, "__call__", fail)
     with pytest.warns(UserWarning, match=r"untraced, which is slower: RuntimeError at work \(no such view\)"):
         traced = run("vectorized", algorithm=Scaffold(), chunk_size=chunk_size)
     assert not traces_of(traced).allowed
@@ -240,8 +240,8 @@ class Normed(Ordinary):
 @pytest.mark.parametrize("chunk_size", few([1, 64], [1]))
 def test_backward_passes_are_not_made_to_be_differentiated_again(chunk_size: int) -> None:
     traced = run("vectorized", Normed, chunk_size=chunk_size, algorithm=Scaffold())
-    steps = [step for step in traces_of(traced)._steps.values() if step is not None]
-    operators = [{node.target for node in step.whole.graph.nodes} for step in steps]
+    steps = [trace for trace in traces_of(traced)._traces.values() if trace is not None]
+    operators = [{node.target for node in trace.graph.call.nodes} for trace in steps]
     assert steps
     assert all(torch.ops.aten.native_group_norm_backward.default in found for found in operators)
     assert_agree(run("sequential", Normed, algorithm=Scaffold()), traced)

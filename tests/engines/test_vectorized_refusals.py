@@ -458,7 +458,7 @@ def test_what_only_a_later_batch_does_is_refused_with_a_way_out(algorithm: Any) 
     before = parameters(model).clone()
     run = trainer(engine="vectorized", clients_per_round=2, algorithm=algorithm)
     with pytest.raises(FederatedError, match=rf"cannot run clients of Surprise in round 0.*item.*{WAY_OUT}"):
-        run.fit(model, data(sizes=(11, 7)))
+        run.fit(model, data(sizes=(11, 11)))
     assert torch.equal(parameters(model), before)
     assert "log" not in vars(model)
 

@@ -8,18 +8,17 @@ Where that is a row for every example throughout, as in networks of linear layer
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from lightning_fed.core.types import Vector
 from lightning_fed.data.batch_settings import BatchSettings
-from lightning_fed.engines.vectorized.anchor_parts import Parts, keep_parts
 from lightning_fed.engines.vectorized.full_gradients import is_gradient
-from lightning_fed.engines.vectorized.functional import FunctionalStep
-from lightning_fed.tracing.traces import Found, TracedStep, kinds, resized
+from lightning_fed.engines.vectorized.module_step import ModuleStep
+from lightning_fed.tracing.gradient_parts import Parts, keep_parts
+from lightning_fed.tracing.traces import Found, Trace, kinds, resized
 
 __all__ = ["AnchorPass", "KeptAnchor"]
 
@@ -50,16 +49,18 @@ class _AtPoint:
     """A trace of gradients at a point.
 
     Attributes:
-        step: Adds them to sums.
+        trace: Adds them to sums.
         parts: What it returns beside.
         rest: What it takes after the batch and its factor.
+        takes_any_size: Whether it takes batches of any size but one.
         by_rows: Whether every part has a row for each example, which depends on no other, so that batches may be passed
             at once.
     """
 
-    step: TracedStep
+    trace: Trace
     parts: Parts
     rest: Sequence[Tensor]
+    takes_any_size: bool
     by_rows: bool = False
 
     def add(
@@ -78,7 +79,7 @@ class _AtPoint:
         """
         times = torch.tensor(float(batches), dtype=sums[0].dtype, device=sums[0].device)
         with torch.no_grad():
-            loss, *parts = self.step.run(*(sums[i] for i in self.parts.others), *leaves, times, *self.rest, factor)
+            loss, *parts = self.trace(*(sums[i] for i in self.parts.others), *leaves, times, *self.rest, factor)
         return loss, parts
 
     def pass_over(self, sums: Sequence[Tensor], epoch: Sequence[Tensor], span: range, size: int) -> _Passed | None:
@@ -97,7 +98,7 @@ class _AtPoint:
         in_batch = min(size, examples)
         leaves = [t[span.start : span.stop] for t in epoch]
         is_single = examples == 1 and self.by_rows
-        if is_single:  # which the trace does not fit
+        if is_single:  # the trace does not fit a batch of one
             leaves = [torch.cat([t, t]) for t in leaves]
         batches = 2 if is_single else examples // in_batch
         loss, found = self.add(sums, leaves, batches, examples / (batches * total))
@@ -160,18 +161,17 @@ class AnchorPass:
     """Full-batch gradients over the batches of a local epoch, and what is kept of them until its local steps.
 
     Args:
-        step: The module's step.
+        module: The module's step.
     """
 
-    def __init__(self, step: FunctionalStep) -> None:
-        self.step = step
-        self.layout = step.flat.layout
-        self._parts: dict[Any, Parts | None] = {}  # by the traces' keys
-        self._by_rows: dict[Any, bool] = {}
+    def __init__(self, module: ModuleStep) -> None:
+        self.module = module
+        self.layout = module.flat.layout
+        self._by_rows: dict[Trace, bool] = {}
         self._is_mean: dict[int, bool] = {}  # by the number of a client's examples
-        self._kept: dict[int, list[KeptAnchor]] = {}
+        self._kept: dict[int, list[KeptAnchor]] = {}  # by client, in this round
         self._bytes: dict[int, int] = {}
-        self._at: dict[Any, _AtPoint] = {}
+        self._at: dict[Any, _AtPoint | None] = {}  # by the kinds of full batches, in this round
         self._has_checked = False
         self._compared = 0  # examples of the largest client whose gradient was compared with the module's own
         self._is_gradient = True  # whether it was the same
@@ -182,6 +182,7 @@ class AnchorPass:
         self._has_checked = False
         if is_new:
             self._is_mean.clear()
+            self._by_rows.clear()
             self._compared, self._is_gradient = 0, True
 
     def end_round(self) -> None:
@@ -205,19 +206,16 @@ class AnchorPass:
         size, full = len(epoch[0]), settings.batch_size
         if not self._is_gradient or not self._is_mean.get(size, True):
             return None
-        out = torch.zeros_like(point)
-        sums, passed = self.layout.views(out), list[_Passed]()
-        first = resized(epoch, full) if size < full else [t[:full] for t in epoch]
-        at = self._at_point(first, point, sums)
-        if at is not None and size % full:
-            at = self._of_any_size(first, point, sums)
-        if at is None or (size % full == 1 and not at.by_rows):
+        total = torch.zeros_like(point)
+        sums, passed = self.layout.views(total), list[_Passed]()
+        at = self._at_point(resized(epoch, full) if size < full else [t[:full] for t in epoch], point, sums)
+        if at is None or (size % full and not at.takes_any_size) or (size % full == 1 and not at.by_rows):
             return None
         for span in _spans(size, full, settings.full_batch_size if at.by_rows else full):
-            found = at.pass_over(sums, epoch, span, full)
-            if found is None:
+            of_span = at.pass_over(sums, epoch, span, full)
+            if of_span is None:
                 return None
-            passed.append(found)
+            passed.append(of_span)
         needed = sum(part.numel() * part.element_size() for each in passed for part in each.parts)
         others = sum(size for client, size in self._bytes.items() if client != index)
         if others + needed > _KEPT_BYTES or not self._is_right(passed, epoch, point, settings):
@@ -226,12 +224,12 @@ class AnchorPass:
         if size > self._compared:
             batches = zip(*(t.split(settings.full_batch_size) for t in epoch), strict=True)
             shares = ((list(batch), len(batch[0]) / size) for batch in batches)
-            self._compared, self._is_gradient = size, is_gradient(self.step, out, point, shares)
+            self._compared, self._is_gradient = size, is_gradient(self.module, total, point, shares)
             if not self._is_gradient:
                 return None
         self._bytes[index] = needed
         self._kept[index] = [kept for each in passed for kept in at.kept(each)]
-        return out
+        return total
 
     def _is_right(
         self, passed: Sequence[_Passed], epoch: Sequence[Tensor], point: Vector, settings: BatchSettings
@@ -243,79 +241,50 @@ class AnchorPass:
         self._has_checked = True
         most = settings.full_batch_size
         count = size if size <= most else max(1, most // settings.batch_size) * settings.batch_size
-        expected = self.step.loss_of_first(self.layout.views(point), [t[:count] for t in epoch], list, 0, True)
-        found = sum(each.loss * (each.examples / count) for each in passed if each.start < count)
-        self._is_mean[size] = self.step.agrees(torch.as_tensor(found), expected)
+        expected = self.module.own_loss(self.layout.views(point), [t[:count] for t in epoch], list)
+        mean = sum(each.loss * (each.examples / count) for each in passed if each.start < count)
+        self._is_mean[size] = self.module.agrees(torch.as_tensor(mean), expected)
         return self._is_mean[size]
 
     def _at_point(self, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> _AtPoint | None:
-        """Return the trace for batches such as this full one."""
-        key = ("anchor", *kinds(full))
+        """Return the trace for batches such as this full one, and for others where there is one for any number."""
+        key, most = kinds(full), len(full[0])
         if key not in self._at:
-            at = self._make(key, full, point, sums)
-            if at is None:
-                return None
+            any_size = self._trace(full, point, sums, (most, most - 1)) if most > 2 else None
+            trace = any_size or self._trace(full, point, sums, (most,))
+            at = None
+            if trace is not None and trace.parts is not None:
+                at = _AtPoint(trace, trace.parts, trace.once([point])[1], trace is any_size)
+                if trace not in self._by_rows:
+                    self._by_rows[trace] = at.takes_any_size and _is_by_rows(at, full, sums)
+                at = replace(at, by_rows=self._by_rows[trace])
             self._at[key] = at
-            of_any_size = partial(self._of_any_size, full, point, sums)
-            if key not in self._by_rows:
-                self._by_rows[key] = _is_by_rows(at, full, sums, of_any_size)
-            elif self._by_rows[key]:
-                of_any_size()
-            self._at[key] = replace(self._at[key], by_rows=self._by_rows[key])
         return self._at[key]
 
-    def _of_any_size(self, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> _AtPoint | None:
-        """Return the one that does for every number of examples, but for a single one, if there is one."""
-        key, function, most = ("anchor", *kinds(full)), self._function(len(full)), len(full[0])
-        at = self._at[key]
-        if most <= 2:
-            return None
-
-        def of(size: int) -> list[Tensor]:
-            return self._flat(resized(full, size), point, sums)
-
-        if self.step.traces.fits_any_size(at.step, function, of, (most - 1, 2)):
-            return at
-        other = self._make((*key, "any size"), full, point, sums, (most - 1,))
-        if other is None:
-            return None
-        other.step.fits_any_size = True
-        self._at[key] = replace(other, by_rows=at.by_rows)
-        return self._at[key]
-
-    def _make(
-        self, key: Any, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor], sizes: Sequence[int] = ()
-    ) -> _AtPoint | None:
-        """Return a trace by its key; made with other numbers of examples as well, to take any."""
-        function, made = self._function(len(full)), list[Parts]()
-
-        def keep(module: fx.GraphModule) -> int | None:
-            parts = keep_parts(module, len(sums), len(full))
-            made.extend(() if parts is None else (parts,))
-            return None if parts is None else len(parts.others)
-
-        first, *again = (partial(self._flat, resized(full, size), point, sums) for size in (len(full[0]), *sizes))
-        step = self.step.traces.get_step(key, function, first, len(sums), 1, {}, keep, again)
-        if made:  # else it was made before
-            is_whole = step is not None and (not sizes or made[0].takes_any_size(made[1:]))
-            self._parts[key] = made[0] if is_whole else None
-            self._by_rows.pop(key, None)  # which was known of an earlier trace, that has been dropped
-        parts = self._parts.get(key)
-        return None if step is None or parts is None else _AtPoint(step, parts, step.once([point])[1])
-
-    def _flat(self, leaves: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> list[Tensor]:
-        return [*sums, *leaves, torch.ones((), dtype=point.dtype, device=point.device), point]
-
-    def _function(self, num_leaves: int) -> Callable[..., Found]:
-        """Return gradients and loss as a function of sums (not read), batch, a factor of the gradients, and point."""
-        step, n = self.step, len(self.layout.shapes)
+    def _trace(
+        self, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor], sizes: Sequence[int]
+    ) -> Trace | None:
+        """Return a trace made with batches of some sizes, to take any if there are several."""
+        module, n, num_leaves = self.module, len(sums), len(full)
 
         def function(*flat: Tensor) -> Found:
-            leaves, point = flat[n : n + num_leaves], self.layout.views(flat[-1])
-            grads, loss, _ = step.take(point, leaves, list, alone=True, shared=True, times=flat[-2])
+            """Return gradients and loss, given sums (not read), batch, a factor of the gradients, and point."""
+            leaves, at = flat[n : n + num_leaves], self.layout.views(flat[-1])
+            grads, loss, _ = module.gradient(at, leaves, list, times=flat[-2])
             return grads, loss, {}
 
-        return function
+        def inputs(size: int) -> list[Tensor]:
+            return [*sums, *resized(full, size), torch.ones((), dtype=point.dtype, device=point.device), point]
+
+        return module.traces.get(
+            ("anchor", len(sizes), kinds(full)),
+            function,
+            inputs,
+            sizes,
+            moves=n,
+            constants=1,
+            keep=lambda graph: keep_parts(graph, n, num_leaves, len(full[0])),
+        )
 
 
 def _spans(size: int, full: int, most: int) -> Iterator[range]:
@@ -327,24 +296,22 @@ def _spans(size: int, full: int, most: int) -> Iterator[range]:
         yield range(whole, size)
 
 
-def _is_by_rows(
-    at: _AtPoint, leaves: Sequence[Tensor], sums: Sequence[Tensor], of_any_size: Callable[[], _AtPoint | None]
-) -> bool:
+def _is_by_rows(at: _AtPoint, leaves: Sequence[Tensor], sums: Sequence[Tensor]) -> bool:
     """Whether parts have a row for every example, which is the same whatever comes with it.
 
     A loss that is provably a mean over examples leaves hardly another way; it is looked at all the same.
     """
     scratch, examples = [torch.zeros_like(s) for s in sums], len(leaves[0])
 
-    def parts_of(at: _AtPoint, batch: Sequence[Tensor], batches: int) -> list[Tensor]:
+    def parts_of(batch: Sequence[Tensor], batches: int) -> list[Tensor]:
         return at.add(scratch, batch, batches)[1][: at.parts.count]
 
-    first = parts_of(at, leaves, 1)
-    if any(not part.ndim or len(part) != examples for part in first) or (any_size := of_any_size()) is None:
+    first = parts_of(leaves, 1)
+    if any(not part.ndim or len(part) != examples for part in first):
         return False
     other = [t[:1].expand_as(t).contiguous() for t in leaves]
-    both = parts_of(any_size, [torch.cat(pair) for pair in zip(leaves, other, strict=True)], 2)
-    return all(map(_are_joined, both, first, parts_of(any_size, other, 1)))
+    both = parts_of([torch.cat(pair) for pair in zip(leaves, other, strict=True)], 2)
+    return all(map(_are_joined, both, first, parts_of(other, 1)))
 
 
 def _are_joined(both: Tensor, first: Tensor, second: Tensor) -> bool:

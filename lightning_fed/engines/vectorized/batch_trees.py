@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["batch_shape", "first_batch", "flatten", "stack_batches", "unflatten"]
+__all__ = ["batch_shape", "check_tensors", "flatten", "stack_batches", "unflatten"]
 
 
 def flatten(batch: Any) -> tuple[Sequence[Tensor], Any]:
@@ -24,28 +24,32 @@ def unflatten(leaves: Sequence[Tensor], spec: Any) -> Any:
     return list(leaves) if spec is list else pytree.tree_unflatten(leaves, spec)
 
 
-def stack_batches(batches: Sequence[Any]) -> Any:
-    """Stack the clients' batches, tensor by tensor, to [S, B, ...].
+def stack_batches(batches: Sequence[Any]) -> tuple[Sequence[Tensor], Any]:
+    """Return the clients' batches taken apart, tensor by tensor: [S, B, ...], [B, ...] of a single client.
 
     Raises:
         FederatedError: If a batch holds anything but tensors.
     """
-    flat = [pytree.tree_flatten(batch) for batch in batches]
-    for leaf in flat[0][0]:
+    flat = [flatten(batch) for batch in batches]
+    leaves, spec = flat[0]
+    check_tensors(leaves)
+    if len(batches) == 1:
+        return leaves, spec
+    return [torch.stack(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)], spec
+
+
+def check_tensors(leaves: Sequence[Any]) -> None:
+    """Refuse a batch that holds anything but tensors.
+
+    Raises:
+        FederatedError: Naming what it holds.
+    """
+    for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise FederatedError(
                 f"engine='vectorized' needs batches of tensors only, found a {type(leaf).__name__} in one. Leave it out"
                 " of the batch, or use engine='sequential'."
             )
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([torch.stack(column) for column in columns], flat[0][1])
-
-
-def first_batch(batch: Any) -> Any:
-    """Return the batch of the first client."""
-    if type(batch) is list and all(type(part) is Tensor for part in batch):
-        return [part[0] for part in batch]
-    return pytree.tree_map(lambda leaf: leaf[0], batch)
 
 
 def batch_shape(batch: Any) -> tuple[Any, ...]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from lightning_fed.engines.base import WorkPlan
-from lightning_fed.engines.vectorized.row_batches import are_of_one_kind
-from lightning_fed.engines.vectorized.turns import full_batches
+from lightning_fed.engines.vectorized.row_lookup import are_of_one_kind
+from lightning_fed.engines.vectorized.schedule import full_batches
 
 __all__ = ["chunks_that_pay"]
 

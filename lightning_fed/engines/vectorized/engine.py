@@ -22,19 +22,19 @@ from lightning_fed.engines.batch_hooks import overridden_hooks
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.vectorized.anchors import AnchorPass
+from lightning_fed.engines.vectorized.batches import Turn
+from lightning_fed.engines.vectorized.chunk_work import ChunkWork, steps_are_plain
 from lightning_fed.engines.vectorized.chunking import chunks_that_pay
-from lightning_fed.engines.vectorized.device_data import ResidentData
+from lightning_fed.engines.vectorized.clients import ChunkMemory
+from lightning_fed.engines.vectorized.device_data import DeviceData
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
-from lightning_fed.engines.vectorized.functional import FunctionalStep
 from lightning_fed.engines.vectorized.means import ChunkMeans, LoggedMean
+from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE, Clipping
-from lightning_fed.engines.vectorized.row_batches import RowSource, are_of_one_kind, is_rows
-from lightning_fed.engines.vectorized.schedule import Stepping
-from lightning_fed.engines.vectorized.stack import Stack
-from lightning_fed.engines.vectorized.stacked import StackedWork
+from lightning_fed.engines.vectorized.row_lookup import RowLookup, are_of_one_kind, is_rows
+from lightning_fed.engines.vectorized.schedule import Schedule, full_batches
 from lightning_fed.engines.vectorized.steady import Steady
 from lightning_fed.engines.vectorized.trial import Trial
-from lightning_fed.engines.vectorized.turns import full_batches
 from lightning_fed.server.client_state import Stacked
 
 __all__ = ["VectorizedEngine"]
@@ -63,14 +63,13 @@ class VectorizedEngine(Engine):
         self.chunk_size = chunk_size or _chunk_size(self.flat.y)
         self.keeps_anchors = self._may_keep_anchors()
         self.where_it_pays = where_it_pays
-        self.step = FunctionalStep(self.trainer, self.flat)
+        self.step = ModuleStep(self.trainer, self.flat)
         self.full = FullGradients(self.step)
         self.anchors = AnchorPass(self.step)
-        self.resident = ResidentData(self.flat.y.device)
-        self.stepping = Stepping(self, self.step, self.resident)
+        self.schedule = Schedule(self, self.step, DeviceData(self.flat.y.device))
         self.steady = Steady(self.trainer, self.algorithm, self.optimizer)
         self._row: tuple[ChunkResult, int] | None = None
-        self._stack: Stack | None = None
+        self._memory: ChunkMemory | None = None
         self._logged: dict[str, LoggedMean] = {}
 
     def try_out(self, plan: WorkPlan) -> None:
@@ -85,8 +84,8 @@ class VectorizedEngine(Engine):
             plan = replace(plan, epochs=(1,))
         stream = partial(generator, self.seed, Purpose.BATCHES, 0, plan.participant.index)
         with self.gradients.silent():
-            (group,) = self.stepping.batches([plan], [stream], by_index=True).step(1)
-            Trial(self.step).run(group.first, group.batch_idx)
+            ((group,),) = self.schedule.batches([plan], [stream], by_index=True).in_order([Turn(range(1), [0])])
+            Trial(self.step).run(group)
         self.steady.remember()
 
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:
@@ -98,7 +97,7 @@ class VectorizedEngine(Engine):
         if self.trainer.accumulate_grad_batches != 1 or _hooked_parameter(self.trainer.lightning_module) is not None:
             check_settings(self)  # a callback has changed it
         self.step.begin_round()
-        self.stepping.recurring.begin_round()
+        self.schedule.recurring.begin_round()
         has_changed = self.steady.begin_round()
         self.anchors.begin_round(is_new=has_changed)
         if not has_changed:
@@ -139,26 +138,26 @@ class VectorizedEngine(Engine):
         started = time.perf_counter()
         self._row = None
         clip = self._clipping()
-        in_turns = self.stepping.takes_turns(plans, clip)
-        lengths = [full_batches(plan) if in_turns else plan.participant.steps for plan in plans]
+        is_staggered = self.schedule.is_staggered(plans, clip)
+        lengths = [full_batches(plan) if is_staggered else plan.participant.steps for plan in plans]
         order = sorted(range(len(plans)), key=lambda i: -lengths[i])
         sorted_plans = [plans[i] for i in order]
         with self._errors_of(sorted_plans, inputs.round):
             full_grad = [inputs.full_grad.get(plan.participant.index, {}) for plan in sorted_plans]
-            work = StackedWork(
+            work = ChunkWork(
                 self.algorithm,
                 self.optimizer,
                 inputs,
                 _stack(clients, order),
                 _stack(full_grad, range(len(plans))),
-                self._stack_for(len(plans)),
+                self._memory_for(len(plans)),
                 [plan.participant.size for plan in sorted_plans],
                 [plan.participant.steps for plan in sorted_plans],
                 clip,
             )
             means = ChunkMeans(len(plans))
             kept = [self.anchors.of(plan.participant.index) for plan in sorted_plans]
-            self.stepping.run(inputs, sorted_plans, work, means, in_turns, kept)
+            self.schedule.run(inputs, sorted_plans, work, means, is_staggered, kept)
             self.steady.check_work()
             delta, send, keep, sends_delta = work.finish()
         loss, metrics = means.of_clients()
@@ -175,7 +174,7 @@ class VectorizedEngine(Engine):
             if not math.isfinite(norms[row] + loss[row]):
                 fault = fault_of(reports[row], means.losses_of(row), inputs.round)
                 faults |= {} if fault is None else {row: fault}
-        means.add_to(self._logged, faults)
+        means.add_to(self._logged, self.step.options, faults)
         return ChunkResult(
             participants=participants,
             y=work.y,
@@ -188,11 +187,11 @@ class VectorizedEngine(Engine):
             faults=faults,
         )
 
-    def _stack_for(self, count: int) -> Stack:
+    def _memory_for(self, count: int) -> ChunkMemory:
         """Return memory for a chunk of so many clients."""
-        if self._stack is None or len(self._stack.y) < count:
-            self._stack = Stack(self.flat.layout, count, self.flat.y)
-        return self._stack
+        if self._memory is None or len(self._memory.y) < count:
+            self._memory = ChunkMemory(self.flat.layout, count, self.flat.y)
+        return self._memory
 
     def each_full_gradients(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan]
@@ -206,21 +205,22 @@ class VectorizedEngine(Engine):
     def _gradients_at_once(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> list[State] | None:
         """Return the full-batch gradients of clients that have one batch of one size, None if they have not."""
         batches = [plan.batches for plan in plans if isinstance(plan.batches, TensorBatches)]
-        if len(plans) == 1 or len(batches) < len(plans) or self.stepping.has_hooks:
+        if len(plans) == 1 or len(batches) < len(plans) or self.schedule.has_hooks:
             return None
         size = batches[0].size
         if size > batches[0].settings.full_batch_size or not are_of_one_kind(batches):
             return None
         if not all(self._traces_gradients(b) and b.size == size for b in batches):
             return None
-        source = RowSource(self.trainer, batches, self.resident)
-        rows = source.moved([source.places(client, b.stored_rows()) for client, b in enumerate(batches)])
-        batch = source.together(range(len(batches)), rows)
+        lookup = RowLookup(self.trainer, batches, self.schedule.data)
+        places = lookup.places([[b.stored_rows()] for b in batches])
+        (rows,) = lookup.in_order([[(client, place) for client, (place,) in enumerate(places)]])
+        leaves = [t.view(len(batches), size, *t.shape[1:]) for t in rows]
         grads: dict[str, Tensor] = {}
         with self.gradients.silent(), self.step.recording():
             for name in self.algorithm.full_grad_at:
                 point = inputs.x if name == "x" else inputs.server[name]
-                found = self.full.of_many(point, batch)
+                found = self.full.of_many(point, leaves)
                 if found is None or not bool(torch.isfinite(found).all()):
                     return None  # whoever is to blame is found one by one
                 grads[name] = self._add_decay(found, point)
@@ -233,7 +233,7 @@ class VectorizedEngine(Engine):
             point = inputs.x if name == "x" else inputs.server[name]
             index, settings = plan.participant.index, plan.batches.settings
             with self.gradients.silent(), self.step.recording():
-                epoch = self.stepping.first_epoch(plan, inputs.round)
+                epoch = self.schedule.first_epoch(plan, inputs.round)
                 found = self.anchors.gradient(index, point, epoch, settings)
             if found is not None:
                 return self._add_decay(found, point)
@@ -251,10 +251,10 @@ class VectorizedEngine(Engine):
         batches = plan.batches
         if not self.keeps_anchors or not plan.epochs:
             return False
-        if not self._traces_gradients(batches) or not self.stepping.fits_one_lookup(batches):
+        if not self._traces_gradients(batches) or not self.schedule.fits_one_lookup(batches):
             return False
         is_whole = plan.epochs[0] == batches.num_batches() and batches.num_examples(plan.epochs[0]) == batches.size
-        return is_whole and StackedWork.plain_steps(self.algorithm, self.optimizer, self._clipping())
+        return is_whole and steps_are_plain(self.algorithm, self.optimizer, self._clipping())
 
     def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
         """Return a client's full-batch gradient [P] at a point [P]; through a trace where there is one."""
@@ -306,7 +306,7 @@ class VectorizedEngine(Engine):
 
     def abandon(self) -> int | None:
         """End the local work of clients that failed; return the local steps they had taken, None if at none."""
-        return self.stepping.abandon()
+        return self.schedule.abandon()
 
     def undo_point(self) -> Callable[[], None]:
         """Return a function that takes back what clients log from here on, and tidies up after one that failed."""

@@ -1,13 +1,13 @@
 """Example-weighted means of losses and logged values, client by client and over all of them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fed.engines.vectorized.functional import Logged
+from lightning_fed.tracing.traces import Values
 
 __all__ = ["ChunkMeans", "LoggedMean"]
 
@@ -37,23 +37,20 @@ class ChunkMeans:
     def __init__(self, count: int) -> None:
         self._count = count
         self._entries: dict[str, list[tuple[Sequence[int], Tensor, int]]] = {"": []}
-        self._options: dict[str, dict[str, Any]] = {}
         self._sums: dict[str, tuple[list[float], list[int]]] = {}
 
-    def add(self, clients: Sequence[int], examples: int, loss: Tensor, logged: dict[str, Logged]) -> None:
-        """Add steps on batches of one size.
+    def add(self, clients: Sequence[int], examples: int, loss: Tensor, values: Values) -> None:
+        """Add a step of some clients on batches of one size.
 
         Args:
-            clients: Whose steps they are; one who took several is named several times.
+            clients: Whose step it is.
             examples: The examples in each batch.
-            loss: The loss of each step.
-            logged: What each logged.
+            loss: The loss of each.
+            values: What each logged.
         """
         self._entries[""].append((clients, loss, examples))
-        for name, log in logged.items():
-            self._options[name] = log.options
-            weight = log.batch_size or examples
-            self._entries.setdefault(f".{name}", []).append((clients, log.value, weight))
+        for name, (value, batch_size) in values.items():
+            self._entries.setdefault(f".{name}", []).append((clients, value, batch_size or examples))
 
     def of_clients(self) -> tuple[list[float], list[dict[str, float]]]:
         """Return each client's mean loss, and its means of what it logged."""
@@ -87,19 +84,20 @@ class ChunkMeans:
         steps = (zip(at, loss.reshape(-1).tolist(), strict=True) for at, loss, _ in self._entries[""] if row in at)
         return [loss for step in steps for client, loss in step if client == row]
 
-    def add_to(self, means: dict[str, LoggedMean], without: Collection[int] = ()) -> None:
+    def add_to(
+        self, means: dict[str, LoggedMean], options: Mapping[str, dict[str, Any]], without: Collection[int] = ()
+    ) -> None:
         """Add what the chunk's clients logged to the means of the round.
 
         Args:
             means: The means of the round.
+            options: What ``self.log`` was given beside name and value, by name.
             without: The rows of clients that are left out.
         """
-        for name, options in self._options.items():
-            totals, weights = self._sums[f".{name}"]
+        for key, (totals, weights) in self._sums.items():
             for row in without:
                 totals[row], weights[row] = 0.0, 0
-            if not any(weights):
-                continue
-            mean = means.setdefault(name, LoggedMean(options))
-            mean.total += sum(totals)
-            mean.weight += sum(weights)
+            if key and any(weights):
+                mean = means.setdefault(key[1:], LoggedMean(options[key[1:]]))
+                mean.total += sum(totals)
+                mean.weight += sum(weights)

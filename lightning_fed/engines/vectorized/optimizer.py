@@ -4,6 +4,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,16 +46,16 @@ class Clipping:
     corrected: bool
 
     def __call__(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return the clipped gradients [n, n_p] per parameter."""
+        """Return one client's clipped gradients, one tensor per parameter."""
         if self.algorithm == "value":
             return [g.clamp(-self.value, self.value) for g in grads]
-        norms = torch.stack([torch.linalg.vector_norm(g, dim=1) for g in grads])
-        scale = (self.value / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
-        return [g * scale[:, None] for g in grads]
+        norms = torch.stack([torch.linalg.vector_norm(g) for g in grads])
+        scale = (self.value / (torch.linalg.vector_norm(norms) + 1e-6)).clamp(max=1.0)
+        return [g * scale for g in grads]
 
 
 class StackedOptimizer:
-    """The user's local optimizer, stepping the columns [n, n_p] of the clients at work from a fresh state.
+    """The user's local optimizer, stepping the parameters of the clients at work from a fresh state.
 
     Args:
         optimizer: The wrapped optimizer; it is left as it is.
@@ -67,25 +68,56 @@ class StackedOptimizer:
         self._positions = {id(p): i for i, p in enumerate(optimizer.flat.params)}
         self._shapes = optimizer.flat.layout.shapes
         self._groups = base.param_groups
-        self._columns: list[Tensor] = []
+        self._views: Sequence[Tensor] = []
 
-    def narrow(self, columns: Sequence[Tensor]) -> None:
-        """Take the columns of the clients still at work, and their rows of the state."""
-        base, old = self._base, self._columns
-        states = [base.state.get(c, {}) for c in old]
-        self._columns = list(columns)
+    def step(
+        self,
+        views: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        solver: Sequence[dict[str, Tensor]] | None,
+        skipped: frozenset[int],
+    ) -> None:
+        """Move parameters along directions as the optimizer does.
+
+        Args:
+            views: The parameters of the first clients of the chunk, no more than in the step before.
+            directions: Their directions, with coupled weight decay.
+            solver: Statistics of the method's own, per parameter, which are loaded before and dropped after.
+            skipped: Positions of the parameters that stand still.
+        """
+        base = self._base
+        if views is not self._views:
+            self._narrow(views)
+        for i, (view, direction) in enumerate(zip(views, directions, strict=True)):
+            view.grad = None if i in skipped else direction.contiguous()
+        if solver is not None:
+            base.state = defaultdict(dict)
+            for view, shape, entries in zip(views, self._shapes, solver, strict=True):
+                if entries:
+                    base.state[view] = {k: _spread(k, v, shape, view) for k, v in entries.items()}
+        with without_coupled_decay(base):
+            base.step()
+        for view in views:
+            view.grad = None
+
+    def _narrow(self, views: Sequence[Tensor]) -> None:
+        """Take the parameters of the clients still at work, and their rows of the state."""
+        base, old = self._base, self._views
+        states = [base.state.get(view, {}) for view in old]
+        self._views = views
         base.param_groups = [
             {
                 **group,
-                "fused": False,  # fused kernels take columns of a matrix for adjacent memory
-                "params": [columns[self._positions[id(p)]] for p in group["params"] if id(p) in self._positions],
+                "fused": False,  # fused kernels take parts of a matrix for adjacent memory
+                "params": [views[self._positions[id(p)]] for p in group["params"] if id(p) in self._positions],
             }
             for group in self._groups
         ]
         base.state = defaultdict(dict)
-        for column, before, state in zip(columns, old, states, strict=False):
-            base.state[column] = {
-                k: v[: len(column)] if isinstance(v, Tensor) and v.shape == before.shape else v
+        for view, before, state in zip(views, old, states, strict=False):
+            rows: Any = slice(len(view)) if view.ndim == before.ndim else 0  # one client has no dimension of clients
+            base.state[view] = {
+                k: v[rows] if isinstance(v, Tensor) and v.shape == before.shape and k not in _SHARED else v
                 for k, v in state.items()
             }
         if not old and isinstance(base, torch.optim.Adagrad):  # it makes its state when it is made
@@ -94,29 +126,9 @@ class StackedOptimizer:
                 for p in group["params"]:
                     base.state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, start)}
 
-    def step(
-        self, grads: Sequence[Tensor], solver: list[dict[str, Tensor]] | None, injected: bool, skipped: frozenset[int]
-    ) -> None:
-        """Step with these gradients [n, n_p]; statistics of a method's own are loaded before and dropped after."""
-        base = self._base
-        for i, (column, g) in enumerate(zip(self._columns, grads, strict=True)):
-            column.grad = None if i in skipped else g.contiguous()
-        if solver is not None:
-            base.state = defaultdict(dict)
-            for column, shape, entries in zip(self._columns, self._shapes, solver, strict=True):
-                if entries:
-                    base.state[column] = {k: _spread(k, v, shape, column) for k, v in entries.items()}
-        if injected:
-            with without_coupled_decay(base):
-                base.step()
-        else:
-            base.step()
-        for column in self._columns:
-            column.grad = None
 
-
-def _spread(name: str, value: Tensor, shape: torch.Size, column: Tensor) -> Tensor:
+def _spread(name: str, value: Tensor, shape: torch.Size, view: Tensor) -> Tensor:
     """Return one parameter's statistic for every client; what depends on steps alone is one number for all."""
     if name in _SHARED or value.shape != shape:
         return value.clone()
-    return value.reshape(-1).expand_as(column).clone()
+    return value.expand_as(view).clone()

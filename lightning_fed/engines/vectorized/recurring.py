@@ -4,9 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_fed.engines.vectorized.batch_groups import BatchGroup
-from lightning_fed.engines.vectorized.batch_trees import flatten
-from lightning_fed.tracing.traces import kinds
+from lightning_fed.engines.vectorized.batches import BatchGroup
 
 __all__ = ["Recurring"]
 
@@ -25,11 +23,11 @@ class Recurring:
 
     def __init__(self, batch_size: int | None) -> None:
         self._batch_size = batch_size
-        self._seen: Counter[Any] = Counter()
+        self._steps: Counter[Any] = Counter()
 
     def begin_round(self) -> None:
         """Forget what was seen."""
-        self._seen.clear()
+        self._steps.clear()
 
     def note(self, groups: Sequence[BatchGroup]) -> bool:
         """Take note of the batches of a step; return whether they are of shapes that recur."""
@@ -37,9 +35,9 @@ class Recurring:
         return all(recur)
 
     def _recurs(self, group: BatchGroup) -> bool:
-        leaves, spec = flatten(group.first)
-        full = self._batch_size
+        leaves, full = group.first, self._batch_size
         is_smaller = full is not None and group.examples < full and all(len(leaf) == group.examples for leaf in leaves)
-        kind = (spec, *kinds(leaves, full if is_smaller else None))
-        self._seen[kind] += 1
-        return self._seen[kind] > 1 and self._seen.total() <= _SHARE * self._seen[kind]
+        shapes = [(full, *leaf.shape[1:]) if is_smaller else tuple(leaf.shape) for leaf in leaves]
+        kind = (group.spec, *((shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)))
+        self._steps[kind] += 1
+        return self._steps[kind] > 1 and self._steps.total() <= _SHARE * self._steps[kind]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
@@ -14,8 +15,9 @@ from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.vectorized.attributes import INTERNAL, PASSING, changed, holders, marks
-from lightning_fed.engines.vectorized.batch_trees import stack_batches
-from lightning_fed.engines.vectorized.functional import FunctionalStep
+from lightning_fed.engines.vectorized.batch_trees import check_tensors
+from lightning_fed.engines.vectorized.batches import BatchGroup
+from lightning_fed.engines.vectorized.module_step import ModuleStep
 
 __all__ = ["Trial"]
 
@@ -27,50 +29,53 @@ class Trial:
         step: The module's step, which learns from the trial whether it is random and may be traced.
     """
 
-    def __init__(self, step: FunctionalStep) -> None:
+    def __init__(self, step: ModuleStep) -> None:
         self.step = step
         self.module = step.module
 
-    def run(self, batch: Any, batch_idx: int) -> None:
+    def run(self, group: BatchGroup) -> None:
         """Refuse the module if a step of two equal clients is not what two separate steps would do.
 
         Args:
-            batch: A client's batch, on the device.
-            batch_idx: Its index in the local epoch.
+            group: A client's batch, on the device.
 
         Raises:
             FederatedError: Naming what the module does that clients run at once cannot do, and the way out.
             ClientError: If the batch gives no gradient to go by.
         """
-        step = self.step
-        pair = [torch.stack([v.detach()] * 2) for v in step.flat.views]
+        step, batch = self.step, (group.leaves, group.spec, group.batch_idx)
+        check_tensors(group.leaves)
+        pair = [torch.stack([v.detach()] * 2) for v in step.flat.views], [torch.stack([v] * 2) for v in group.leaves]
         step.is_random = True  # as long as nobody knows
         with preserved_random_state(step.flat.y.device), step.recording():
             before = _State(self.module, step.flat)
             try:
-                grads, _, _ = step.gradients(pair, stack_batches([batch, batch]), batch_idx)
+                take = vmap(lambda y, leaves: step.gradient(y, leaves, *batch[1:]), randomness="different")
+                grads, _, _ = take(*pair)
                 self._check_traces(before)
-                step.unused_parameters(batch, batch_idx)  # on the parameters themselves
+                step.own_gradient(step.flat.views, *batch)  # on the parameters themselves
                 self._check_parameters(before)
                 step.is_random = before.random != random_state(step.flat.y.device)
                 if not step.is_random:
-                    self._check_values([g[0] for g in grads], batch, batch_idx)
-                if step.is_random or self._reads_trainer(batch, batch_idx):
+                    self._check_values([g[0] for g in grads], group)
+                if step.is_random or self._reads_trainer(group):
                     step.traces.forbid()
             except FederatedError:
                 raise
             except Exception as error:
                 self._check_metrics(before)
-                step.unused_parameters(batch, batch_idx)  # what fails for one client alone is raised as it is
+                step.own_gradient(step.flat.views, *batch)  # what fails for one client alone is raised as it is
                 self._check_statistics()
                 text = " ".join(str(error).split())
                 raise self._refusal(f"it cannot be run for several clients at once ({text[:300]})") from error
             finally:
                 before.restore()
 
-    def _check_values(self, grads: Sequence[Tensor], batch: Any, batch_idx: int) -> None:
+    def _check_values(self, grads: Sequence[Tensor], group: BatchGroup) -> None:
         """Compare with the gradient of one client, as a guard against operations that ``vmap`` gets wrong."""
-        single, _, _ = self.step.gradient_of_one(self.step.flat.views, batch, batch_idx)
+        views = self.step.flat.views
+        own, _, _ = self.step.own_gradient(views, group.leaves, group.spec, group.batch_idx)
+        single = [torch.zeros_like(v) if g is None else g for g, v in zip(own, views, strict=True)]
         scale = max(float(g.abs().max()) for g in single) or 1.0
         if not all(bool(torch.isfinite(g).all()) for g in single):
             raise ClientError("its first gradient is not finite, so nothing can be compared with it.")
@@ -110,12 +115,12 @@ class Trial:
                     f"it updates the metric {name!r}; log a functional metric, or the loss alone, in training_step"
                 )
 
-    def _reads_trainer(self, batch: Any, batch_idx: int) -> bool:
+    def _reads_trainer(self, group: BatchGroup) -> bool:
         """Whether the step looks at its trainer, and so at things such as the round that change from call to call."""
         watch: Any = _Watch(self.module._trainer)
         self.module._trainer = watch
         try:
-            self.step.unused_parameters(batch, batch_idx)
+            self.step.own_loss(self.step.flat.views, group.leaves, group.spec, group.batch_idx)
         finally:
             self.module._trainer = object.__getattribute__(watch, "watched")
         return bool(object.__getattribute__(watch, "read"))

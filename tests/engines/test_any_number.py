@@ -13,10 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.tracing import traces
-from lightning_fed.tracing.any_size import take_any_count
+from lightning_fed.tracing.any_size import take_any_size
 from lightning_fed.tracing.passes import simplify
 from lightning_fed.tracing.traces import Traces
-from tests.engines.test_turns import cut
+from tests.engines.test_schedule import cut
 from tests.helpers.engines import assert_agree, run, state_of
 from tests.helpers.selection import few
 from tests.helpers.training import same
@@ -39,7 +39,7 @@ def traced(function: Function, count: int) -> fx.GraphModule:
 
 def takes_any(function: Function) -> tuple[bool, fx.GraphModule]:
     one, other = traced(function, 5), traced(function, 7)
-    found = take_any_count([(one.graph, other.graph)], (one, other))
+    found = take_any_size([(one.graph, other.graph)], (one, other))
     one.graph.lint()
     one.recompile()
     return found, one
@@ -113,7 +113,7 @@ def test_a_graph_that_differs_in_anything_else_stays_as_it_is(name: str) -> None
 def test_a_third_number_has_to_agree(function: Function, expected: bool) -> None:
     modules = [traced(function, count) for count in (5, 7, 3)]
     before = str(modules[0].graph)
-    assert take_any_count([[module.graph for module in modules]], modules) is expected
+    assert take_any_size([[module.graph for module in modules]], modules) is expected
     assert (str(modules[0].graph) != before) is expected
 
 
@@ -121,7 +121,7 @@ def test_of_two_graphs_both_or_none_are_changed() -> None:
     one, other = traced(STACKED["a view"], 5), traced(STACKED["a view"], 7)
     first, second = traced(NOT["one more"], 5), traced(NOT["one more"], 7)
     before = str(one.graph)
-    assert not take_any_count([(one.graph, other.graph), (first.graph, second.graph)], (one, other))
+    assert not take_any_size([(one.graph, other.graph), (first.graph, second.graph)], (one, other))
     assert str(one.graph) == before
 
 
@@ -132,14 +132,14 @@ def test_of_two_graphs_both_or_none_are_changed() -> None:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many clients each trace of several was made with."""
     found: list[int] = []
-    make = Traces._make_step
+    split = Traces._split
 
-    def noted(self: Traces, function: Any, flat: Any, *args: Any) -> Any:
-        if flat[0].ndim == 3:  # the first weights of several
-            found.append(len(flat[0]))
-        return make(self, function, flat, *args)
+    def noted(self: Traces, function: Any, tensors: Any, *args: Any, **options: Any) -> Any:
+        if tensors[0].ndim == 3:  # the first weights of several
+            found.append(len(tensors[0]))
+        return split(self, function, tensors, *args, **options)
 
-    monkeypatch.setattr(Traces, "_make_step", noted)
+    monkeypatch.setattr(Traces, "_split", noted)
     return found
 
 
@@ -151,7 +151,7 @@ OPTIONS = {"datamodule": partial(cut, SIZES), "clients_per_round": 9}
 @pytest.mark.parametrize("algorithm", few(METHODS, METHODS[1:2]), ids=["FedAvg", "Scaffold", "Mime"])
 def test_one_trace_serves_all_numbers_of_clients(algorithm: Any, made: list[int], steps: list[int]) -> None:
     assert_agree(*(run(engine, algorithm=algorithm, **OPTIONS) for engine in ("sequential", "vectorized")))
-    assert made == [5]
+    assert made == [5, 7]
     assert {9, 8, 6, 4, 2} <= set(steps)
     assert len(steps) == 3 * (7 + 5)  # the full batches of all at work, and five smaller ones
 
@@ -159,7 +159,7 @@ def test_one_trace_serves_all_numbers_of_clients(algorithm: Any, made: list[int]
 def test_clients_of_a_single_smaller_batch_are_all_at_once_too(made: list[int], steps: list[int]) -> None:
     options = {**OPTIONS, "datamodule": partial(cut, (3,) * 9), "local_epochs": 2, "algorithm": Scaffold()}
     assert_agree(*(run(engine, **options) for engine in ("sequential", "vectorized")))
-    assert made == [5]
+    assert made == [5, 7]
     assert steps == [9] * 6
 
 
@@ -172,18 +172,16 @@ def test_clients_with_smaller_batches_of_their_own_are_never_at_once(made: list[
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", few(METHODS, METHODS[:1]), ids=["FedAvg", "Scaffold", "Mime"])
-def test_traces_that_do_not_are_made_for_a_few_numbers(
+def test_without_such_a_trace_only_steps_of_all_clients_are_traced(
     algorithm: Any, made: list[int], steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run("vectorized", algorithm=algorithm, **OPTIONS)
     made.clear()
     steps.clear()
-    monkeypatch.setattr(traces, "take_any_count", lambda *args: False)
+    monkeypatch.setattr(traces, "take_any_size", lambda *args: False)
     assert_agree(expected, run("vectorized", algorithm=algorithm, **OPTIONS))
-    assert made[0] == 5  # tried, once
-    assert sorted(made[1:]) == sorted({n for n in steps if n > 1})
-    assert 9 not in steps
-    assert 7 not in steps
+    assert made == [5, 7, 9]  # tried with two numbers, once
+    assert max(steps) == 9
 
 
 def test_a_resumed_run_has_the_same_bits_with_another_first_chunk(tmp_path: Any) -> None:
@@ -193,10 +191,3 @@ def test_a_resumed_run_has_the_same_bits_with_another_first_chunk(tmp_path: Any)
     first.save_checkpoint(tmp_path / "half.ckpt")
     resumed = run("vectorized", max_rounds=4, ckpt_path=tmp_path / "half.ckpt", **options)
     assert same(state_of(whole), state_of(resumed))
-
-
-def test_attributes_that_change_make_it_be_looked_at_anew() -> None:
-    kept = Traces()
-    kept.fit_any_count["kinds"] = True
-    kept.drop()
-    assert not kept.fit_any_count

@@ -16,9 +16,10 @@ from torch.utils.data import TensorDataset
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.engines.vectorized import schedule
-from lightning_fed.engines.vectorized.turns import _COUNTS, pieces, turns
+from lightning_fed.engines.vectorized.chunk_work import steps_are_plain
+from lightning_fed.engines.vectorized.local_steps import LocalSteps
+from lightning_fed.engines.vectorized.schedule import staggered
 from lightning_fed.server import SystemsHeterogeneity
-from lightning_fed.tracing.traces import TracedStep
 from tests.helpers.engines import Ordinary, Record, assert_agree, run, state_of
 from tests.helpers.selection import covering, few
 from tests.helpers.training import classification, same
@@ -45,11 +46,11 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
 
     def noted(*args: Any) -> Any:
-        for turn in turns(*args):
+        for turn in staggered(*args):
             found.append((len(turn.at), turn.clients.start))
             yield turn
 
-    monkeypatch.setattr(schedule, "turns", noted)
+    monkeypatch.setattr(schedule, "staggered", noted)
     return found
 
 
@@ -61,7 +62,7 @@ def test_every_method_agrees_with_the_sequential_engine(name: str, taken: list[A
     at_once = run("vectorized", make, **options)
     assert_agree(run("sequential", make, **options), at_once)
     engine = at_once.fit_loop._engine
-    assert bool(taken) == schedule.StackedWork.plain_steps(engine.algorithm, engine.optimizer, None)
+    assert bool(taken) == steps_are_plain(engine.algorithm, engine.optimizer, None)
 
 
 WORK: dict[str, dict[str, Any]] = {
@@ -90,23 +91,6 @@ def test_work_of_any_length_agrees(work: str, algorithm: Any, taken: list[Any]) 
     assert_agree(one, run("vectorized", **options), rtol, metrics=max(rtol, 1e-6))
     assert {count for count, _ in taken} > {1}
     assert any(start > 0 for _, start in taken)
-
-
-def test_what_a_correction_adds_to_every_step_is_worked_out_once_for_all(
-    monkeypatch: pytest.MonkeyPatch, taken: list[Any]
-) -> None:
-    calls: list[int] = []
-    once = TracedStep.once
-
-    def note(self: TracedStep, constants: Any) -> Any:
-        calls.append(len(constants))
-        return once(self, constants)
-
-    monkeypatch.setattr(TracedStep, "once", note)
-    options = {"datamodule": partial(cut, (13, 8, 21, 6, 16, 9)), "clients_per_round": 6, "algorithm": Scaffold()}
-    assert_agree(run("sequential", **options), run("vectorized", **options))
-    assert len(calls) == 3  # one a round
-    assert len(set(taken)) > 6
 
 
 @pytest.mark.parametrize("size", few([16, 7], [7]))  # full batches; a smaller one each
@@ -139,7 +123,7 @@ def test_a_resumed_run_has_the_same_bits(name: str, tmp_path: Any) -> None:
 def test_untraced_steps_agree(monkeypatch: pytest.MonkeyPatch, taken: list[Any]) -> None:
     options = {"datamodule": cut, "algorithm": Mime(SGDm()), "local_epochs": 2, "clients_per_round": 6}
     one = run("sequential", **options)
-    monkeypatch.setattr("lightning_fed.engines.vectorized.traced_steps.BoundSteps.take", lambda *_: None)
+    monkeypatch.setattr(LocalSteps, "_bind", lambda *_: None)
     assert_agree(one, run("vectorized", **options))
     assert taken
 
@@ -178,20 +162,13 @@ def test_a_client_that_fails_is_named_and_left_out(taken: list[Any]) -> None:
     assert taken
 
 
-@given(st.integers(0, 500))
-def test_pieces_hold_all_clients_at_work_in_few_sizes(active: int) -> None:
-    found = list(pieces(active))
-    assert [row for piece in found for row in range(piece.start, piece.stop)] == list(range(active))
-    assert {piece.stop - piece.start for piece in found} <= set(_COUNTS)
-
-
 @given(st.lists(st.lists(st.integers(1, 5), max_size=8), min_size=1, max_size=6))
 def test_everybody_takes_every_step_once_and_in_order(batches: list[list[int]]) -> None:
     full = 5
     batches.sort(key=lambda sizes: -sizes.count(full))
 
     found: list[list[int]] = [[] for _ in batches]
-    for clients, at in turns(batches, full):
+    for clients, at in staggered(batches, full):
         members = range(clients.start, clients.stop)
         sizes = {batches[client][k] for client, k in zip(members, at, strict=True)}
         assert sizes == {full} or len(members) == 1 or all(own == batches[0] for own in batches)

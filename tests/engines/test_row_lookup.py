@@ -13,10 +13,10 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.data.batch_settings import BatchSettings
 from lightning_fed.data.batches import LoaderBatches, TensorBatches
-from lightning_fed.engines.vectorized import chunk_batches, row_batches
-from lightning_fed.engines.vectorized.device_data import ResidentData
+from lightning_fed.engines.vectorized import batches, row_lookup
+from lightning_fed.engines.vectorized.device_data import DeviceData
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
-from lightning_fed.engines.vectorized.row_batches import RowSource, are_of_one_kind
+from lightning_fed.engines.vectorized.row_lookup import RowLookup, are_of_one_kind
 from tests.helpers.engines import assert_agree, run
 from tests.helpers.selection import few
 from tests.helpers.training import classification, trainer
@@ -44,17 +44,15 @@ COHORTS: dict[str, Callable[[], list[TensorBatches]]] = {
 @pytest.mark.parametrize("joined", [2**25, 0], ids=["side by side", "one by one"])
 @pytest.mark.parametrize("name", COHORTS)
 def test_rows_are_those_of_each_client(name: str, joined: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_batches, "_JOINED", joined)
+    monkeypatch.setattr(row_lookup, "_JOINED", joined)
     cohort, run_of = COHORTS[name](), trainer()
-    source = RowSource(run_of, cohort, ResidentData(torch.device("cpu")))
-    places = source.moved([source.places(i, b.stored_rows()[:3]) for i, b in enumerate(cohort)])
+    lookup = RowLookup(run_of, cohort, DeviceData(torch.device("cpu")))
+    places = lookup.places([[b.stored_rows()[:3]] for b in cohort])
     expected = [b.pick(torch.arange(3)) for b in cohort]
-    for client, batch in enumerate(expected):
-        assert all(map(torch.equal, source.alone(client, places[client]), batch))
-    for members in ([0, 1, 2], [1, 2], [0]):
-        found = source.together(members, [places[i] for i in members])
-        for stacked, *parts in zip(found, *(expected[i] for i in members), strict=True):
-            assert torch.equal(stacked, torch.stack(parts))
+    for members in ([0, 1, 2], [1, 2], [0], [1], [2]):
+        (found,) = lookup.in_order([[(i, places[i][0]) for i in members]])
+        for rows, *parts in zip(found, *(expected[i] for i in members), strict=True):
+            assert torch.equal(rows, torch.cat(parts))
 
 
 @pytest.mark.parametrize("joined", [2**25, 0], ids=["side by side", "one by one"])
@@ -63,14 +61,18 @@ def test_rows_are_those_of_each_client(name: str, joined: int, monkeypatch: pyte
 def test_rows_of_several_steps_come_in_their_order(
     name: str, ahead: int, joined: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_batches, "_JOINED", joined)
-    monkeypatch.setattr(row_batches, "_AHEAD", ahead)  # a row takes 16 bytes
+    monkeypatch.setattr(row_lookup, "_JOINED", joined)
+    monkeypatch.setattr(row_lookup, "_AHEAD", ahead)  # a row takes 16 bytes
     cohort = COHORTS[name]()
-    source = RowSource(trainer(), cohort, ResidentData(torch.device("cpu")))
+    lookup = RowLookup(trainer(), cohort, DeviceData(torch.device("cpu")))
     steps = [[(0, [0, 1]), (2, [2, 0])], [(1, [1])], [(0, [2]), (1, [0]), (2, [1])], [(1, [2, 2, 1])]]
-    found = source.in_order(
-        [[(i, source.places(i, cohort[i].stored_rows()[rows])) for i, rows in step] for step in steps]
-    )
+    places = [
+        iter(own)
+        for own in lookup.places(
+            [[b.stored_rows()[r] for s in steps for c, r in s if c == i] for i, b in enumerate(cohort)]
+        )
+    ]
+    found = lookup.in_order([[(i, next(places[i])) for i, _ in step] for step in steps])
     for batch, step in zip(found, steps, strict=True):
         parts = [cohort[i].pick(torch.tensor(rows)) for i, rows in step]
         for rows_of_all, *column in zip(batch, *parts, strict=True):
@@ -119,7 +121,7 @@ def some_shared() -> FederatedDataModule:
 def test_the_result_is_that_of_the_sequential_engine(
     joined: int, data: Any, algorithm: Any, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_batches, "_JOINED", joined)
+    monkeypatch.setattr(row_lookup, "_JOINED", joined)
     options = {"datamodule": data, "algorithm": algorithm, "local_epochs": 2}
     assert_agree(run("sequential", **options), run("vectorized", **options))
     assert max(steps) > 1
@@ -159,5 +161,5 @@ def test_batches_that_are_transformed_are_still_moved_without_lightnings_hooks(m
         )
 
     expected = run("sequential", datamodule=transformed)
-    monkeypatch.setattr(chunk_batches, "prepare_batch", None)
+    monkeypatch.setattr(batches, "prepare_batch", None)
     assert_agree(expected, run("vectorized", datamodule=transformed))

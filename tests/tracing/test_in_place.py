@@ -1,14 +1,13 @@
 """A traced local step, taken apart: what is done once, what goes straight into the parameters, what must wait."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lightning_fed.tracing.in_place import StepGraphs, same, split_step, use_bindings
+from lightning_fed.tracing.in_place import SplitGraph, split_graph
 from lightning_fed.tracing.passes import simplify
 
 W, B = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
@@ -17,22 +16,20 @@ C = [torch.randn(3, 4, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
 RATE = -0.1
 
 
-def split(function: Callable[..., list[Tensor]], constants: Sequence[Tensor] = ()) -> tuple[StepGraphs, fx.GraphModule]:
+def split(function: Callable[..., list[Tensor]], constants: Sequence[Tensor] = ()) -> tuple[SplitGraph, fx.GraphModule]:
     module = make_fx(function)(W, B, X, *constants)
     simplify(module)
-    graphs = split_step(module.graph, 2, len(constants))
+    graphs = split_graph(module, 2, len(constants))
     assert graphs is not None
     return graphs, module
 
 
-def moved(function: Callable[..., list[Tensor]], constants: Sequence[Tensor] = (), bind: bool = True) -> list[Tensor]:
+def moved(function: Callable[..., list[Tensor]], constants: Sequence[Tensor] = ()) -> list[Tensor]:
     """Take one step through the graphs."""
     graphs, module = split(function, constants)
-    for graph in (graphs.once, graphs.step) if bind else ():
-        use_bindings(graph)
     out = fx.GraphModule(module, graphs.once)(*constants)
     w, b = W.clone(), B.clone()
-    fx.GraphModule(module, graphs.step)(w, b, X, *out[2:], RATE)
+    fx.GraphModule(module, graphs.call)(w, b, X, *out[2:], RATE)
     for parameter, total in zip((w, b), out[:2], strict=True):
         if total is not None:
             parameter.add_(total, alpha=RATE)
@@ -76,17 +73,16 @@ def broadcast(w: Tensor, b: Tensor, x: Tensor, c: Tensor, d: Tensor) -> list[Ten
     return [g + d[:, None], h + h.mean()]
 
 
-@pytest.mark.parametrize("bind", [True, False])
 @pytest.mark.parametrize(
     ("function", "constants"),
     [(plain, []), (svrg, C), (proximal, C), (scaled, C), (decayed_twice, []), (entangled, []), (broadcast, C)],
 )
 def test_the_parameters_move_as_along_the_directions(
-    function: Callable[..., list[Tensor]], constants: list[Tensor], bind: bool
+    function: Callable[..., list[Tensor]], constants: list[Tensor]
 ) -> None:
     directions = function(W, B, X, *constants)
     expected = [W + RATE * directions[0], B + RATE * directions[1]]
-    for found, wanted in zip(moved(function, constants, bind), expected, strict=True):
+    for found, wanted in zip(moved(function, constants), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
 
 
@@ -96,7 +92,7 @@ def targets(graph: fx.Graph) -> list[str]:
 
 def test_products_are_added_without_being_formed_and_constants_only_once() -> None:
     graphs, _ = split(svrg, C)
-    step = targets(graphs.step)
+    step = targets(graphs.call)
     assert step.count("addmm_.default") == 1
     assert "mm.default" not in step
     assert "sub.Tensor" not in step
@@ -105,7 +101,7 @@ def test_products_are_added_without_being_formed_and_constants_only_once() -> No
 
 def test_a_multiple_of_the_parameter_rides_along_with_the_product() -> None:
     graphs, _ = split(decayed_twice)
-    step = targets(graphs.step)
+    step = targets(graphs.call)
     assert step.count("mul_.Tensor") == 1  # of the bias, whose gradient is no product
     assert "mul.Tensor" not in step
 
@@ -115,41 +111,19 @@ def test_what_writes_to_constants_is_left_alone() -> None:
         return [*forward(w, b, x), (c + 1.0).add_(d[:, None])]
 
     module = make_fx(writes)(W, B, X, *C)
-    assert split_step(module.graph, 2, 2) is None
-
-
-def trace(function: Callable[..., Any], size: int) -> fx.GraphModule:
-    return make_fx(function)(W, X[:size])
-
-
-def test_traces_are_the_same_unless_a_size_is_part_of_them() -> None:
-    def any_size(w: Tensor, x: Tensor) -> Tensor:
-        return torch.relu(x @ w.t()).mean()
-
-    def with_size(w: Tensor, x: Tensor) -> Tensor:
-        return (x @ w.t()).sum() / len(x)
-
-    def with_number(w: Tensor, x: Tensor) -> Tensor:
-        return (x @ w.t()).sum() * torch.tensor(float(len(x)))
-
-    def with_branch(w: Tensor, x: Tensor) -> Tensor:
-        return (x @ w.t()).sum() if len(x) > 3 else (x @ w.t()).mean()
-
-    assert same(trace(any_size, 5), trace(any_size, 2))
-    for function in (with_size, with_number, with_branch):
-        assert not same(trace(function, 5), trace(function, 2))
+    assert split_graph(module, 2, 2) is None
 
 
 def test_gradients_of_one_input_at_two_points_are_one_product() -> None:
     graphs, _ = split(svrg, C)
-    assert sum(node.target is torch.ops.aten.addmm_.default for node in graphs.step.nodes) == 1
+    assert sum(node.target is torch.ops.aten.addmm_.default for node in graphs.call.nodes) == 1
 
     def other_side(w: Tensor, b: Tensor, x: Tensor) -> list[Tensor]:
         z = torch.addmm(b, x, w.t())
         return [2.0 * (z.t() @ x) - 0.5 * (z.t() @ x.square()) + 3.0 * (z.relu().t() @ x), z.sum(0)]
 
     graphs, _ = split(other_side)  # the first two have the left side in common, the third one none with these
-    assert sum(node.target is torch.ops.aten.addmm_.default for node in graphs.step.nodes) == 2
+    assert sum(node.target is torch.ops.aten.addmm_.default for node in graphs.call.nodes) == 2
     for found, start, direction in zip(moved(other_side), (W, B), other_side(W, B, X), strict=True):
         torch.testing.assert_close(found, start + RATE * direction, rtol=1e-12, atol=1e-12)
 
@@ -160,7 +134,7 @@ def test_a_logged_parameter_is_read_before_it_moves() -> None:
 
     graphs, module = split(logs)
     w, b = W.clone(), B.clone()
-    found = fx.GraphModule(module, graphs.step)(w, b, X, RATE)
+    found = fx.GraphModule(module, graphs.call)(w, b, X, RATE)
     assert not torch.equal(w, W)
     for value, expected in zip(found, (B.sum(), B, W[0], W.view(-1)), strict=True):
         assert torch.equal(value, expected)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_fed.tracing.any_size import take_any_count
+from lightning_fed.tracing.any_size import take_any_size
 from lightning_fed.tracing.mean_proof import mean_over_examples
 from lightning_fed.tracing.passes import erase_unused, is_view, root, shape_of, writes
 
@@ -42,19 +42,20 @@ class Parts:
         """Let :attr:`assembly` take any number of examples, given those of other numbers; return whether it does."""
         mine, *theirs = ((p.count, p.shares, p.products, p.others) for p in (self, *others))
         owners = [each.assembly for each in (self, *others)]
-        if any(each != mine for each in theirs) or not take_any_count([[each.graph for each in owners]], owners):
+        if any(each != mine for each in theirs) or not take_any_size([[each.graph for each in owners]], owners):
             return False
         self.assembly.recompile()
         return True
 
 
-def keep_parts(module: fx.GraphModule, count: int, num_leaves: int) -> Parts | None:
+def keep_parts(module: fx.GraphModule, count: int, num_leaves: int, full: int) -> Parts | None:
     """Let a trace of gradients return their parts as well, and the counts that its mean is divided by.
 
     Args:
         module: From ``count`` sums, the tensors of a batch and a point to as many gradients and the loss.
         count: The number of parameters.
         num_leaves: The number of tensors in the batch; a factor of the gradients comes after them.
+        full: The examples in a full batch: what is kept of a product is what is smaller there.
 
     Returns:
         None if the loss is not provably a mean over examples.
@@ -70,7 +71,7 @@ def keep_parts(module: fx.GraphModule, count: int, num_leaves: int) -> Parts | N
     counts = mean_over_examples(loss, leaves, shape[0])
     if counts is None:
         return None
-    assembly, parts = _assembly(graph, grads, leaves)
+    assembly, parts = _assembly(graph, grads, leaves, full / shape[0])
     products = _products(grads, [*leaves, *parts], num_leaves)
     others = [i for i in range(count) if i not in products]
     output.args = ([*(grads[i] for i in others), loss, *parts, *(node for node, _ in counts)],)
@@ -94,8 +95,17 @@ def _products(grads: Sequence[fx.Node], at_hand: Sequence[fx.Node], num_leaves: 
     return found
 
 
-def _assembly(graph: fx.Graph, grads: Sequence[Any], leaves: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
-    """Return the graph from batch and parts to gradients, and the parts."""
+def _assembly(
+    graph: fx.Graph, grads: Sequence[Any], leaves: Sequence[fx.Node], scale: float
+) -> tuple[fx.Graph, list[fx.Node]]:
+    """Return the graph from batch and parts to gradients, and the parts.
+
+    Args:
+        graph: The trace.
+        grads: The gradients in it.
+        leaves: The tensors of the batch in it.
+        scale: How many times as large factors are in a full batch.
+    """
     parts: dict[fx.Node, None] = {}
     later: set[fx.Node] = set()  # done when gradients are assembled
     waiting = sorted(grads, key=_is_sum, reverse=True)  # these come last, when it is known what is kept for products
@@ -104,7 +114,7 @@ def _assembly(graph: fx.Graph, grads: Sequence[Any], leaves: Sequence[fx.Node]) 
         if node in leaves or node in later or node in parts:
             continue
         factors = [a for a in node.all_input_nodes if root(a) not in leaves]
-        is_large = node.target in _PRODUCTS and sum(map(_numel, factors)) < _numel(node)
+        is_large = node.target in _PRODUCTS and scale * sum(map(_numel, factors)) < _numel(node)
         is_over_kept = node.target is _aten.sum.dim_IntList and node.args[0] in parts
         is_strided = node.target is _aten.as_strided.default  # reads memory as a single client's parts lie in it
         if is_large or is_over_kept or (is_view(node.target) and node.op == "call_function" and not is_strided):

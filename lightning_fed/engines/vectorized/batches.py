@@ -1,0 +1,196 @@
+"""The batches of the clients of a chunk, step by step, those of one shape together."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from lightning_fed._compat import is_overridden
+from lightning_fed.data.batches import TensorBatches
+from lightning_fed.engines.base import WorkPlan
+from lightning_fed.engines.batch_hooks import TRANSFER_HOOKS
+from lightning_fed.engines.gradients import prepare_batch
+from lightning_fed.engines.vectorized.batch_trees import batch_shape, stack_batches
+from lightning_fed.engines.vectorized.row_lookup import RowLookup, on_device
+
+__all__ = ["AnyBatches", "BatchGroup", "ChunkBatches", "RowBatches", "Stream", "Turn", "has_transfer_hooks"]
+
+Stream: TypeAlias = Callable[..., torch.Generator]
+"""Makes the generator of a client's batch orders; seeds another one if given ``reuse``."""
+
+
+class Turn(NamedTuple):
+    """A step of adjacent clients of a chunk.
+
+    Attributes:
+        clients: Their rows in the chunk.
+        at: Which of its batches comes now, for each of them.
+    """
+
+    clients: range
+    at: Sequence[int]
+
+
+class BatchGroup(NamedTuple):
+    """Clients whose batches have one shape.
+
+    Attributes:
+        clients: Their rows in the chunk.
+        leaves: The tensors of their batches, stacked to [n, B, ...]; [B, ...] of a single client.
+        spec: What puts a batch together.
+        examples: The examples in each batch.
+        batch_idx: The index of the batch in the local epoch.
+        is_rows: Whether the tensors are rows of tensors of one kind in every group, so that the examples tell their
+            shapes.
+    """
+
+    clients: Sequence[int]
+    leaves: Sequence[Tensor]
+    spec: Any
+    examples: int
+    batch_idx: int
+    is_rows: bool = False
+
+    @property
+    def first(self) -> Sequence[Tensor]:
+        """The tensors of the batch of the first of the clients."""
+        return self.leaves if len(self.clients) == 1 else [leaf[0] for leaf in self.leaves]
+
+
+class ChunkBatches(Protocol):
+    """The batches of the local work of the clients of a chunk."""
+
+    def in_order(self, turns: Sequence[Turn]) -> Iterator[list[BatchGroup]]:
+        """Yield the batches of one step after the other, those of one shape together.
+
+        Args:
+            turns: The steps, in which every client comes to all its batches in order.
+        """
+        ...
+
+
+class RowBatches:
+    """Batches that are rows of tensors of one kind: looked up where the tensors lie, without a loader.
+
+    Args:
+        lookup: Where they are looked up.
+        plans: The clients' work.
+        streams: What makes the generators of their batch orders.
+        shuffle: Whether local epochs visit batches in random order.
+        by_index: Whether clients at different places of their local epochs must be kept apart.
+
+    Attributes:
+        sizes: The examples of each batch of every client.
+    """
+
+    def __init__(
+        self, lookup: RowLookup, plans: Sequence[WorkPlan], streams: Sequence[Stream], shuffle: bool, by_index: bool
+    ) -> None:
+        self._lookup, self._by_index = lookup, by_index
+        one = torch.Generator()  # seeded anew for every client, whose orders are all drawn here
+        orders = [_epoch_rows(plan, stream(reuse=one), shuffle) for plan, stream in zip(plans, streams, strict=True)]
+        self.sizes = [[rows.shape[0] for _, rows in order] for order in orders]
+        self._indices = [[batch_idx for batch_idx, _ in order] for order in orders]
+        self._places = lookup.places([[rows for _, rows in order] for order in orders])
+
+    def in_order(self, turns: Sequence[Turn]) -> Iterator[list[BatchGroup]]:
+        """Yield the batches of one step after the other, those of one size together."""
+        members = [list(self._groups(turn)) for turn in turns]
+        wanted = [[(client, self._places[client][k]) for client, k in group] for groups in members for group in groups]
+        found = self._lookup.in_order(wanted)
+        for groups in members:
+            yield [self._group(group, next(found)) for group in groups]
+
+    def _groups(self, turn: Turn) -> Iterator[list[tuple[int, int]]]:
+        """Yield clients whose batches have one size, each with the number of its batch."""
+        groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for client, k in zip(turn.clients, turn.at, strict=True):
+            key = self.sizes[client][k], self._indices[client][k] if self._by_index else 0
+            groups.setdefault(key, []).append((client, k))
+        yield from groups.values()
+
+    def _group(self, members: Sequence[tuple[int, int]], rows: Sequence[Tensor]) -> BatchGroup:
+        (client, k), n = members[0], len(members)
+        size = self.sizes[client][k]
+        leaves = rows if n == 1 else [t.view(n, size, *t.shape[1:]) for t in rows]
+        return BatchGroup([c for c, _ in members], leaves, list, size, self._indices[client][k], is_rows=True)
+
+
+class AnyBatches:
+    """Batches of any kind: each is made by itself, then those of one shape are stacked.
+
+    Args:
+        trainer: The trainer, whose transfer hooks every batch goes through.
+        plans: The clients' work.
+        streams: What makes the generators of their batch orders.
+        shuffle: Whether local epochs visit batches in random order.
+        by_index: Whether clients at different places of their local epochs must be kept apart.
+        has_hooks: What :func:`has_transfer_hooks` says.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        plans: Sequence[WorkPlan],
+        streams: Sequence[Stream],
+        shuffle: bool,
+        by_index: bool,
+        has_hooks: bool,
+    ) -> None:
+        self._trainer, self._by_index, self._has_hooks = trainer, by_index, has_hooks
+        self._batches = [_batches(plan, stream, shuffle) for plan, stream in zip(plans, streams, strict=True)]
+
+    def in_order(self, turns: Sequence[Turn]) -> Iterator[list[BatchGroup]]:
+        """Yield the batches of one step after the other, those of one shape together."""
+        for turn in turns:
+            groups: dict[Any, list[tuple[int, Any, int, int]]] = {}
+            for client in turn.clients:
+                batch_idx, batch, examples = next(self._batches[client])
+                batch = self._prepared(batch)
+                key = (batch_shape(batch), examples, batch_idx if self._by_index else 0)
+                groups.setdefault(key, []).append((client, batch, examples, batch_idx))
+            yield [self._group(members) for members in groups.values()]
+
+    def _prepared(self, batch: Any) -> Any:
+        is_plain = type(batch) is list and all(type(part) is Tensor for part in batch) and not self._has_hooks
+        return on_device(self._trainer, batch) if is_plain else prepare_batch(self._trainer, batch)
+
+    def _group(self, members: Sequence[tuple[int, Any, int, int]]) -> BatchGroup:
+        clients, batches, examples, indices = zip(*members, strict=True)
+        leaves, spec = stack_batches(batches)
+        return BatchGroup(clients, leaves, spec, examples[0], indices[0])
+
+
+def _batches(plan: WorkPlan, make_stream: Stream, shuffle: bool) -> Iterator[tuple[int, Any, int]]:
+    """Yield (index in its local epoch, batch, examples in it) for all of a client's local epochs."""
+    stream = make_stream()
+    for length in plan.epochs:
+        for i, (batch, examples) in enumerate(islice(plan.batches.epoch(stream, shuffle), length)):
+            yield i, batch, examples
+
+
+def _epoch_rows(plan: WorkPlan, stream: torch.Generator, shuffle: bool) -> list[tuple[int, Tensor]]:
+    """Return (index in its local epoch, rows [B]) of every batch of a client."""
+    batches = plan.batches
+    assert isinstance(batches, TensorBatches)
+    out: list[tuple[int, Tensor]] = []
+    size = batches.settings.batch_size
+    for length in plan.epochs:
+        rows = batches.epoch_rows(stream, shuffle)
+        out += enumerate(rows.split(size)[:length] if rows.shape[0] > size else (rows,)[:length])
+    return out
+
+
+def has_transfer_hooks(trainer: pl.Trainer) -> bool:
+    """Whether module or data module do something of their own to a batch on its way to the device."""
+    return any(
+        is_overridden(hook, owner, base)
+        for hook in TRANSFER_HOOKS
+        for owner, base in (
+            (trainer.lightning_module, pl.LightningModule),
+            (trainer.datamodule, pl.LightningDataModule),
+        )
+    )

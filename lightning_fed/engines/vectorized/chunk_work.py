@@ -1,0 +1,217 @@
+"""The local work of the clients of a chunk, on stacked parameters [S, P]."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.rounds import Run, Update
+from lightning_fed.core.types import State, Vector
+from lightning_fed.engines.base import RoundInputs
+from lightning_fed.engines.vectorized.clients import ChunkMemory, Clients, of_each
+from lightning_fed.engines.vectorized.optimizer import Clipping, StackedOptimizer
+from lightning_fed.engines.vectorized.step_inputs import StepInputs
+from lightning_fed.optim import FederatedOptimizer, overrides, solver_entries
+
+__all__ = ["ChunkWork", "steps_are_plain"]
+
+
+class ChunkWork:
+    """Parameters, states and optimizer of the S clients of a chunk.
+
+    Args:
+        algorithm: The method.
+        optimizer: The wrapped local optimizer, which gives rates, decay and options.
+        inputs: What the server hands out.
+        clients: The clients' kept states, stacked: vectors [S, P], numbers [S].
+        full_grad: Their full-batch gradients by point [S, P].
+        memory: Where their parameters go.
+        sizes: Their numbers of examples.
+        steps: Their numbers of steps.
+        clip: How gradients are clipped, if they are.
+
+    Attributes:
+        y: Their parameters [S, P].
+        local: Their states of this round, stacked.
+        is_plain: See :func:`steps_are_plain`.
+        skips: Whether a parameter that a loss does not depend on stands still, where a gradient of zero would move it.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        optimizer: FederatedOptimizer,
+        inputs: RoundInputs,
+        clients: State,
+        full_grad: State,
+        memory: ChunkMemory,
+        sizes: Sequence[int],
+        steps: Sequence[int],
+        clip: Clipping | None,
+    ) -> None:
+        self.algorithm, self.optimizer, self.inputs, self.clip = algorithm, optimizer, inputs, clip
+        self.layout, self.memory = optimizer.flat.layout, memory
+        self.decay, self.rates = optimizer.decay, optimizer.rates
+        x = inputs.x
+        self.y = memory.y[: len(sizes)].copy_(x)
+        self._clients, self._full_grad = clients, full_grad
+        self._examples = torch.tensor(sizes, dtype=x.dtype, device=x.device)
+        self._num_steps = torch.tensor(steps, dtype=x.dtype, device=x.device)
+        self.step_inputs = StepInputs(inputs, self.layout, self._examples, clients, full_grad)
+        self.local = self._init_local()
+        self.is_plain = steps_are_plain(algorithm, optimizer, clip)
+        self.skips = not optimizer.injects(algorithm) and (any(self.decay) or not optimizer.is_plain)
+        self._path = torch.zeros_like(self.y) if optimizer.tracks(algorithm) else None
+        stands_still = optimizer.needs_path(algorithm) and 0 in self.rates
+        self._still = torch.zeros_like(self.y) if stands_still else None
+        self._solver: list[dict[str, Tensor]] | None = None
+        if algorithm.uses_solver_state:
+            self._solver = solver_entries(algorithm.solver_state(inputs.server, self.local), len(self.layout.sizes))
+        is_uniform = optimizer.is_plain and len(set(self.rates)) == 1
+        self._base = None if is_uniform else StackedOptimizer(optimizer)
+
+    def _init_local(self) -> State:
+        if not overrides(self.algorithm, "init_local"):
+            return {}
+        x, server = self.inputs.x, self.inputs.server
+        local: State = of_each(
+            lambda client, _: dict(self.algorithm.init_local(x, server, client).items()),
+            (self._clients, self._examples),
+        )
+        return {name: value.clone() for name, value in local.items()}
+
+    # ------------------------------------------------------------------ local steps
+
+    @torch.no_grad()
+    def move(self, clients: Clients, directions: Sequence[Tensor], unused: frozenset[int]) -> None:
+        """Move clients along directions.
+
+        Args:
+            clients: Those at work.
+            directions: One tensor per parameter, as their views; weight decay that is part of the loss is in them.
+            unused: Positions of the parameters that their losses do not depend on; looked at if :attr:`skips`.
+        """
+        self._track(clients, directions)
+        skipped = unused if self.skips else frozenset()
+        if self._base is not None:
+            self._base.step(clients.views, directions, self._solver, skipped)
+            return
+        moving = [i for i in range(len(directions)) if i not in skipped]
+        views = [clients.views[i] for i in moving]
+        torch._foreach_add_(views, [directions[i] for i in moving], alpha=-self.rates[0])
+
+    def _track(self, clients: Clients, directions: Sequence[Tensor]) -> None:
+        """Add directions to the path, per coordinate with its group's rate."""
+        for path, of_rate_zero in ((self._path, False), (self._still, True)):
+            if path is None:
+                continue
+            for part, direction, rate in zip(clients.cut(path), directions, self.rates, strict=True):
+                if (rate == 0 and self._still is not None) == of_rate_zero:
+                    part.add_(direction, alpha=1.0 if of_rate_zero else rate)
+
+    def keep_local(self, clients: Clients, columns: Sequence[State]) -> None:
+        """Put new states of this round in the place of the old ones.
+
+        Args:
+            clients: Whose they are.
+            columns: The states once per parameter; what is no vector is the same in all.
+        """
+        for name, whole in self.local.items():
+            if whole.shape == self.y.shape:
+                clients.put(whole, [column[name] for column in columns])
+            else:
+                clients.put_states(whole, columns[0][name])
+
+    # ------------------------------------------------------------------ the end of the round
+
+    def finish(self) -> tuple[Tensor, State, State, bool]:
+        """Return changes ``y - x`` [S, P], messages and kept states [S, ...], and whether "delta" is the changes."""
+        read = self.step_inputs.read
+        self.inputs.server.read |= read["server"]
+        self.inputs.cohort_grad.read |= read["cohort_grad"]
+        delta = torch.sub(self.y, self.inputs.x, out=self.memory.delta[: len(self.y)])
+        if not overrides(self.algorithm, "finish"):
+            return delta, {"delta": delta}, {}, True
+        sends_delta = False
+
+        def finish_one(y: Vector, change: Vector, own: dict[str, Any], path: dict[str, Tensor]) -> tuple[State, State]:
+            nonlocal sends_delta
+            run = Run(
+                x=self.inputs.x,
+                delta=change,
+                server=self.inputs.server,
+                cohort_grad=self.inputs.cohort_grad,
+                mean_examples=self.inputs.mean_examples,
+                path=lambda: path["gradient"] if path else self._undeclared(),
+                **own,
+            )
+            update: Update = self.algorithm.finish(y, run)
+            sends_delta = update.send.get("delta") is change
+            return update.send, update.keep
+
+        try:
+            send, keep = of_each(finish_one, (self.y, delta, self._own(), self._path_gradient(delta)))
+        except FederatedError:
+            raise
+        except Exception as error:
+            if len(self.y) == 1:
+                raise
+            raise FederatedError(
+                f"engine='vectorized' cannot run {type(self.algorithm).__name__}.finish for several clients at once"
+                f" ({error}). Use tensor operations only, or engine='sequential'."
+            ) from error
+        return delta, send, keep, sends_delta
+
+    def _own(self) -> dict[str, Any]:
+        """Return what ``finish`` may read that is a client's own, stacked."""
+        return {
+            "client": self._clients,
+            "local": self.local,
+            "full_grad": self._full_grad,
+            "num_examples": self._examples,
+            "num_steps": self._num_steps,
+            "lr_sum": self._lr_sum(),
+        }
+
+    def _lr_sum(self) -> Tensor:
+        """The sum of the rates of each client's steps: [S], or [S, P] where groups differ."""
+        steps = self._num_steps
+        if len(set(self.rates)) == 1:
+            return steps * self.rates[0]
+        rates = [steps.new_full((m,), rate) for m, rate in zip(self.layout.sizes, self.rates, strict=True)]
+        return steps[:, None] * torch.cat(rates)
+
+    def _path_gradient(self, delta: Tensor) -> dict[str, Tensor]:
+        """Return the mean direction of each client [S, P], if the method reads it."""
+        if not self.optimizer.needs_path(self.algorithm):
+            return {}
+        lr_sum = self._lr_sum()
+        rates = lr_sum if lr_sum.ndim == 2 else lr_sum[:, None]
+        divisor = torch.where(rates == 0, 1.0, rates)  # who took no step has not moved either
+        mean = delta / -divisor if self._path is None else self._path / divisor
+        if self._still is not None:
+            mean = torch.where(rates == 0, self._still / self._num_steps[:, None].clamp(min=1), mean)
+        return {"gradient": mean}
+
+    def _undeclared(self) -> Vector:
+        raise FederatedError(
+            f"{type(self.algorithm).__name__} reads run.path_gradient, but declares uses_path_gradient=False: set it to"
+            " True."
+        )
+
+
+def steps_are_plain(algorithm: Algorithm, optimizer: FederatedOptimizer, clip: Clipping | None) -> bool:
+    """Whether local steps are nothing but one rate times a direction, which leaves nothing behind but parameters.
+
+    Args:
+        algorithm: The method.
+        optimizer: The wrapped local optimizer.
+        clip: How gradients are clipped, if they are.
+    """
+    rates = set(optimizer.rates)
+    sums = optimizer.tracks(algorithm) or (optimizer.needs_path(algorithm) and 0 in rates)
+    one_rate = optimizer.is_plain and clip is None and len(rates) == 1
+    return one_rate and not (sums or overrides(algorithm, "advance"))

@@ -1,0 +1,106 @@
+"""Some clients of a chunk as one thing: one client, or several at once."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils import _pytree as pytree
+
+from lightning_fed.core.flat import Layout
+from lightning_fed.core.types import Vector
+
+__all__ = ["ChunkMemory", "Clients", "of_each"]
+
+
+class Clients:
+    """Some clients of a chunk that step together.
+
+    Tensors of one client have their own shapes; those of several have one dimension more, the first. Whatever is
+    written for one client is :meth:`each` client's.
+
+    Args:
+        y: The parameters of all clients of the chunk [S, P].
+        rows: Which of them these are; parameters of rows that are no range are copies.
+        layout: The parameters' shapes.
+
+    Attributes:
+        count: Their number, n.
+        y: Their parameters [n, P], [P] of one.
+        views: The same once per parameter, [n, *shape], [*shape] of one.
+    """
+
+    def __init__(self, y: Tensor, rows: Sequence[int], layout: Layout) -> None:
+        self.rows, self.count, self._layout = rows, len(rows), layout
+        self._at: int | slice | Tensor = rows[0]
+        if len(rows) > 1:
+            self._at = slice(rows.start, rows.stop) if isinstance(rows, range) else torch.tensor(rows, device=y.device)
+        self.y = y[self._at]
+        self.views = self._cut(self.y)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is a single client."""
+        return self.count == 1
+
+    def of(self, stacked: Sequence[Tensor]) -> list[Tensor]:
+        """Return these clients' part of tensors of the chunk's clients [S, ...]."""
+        return [value[self._at] for value in stacked]
+
+    def cut(self, stacked: Tensor) -> list[Tensor]:
+        """Return these clients' part of vectors of the chunk's clients [S, P], once per parameter."""
+        return self._cut(stacked[self._at])
+
+    def put(self, stacked: Tensor, columns: Sequence[Tensor]) -> None:
+        """Write vectors of these clients, given once per parameter, into those of the chunk's [S, P]."""
+        shape = (-1,) if self.is_one else (self.count, -1)
+        stacked[self._at] = torch.cat([column.reshape(shape) for column in columns], dim=-1)
+
+    def put_states(self, stacked: Tensor, values: Tensor) -> None:
+        """Write what is no vector of these clients into that of the chunk's [S, ...]."""
+        stacked[self._at] = values
+
+    def _cut(self, part: Tensor) -> list[Tensor]:
+        return self._layout.views(part) if self.is_one else self._layout.stacked_views(part)
+
+    def each(self, function: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
+        """Return a function of one client's tensors as one of all of theirs: itself for one, mapped for several.
+
+        Args:
+            function: The function.
+            in_dims: As for ``vmap``: 0 for arguments that are the clients' own, None for those that all share.
+        """
+        return function if self.is_one else vmap(function, in_dims=in_dims, randomness="different")
+
+
+class ChunkMemory:
+    """Memory for the parameters of a chunk's clients and for their changes, the same for every chunk.
+
+    Args:
+        layout: The parameters' shapes.
+        count: The most clients of a chunk, S.
+        like: A vector [P] of the type and the device that the parameters have.
+    """
+
+    def __init__(self, layout: Layout, count: int, like: Vector) -> None:
+        self.layout = layout
+        self.y = like.new_empty(count, layout.numel)
+        self.delta = like.new_empty(count, layout.numel)
+        self._clients: dict[tuple[int, int], Clients] = {}
+
+    def clients(self, start: int, stop: int) -> Clients:
+        """Return some clients; making the views of their parameters takes a few microseconds each."""
+        key = (start, stop)
+        if key not in self._clients:
+            self._clients[key] = Clients(self.y, range(start, stop), self.layout)
+        return self._clients[key]
+
+
+def of_each(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call a function of one client's tensors for every client of a chunk, given stacked ones [S, ...]."""
+    leaves, spec = pytree.tree_flatten(arguments)
+    if len(leaves[0]) > 1:
+        return vmap(function)(*arguments)
+    one = pytree.tree_unflatten([leaf[0] for leaf in leaves], spec)
+    return pytree.tree_map(lambda value: value[None], function(*one))

@@ -1,0 +1,275 @@
+"""The user's unchanged ``training_step`` as a function of parameters and batch."""
+
+import dis
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Real
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.func import functional_call, vjp
+
+from lightning_fed._compat import is_param_in_hook_signature, rank_zero_warn
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.flat import FlatParameters
+from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
+from lightning_fed.engines.gradients import check_loss
+from lightning_fed.engines.vectorized.batch_trees import unflatten
+from lightning_fed.tracing.traces import Traces, Values, kinds
+
+__all__ = ["ModuleStep"]
+
+_LOG = inspect.signature(pl.LightningModule.log)
+_NO_OPTIONS = ("self", "name", "value", "batch_size")
+_MEANS = (torch.mean, "mean", "avg")
+_TOLERANCES: dict[Any, tuple[float, float]] = {
+    torch.float64: (1e-9, 1e-12),
+    torch.float32: (1e-4, 1e-6),
+    "mixed": (1e-2, 1e-6),
+}
+"""How far the loss of a trace may be from the module's own, relatively and absolutely."""
+
+
+class _Step(nn.Module):
+    """Hand the module's parameters to ``functional_call``, with ``training_step`` as what is called."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.module.training_step(*arguments)
+
+
+class ModuleStep:
+    """Gradients of ``training_step`` for one client: as a pure function, to be mapped and traced, and the module's own.
+
+    Args:
+        trainer: The trainer, with its module attached.
+        flat: The trainable parameters.
+
+    Attributes:
+        traces: The traces of functions that call it.
+        is_random: Whether the step draws random numbers.
+        compared: The kinds of traces that have been compared with the module in this round: "step", and "sum" for
+            full-batch gradients.
+        options: What ``self.log`` was given beside name and value, by name.
+    """
+
+    def __init__(self, trainer: pl.Trainer, flat: FlatParameters) -> None:
+        self.trainer, self.flat = trainer, flat
+        self.is_random = False
+        self.compared: set[str] = set()
+        module = self.module = trainer.lightning_module
+        self.reads_index = _reads(module.training_step, _index_of(module.training_step))
+        with trainer.precision_plugin.train_step_context():
+            self.traces = Traces(torch.get_default_dtype(), rank_zero_warn)
+        self._call = _Step(module)
+        self._names = [f"module.{name}" for name in flat.names]
+        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        self._is_mixed = isinstance(trainer.precision_plugin, MixedPrecision)
+        self.options: dict[str, dict[str, Any]] = {}
+        self._values: dict[str, Tensor] = {}  # logged in the call at work
+        self._sizes: dict[str, int | None] = {}
+        self._unused: dict[Any, frozenset[int]] = {}  # parameters, by what decides the shapes of a step
+        self._has_looked = False  # in this round, at the generators that are not PyTorch's
+
+    def begin_round(self) -> None:
+        """Look again at what is looked at once a round."""
+        self.compared.clear()
+        self._unused.clear()
+        self._has_looked = False
+
+    # ------------------------------------------------------------------ gradients of one client
+
+    def gradient(
+        self,
+        point: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        spec: Any,
+        batch_idx: int = 0,
+        times: Tensor | None = None,
+    ) -> tuple[Sequence[Tensor], Tensor, dict[str, Tensor]]:
+        """Return gradients, loss and logged values as a pure function of tensors, for ``vmap`` and for traces.
+
+        ``torch.func.grad`` would do the same in a way that could be differentiated again, for which some operations
+        have a formula of many steps instead of a kernel: the backward pass of a group norm takes twenty passes.
+
+        Args:
+            point: One tensor per parameter, [*shape].
+            leaves: The tensors of the batch.
+            spec: What puts the batch together.
+            batch_idx: Its index in the local epoch.
+            times: What the gradients are multiplied with [], from the loss on.
+        """
+        whole = self._arguments(unflatten(leaves, spec), batch_idx)
+
+        def loss_at(*at: Tensor) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
+            parameters = dict(zip(self._names, at, strict=True))
+            loss, values = self._loss(lambda: functional_call(self._call, parameters, whole))
+            return loss, (loss.detach(), values)
+
+        pulled: Any = vjp(loss_at, *point, has_aux=True)
+        loss, pull_back, (value, logged) = pulled
+        with torch.no_grad():
+            grads = pull_back(torch.ones_like(loss) if times is None else times.to(loss.dtype))
+        return grads, value, logged
+
+    def own_gradient(
+        self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int = 0
+    ) -> tuple[list[Tensor | None], Tensor, dict[str, Tensor]]:
+        """Return the same as the module itself computes it, None for a parameter that the loss does not depend on.
+
+        Without ``torch.func`` a step of one client takes two thirds of the time. It is also what traces are compared
+        with.
+        """
+        loss, values = self._own_loss(point, leaves, spec, batch_idx)
+        grads = torch.autograd.grad(loss, self.flat.params, allow_unused=True)
+        return list(grads), loss.detach(), values
+
+    def own_loss(self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int = 0) -> Tensor:
+        """Return the loss [] as the module itself computes it."""
+        return self._own_loss(point, leaves, spec, batch_idx)[0].detach()
+
+    def _own_loss(
+        self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self.flat.point_to(point)
+        arguments = self._arguments(unflatten(leaves, spec), batch_idx)
+        with torch.enable_grad():
+            return self._loss(lambda: self.module.training_step(*arguments))
+
+    def unused(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> frozenset[int]:
+        """Return the positions of parameters that the loss does not depend on, found out once a round for a shape."""
+        key = (batch_idx if self.reads_index else 0, spec, kinds(leaves))
+        if key not in self._unused:
+            with preserved_random_state(self.flat.y.device):
+                grads, _, _ = self.own_gradient(self.flat.views, leaves, spec, batch_idx)
+            self._unused[key] = frozenset(i for i, g in enumerate(grads) if g is None)
+        return self._unused[key]
+
+    def _arguments(self, batch: Any, batch_idx: int) -> tuple[Any, ...]:
+        return (batch, batch_idx) if self._takes_index else (batch,)
+
+    def _loss(self, call: Callable[[], Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of one client, and what it logs."""
+        values = self._values = {}
+        with self.trainer.precision_plugin.train_step_context():
+            output = call()
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if not isinstance(loss, Tensor):
+            raise FederatedError(
+                f"training_step returned {type(loss).__name__} instead of a loss, which clients that are run at"
+                " once cannot skip. Return a tensor for every batch, or use engine='sequential'."
+            )
+        check_loss(loss)
+        return loss.reshape(()) if loss.ndim else loss, values
+
+    # ------------------------------------------------------------------ traces and the module
+
+    def agrees(self, loss: Tensor, real: Tensor) -> bool:
+        """Whether two losses [] are the same up to rounding."""
+        rtol, atol = _TOLERANCES.get("mixed" if self._is_mixed else loss.dtype, (5e-2, 1e-6))
+        a, b = float(loss), float(real)
+        return math.isclose(a, b, rel_tol=rtol, abs_tol=atol) or (math.isnan(a) and math.isnan(b))
+
+    def is_right(self, loss: Tensor, real: Tensor, kind: str) -> bool:
+        """Compare what a trace gives with what the module gives, once a round for each kind; the module is right."""
+        self.compared.add(kind)
+        return self.agrees(loss, real) or self.traces.forbid(
+            f"{type(self.module).__name__}.training_step gives another loss than when it was traced, so it reads"
+            " something beside self and the batch that changes. Local steps run untraced from here on, which is slower."
+        )
+
+    @contextmanager
+    def drawing_nothing(self) -> Iterator[None]:
+        """Refuse a step that draws random numbers and did not when it was tried out: nobody has seeded them.
+
+        Python's and NumPy's generators are looked at once a round, PyTorch's every time.
+        """
+        if self.is_random:
+            yield
+            return
+        device, looks = self.flat.y.device, not self._has_looked
+        self._has_looked = True
+        before = random_state(device), foreign_state() if looks else ()
+        yield
+        if before[0] != random_state(device) or (looks and before[1] != foreign_state()):
+            raise FederatedError(
+                f"engine='vectorized' cannot go on with {type(self.module).__name__}.training_step: it draws random"
+                " numbers, which it did not when it was tried out. Let it draw from the first round on (from torch's"
+                " generator), or use engine='sequential'."
+            )
+
+    # ------------------------------------------------------------------ what it logs
+
+    def with_sizes(self, values: dict[str, Tensor]) -> Values:
+        """Return what was logged last with the ``batch_size`` of each value."""
+        return {name: (value, self._sizes[name]) for name, value in values.items()}
+
+    def _log(self, *args: Any, **kwargs: Any) -> None:
+        """Stand in for ``self.log``: collect the value, and check the other arguments once."""
+        name, value = args[:2] if len(args) > 1 else (kwargs.get("name", *args[:1]), kwargs["value"])
+        if name in self._values:
+            raise FederatedError(
+                f"engine='vectorized' logs a name once a step, found self.log({name!r}, ...) twice in training_step."
+                " Log the mean of both, or use engine='sequential'."
+            )
+        options, size = self.options.get(name), kwargs.get("batch_size")
+        if options is None or len(args) > 2:
+            bound = _LOG.bind(self.module, *args, **kwargs).arguments
+            options = self.options[name] = {k: v for k, v in bound.items() if k not in _NO_OPTIONS}
+            size = bound.get("batch_size")
+            _check_logged(name, value, options)
+        if not isinstance(value, Tensor):
+            _check_logged(name, value, options)
+            self.traces.forbid()  # a trace would repeat this very number for ever
+            value = torch.tensor(float(value))
+        self._values[name] = value.detach().clone()  # a parameter would go on changing
+        self._sizes[name] = size
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Collect what ``self.log`` is given inside, instead of handing it to Lightning."""
+        attributes, loop = self.module.__dict__, self.trainer.fit_loop
+        several = loop.runs_several
+        own = {name: attributes[name] for name in ("log",) if name in attributes}
+        attributes["log"], loop.runs_several = self._log, True
+        try:
+            yield
+        finally:
+            loop.runs_several = several
+            del attributes["log"]
+            attributes.update(own)
+            self.flat.restore()
+
+
+def _check_logged(name: str, value: Any, options: dict[str, Any]) -> None:
+    reduce_fx = options.get("reduce_fx", "mean")
+    is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+    if reduce_fx not in _MEANS or not is_number:
+        found = f"reduce_fx={reduce_fx!r}" if reduce_fx not in _MEANS else f"a {type(value).__name__}"
+        raise FederatedError(
+            f"engine='vectorized' logs means of single numbers, found self.log({name!r}, ...) of {found} in"
+            " training_step. Log a 0-dim tensor with reduce_fx='mean', or use engine='sequential'."
+        )
+
+
+def _index_of(step: Callable[..., Any]) -> str:
+    """Return what ``training_step`` calls the index of the batch, its second argument."""
+    names = list(inspect.signature(step).parameters)
+    return "batch_idx" if "batch_idx" in names or len(names) < 2 else names[1]
+
+
+def _reads(function: Callable[..., Any], argument: str) -> bool:
+    """Whether a function's own code reads an argument; True where that cannot be told."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or argument not in code.co_varnames[: code.co_argcount]:
+        return code is None or bool(code.co_flags & inspect.CO_VARARGS)
+    read = (i.argval if isinstance(i.argval, tuple) else (i.argval,) for i in dis.get_instructions(code))
+    return argument in code.co_cellvars or any(argument in names for names in read)
