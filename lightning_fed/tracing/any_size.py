@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-__all__ = ["take_any_size"]
+__all__ = ["generalize"]
 
 
 class _DiffersError(Exception):
@@ -22,7 +22,7 @@ class _Times:
     factor: int
 
 
-def take_any_size(graphs: Sequence[Sequence[fx.Graph]], owners: Sequence[nn.Module]) -> bool:
+def generalize(graphs: Sequence[Sequence[fx.Graph]], owners: Sequence[nn.Module]) -> bool:
     """Let graphs take any number of clients, or of examples.
 
     The number is part of a graph, in the sizes of views and the like. Some that were made with different numbers tell

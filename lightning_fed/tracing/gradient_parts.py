@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_fed.tracing.any_size import take_any_size
+from lightning_fed.tracing.any_size import generalize
 from lightning_fed.tracing.mean_proof import mean_over_examples
 from lightning_fed.tracing.passes import erase_unused, is_view, root, shape_of, writes
 
@@ -38,11 +38,11 @@ class Parts:
     products: dict[int, tuple[int, int]]
     others: list[int]
 
-    def takes_any_size(self, others: "Sequence[Parts]") -> bool:
+    def generalize(self, others: "Sequence[Parts]") -> bool:
         """Let :attr:`assembly` take any number of examples, given those of other numbers; return whether it does."""
         mine, *theirs = ((p.count, p.shares, p.products, p.others) for p in (self, *others))
         owners = [each.assembly for each in (self, *others)]
-        if any(each != mine for each in theirs) or not take_any_size([[each.graph for each in owners]], owners):
+        if any(each != mine for each in theirs) or not generalize([[each.graph for each in owners]], owners):
             return False
         self.assembly.recompile()
         return True

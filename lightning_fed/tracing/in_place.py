@@ -16,9 +16,9 @@ __all__ = ["SplitGraph", "split_graph", "use_bindings"]
 _aten = torch.ops.aten
 _WITH_BINDINGS = """
     t.default transpose.int unsqueeze.default squeeze.dims view.default gather.default scatter.value where.self
-    ne.Scalar neg.default mm.default bmm.default addmm.default relu.default sum.dim_IntList full.default _log_softmax.default
-    _log_softmax_backward_data.default add.Tensor sub.Tensor mul.Tensor div.Tensor add_.Tensor mul_.Tensor
-    addmm_.default baddbmm_.default
+    ne.Scalar neg.default mm.default bmm.default addmm.default relu.default sum.dim_IntList full.default
+    _log_softmax.default _log_softmax_backward_data.default add.Tensor sub.Tensor mul.Tensor div.Tensor
+    add_.Tensor mul_.Tensor addmm_.default baddbmm_.default
 """
 """Operators whose Python binding takes the same arguments."""
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from lightning_fed.tracing.any_size import take_any_size
+from lightning_fed.tracing.any_size import generalize
 from lightning_fed.tracing.gradient_parts import Parts
 from lightning_fed.tracing.in_place import SplitGraph, split_graph, use_bindings
 from lightning_fed.tracing.passes import simplify
@@ -165,10 +165,10 @@ def _joined(graphs: Sequence[SplitGraph]) -> SplitGraph | None:
     if len(graphs) == 1:
         return graphs[0]
     parts = [graph.parts for graph in graphs if graph.parts is not None]
-    if parts and not parts[0].takes_any_size(parts[1:]):
+    if parts and not parts[0].generalize(parts[1:]):
         return None
     pairs = [[graph.once for graph in graphs], [graph.call for graph in graphs]]
-    if len({graph.moves for graph in graphs}) > 1 or not take_any_size(pairs, [graph.owner for graph in graphs]):
+    if len({graph.moves for graph in graphs}) > 1 or not generalize(pairs, [graph.owner for graph in graphs]):
         return None
     return graphs[0]
 

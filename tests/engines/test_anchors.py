@@ -41,13 +41,13 @@ def _also_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """For every traced local step, whether it was given a gradient at the anchor."""
     given: Seen = []
-    take = LocalSteps._run
+    take = LocalSteps._run_traced
 
     def note(self: LocalSteps, bound: Any, clients: Any, group: Any, kept: Any) -> Any:
         given.append(kept is not None)
         return take(self, bound, clients, group, kept)
 
-    monkeypatch.setattr(LocalSteps, "_run", note)
+    monkeypatch.setattr(LocalSteps, "_run_traced", note)
     return given
 
 

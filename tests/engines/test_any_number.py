@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.tracing import traces
-from lightning_fed.tracing.any_size import take_any_size
+from lightning_fed.tracing.any_size import generalize
 from lightning_fed.tracing.passes import simplify
 from lightning_fed.tracing.traces import Traces
 from tests.engines.test_schedule import cut
@@ -39,7 +39,7 @@ def traced(function: Function, count: int) -> fx.GraphModule:
 
 def takes_any(function: Function) -> tuple[bool, fx.GraphModule]:
     one, other = traced(function, 5), traced(function, 7)
-    found = take_any_size([(one.graph, other.graph)], (one, other))
+    found = generalize([(one.graph, other.graph)], (one, other))
     one.graph.lint()
     one.recompile()
     return found, one
@@ -113,7 +113,7 @@ def test_a_graph_that_differs_in_anything_else_stays_as_it_is(name: str) -> None
 def test_a_third_number_has_to_agree(function: Function, expected: bool) -> None:
     modules = [traced(function, count) for count in (5, 7, 3)]
     before = str(modules[0].graph)
-    assert take_any_size([[module.graph for module in modules]], modules) is expected
+    assert generalize([[module.graph for module in modules]], modules) is expected
     assert (str(modules[0].graph) != before) is expected
 
 
@@ -121,7 +121,7 @@ def test_of_two_graphs_both_or_none_are_changed() -> None:
     one, other = traced(STACKED["a view"], 5), traced(STACKED["a view"], 7)
     first, second = traced(NOT["one more"], 5), traced(NOT["one more"], 7)
     before = str(one.graph)
-    assert not take_any_size([(one.graph, other.graph), (first.graph, second.graph)], (one, other))
+    assert not generalize([(one.graph, other.graph), (first.graph, second.graph)], (one, other))
     assert str(one.graph) == before
 
 
@@ -178,7 +178,7 @@ def test_without_such_a_trace_only_steps_of_all_clients_are_traced(
     expected = run("vectorized", algorithm=algorithm, **OPTIONS)
     made.clear()
     steps.clear()
-    monkeypatch.setattr(traces, "take_any_size", lambda *args: False)
+    monkeypatch.setattr(traces, "generalize", lambda *args: False)
     assert_agree(expected, run("vectorized", algorithm=algorithm, **OPTIONS))
     assert made == [5, 7, 9]  # tried with two numbers, once
     assert max(steps) == 9

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedAvg, Scaffold
 from lightning_fed.engines.vectorized.batches import BatchGroup
-from lightning_fed.engines.vectorized.recurring import Recurring
+from lightning_fed.engines.vectorized.schedule import RecurringShapes
 from lightning_fed.tracing import traces
 from tests.helpers.engines import Ordinary, assert_agree, run, state_of
 from tests.helpers.selection import covering
@@ -27,7 +27,7 @@ def group(length: int, examples: int = 4, dtype: torch.dtype = torch.float32) ->
 
 
 def noted(lengths: Sequence[int], **options: Any) -> list[bool]:
-    recurring = Recurring(batch_size=4)
+    recurring = RecurringShapes(batch_size=4)
     return [recurring.note([group(length, **options)]) for length in lengths]
 
 
@@ -42,25 +42,25 @@ def test_a_shape_that_is_rare_does_not() -> None:
 
 
 def test_smaller_last_batches_count_as_full_ones() -> None:
-    recurring = Recurring(batch_size=4)
+    recurring = RecurringShapes(batch_size=4)
     assert [recurring.note([group(5, examples)]) for examples in (4, 3, 2, 4)] == [False, True, True, True]
 
 
 def test_types_are_told_apart() -> None:
-    recurring = Recurring(batch_size=4)
+    recurring = RecurringShapes(batch_size=4)
     assert not recurring.note([group(5)])
     assert not recurring.note([group(5, dtype=torch.float64)])
 
 
 def test_all_batches_of_a_step_are_counted() -> None:
-    recurring = Recurring(batch_size=4)
+    recurring = RecurringShapes(batch_size=4)
     assert not recurring.note([group(5), group(6)])
     assert recurring.note([group(6)])
     assert recurring.note([group(5)])
 
 
 def test_every_round_begins_anew() -> None:
-    recurring = Recurring(batch_size=4)
+    recurring = RecurringShapes(batch_size=4)
     recurring.note([group(5)])
     recurring.begin_round()
     assert not recurring.note([group(5)])
@@ -68,7 +68,7 @@ def test_every_round_begins_anew() -> None:
 
 def test_rows_of_tensors_always_have_one_shape() -> None:
     rows = BatchGroup((0,), [torch.zeros(4, 5)], list, 4, 0, is_rows=True)
-    assert Recurring(batch_size=4).note([rows])
+    assert RecurringShapes(batch_size=4).note([rows])
 
 
 class Texts(Dataset[Any]):
@@ -131,7 +131,7 @@ def test_padded_texts_agree_and_are_traced_where_lengths_recur(
 
 def test_many_shapes_do_not_pile_up_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "_MOST", 2)
-    monkeypatch.setattr(Recurring, "note", lambda self, groups: True)
+    monkeypatch.setattr(RecurringShapes, "note", lambda self, groups: True)
     options: dict[str, Any] = {"make": Reader, "datamodule": partial(texts, 400), "max_rounds": 1}
     t = run("vectorized", chunk_size=1, **options)
     assert len(t.fit_loop._engine.step.traces) <= 2

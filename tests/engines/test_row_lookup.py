@@ -14,9 +14,8 @@ from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.data.batch_settings import BatchSettings
 from lightning_fed.data.batches import LoaderBatches, TensorBatches
 from lightning_fed.engines.vectorized import batches, row_lookup
-from lightning_fed.engines.vectorized.device_data import DeviceData
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
-from lightning_fed.engines.vectorized.row_lookup import RowLookup, are_of_one_kind
+from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, are_of_one_kind
 from tests.helpers.engines import assert_agree, run
 from tests.helpers.selection import few
 from tests.helpers.training import classification, trainer

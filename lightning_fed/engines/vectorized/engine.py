@@ -23,17 +23,16 @@ from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.vectorized.anchors import AnchorPass
 from lightning_fed.engines.vectorized.batches import Turn
+from lightning_fed.engines.vectorized.changes import ChangeWatch
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork, steps_are_plain
 from lightning_fed.engines.vectorized.chunking import chunks_that_pay
 from lightning_fed.engines.vectorized.clients import ChunkMemory
-from lightning_fed.engines.vectorized.device_data import DeviceData
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
 from lightning_fed.engines.vectorized.means import ChunkMeans, LoggedMean
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE, Clipping
-from lightning_fed.engines.vectorized.row_lookup import RowLookup, are_of_one_kind, is_rows
+from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, are_of_one_kind, is_rows
 from lightning_fed.engines.vectorized.schedule import Schedule, full_batches
-from lightning_fed.engines.vectorized.steady import Steady
 from lightning_fed.engines.vectorized.trial import Trial
 from lightning_fed.server.client_state import Stacked
 
@@ -67,7 +66,7 @@ class VectorizedEngine(Engine):
         self.full = FullGradients(self.step)
         self.anchors = AnchorPass(self.step)
         self.schedule = Schedule(self, self.step, DeviceData(self.flat.y.device))
-        self.steady = Steady(self.trainer, self.algorithm, self.optimizer)
+        self.changes = ChangeWatch(self.trainer, self.algorithm, self.optimizer)
         self._row: tuple[ChunkResult, int] | None = None
         self._memory: ChunkMemory | None = None
         self._logged: dict[str, LoggedMean] = {}
@@ -86,7 +85,7 @@ class VectorizedEngine(Engine):
         with self.gradients.silent():
             ((group,),) = self.schedule.batches([plan], [stream], by_index=True).in_order([Turn(range(1), [0])])
             Trial(self.step).run(group)
-        self.steady.remember()
+        self.changes.remember()
 
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:
         """Try the module out again, and forget its traces, if an attribute of it or of the method has changed.
@@ -98,7 +97,7 @@ class VectorizedEngine(Engine):
             check_settings(self)  # a callback has changed it
         self.step.begin_round()
         self.schedule.recurring.begin_round()
-        has_changed = self.steady.begin_round()
+        has_changed = self.changes.begin_round()
         self.anchors.begin_round(is_new=has_changed)
         if not has_changed:
             return
@@ -124,7 +123,7 @@ class VectorizedEngine(Engine):
 
     def check_hooks(self) -> None:
         """Refuse what hooks have set for one client only."""
-        self.steady.check_hooks()
+        self.changes.check_hooks()
 
     def point_to(self, result: ChunkResult, row: int) -> None:
         """Let :attr:`parameters_at_work`, and the module's, be those of one client of a chunk."""
@@ -158,7 +157,7 @@ class VectorizedEngine(Engine):
             means = ChunkMeans(len(plans))
             kept = [self.anchors.of(plan.participant.index) for plan in sorted_plans]
             self.schedule.run(inputs, sorted_plans, work, means, is_staggered, kept)
-            self.steady.check_work()
+            self.changes.check_work()
             delta, send, keep, sends_delta = work.finish()
         loss, metrics = means.of_clients()
         norms = torch.linalg.vector_norm(delta, dim=1).tolist()
@@ -299,7 +298,7 @@ class VectorizedEngine(Engine):
                 module.log(name, value, **{**mean.options, "batch_size": mean.weight})
         results.close_client()
         module._current_fx_name = previous
-        self.steady.end_round()
+        self.changes.end_round()
         self.anchors.end_round()
         self._logged = {}
         self._row = None

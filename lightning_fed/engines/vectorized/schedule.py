@@ -1,7 +1,9 @@
 """The order in which the clients of a chunk take their local steps."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from lightning_fed.engines.base import Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.vectorized.anchors import KeptAnchor
 from lightning_fed.engines.vectorized.batches import (
     AnyBatches,
+    BatchGroup,
     ChunkBatches,
     RowBatches,
     Stream,
@@ -18,15 +21,15 @@ from lightning_fed.engines.vectorized.batches import (
     has_transfer_hooks,
 )
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork, steps_are_plain
-from lightning_fed.engines.vectorized.device_data import DeviceData
 from lightning_fed.engines.vectorized.local_steps import LocalSteps
 from lightning_fed.engines.vectorized.means import ChunkMeans
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.optimizer import Clipping
-from lightning_fed.engines.vectorized.recurring import Recurring
-from lightning_fed.engines.vectorized.row_lookup import RowLookup, are_of_one_kind, fits_one_lookup, is_rows
+from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, are_of_one_kind, fits_one_lookup, is_rows
 
-__all__ = ["Schedule", "full_batches", "staggered", "together"]
+__all__ = ["RecurringShapes", "Schedule", "full_batches", "staggered", "together"]
+
+_SHARE = 8  # of the steps of a round so far, one in so many has batches of a shape that recurs
 
 
 class Schedule:
@@ -44,7 +47,7 @@ class Schedule:
         self.device, self.module, self.data = engine.flat.y.device, module, data
         self.batch_size: int | None = self.trainer.datamodule.batch_size
         self.has_hooks = has_transfer_hooks(self.trainer)
-        self.recurring = Recurring(self.batch_size)
+        self.recurring = RecurringShapes(self.batch_size)
         self._taken: int | None = None  # steps of the clients at work
 
     def is_staggered(self, plans: Sequence[WorkPlan], clip: Clipping | None) -> bool:
@@ -100,7 +103,7 @@ class Schedule:
                 self._taken = turn.at[0]
                 self.trainer._signal_connector.check()
                 clients, of_turn = work.memory.clients(turn.clients.start, turn.clients.stop), next(groups)
-                steps.take(clients, of_turn, _kept_of(kept, turn) if has_kept else None, self.recurring.note(of_turn))
+                steps.run(clients, of_turn, _kept_of(kept, turn) if has_kept else None, self.recurring.note(of_turn))
         self._taken = None
 
     def batches(self, plans: Sequence[WorkPlan], streams: Sequence[Stream], by_index: bool) -> ChunkBatches:
@@ -132,6 +135,38 @@ class Schedule:
         """Forget the clients at work; return the local steps they had taken, None if nobody is."""
         taken, self._taken = self._taken, None
         return taken
+
+
+class RecurringShapes:
+    """Counts the shapes of a round's batches, where these may be of any: padded texts differ from batch to batch.
+
+    A trace is made for one shape, in the time of hundreds of steps. Every round begins anew, whatever has been traced
+    before, so that a resumed run takes the same steps traced.
+
+    Args:
+        batch_size: The examples in a full batch; None where batches have no size in common.
+    """
+
+    def __init__(self, batch_size: int | None) -> None:
+        self._batch_size = batch_size
+        self._steps: Counter[Any] = Counter()
+
+    def begin_round(self) -> None:
+        """Forget what was seen."""
+        self._steps.clear()
+
+    def note(self, groups: Sequence[BatchGroup]) -> bool:
+        """Take note of the batches of a step; return whether they are of shapes that recur."""
+        recur = [group.is_rows or self._recurs(group) for group in groups]  # each is counted
+        return all(recur)
+
+    def _recurs(self, group: BatchGroup) -> bool:
+        leaves, full = group.first, self._batch_size
+        is_smaller = full is not None and group.examples < full and all(len(leaf) == group.examples for leaf in leaves)
+        shapes = [(full, *leaf.shape[1:]) if is_smaller else tuple(leaf.shape) for leaf in leaves]
+        kind = (group.spec, *((shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)))
+        self._steps[kind] += 1
+        return self._steps[kind] > 1 and self._steps.total() <= _SHARE * self._steps[kind]
 
 
 def together(steps: Sequence[int]) -> Iterator[Turn]:

@@ -14,9 +14,9 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
 from lightning_fed.engines.gradients import buffer_owners
-from lightning_fed.engines.vectorized.attributes import INTERNAL, PASSING, changed, holders, marks
 from lightning_fed.engines.vectorized.batch_trees import check_tensors
 from lightning_fed.engines.vectorized.batches import BatchGroup
+from lightning_fed.engines.vectorized.changes import INTERNAL, PASSING, changed, holders, marks
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 
 __all__ = ["Trial"]

@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import FederatedCallback, FederatedError
 from lightning_fed.algorithms import FedAvg, FedCM, FedDane, FedNova, Mime, Scaffold, SGDm
-from lightning_fed.engines.vectorized.attributes import holders, marks
+from lightning_fed.engines.vectorized.changes import holders, marks
 from lightning_fed.tracing.traces import Traces
 from tests.helpers.engines import Ordinary, assert_agree, run
 from tests.helpers.selection import covering, few
