@@ -80,6 +80,7 @@ class ChunkWork:
         local: State = of_each(
             lambda client, _: dict(self.algorithm.init_local(x, server, client).items()),
             (self._clients, self._examples),
+            len(self.y),
         )
         return {name: value.clone() for name, value in local.items()}
 
@@ -153,7 +154,7 @@ class ChunkWork:
             return update.send, update.keep
 
         try:
-            send, keep = of_each(finish_one, (self.y, delta, self._own(), self._path_gradient(delta)))
+            send, keep = of_each(finish_one, (self.y, delta, self._own(), self._path_gradient(delta)), len(self.y))
         except FederatedError:
             raise
         except Exception as error:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils import _pytree as pytree
 
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.types import Vector
@@ -97,10 +96,22 @@ class ChunkMemory:
         return self._clients[key]
 
 
-def of_each(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call a function of one client's tensors for every client of a chunk, given stacked ones [S, ...]."""
-    leaves, spec = pytree.tree_flatten(arguments)
-    if len(leaves[0]) > 1:
+def of_each(function: Callable[..., Any], arguments: tuple[Any, ...], count: int) -> Any:
+    """Call a function of one client's tensors for every client of a chunk.
+
+    Args:
+        function: The function; tensors may come and go in dictionaries and tuples.
+        arguments: Its arguments, stacked [S, ...].
+        count: The number of clients, S.
+    """
+    if count > 1:
         return vmap(function)(*arguments)
-    one = pytree.tree_unflatten([leaf[0] for leaf in leaves], spec)
-    return pytree.tree_map(lambda value: value[None], function(*one))
+    return _each_tensor(lambda value: value[None], function(*_each_tensor(lambda value: value[0], arguments)))
+
+
+def _each_tensor(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _each_tensor(function, part) for key, part in value.items()}
+    return tuple(_each_tensor(function, part) for part in value)

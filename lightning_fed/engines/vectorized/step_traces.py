@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_fed.engines.vectorized.anchors import KeptAnchor
+from lightning_fed.engines.vectorized.anchor_traces import KeptAnchor
 from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.clients import Clients
 from lightning_fed.engines.vectorized.local_step import Given, LocalStep, Taken
