@@ -14,8 +14,7 @@ from lightning_fed.algorithms import Scaffold
 from lightning_fed.data.batch_settings import BatchSettings
 from lightning_fed.data.batches import ClientBatches, LoaderBatches, TensorBatches
 from lightning_fed.engines.base import WorkPlan
-from lightning_fed.engines.vectorized.chunking import chunks_that_pay
-from lightning_fed.engines.vectorized.engine import _chunk_size
+from lightning_fed.engines.vectorized.chunking import chunks_that_pay, default_chunk_size
 from lightning_fed.server.aggregation import Participant
 from tests.helpers.selection import few
 from tests.helpers.training import classification, clients, fit, parameters, seeded
@@ -110,4 +109,4 @@ def test_a_gpu_runs_as_many_at_once_whatever_happens_to_be_free(
     y = SimpleNamespace(device=SimpleNamespace(type="cuda"), numel=lambda: numel, element_size=lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: pytest.fail("differs from run to run"))
-    assert _chunk_size(y) == expected
+    assert default_chunk_size(y) == expected

@@ -1,14 +1,19 @@
-"""Which clients of a round are run at once on a CPU."""
+"""Which clients of a round are run at once."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
+
+from lightning_fed.core.types import Vector
 from lightning_fed.engines.base import WorkPlan
 from lightning_fed.engines.vectorized.row_lookup import are_of_one_kind
 from lightning_fed.engines.vectorized.schedule import full_batches
 
-__all__ = ["chunks_that_pay"]
+__all__ = ["chunks_that_pay", "default_chunk_size"]
+
+_SMALL = 2**16  # parameters, up to which a CPU runs several clients at once
 
 _CLIENT = 10.6
 """What is around the local steps of a client that runs alone; in local steps of such a client, as all costs here."""
@@ -76,3 +81,19 @@ def chunks_that_pay(plans: Sequence[WorkPlan], most: int, numel: int) -> Iterato
             stop = start + 1
         yield [plans[i] for i in order[start:stop]]
         start = stop
+
+
+def default_chunk_size(y: Vector) -> int:
+    """Return how many clients to run at once.
+
+    On a CPU one at a time is fastest unless the model is small: its parameters stay in the cache then. On a GPU as many
+    as fit its memory.
+
+    Args:
+        y: The parameters [P].
+    """
+    if y.device.type == "cpu":
+        return min(128, 2**20 // y.numel()) if y.numel() <= _SMALL else 1
+    # not what happens to be free: random layers draw other numbers in a chunk of another size
+    memory = torch.cuda.get_device_properties(y.device).total_memory if y.device.type == "cuda" else 2**33
+    return max(1, min(1024, memory // (32 * y.numel() * y.element_size())))

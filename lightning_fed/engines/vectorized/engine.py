@@ -7,9 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_fed.core.errors import ClientError, FederatedError
@@ -18,28 +16,26 @@ from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import State, Vector
 from lightning_fed.data.batches import ClientBatches, TensorBatches
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
-from lightning_fed.engines.batch_hooks import overridden_hooks
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.vectorized.anchors import AnchorPass
 from lightning_fed.engines.vectorized.batches import Turn
 from lightning_fed.engines.vectorized.changes import ChangeWatch
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork, steps_are_plain
-from lightning_fed.engines.vectorized.chunking import chunks_that_pay
+from lightning_fed.engines.vectorized.chunking import chunks_that_pay, default_chunk_size
 from lightning_fed.engines.vectorized.clients import ChunkMemory
-from lightning_fed.engines.vectorized.full_gradients import FullGradients
-from lightning_fed.engines.vectorized.means import ChunkMeans, LoggedMean
+from lightning_fed.engines.vectorized.full_gradients import FullGradients, add_decay
+from lightning_fed.engines.vectorized.means import ChunkMeans, LoggedMean, log_means
 from lightning_fed.engines.vectorized.module_step import ModuleStep
-from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE, Clipping
+from lightning_fed.engines.vectorized.optimizer import Clipping
 from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, are_of_one_kind, is_rows
 from lightning_fed.engines.vectorized.schedule import Schedule, full_batches
-from lightning_fed.engines.vectorized.trial import Trial
+from lightning_fed.engines.vectorized.trial import Trial, check_settings, hooked_parameter
 from lightning_fed.server.client_state import Stacked
 
 __all__ = ["VectorizedEngine"]
 
-_SMALL = 2**16  # parameters, up to which a CPU runs several clients at once
-_SMALL_AT_ANCHOR = 20_000  # the same, up to which taking gradients at the anchor again costs less than keeping them
+_SMALL_AT_ANCHOR = 20_000  # parameters, up to which taking gradients at the anchor again costs less than keeping them
 
 
 class VectorizedEngine(Engine):
@@ -59,7 +55,7 @@ class VectorizedEngine(Engine):
     def __init__(self, chunk_size: int | None, where_it_pays: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         check_settings(self)
-        self.chunk_size = chunk_size or _chunk_size(self.flat.y)
+        self.chunk_size = chunk_size or default_chunk_size(self.flat.y)
         self.keeps_anchors = self._may_keep_anchors()
         self.where_it_pays = where_it_pays
         self.step = ModuleStep(self.trainer, self.flat)
@@ -93,7 +89,7 @@ class VectorizedEngine(Engine):
         Raises:
             FederatedError: If it can no longer be run on several clients at once.
         """
-        if self.trainer.accumulate_grad_batches != 1 or _hooked_parameter(self.trainer.lightning_module) is not None:
+        if self.trainer.accumulate_grad_batches != 1 or hooked_parameter(self.trainer.lightning_module) is not None:
             check_settings(self)  # a callback has changed it
         self.step.begin_round()
         self.schedule.recurring.begin_round()
@@ -136,7 +132,7 @@ class VectorizedEngine(Engine):
         """Train the clients of a chunk and return what they send."""
         started = time.perf_counter()
         self._row = None
-        clip = self._clipping()
+        clip = Clipping.of(self.trainer)
         is_staggered = self.schedule.is_staggered(plans, clip)
         lengths = [full_batches(plan) if is_staggered else plan.participant.steps for plan in plans]
         order = sorted(range(len(plans)), key=lambda i: -lengths[i])
@@ -222,7 +218,7 @@ class VectorizedEngine(Engine):
                 found = self.full.of_many(point, leaves)
                 if found is None or not bool(torch.isfinite(found).all()):
                     return None  # whoever is to blame is found one by one
-                grads[name] = self._add_decay(found, point)
+                grads[name] = add_decay(found, point, self.optimizer)
         return [{name: value[row] for name, value in grads.items()} for row in range(len(plans))]
 
     def _full_gradient(self, inputs: RoundInputs, plan: WorkPlan, name: str) -> Vector:
@@ -235,7 +231,7 @@ class VectorizedEngine(Engine):
                 epoch = self.schedule.first_epoch(plan, inputs.round)
                 found = self.anchors.gradient(index, point, epoch, settings)
             if found is not None:
-                return self._add_decay(found, point)
+                return add_decay(found, point, self.optimizer)
         return super()._full_gradient(inputs, plan, name)
 
     def _may_keep_anchors(self) -> bool:
@@ -253,7 +249,7 @@ class VectorizedEngine(Engine):
         if not self._traces_gradients(batches) or not self.schedule.fits_one_lookup(batches):
             return False
         is_whole = plan.epochs[0] == batches.num_batches() and batches.num_examples(plan.epochs[0]) == batches.size
-        return is_whole and steps_are_plain(self.algorithm, self.optimizer, self._clipping())
+        return is_whole and steps_are_plain(self.algorithm, self.optimizer, Clipping.of(self.trainer))
 
     def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
         """Return a client's full-batch gradient [P] at a point [P]; through a trace where there is one."""
@@ -264,40 +260,15 @@ class VectorizedEngine(Engine):
             with self.gradients.silent(), self.step.recording():
                 found = self.full.of_one(point, prepared, batches.size)
             if found is not None:
-                return self._add_decay(found, point)
+                return add_decay(found, point, self.optimizer)
         return super().gradient_at(point, batches, round, index)
 
     def _traces_gradients(self, batches: ClientBatches) -> bool:
         return self.step.traces.allowed and not self.step.reads_index and is_rows(batches)
 
-    def _add_decay(self, grads: Tensor, point: Vector) -> Tensor:
-        """Add the gradient of coupled weight decay at a point [P] to gradients [..., P]."""
-        sizes = self.flat.layout.sizes
-        parts = zip(grads.split(sizes, dim=-1), point.split(sizes), self.optimizer.decay, strict=True)
-        for part, at, decay in parts:
-            if decay:
-                part.add_(at, alpha=decay)
-        return grads
-
-    def _clipping(self) -> Clipping | None:
-        trainer = self.trainer
-        if (corrected := trainer.fit_loop.corrected_clip) is not None:
-            return Clipping(corrected[0], str(getattr(corrected[1], "value", corrected[1])), corrected=True)
-        if not trainer.gradient_clip_val:
-            return None
-        algorithm = trainer.gradient_clip_algorithm or "norm"
-        return Clipping(float(trainer.gradient_clip_val), str(getattr(algorithm, "value", algorithm)), corrected=False)
-
     def end_round(self) -> None:
         """Hand the means of what clients logged to Lightning, each as one value with the weight of its examples."""
-        module, results = self.trainer.lightning_module, self.trainer.fit_loop.epoch_loop._results
-        previous, module._current_fx_name = module._current_fx_name, "training_step"
-        with results.of_client(module):
-            for name, mean in self._logged.items():
-                value = torch.tensor(mean.total / mean.weight, dtype=torch.float64)
-                module.log(name, value, **{**mean.options, "batch_size": mean.weight})
-        results.close_client()
-        module._current_fx_name = previous
+        log_means(self.trainer, self._logged)
         self.changes.end_round()
         self.anchors.end_round()
         self._logged = {}
@@ -333,64 +304,3 @@ def _stack(states: Sequence[State], order: Sequence[int]) -> State:
         is_ordered = list(order) == list(range(len(order)))
         return {name: value if is_ordered else value[list(order)] for name, value in states.together.items()}
     return {name: torch.stack([states[i][name] for i in order]) for name in states[order[0]]}
-
-
-def _chunk_size(y: Vector) -> int:
-    """Return how many clients to run at once.
-
-    On a CPU one at a time is fastest unless the model is small: its parameters stay in the cache then. On a GPU as many
-    as fit its memory.
-
-    Args:
-        y: The parameters [P].
-    """
-    if y.device.type == "cpu":
-        return min(128, 2**20 // y.numel()) if y.numel() <= _SMALL else 1
-    # not what happens to be free: random layers draw other numbers in a chunk of another size
-    memory = torch.cuda.get_device_properties(y.device).total_memory if y.device.type == "cuda" else 2**33
-    return max(1, min(1024, memory // (32 * y.numel() * y.element_size())))
-
-
-def _hooked_parameter(module: pl.LightningModule) -> str | None:
-    """Return the name of a parameter whose gradient a hook is called with, None if there is none."""
-    named = ((n, p) for n, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks)
-    return next((name for name, _ in named), None)
-
-
-def check_settings(engine: Engine) -> None:
-    """Refuse what cannot be run for several clients at once.
-
-    Raises:
-        FederatedError: Naming the setting, hook or optimizer, and the way out.
-    """
-    trainer, module = engine.trainer, engine.trainer.lightning_module
-    reason = None
-    hooks = overridden_hooks(trainer)
-    base = engine.optimizer.base
-    hooked = _hooked_parameter(module)
-    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
-    if engine.split.size > 1:
-        reason = "strategy='ddp' runs one client on several devices, and here several clients share one"
-    elif hooks:
-        reason = f"{hooks[0]} is called for every batch of every client, and here clients share a step"
-    elif hooked is not None:
-        reason = f"its parameter {hooked!r} has a hook, and here a gradient is that of several clients"
-    elif type(base) not in ELEMENTWISE:
-        reason = f"the step of {type(base).__name__} is not elementwise, or not known to be"
-    elif base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks:
-        reason = "the local optimizer has step hooks, and here clients share a step"
-    elif getattr(trainer.precision_plugin, "scaler", None) is not None:
-        reason = f"precision={trainer.precision!r} scales the loss, and clients would have to skip steps on their own"
-    elif trainer.accumulate_grad_batches != 1:
-        reason = f"accumulate_grad_batches={trainer.accumulate_grad_batches} is not offered"
-    elif any(scheduler.going_to_accumulate_grad_batches() for scheduler in schedulers):
-        reason = "GradientAccumulationScheduler asks for steps over several batches, which are not offered"
-    elif engine.keeps_solver:
-        reason = "local_optimizer_state='keep' is not offered: kept states may differ in their numbers of steps"
-    elif engine.buffers.mode == "local" and engine.buffers.server:
-        reason = "buffers='local' is not offered"
-    if reason is not None:
-        raise FederatedError(
-            f"engine='vectorized' cannot run {type(module).__name__}: {reason}. Change that, or use"
-            " engine='sequential'."
-        )

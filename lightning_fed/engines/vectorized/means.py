@@ -4,12 +4,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
 from lightning_fed.tracing.traces import Values
 
-__all__ = ["ChunkMeans", "LoggedMean"]
+__all__ = ["ChunkMeans", "LoggedMean", "log_means"]
 
 
 @dataclass(slots=True)
@@ -101,3 +102,15 @@ class ChunkMeans:
                 mean = means.setdefault(key[1:], LoggedMean(options[key[1:]]))
                 mean.total += sum(totals)
                 mean.weight += sum(weights)
+
+
+def log_means(trainer: pl.Trainer, means: Mapping[str, LoggedMean]) -> None:
+    """Hand a round's means to Lightning, each as one value with the weight of its examples."""
+    module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
+    previous, module._current_fx_name = module._current_fx_name, "training_step"
+    with results.of_client(module):
+        for name, mean in means.items():
+            value = torch.tensor(mean.total / mean.weight, dtype=torch.float64)
+            module.log(name, value, **{**mean.options, "batch_size": mean.weight})
+    results.close_client()
+    module._current_fx_name = previous

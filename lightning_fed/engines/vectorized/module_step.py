@@ -19,7 +19,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
 from lightning_fed.engines.gradients import check_loss
-from lightning_fed.engines.vectorized.batch_trees import unflatten
+from lightning_fed.engines.vectorized.batches import unflatten
 from lightning_fed.tracing.traces import Traces, Values, kinds
 
 __all__ = ["ModuleStep"]

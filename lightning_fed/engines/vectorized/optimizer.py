@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
@@ -44,6 +45,15 @@ class Clipping:
     value: float
     algorithm: str
     corrected: bool
+
+    @staticmethod
+    def of(trainer: pl.Trainer) -> "Clipping | None":
+        """Return how a trainer clips gradients, None if it does not."""
+        corrected = trainer.fit_loop.corrected_clip
+        value, algorithm = corrected or (trainer.gradient_clip_val, trainer.gradient_clip_algorithm or "norm")
+        if not value:
+            return None
+        return Clipping(float(value), str(getattr(algorithm, "value", algorithm)), corrected is not None)
 
     def __call__(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Return one client's clipped gradients, one tensor per parameter."""

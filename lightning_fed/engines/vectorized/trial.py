@@ -1,10 +1,12 @@
-"""A step of two equal clients, to find out before the first round whether a module can be run for several at once."""
+"""What is found out before the first round: whether settings and module can be run for several clients at once."""
 
 import copy
 from collections.abc import Sequence
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.modules.batchnorm import _NormBase
@@ -13,13 +15,15 @@ from torchmetrics import Metric
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
+from lightning_fed.engines.base import Engine
+from lightning_fed.engines.batch_hooks import overridden_hooks
 from lightning_fed.engines.gradients import buffer_owners
-from lightning_fed.engines.vectorized.batch_trees import check_tensors
-from lightning_fed.engines.vectorized.batches import BatchGroup
+from lightning_fed.engines.vectorized.batches import BatchGroup, check_tensors
 from lightning_fed.engines.vectorized.changes import INTERNAL, PASSING, changed, holders, marks
 from lightning_fed.engines.vectorized.module_step import ModuleStep
+from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE
 
-__all__ = ["Trial"]
+__all__ = ["Trial", "check_settings", "hooked_parameter"]
 
 
 class Trial:
@@ -179,3 +183,48 @@ class _Watch:
         if not name.startswith("__"):  # isinstance() looks at __class__
             object.__setattr__(self, "read", True)
         return getattr(object.__getattribute__(self, "watched"), name)
+
+
+def hooked_parameter(module: pl.LightningModule) -> str | None:
+    """Return the name of a parameter whose gradient a hook is called with, None if there is none."""
+    named = ((n, p) for n, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks)
+    return next((name for name, _ in named), None)
+
+
+def check_settings(engine: Engine) -> None:
+    """Refuse what cannot be run for several clients at once.
+
+    Raises:
+        FederatedError: Naming the setting, hook or optimizer, and the way out.
+    """
+    trainer, module = engine.trainer, engine.trainer.lightning_module
+    reason = None
+    hooks = overridden_hooks(trainer)
+    base = engine.optimizer.base
+    hooked = hooked_parameter(module)
+    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
+    if engine.split.size > 1:
+        reason = "strategy='ddp' runs one client on several devices, and here several clients share one"
+    elif hooks:
+        reason = f"{hooks[0]} is called for every batch of every client, and here clients share a step"
+    elif hooked is not None:
+        reason = f"its parameter {hooked!r} has a hook, and here a gradient is that of several clients"
+    elif type(base) not in ELEMENTWISE:
+        reason = f"the step of {type(base).__name__} is not elementwise, or not known to be"
+    elif base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks:
+        reason = "the local optimizer has step hooks, and here clients share a step"
+    elif getattr(trainer.precision_plugin, "scaler", None) is not None:
+        reason = f"precision={trainer.precision!r} scales the loss, and clients would have to skip steps on their own"
+    elif trainer.accumulate_grad_batches != 1:
+        reason = f"accumulate_grad_batches={trainer.accumulate_grad_batches} is not offered"
+    elif any(scheduler.going_to_accumulate_grad_batches() for scheduler in schedulers):
+        reason = "GradientAccumulationScheduler asks for steps over several batches, which are not offered"
+    elif engine.keeps_solver:
+        reason = "local_optimizer_state='keep' is not offered: kept states may differ in their numbers of steps"
+    elif engine.buffers.mode == "local" and engine.buffers.server:
+        reason = "buffers='local' is not offered"
+    if reason is not None:
+        raise FederatedError(
+            f"engine='vectorized' cannot run {type(module).__name__}: {reason}. Change that, or use"
+            " engine='sequential'."
+        )
