@@ -58,6 +58,7 @@ class LocalSteps:
         self._rate = -work.rates[0]
         self._may_trace = not module.reads_index
         self._bound: dict[Any, _Bound | None] = {}  # by clients and kinds of batches
+        self._of_chunk: dict[Trace, tuple[Sequence[Tensor | None], Sequence[Tensor]]] = {}  # see _once
 
     def run(
         self, clients: Clients, groups: Sequence[BatchGroup], kept: KeptAnchor | None, may_trace: bool = True
@@ -127,10 +128,28 @@ class LocalSteps:
             return None
         for name, read in trace.notes.items():
             work.step_inputs.read[name] |= read
-        sums, once = trace.once([*step.shared, *clients.of(step.own)])
+        sums, once = self._once(trace, clients)
         both = [(view, part) for view, part in zip(clients.views, sums, strict=False) if part is not None]
         constant = [part.expand_as(view) for view, part in both]
         return _Bound(trace, (*once, self._rate), [view for view, _ in both], constant, unused)
+
+    def _once(self, trace: Trace, clients: Clients) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
+        """Return what :meth:`Trace.once` does; where it can be cut, it is worked out for the whole chunk.
+
+        Measured: 10 % of a round of W2 with SCAFFOLD, in which other clients of a chunk step together all the time.
+        """
+        step, count = self.step, len(self.work.y)
+        if clients.is_one:
+            return trace.once([*step.shared, *clients.of(step.own)])
+        if trace not in self._of_chunk:
+            self._of_chunk[trace] = trace.once([*step.shared, *step.own])
+        sums, once = self._of_chunk[trace]
+        if clients.count == count:
+            return sums, once
+        stacked = [(count, *shape) for shape in self.work.layout.shapes]
+        if once or any(part is not None and part.shape != shape for part, shape in zip(sums, stacked, strict=False)):
+            return trace.once([*step.shared, *clients.of(step.own)])
+        return [None if part is None else clients.of([part])[0] for part in sums], once
 
     def _run_traced(self, bound: _Bound, clients: Clients, group: BatchGroup, kept: KeptAnchor | None) -> bool:
         """Take a step through its trace; return False, with nothing changed, if the trace is wrong."""
