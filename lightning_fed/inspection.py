@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from lightning_fed.core.arguments import check_count, check_one_of
-from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches import ClientBatches
 from lightning_fed.engines.base import Engine
+from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.evaluation.client_evaluation import ClientEvaluation, validation_batches
-from lightning_fed.optim import FederatedOptimizer
-from lightning_fed.rounds.round import Round
-from lightning_fed.rounds.runner import RoundRunner
+from lightning_fed.rounds.client_work import ClientWork
+from lightning_fed.rounds.round import Rounds
+from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.server.population import Population
 from lightning_fed.server.server import Server
 from lightning_fed.strategies.processes import Ranks
@@ -35,15 +34,13 @@ class Inspection:
     """
 
     trainer: pl.Trainer
-    population: Population | None
-    _state: Server | None
-    _restored: dict[str, Any] | None
-    _flat: FlatParameters | None
-    _runner: RoundRunner | None
-    _buffers: Buffers
-    _engine: Engine
-    _optimizer: FederatedOptimizer
-    _ranks: Ranks
+    population: Population | None = None
+    _state: Server | None = None
+    _restored: dict[str, Any] | None = None  # a checkpoint's state, until a fit uses it
+    _prepared: PreparedModule | None = None  # while a fit is running, or clients work without one
+    _clients: ClientWork
+    _rounds: Rounds | None = None
+    _ranks = Ranks()  # that share the clients
     _shown: Vector | None = None  # the parameters [P] that hooks find in the module; none while clients are at work
     _edit: str | None = None  # what tells the model that hooks have made since the last round from others
 
@@ -52,7 +49,9 @@ class Inspection:
         """The number of completed rounds."""
         if self._restored is not None:
             return int(self._restored["round"])
-        return 0 if self._state is None else self._state.round
+        if self._state is None:
+            return 0 if self._prepared is None else self._prepared.round
+        return self._state.round
 
     @property
     def state(self) -> Server:
@@ -74,14 +73,18 @@ class Inspection:
         return self.state.state
 
     @property
-    def _work(self) -> Round | None:
-        """The round at work."""
-        return None if self._runner is None else self._runner.work
+    def _at_work(self) -> ServerRound | None:
+        """The server's half of the round at work."""
+        return None if self._rounds is None else self._rounds.at_work
+
+    @property
+    def _engine(self) -> Engine:
+        return self._clients.engine
 
     @property
     def round_state(self) -> State:
         """The server state that clients read in the current round; outside of one, :attr:`server`."""
-        return self.server if self._work is None else self._work.server_state
+        return self.server if self._at_work is None else self._at_work.state
 
     def full_gradient(self, client_id: ClientId, point: Vector) -> Vector:
         """Return the full-batch gradient [P] of a client's training loss at a point [P], for callbacks that measure.
@@ -167,16 +170,16 @@ class Inspection:
     @property
     def local_steps(self) -> int:
         """The optimizer steps that the client at work has taken so far in this round."""
-        work = self._optimizer.work
+        work = self._engine.optimizer.work
         return 0 if work is None else work.num_steps
 
     def show_server_model(self) -> None:
         """Let the module hold the server model, also in the middle of a client's work."""
-        if self._flat is not None and self._state is not None:
+        if self._prepared is not None and self._state is not None:
             self._shown = self._state.shown()
-            self._flat.y.copy_(self._shown)
-            self._flat.restore()
-            self._buffers.write(self._state.buffers)
+            self._prepared.flat.y.copy_(self._shown)
+            self._prepared.flat.restore()
+            self._prepared.buffers.write(self._state.buffers)
 
     def take_in_edits(self) -> None:
         """Let the server have what hooks have made of the model they were shown; nothing while clients are at work.
@@ -184,11 +187,12 @@ class Inspection:
         Raises:
             FederatedError: If parameters were edited that are not those that the method trains.
         """
-        flat, state, shown = self._flat, self._state, self._shown
-        if flat is None or state is None or shown is None:
+        prepared, state, shown = self._prepared, self._state, self._shown
+        if prepared is None or state is None or shown is None:
             return
+        flat = prepared.flat
         flat.gather()
-        buffers, is_edited = self._buffers.read(), not torch.equal(flat.y, shown)
+        buffers, is_edited = prepared.buffers.read(), not torch.equal(flat.y, shown)
         if is_edited and shown is not state.x:
             raise FederatedError(
                 f"A hook has changed parameters of the model between rounds, but {type(state.algorithm).__name__} shows"
@@ -212,8 +216,9 @@ class Inspection:
         Raises:
             FederatedError: Naming it.
         """
-        assert self._flat is not None
-        frozen = [name for name, p in zip(self._flat.names, self._flat.params, strict=True) if not p.requires_grad]
+        assert self._prepared is not None
+        flat = self._prepared.flat
+        frozen = [name for name, p in zip(flat.names, flat.params, strict=True) if not p.requires_grad]
         if frozen:
             raise FederatedError(
                 f"A hook has frozen the parameter {frozen[0]!r}: what is trained is settled when the fit starts. Freeze"
@@ -223,7 +228,8 @@ class Inspection:
     @property
     def client_model(self) -> tuple[Vector, State] | None:
         """The parameters [P] and buffers of the client whose hooks are called, if training."""
-        return None if self._flat is None else (self._engine.parameters_at_work.clone(), self._buffers.read())
+        prepared = self._prepared
+        return None if prepared is None else (self._engine.parameters_at_work.clone(), prepared.buffers.read())
 
     @contextmanager
     def showing_server_model(self) -> Iterator[None]:
@@ -235,15 +241,15 @@ class Inspection:
     @contextmanager
     def _leaving_the_module(self) -> Iterator[None]:
         """Let the module hold afterwards what it held before."""
-        if self._flat is None:
+        if self._prepared is None:
             yield
             return
-        flat, shown = self._flat, self._shown
-        held, y, buffers = [p.data for p in flat.params], flat.y.clone(), self._buffers.read()
+        flat, buffers_of, shown = self._prepared.flat, self._prepared.buffers, self._shown
+        held, y, buffers = [p.data for p in flat.params], flat.y.clone(), buffers_of.read()
         try:
             yield
         finally:
             flat.y.copy_(y)
             flat.point_to(held)
-            self._buffers.write(buffers)
+            buffers_of.write(buffers)
             self._shown = shown

@@ -3,7 +3,7 @@
 import copy
 import math
 import time
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -12,47 +12,26 @@ import torch
 from lightning_fed._compat import SIGTERMException, _FitLoop, call, rank_zero_info, rank_zero_warn
 from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.checkpoint_places import keep_last_round
-from lightning_fed.checks import (
-    check_algorithm_fits,
-    check_batch_statistics,
-    check_buffers,
-    check_hyper_parameters,
-    check_module,
-    check_optimizers,
-    check_schedulers,
-    check_trainer,
-)
-from lightning_fed.core.buffers import Buffers
+from lightning_fed.checks import check_batch_statistics, check_hyper_parameters, check_module, check_trainer
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.flat import FlatParameters, trained_parameters
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.seeds import Purpose, derive_seed, seed_global
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.datamodule import FederatedDataModule, check_ids
-from lightning_fed.engines.autocast import check_lstm
-from lightning_fed.engines.base import Engine
 from lightning_fed.engines.batch_hooks import time_by_rounds
-from lightning_fed.engines.choice import make_engine
-from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.inspection import Inspection
-from lightning_fed.method_checks import check_method
-from lightning_fed.optim import FederatedOptimizer
-from lightning_fed.restoring import notes_of, restore_server, restored_from
-from lightning_fed.rounds.client_states import KeptStates
-from lightning_fed.rounds.planner import Planner, cohort_seed
-from lightning_fed.rounds.runner import RoundRunner
-from lightning_fed.server.client_store import ClientStore
-from lightning_fed.server.population import Population
+from lightning_fed.restoring import Schedules, notes_of, start_server
+from lightning_fed.rounds.client_states import ClientStatesPlace
+from lightning_fed.rounds.cohort import CohortSampling, cohort_seed
+from lightning_fed.rounds.prepare import population_of, prepare_clients, prepare_module
+from lightning_fed.rounds.round import Rounds
 from lightning_fed.server.privacy import DifferentialPrivacy
-from lightning_fed.server.sampling import check_count
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings import Settings
 from lightning_fed.stopping import Stop, exception_of, stop_of
 from lightning_fed.strategies.ddp import WithinClientStrategy
 from lightning_fed.strategies.processes import Ranks
-from lightning_fed.strategies.split import BatchSplit
 
 __all__ = ["FederatedLoop"]
 
@@ -84,20 +63,13 @@ class FederatedLoop(Inspection, _FitLoop):
         super().__init__(trainer, min_epochs, max_epochs)
         self.epoch_loop: ClientEpochLoop = ClientEpochLoop(trainer)
         self.settings = settings
-        self.population: Population | None = None
-        self._state: Server | None = None
+        self.kept_states = ClientStatesPlace(trainer, settings.client_states, settings.client_states_dir)
         self._module: pl.LightningModule | None = None
-        self._restored: dict[str, Any] | None = None
-        self._carried: dict[str, Any] | None = None
-        self._flat: FlatParameters | None = None
+        self._schedules: Schedules | None = None  # of the previous fit
         self._plateau_round = 0
-        self._runner: RoundRunner | None = None
         self._work_notes: dict[str, str] = {}
-        self._ranks = Ranks()  # that share the clients
         self._warned: set[ClientId] = set()
         self._gave_up = False  # whether engine="auto" has left the vectorized engine for the sequential one
-        self._split = BatchSplit()  # whose processes share every batch
-        self.kept_states = KeptStates(trainer, settings.client_states, settings.client_states_dir)
         self._stop = Stop.NO  # what any process was asked for in this round
         self.runs_several = False  # while a step is that of several clients
         self.is_closing = False  # between the server's step and the end of the round's hooks
@@ -112,10 +84,6 @@ class FederatedLoop(Inspection, _FitLoop):
         aggregator = self.settings.aggregator
         return aggregator.epsilon(self.round) if isinstance(aggregator, DifferentialPrivacy) else None
 
-    @property
-    def _is_private(self) -> bool:
-        return isinstance(self.settings.aggregator, DifferentialPrivacy)
-
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Return the state after the last completed round; all client states on rank zero, or where they are.
 
@@ -128,7 +96,7 @@ class FederatedLoop(Inspection, _FitLoop):
             return {}
         # the last metrics too: a schedule or a checkpoint callback may look at one that is not made anew every round
         metrics = {name: value.detach().cpu() for name, value in self.trainer.callback_metrics.items()}
-        if self._ranks.size > 1 and self._work is not None:
+        if self._ranks.size > 1 and self._at_work is not None:
             raise FederatedError(
                 "A checkpoint in the middle of a round cannot be written by several processes, which are then at"
                 " different clients. Save at the end of a round, or train in one process."
@@ -142,7 +110,7 @@ class FederatedLoop(Inspection, _FitLoop):
         """Take a checkpoint's state, to be used when the fit starts; counters follow from its round."""
         saved = state_dict[f"{prefix}state_dict"]
         self._restored = {**saved, "client_states": self.kept_states.resolved(saved["client_states"])}
-        self._set_progress(self.round)
+        self.set_progress(self.round)
         self.epoch_loop.val_loop._restarting = True  # tells Lightning that this is no place for a sanity check
 
     # ------------------------------------------------------------------ start and end of a fit
@@ -175,14 +143,7 @@ class FederatedLoop(Inspection, _FitLoop):
         check_trainer(trainer)
         check_module(trainer)
         time_by_rounds(trainer)
-        data: FederatedDataModule = trainer.datamodule
-        check_ids(data)
-        self.population = Population(data.client_ids, data.client_size, data.known_sizes)
-        if empty := self.population.empty:
-            shown = ", ".join(repr(i) for i in empty[:5]) + (", ..." if len(empty) > 5 else "")
-            rank_zero_warn(f"{len(empty)} of {len(data.client_ids)} clients are empty and never sampled: {shown}.")
-        for sampler in (self.settings.sampler, self.settings.gradient_sampler):
-            check_count(sampler, len(self.population))
+        self.population = population_of(trainer)
         self.max_batches = 1  # set anew for every local epoch
         trainer.val_check_batch = math.inf
 
@@ -190,98 +151,54 @@ class FederatedLoop(Inspection, _FitLoop):
         """Lay out the parameters, wrap the optimizer, and bring the server state to where the run stands."""
         torch.set_grad_enabled(True)
         trainer, settings = self.trainer, self.settings
-        module = trainer.lightning_module
         assert self.population is not None
-        base = check_optimizers(trainer.optimizers, module)
-        check_schedulers(trainer)
-        check_algorithm_fits(settings.algorithm, base, module)
         if trainer.checkpoint_callbacks:
-            check_hyper_parameters(module, "model")
+            check_hyper_parameters(trainer.lightning_module, "model")
             check_hyper_parameters(trainer.datamodule, "data module")
-        self._flat = FlatParameters(trained_parameters(module, base))
-        self._optimizer = FederatedOptimizer(base, self._flat)
-        trainer.strategy.optimizers = [self._optimizer]
-        if self.corrected_clip is not None:
-            self._optimizer.clip = partial(
-                trainer.precision_plugin.clip_gradients, self._optimizer, *self.corrected_clip
-            )
-        self._buffers = Buffers(buffer_owners(module), settings.buffers)
-        check_buffers(settings, self._buffers)
-        if isinstance(trainer.strategy, WithinClientStrategy):
-            trainer.strategy.share(self._flat.params)
-            self._split = trainer.strategy.split
-        else:
+        self._prepared = prepared = prepare_module(trainer)
+        if not isinstance(trainer.strategy, WithinClientStrategy):
             self._ranks = Ranks.of(trainer)
-        check_method(settings.algorithm)
         sizes = self.population.sizes if self.population.sizes_are_known else None
-        self._work_notes = {**settings.work(), **notes_of(sizes, self.trainer.datamodule.batch_size, base)}
-        self._state = self._make_state(module, base)
-        seed = cohort_seed(trainer, settings, self.population, self._state.seed)
-        planner = Planner(trainer, settings, self.population, seed)
-        self._engine = self._make_engine(planner)
-        self._runner = RoundRunner(trainer, settings, self._state, planner, self._engine, self._ranks, self._split)
+        self._work_notes = {
+            **settings.work(),
+            **notes_of(sizes, trainer.datamodule.batch_size, prepared.optimizer.base),
+        }
+        self._state = self._start_server()
+        prepared.seed = self._state.seed
+        sampling = CohortSampling(
+            settings, self.population, cohort_seed(trainer, settings, self.population, self._state.seed)
+        )
+        engine = "sequential" if settings.engine == "auto" and self._gave_up else settings.engine
+        self._clients = prepare_clients(prepared, self.population, engine)
+        self._rounds = Rounds(self._state, sampling, self._clients, self._ranks)
         self._plateau_round = self._state.round
-        self._set_progress(self._state.round)
+        self.set_progress(self._state.round)
         self.is_closing, self.precision_at_start, self._stop = False, None, Stop.NO
         self.restarting = False
         self.epoch_loop.val_loop._restarting = False
         self.show_server_model()
 
-    def _make_engine(self, planner: Planner) -> Engine:
-        trainer, settings = self.trainer, self.settings
-        assert self._flat is not None
-        check_lstm(trainer, self._flat, planner.some())
-        options: dict[str, Any] = {
-            "trainer": trainer,
-            "algorithm": settings.algorithm,
-            "flat": self._flat,
-            "optimizer": self._optimizer,
-            "buffers": self._buffers,
-            "seed": self.state.seed,
-            "shuffle": trainer.datamodule.shuffle and not trainer.overfit_batches,
-            "keeps_solver": settings.keeps_solver,
-        }
-        name = "sequential" if settings.engine == "auto" and self._gave_up else settings.engine
-        return make_engine(name, settings.chunk_size, self.epoch_loop, planner.some, options)
-
-    def _make_state(self, module: pl.LightningModule, base: torch.optim.Optimizer) -> Server:
-        assert self._flat is not None
-        s, flat, kept = self.settings, self._flat, self._state
-        state = Server(
-            s.algorithm, flat.y, flat.layout, s.server_optimizer, s.server_lr_scheduler,
-            self.trainer.datamodule.client_ids, s.seed,
-        )  # fmt: skip
-        state.buffers = self._buffers.read()
+    def _start_server(self) -> Server:
+        """Return the server's side: that of the checkpoint or of this trainer's previous fit, or a new one."""
+        assert self._prepared is not None
+        trainer, module, previous = self.trainer, self._prepared.module, self._state
         restored, self._restored = self._restored, None
-        carried: ClientStore | None = None
         if restored is not None:
-            metrics = restore_server(state, restored, s, self._work_notes, self.trainer.ckpt_path)
-            self.trainer._logger_connector._callback_metrics.update(metrics)
             self._gave_up = bool(restored.get("gave_up"))
-        elif kept is not None and kept.round > 0:
+            previous = None
+        elif previous is not None and previous.round > 0:
             if module is not self._module:
                 raise FederatedError(
-                    f"This trainer has already run {kept.round} rounds on another model. Make a new FederatedTrainer,"
-                    " or resume with fit(..., ckpt_path=...)."
+                    f"This trainer has already run {previous.round} rounds on another model. Make a new"
+                    " FederatedTrainer, or resume with fit(..., ckpt_path=...)."
                 )
-            state.load_state_dict(kept.state_dict({}), any_seed=True)
-            self._load_carried(base)
-            carried = kept.clients
-        self.kept_states.open(state, self._ranks, carried, flat, s)
-        if restored is not None:
-            with restored_from(self.trainer.ckpt_path, "client states"):
-                self.kept_states.load(state, restored["client_states"], self._ranks.is_home_of)
+            if self._schedules is not None:
+                self._schedules.resume(trainer, self._prepared.optimizer.base)
+        server = start_server(self._prepared, self.kept_states, self._ranks, self._work_notes, restored, previous)
         self._module = module
-        return state
+        return server
 
-    def _load_carried(self, base: torch.optim.Optimizer) -> None:
-        """Go on with the learning rates and schedules of the previous fit of this trainer."""
-        if self._carried is not None:
-            base.load_state_dict(self._carried["optimizer"])
-            for config, saved in zip(self.trainer.lr_scheduler_configs, self._carried["schedulers"], strict=True):
-                config.scheduler.load_state_dict(saved)
-
-    def _set_progress(self, round: int) -> None:
+    def set_progress(self, round: int) -> None:
         """Set every counter from the round: the one source of truth."""
         for counter in (self.epoch_progress.total, self.epoch_progress.current):
             counter.ready = counter.started = counter.processed = counter.completed = round
@@ -293,16 +210,13 @@ class FederatedLoop(Inspection, _FitLoop):
 
     def teardown(self) -> None:
         """Leave the module with the server model, and its parameters with storage of their own."""
-        if self._flat is not None:
+        if self._prepared is not None:
             if self._state is not None:
-                self._carried = {
-                    "optimizer": self._optimizer.state_dict(),
-                    "schedulers": [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs],
-                }
-            self._runner = self.precision_at_start = None
+                self._schedules = Schedules.of(self.trainer, self._prepared.optimizer.base)
+            self._rounds = self.precision_at_start = None
             self.show_server_model()
-            self._flat.release()
-            self._flat = None
+            self._prepared.release()
+            self._prepared = None
         self.kept_states.close(None if self._state is None else self._state.clients)
         self.epoch_loop.teardown()
 
@@ -311,13 +225,13 @@ class FederatedLoop(Inspection, _FitLoop):
     def on_advance_start(self) -> None:
         """Call the hooks that start a round, and draw its cohort in between Lightning's and those of rounds."""
         trainer = self.trainer
-        assert self._runner is not None
+        assert self._rounds is not None
         self.epoch_progress.increment_ready()
         call._call_callback_hooks(trainer, "on_train_epoch_start")
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
         self.epoch_progress.increment_started()
         # after these hooks, where GradientAccumulationScheduler sets how many batches make a step of this round
-        self._runner.draw()
+        self._rounds.draw()
         self.precision_at_start = copy.deepcopy(trainer.precision_plugin.state_dict()) or None
         call_round_hook(trainer, "on_round_start", self.round)
 
@@ -357,8 +271,8 @@ class FederatedLoop(Inspection, _FitLoop):
 
     def _leave_round(self) -> None:
         """Forget the round at work: everything is as after the last completed one."""
-        assert self._runner is not None
-        self._runner.leave()
+        assert self._rounds is not None
+        self._rounds.leave()
         self.state.clients.discard()
         if self.precision_at_start is not None:
             self.trainer.precision_plugin.load_state_dict(self.precision_at_start)
@@ -407,34 +321,52 @@ class FederatedLoop(Inspection, _FitLoop):
         started = time.perf_counter()
         trainer, results = self.trainer, self.epoch_loop._results
         self.check_trained()
-        if self._split.size > 1:
+        if self._engine.split.size > 1:
             check_batch_statistics(trainer.lightning_module)
         self.take_in_edits()
         self._shown = None
-        assert self._runner is not None
-        work, outlines = self._runner.run(self._edit)
-        if len(outlines) > 1:
-            results.merge([outline["logged"] for outline in outlines])
-        if len({outline["edit"] for outline in outlines}) > 1:
+        assert self._rounds is not None
+        half, told = self._rounds.run(self._tell)
+        self._take_in(told)
+        self.is_closing, self.precision_at_start = True, None
+        if self.settings.is_private:
+            results.forget_clients()
+        trainer._logger_connector.epoch_end_reached()
+        metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
+        report = half.close(metrics, time.perf_counter() - started)
+        self._rounds.leave()
+        self.show_server_model()
+        self._warn_of(report)
+        return report
+
+    def _tell(self) -> dict[str, Any]:
+        """Return what this process tells the others of a round beside its clients' part."""
+        trainer = self.trainer
+        return {
+            "logged": self.epoch_loop._results.outline() if trainer.world_size > 1 else {},
+            "stop": trainer._signal_connector.asked,
+            "edit": self._edit,
+            "gave_up": self._engine.has_given_up,
+        }
+
+    def _take_in(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """Go by what all processes have told.
+
+        Raises:
+            FederatedError: If hooks have changed the model in other ways in other processes.
+        """
+        if len(told) > 1:
+            self.epoch_loop._results.merge([part["logged"] for part in told])
+        if len({part["edit"] for part in told}) > 1:
             raise FederatedError(
                 "Hooks have changed the model's parameters or buffers between rounds, and not alike in all processes:"
                 " change them in every process, by the same values."
             )
         self._edit = None
-        if any(outline["gave_up"] for outline in outlines):
+        if any(part["gave_up"] for part in told):
             self._engine.give_up()
             self._gave_up = True
-        self._stop = Stop(max(outline["stop"] for outline in outlines))
-        self.is_closing, self.precision_at_start = True, None
-        if self._is_private:
-            results.forget_clients()
-        trainer._logger_connector.epoch_end_reached()
-        metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
-        round_report = work.close(metrics, time.perf_counter() - started)
-        self._runner.leave()
-        self.show_server_model()
-        self._warn_of(round_report)
-        return round_report
+        self._stop = Stop(max(part["stop"] for part in told))
 
     def _warn_of(self, round_report: RoundReport) -> None:
         """Warn of the clients that failed, once of each."""

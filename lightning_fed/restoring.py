@@ -4,18 +4,32 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytorch_lightning as pl
 import torch
 
 from lightning_fed._compat import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.options import differing_options, options_of
+from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.rounds.client_states import ClientStatesPlace
+from lightning_fed.server.client_store import ClientStore
 from lightning_fed.server.server import Server
 from lightning_fed.settings import Settings
+from lightning_fed.strategies.processes import Ranks
 
-__all__ = ["check_optimizer_states", "compare_work", "notes_of", "restore_server", "restored_from"]
+__all__ = [
+    "Schedules",
+    "check_optimizer_states",
+    "compare_work",
+    "notes_of",
+    "restore_server",
+    "restored_from",
+    "start_server",
+]
 
 _TELLS = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError)
 
@@ -133,3 +147,71 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
     if others := sorted(differing - {"sizes"}):
         told = ", ".join(f"{name}={saved[name]} (this run has {mine[name]})" for name in others)
         rank_zero_warn(f"The checkpoint was written with {told}. The run goes on with this run's.")
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """Where learning rates and their schedules stand.
+
+    Attributes:
+        optimizer: The state of the local optimizer.
+        schedules: The states of its schedules.
+    """
+
+    optimizer: dict[str, Any]
+    schedules: Sequence[dict[str, Any]]
+
+    @staticmethod
+    def of(trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> "Schedules":
+        """Return where those of a trainer stand."""
+        configs = trainer.lr_scheduler_configs
+        return Schedules(optimizer.state_dict(), [config.scheduler.state_dict() for config in configs])
+
+    def resume(self, trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> None:
+        """Let those of a trainer go on from here."""
+        optimizer.load_state_dict(self.optimizer)
+        for config, saved in zip(trainer.lr_scheduler_configs, self.schedules, strict=True):
+            config.scheduler.load_state_dict(saved)
+
+
+def start_server(
+    prepared: PreparedModule,
+    place: ClientStatesPlace,
+    ranks: Ranks,
+    notes: Mapping[str, str],
+    restored: dict[str, Any] | None,
+    previous: Server | None,
+) -> Server:
+    """Return the server's side of a run as a fit starts.
+
+    Args:
+        prepared: The module, which holds x^0.
+        place: Where clients' states are kept.
+        ranks: The processes that share the clients.
+        notes: What this run's checkpoints note of its work.
+        restored: The state of the checkpoint that the run goes on from, if there is one.
+        previous: The server's side at the end of the trainer's previous fit, if that is to go on.
+
+    Raises:
+        FederatedError: If the checkpoint is not of this run.
+    """
+    s, flat = prepared.settings, prepared.flat
+    trainer: Any = prepared.trainer
+    server = Server(
+        s.algorithm, flat.y, flat.layout, s.server_optimizer, s.server_lr_scheduler,
+        trainer.datamodule.client_ids, s.seed,
+    )  # fmt: skip
+    server.buffers = prepared.buffers.read()
+    server.advance_solver = prepared.optimizer.advance_solver
+    kept: ClientStore | None = None
+    if restored is not None:
+        metrics = restore_server(server, restored, s, notes, trainer.ckpt_path)
+        trainer._logger_connector._callback_metrics.update(metrics)
+    elif previous is not None and previous.round > 0:
+        server.load_state_dict(previous.state_dict({}), any_seed=True)
+        kept = previous.clients
+    place.open(server, ranks, kept, flat, s)
+    if restored is not None:
+        with restored_from(trainer.ckpt_path, "client states"):
+            place.load(server, restored["client_states"], ranks.is_home_of)
+    return server

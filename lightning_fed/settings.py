@@ -11,6 +11,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BUFFER_MODES
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Weighting
+from lightning_fed.optim import overrides
 from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.compression import Compressor
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
@@ -58,8 +59,8 @@ class Settings:
     def transport(self) -> dict[str, str]:
         """Return how messages are put together, as checkpoints note it."""
         noted = {"aggregator": repr(self.aggregator), "compression": repr(self.compression)}
-        private = isinstance(self.aggregator, DifferentialPrivacy)  # its account rests on the probability
-        return {**noted, "sampler": repr(self.sampler)} if private else noted
+        # the account of privacy rests on the sampler's probability
+        return {**noted, "sampler": repr(self.sampler)} if self.is_private else noted
 
     def check_transport(self, saved: Mapping[str, str]) -> None:
         """Refuse to go on with a run whose messages were put together in another way.
@@ -95,6 +96,17 @@ class Settings:
                 ("heterogeneity", self.heterogeneity),
             )
         }
+
+    @property
+    def is_private(self) -> bool:
+        """Whether noise hides what single clients send."""
+        return isinstance(self.aggregator, DifferentialPrivacy)
+
+    @property
+    def clients_keep_state(self) -> bool:
+        """Whether it is known that clients keep anything from round to round."""
+        feeds_back = self.compression is not None and self.compression.error_feedback
+        return overrides(self.algorithm, "init_client") or self.keeps_solver or self.buffers == "local" or feeds_back
 
     def steps(self, num_batches: int, accumulated: int) -> int:
         """Return the optimizer steps asked of a client.

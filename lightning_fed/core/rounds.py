@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_fed.core.types import ClientId, Metrics, State, Vector
 
-__all__ = ["ClientReport", "Cohort", "RoundReport", "Run", "Step", "Update"]
+__all__ = ["AdvanceSolver", "ClientReport", "Cohort", "RoundReport", "Run", "Step", "Update"]
 
 
 @dataclass(slots=True)

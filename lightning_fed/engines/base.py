@@ -6,14 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torchmetrics import Metric
 
-from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import ClientError
-from lightning_fed.core.flat import FlatParameters, Layout
+from lightning_fed.core.flat import Layout
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import State, Vector
@@ -21,7 +18,7 @@ from lightning_fed.core.watched import Watched
 from lightning_fed.data.batches import ClientBatches
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.gradients import GradientPass
-from lightning_fed.optim import FederatedOptimizer
+from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.client_store import lasting_copies
 
@@ -127,38 +124,15 @@ class Engine(ABC):
     """Run the clients of a round on the trainer's own module.
 
     Args:
-        trainer: The trainer, with module and optimizer set up.
-        algorithm: The method.
-        flat: The trainable parameters.
-        optimizer: The wrapped local optimizer.
-        buffers: The module's buffers.
-        seed: The run's seed.
-        shuffle: Whether local epochs visit batches in random order.
-        keeps_solver: Whether clients keep the local optimizer's state from round to round.
+        prepared: The module, the wrapped optimizer, and what else local work needs.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        algorithm: Algorithm,
-        flat: FlatParameters,
-        optimizer: FederatedOptimizer,
-        buffers: Buffers,
-        seed: int,
-        shuffle: bool,
-        keeps_solver: bool,
-    ) -> None:
-        self.trainer = trainer
-        self.algorithm = algorithm
-        self.flat = flat
-        self.optimizer = optimizer
-        self.buffers = buffers
-        self.seed = seed
-        self.shuffle = shuffle
-        self.keeps_solver = keeps_solver
-        self.has_told = False  # that a chunk failed, and how it is found out why
-        self.gradients = GradientPass(trainer, flat)
-        self._metrics = [m for m in trainer.lightning_module.modules() if isinstance(m, Metric)]
+    def __init__(self, prepared: PreparedModule) -> None:
+        self.prepared, self.trainer, self.algorithm = prepared, prepared.trainer, prepared.algorithm
+        self.flat, self.optimizer, self.buffers = prepared.flat, prepared.optimizer, prepared.buffers
+        self.seed, self.shuffle, self.keeps_solver = prepared.seed, prepared.shuffle, prepared.keeps_solver
+        self.gradients = GradientPass(self.trainer, self.flat)
+        self._metrics = [m for m in self.trainer.lightning_module.modules() if isinstance(m, Metric)]
         self.split = self.gradients.split
 
     @abstractmethod

@@ -9,8 +9,8 @@ from lightning_fed._compat import rank_zero_info
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.engines.base import Engine, WorkPlan
 from lightning_fed.engines.fallback import Fallback
+from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.engine import SequentialEngine
-from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.engines.vectorized.engine import VectorizedEngine
 
 __all__ = ["make_engine"]
@@ -21,29 +21,28 @@ _TRIED = 10  # clients that fail in a trial step, before the module is to blame
 def make_engine(
     name: str,
     chunk_size: int | None,
-    epoch_loop: ClientEpochLoop,
+    prepared: PreparedModule,
     some: Callable[[], Iterator[WorkPlan]],
-    options: dict[str, Any],
 ) -> Engine:
     """Return the engine of a name; "auto" takes the vectorized one wherever it can run the module, and says so.
 
     Args:
         name: "sequential", "vectorized" or "auto".
         chunk_size: How many clients the vectorized engine runs at once.
-        epoch_loop: The training epoch loop of the sequential engine.
+        prepared: What every engine takes.
         some: Yields clients' work, to try the vectorized engine out on.
-        options: What every engine takes.
 
     Raises:
         FederatedError: If the vectorized engine is asked for by name and cannot run the module.
     """
-    make_sequential = partial(SequentialEngine, epoch_loop, **options)
+    trainer: Any = prepared.trainer
+    make_sequential = partial(SequentialEngine, trainer.fit_loop.epoch_loop, prepared)
     if name == "sequential":
         return make_sequential()
     try:
-        on_cpu = epoch_loop.trainer.strategy.root_device.type == "cpu"
+        on_cpu = trainer.strategy.root_device.type == "cpu"
         chooses = name == "auto" and chunk_size is None and on_cpu
-        engine = VectorizedEngine(chunk_size, where_it_pays=chooses, **options)
+        engine = VectorizedEngine(chunk_size, where_it_pays=chooses, prepared=prepared)
         _try_out(engine, some())
     except FederatedError as error:
         if name != "auto":

@@ -3,10 +3,10 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
-from lightning_fed.engines.base import WorkPlan
+from lightning_fed.server.aggregation import Participant
 from lightning_fed.strategies.processes import Ranks
 
-__all__ = ["deal"]
+__all__ = ["assign"]
 
 _MODELS = (2**13, 2**20)  # parameters from which a model is middling, and large: a step takes longer than to send them
 # In local steps on a batch of 20, about, of a small model, a middling and a large one:
@@ -15,13 +15,13 @@ _MOVE = (2, 2, 1)  # what it takes to send its state of one vector, there and ba
 _TRIP = (25, 2, 1)  # what it takes to send anything at all
 
 
-def deal(
-    plans: Iterable[WorkPlan], ranks: Ranks, keeps_state: bool, most_moves: int = 2**31, numel: int = _MODELS[0]
+def assign(
+    cohort: Iterable[Participant], ranks: Ranks, keeps_state: bool, most_moves: int = 2**31, numel: int = _MODELS[0]
 ) -> Mapping[int, int]:
     """Return who trains whom: ranks by stored index.
 
     Args:
-        plans: The clients' work.
+        cohort: The clients, with the steps planned for them.
         ranks: The processes.
         keeps_state: Whether clients keep state from round to round. They are then trained where it is kept, but for
             those by whose moving all are done sooner; else the largest are dealt first, each to whoever has the fewest
@@ -29,7 +29,7 @@ def deal(
         most_moves: The most clients that are trained elsewhere than their state is kept.
         numel: The number of parameters.
     """
-    members = {plan.participant.index: plan.participant for plan in plans}
+    members = {member.index: member for member in cohort}
     if keeps_state or ranks.size == 1:
         homes = {index: ranks.home_of(index) for index in members}
         kind = sum(numel >= least for least in _MODELS)

@@ -22,7 +22,7 @@ from lightning_fed.server.versions import Reference, StoreFolder, Version, find_
 from lightning_fed.settings import Settings
 from lightning_fed.strategies.processes import Ranks
 
-__all__ = ["MEMORY_LIMIT", "KeptStates"]
+__all__ = ["MEMORY_LIMIT", "ClientStatesPlace"]
 
 MEMORY_LIMIT = 2**30  # bytes of all clients' states from which on client_states="auto" keeps them on disk
 FOLDER = "client_states"
@@ -30,7 +30,7 @@ FOLDER = "client_states"
 Result = TypeVar("Result")
 
 
-class KeptStates:
+class ClientStatesPlace:
     """The place of a run's client states: memory, or files beside its checkpoints.
 
     With files, a checkpoint holds the name of a version and where the folder is, relative to the checkpoint.

@@ -1,12 +1,13 @@
 """Clients that fail: who is to blame, and what becomes of the round."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 import torch
 
 from lightning_fed.core.errors import ClientError
 from lightning_fed.core.types import ClientId
+from lightning_fed.server.aggregation import Participant
 
 __all__ = ["Faults"]
 
@@ -33,7 +34,47 @@ class Faults:
         self.drops, self.max_share, self.max_ratio, self.round = drops, max_share, max_ratio, round
         self.causes: dict[ClientId, str] = {}
         self.refused: set[ClientId] = set()  # those of them whose messages had all been sent
+        self.asked: set[ClientId] = set()  # to train
+        self._asked_for_gradients: set[ClientId] = set()
+        self._at_work: set[ClientId] = set()
+        self._with_gradients: set[ClientId] = set()
         self._first: ClientError | None = None
+
+    def ask(
+        self, members: Sequence[Participant], gradient_members: Sequence[Participant], dropped: Sequence[ClientId]
+    ) -> None:
+        """Take note of who is asked in the round, before it begins or begins again without those that have failed.
+
+        Args:
+            members: Those that are to train.
+            gradient_members: Those whose full-batch gradients are averaged.
+            dropped: Those that were drawn to train and left out.
+
+        Raises:
+            ClientError: If too many have failed.
+        """
+        failed = self.causes.keys()
+        self.asked = {member.client_id for member in members} | (failed & set(dropped))
+        self._asked_for_gradients = {member.client_id for member in gradient_members}
+        self._with_gradients = self._asked_for_gradients - failed
+        self._at_work = (self.asked | self._asked_for_gradients) - failed
+        if self._with_gradients:
+            self._asked_for_gradients |= failed - self.asked
+        self.have_hit_cohort()
+
+    def have_hit_cohort(self) -> bool:
+        """Return whether a client has failed that was to work in this round.
+
+        Raises:
+            ClientError: If too many have.
+        """
+        for asked in (self.asked, self._asked_for_gradients) if self.causes else ():
+            self.check(self.causes.keys() & asked, len(asked))
+        return not self._at_work.isdisjoint(self.causes)
+
+    def have_hit_gradients(self) -> bool:
+        """Return whether a client has failed whose gradient is in the mean that others rest on."""
+        return not self._with_gradients.isdisjoint(self.causes)
 
     def add(self, error: ClientError) -> None:
         """Take note of a client that failed.

@@ -1,40 +1,48 @@
 """Clients that are trained in another process than the one that keeps their state: it travels there and back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State
-from lightning_fed.server.client_state import KeptParts, Stacked, parts_of, residuals_of
+from lightning_fed.server.client_state import ClientStates, Stacked
 from lightning_fed.server.client_store import lasting_copy
 from lightning_fed.server.server import Server
 from lightning_fed.server.state_rows import fit_rows
 from lightning_fed.stopping import Failure
 from lightning_fed.strategies.processes import Ranks, Sent, padded
 
-__all__ = ["Guests", "Kinds", "pack", "unpack"]
+__all__ = ["Kinds", "TravellingStates", "pack", "unpack"]
 
 Kinds: TypeAlias = Mapping[int, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 """Shapes and types of clients' states, by stored index and name."""
 
 
-class Guests:
-    """What the clients of a round keep, also of those that are trained elsewhere than it is kept.
+class TravellingStates(ClientStates):
+    """What the clients of a round keep, also of those that are trained in another process than it is kept in.
 
     Args:
         server: The server's side, with this process's store.
         ranks: The processes.
-        moves: Who is trained elsewhere, and where: ranks by stored index, of the clients of all processes.
+        owners: Who trains each client of the round, in whichever process: ranks by stored index. None if clients are
+            not known to keep anything.
     """
 
-    def __init__(self, server: Server, ranks: Ranks, moves: Mapping[int, int]) -> None:
-        self.server, self.ranks, self.moves = server, ranks, moves
+    def __init__(self, server: Server, ranks: Ranks, owners: Mapping[int, int] | None) -> None:
+        super().__init__(server.algorithm, server.x, server.clients, server.expected_state)
+        self.ranks, self._is_announced = ranks, owners is not None
+        self.moves = {index: rank for index, rank in (owners or {}).items() if rank != ranks.home_of(index)}
         self._deliver: Callable[[], list[tuple[tuple[Kinds, Failure | None], Tensor]]] | None = None
         self._arrived: dict[int, State] = {}
         self._leaving: dict[int, State] = {}
+
+    def last(self, chunks: Iterable[Sequence[int]]) -> list[Sequence[int]]:
+        """Return chunks of clients with those last whose states travel: nobody waits for what is still to arrive."""
+        return sorted(chunks, key=lambda indices: not self.moves.keys().isdisjoint(indices))
 
     def send(self) -> None:
         """Send what clients keep to the processes that train them; all processes must call it.
@@ -48,7 +56,7 @@ class Guests:
         failure = None
         try:
             for index in sorted(self.moves):
-                if self.ranks.is_home_of(index) and (state := self.server.clients.get(index)):
+                if self.ranks.is_home_of(index) and (state := self.store.get(index)):
                     own[index] = state
         except BaseException as error:
             failure, own = error, {}
@@ -57,7 +65,7 @@ class Guests:
         if failure is not None:
             raise failure
 
-    def receive(self, indices: Sequence[int]) -> None:
+    def _receive(self, indices: Sequence[int]) -> None:
         """Wait until what these clients keep is here, those among them whose state is kept elsewhere.
 
         Raises:
@@ -70,54 +78,36 @@ class Guests:
         Failure.raise_first([failure for _, failure in letters])
         self._arrived = unpack([kinds for kinds, _ in letters], received, self.moves, self.ranks.rank)
 
-    def parts_of(self, indices: Sequence[int]) -> list[KeptParts]:
-        """Return what clients to be trained here keep, checked; new ones share what they begin with."""
-        new: KeptParts | None = None
-        found = []
-        for index in indices:
-            if (state := self._state_of(index)) is not None:
-                found.append(parts_of(self.server, index, state))
-                continue
-            new = new or KeptParts(self.server.algorithm.init_client(self.server.x))
-            found.append(new)
-        return found
+    def of(self, index: int) -> State | None:
+        """Return what one client keeps; see :meth:`ClientStates.of`."""
+        self._receive([index])
+        return self._arrived.get(index) or self.store.get(index)
 
-    def stacked(self, indices: Sequence[int]) -> Stacked | None:
-        """Return the method's states of several clients to be trained here, where nothing else is kept of them.
-
-        Returns:
-            Tensors that nobody else has; None where :meth:`parts_of` has to be asked.
-        """
-        if len(indices) == 1 or not self.server.new_client:
-            return None
-        found = self.server.clients.stacked(indices, self.server.algorithm.init_client(self.server.x))
-        if found is None:
+    def of_all(self, indices: Sequence[int]) -> Stacked | None:
+        """Return several clients' states at once; see :meth:`ClientStates.of_all`."""
+        self._receive(indices)
+        states = super().of_all(indices)
+        if states is None:
             return None
         arrived = {row: self._arrived[index] for row, index in enumerate(indices) if self._arrived.get(index)}
-        if not all(fit_rows(state, found) for state in arrived.values()):
+        if not all(fit_rows(state, states.together) for state in arrived.values()):
             return None
         for row, state in arrived.items():
             for name, value in state.items():
-                found[name][row] = value
-        return Stacked(found)
-
-    def residuals_of(self, index: int, send: State) -> State:
-        """Return what compression left out of its messages before."""
-        state = self._state_of(index)
-        return {} if state is None else residuals_of(self.server, index, send, state)
-
-    def _state_of(self, index: int) -> State | None:
-        return self._arrived.get(index) or self.server.clients.get(index)
+                states.together[name][row] = value
+        return states
 
     def keep(self, index: int, state: State) -> None:
-        """Hold what a client that was trained here keeps until the round is complete."""
+        """Hold what a client keeps until the round is complete, to be sent home if its home is elsewhere."""
+        self._check_announced(state)
         if index in self.moves:
             self._leaving[index] = state
         else:
-            self.server.clients.stage(index, state)
+            super().keep(index, state)
 
     def keep_all(self, indices: Sequence[int], states: State) -> None:
         """Do the same for several clients' states [S, ...], which are copied."""
+        self._check_announced(states)
         staying = []
         for row, index in enumerate(indices):
             if index in self.moves:
@@ -128,7 +118,19 @@ class Guests:
             indices = [indices[row] for row in staying]
             states = {name: value[staying] for name, value in states.items()}
         if indices:
-            self.server.clients.stage_all(indices, states)
+            super().keep_all(indices, states)
+
+    def _check_announced(self, state: State) -> None:
+        """Refuse what a client keeps where others do not know that it keeps anything.
+
+        Raises:
+            FederatedError: If there are several processes.
+        """
+        if not self._is_announced and self.ranks.size > 1:
+            raise FederatedError(
+                f"{self.expected.method}.finish keeps {sorted(state)} without an init_client that says what a new"
+                " client has: several processes would not know where to look for it. Override init_client."
+            )
 
     def leaving(self) -> tuple[Kinds, Sent]:
         """Return what goes home, and what others need to know of it before :meth:`take_home`."""
@@ -142,7 +144,7 @@ class Guests:
             received: The bytes that came here.
         """
         for index, state in unpack(kinds, received, self._homes, self.ranks.rank).items():
-            self.server.clients.stage(index, state)
+            self.store.stage(index, state)
 
     @property
     def _homes(self) -> Mapping[int, int]:

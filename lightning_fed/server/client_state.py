@@ -6,17 +6,18 @@ from typing import overload
 
 import torch
 
+from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.types import State
-from lightning_fed.server.server import Server
+from lightning_fed.core.types import ClientId, State, Vector
+from lightning_fed.server.client_store import ClientStore
 
-__all__ = ["KeptParts", "Stacked", "parts_of", "residuals_of"]
+__all__ = ["ClientState", "ClientStates", "ExpectedState", "Stacked"]
 
 _BUFFER, _SOLVER, _RESIDUAL = "buffer.", "solver.", "residual."
 
 
 @dataclass
-class KeptParts:
+class ClientState:
     """What one client keeps, by name.
 
     Attributes:
@@ -64,65 +65,130 @@ class Stacked(Sequence[State]):
         return Stacked(found) if isinstance(at, slice) else found
 
 
-def parts_of(server: Server, index: int, state: State) -> KeptParts:
-    """Return what a client keeps, checked against the method, the model and its buffers.
+@dataclass(frozen=True, slots=True)
+class ExpectedState:
+    """What clients of a run keep, as far as it is known without them: names, shapes and types.
 
-    Checksums tell damaged files, but not sound ones of another run.
-
-    Args:
-        server: The server's side.
-        index: The client's stored index.
-        state: What it keeps.
-
-    Raises:
-        FederatedError: Naming the client, and what is not as in this run.
+    Attributes:
+        method: The method's name.
+        own: The method's state of a new client.
+        buffers: The module's buffers.
+        num_parameters: The number of trained tensors.
+        ids: The client ids in their stored order.
     """
-    parts = KeptParts({})
-    if not state and not server.new_client:
+
+    method: str
+    own: State
+    buffers: State
+    num_parameters: int
+    ids: Sequence[ClientId]
+
+    def sorted(self, index: int, state: State) -> ClientState:
+        """Return what a client keeps, checked against the method, the model and its buffers.
+
+        Checksums tell damaged files, but not sound ones of another run.
+
+        Args:
+            index: The client's stored index.
+            state: What it keeps, as a store has it.
+
+        Raises:
+            FederatedError: Naming the client, and what is not as in this run.
+        """
+        parts = ClientState({})
+        if not state and not self.own:
+            return parts
+        for name, value in state.items():
+            if name.startswith(_SOLVER):
+                parts.solver[name] = value
+            elif name.startswith(_BUFFER):
+                parts.buffers[name.removeprefix(_BUFFER)] = value
+            elif name.startswith(_RESIDUAL):
+                parts.residuals[name.removeprefix(_RESIDUAL)] = value
+            else:
+                parts.own[name] = value
+        fault = (
+            _difference(parts.own, self.own)
+            or (parts.buffers and _difference(parts.buffers, self.buffers))
+            or (parts.solver and _solver_fault(parts.solver, self.num_parameters))
+        )
+        if fault:
+            raise self.strange(index, fault)
         return parts
-    for name, value in state.items():
-        if name.startswith(_SOLVER):
-            parts.solver[name] = value
-        elif name.startswith(_BUFFER):
-            parts.buffers[name.removeprefix(_BUFFER)] = value
-        elif name.startswith(_RESIDUAL):
-            parts.residuals[name.removeprefix(_RESIDUAL)] = value
-        else:
-            parts.own[name] = value
-    fault = (
-        _difference(parts.own, server.new_client)
-        or (parts.buffers and _difference(parts.buffers, server.buffers))
-        or (parts.solver and _solver_fault(parts.solver, len(server.step.layout.sizes)))
-    )
-    if fault:
-        raise _strange(server, index, fault)
-    return parts
+
+    def strange(self, index: int, fault: str) -> FederatedError:
+        """Return the error that a client keeps what is not of this run."""
+        return FederatedError(
+            f"What client {self.ids[index]!r} keeps is not of this run: {fault}. The checkpoint, or the files of client"
+            f" states that it refers to, are another run's: resume from one of this run's own. Or {self.method}.finish"
+            " keeps something else than its init_client."
+        )
 
 
-def residuals_of(server: Server, index: int, send: State, state: State) -> State:
-    """Return what compression left out of a client's messages before.
+class ClientStates:
+    """What the clients of a round keep from their last one, and what they will keep from this one.
 
     Args:
-        server: The server's side.
-        index: The client's stored index.
-        send: Its new messages.
-        state: What it keeps.
-
-    Raises:
-        FederatedError: If it does not go with them.
+        algorithm: The method.
+        x: The server parameters [P], from which the state of a new client is made.
+        store: Where the states are kept.
+        expected: What they must be.
     """
-    residuals = parts_of(server, index, state).residuals
-    if fault := _difference(residuals, {name: value for name, value in send.items() if name in residuals}):
-        raise _strange(server, index, fault)
-    return residuals
 
+    def __init__(self, algorithm: Algorithm, x: Vector, store: ClientStore, expected: ExpectedState) -> None:
+        self.algorithm, self.x, self.store, self.expected = algorithm, x, store, expected
 
-def _strange(server: Server, index: int, fault: str) -> FederatedError:
-    return FederatedError(
-        f"What client {server.ids[index]!r} keeps is not of this run: {fault}. The checkpoint, or the files of client"
-        " states that it refers to, are another run's: resume from one of this run's own. Or"
-        f" {type(server.algorithm).__name__}.finish keeps something else than its init_client."
-    )
+    def of(self, index: int) -> State | None:
+        """Return what one client keeps, as it is stored; None if it has not taken part yet."""
+        return self.store.get(index)
+
+    def of_each(self, indices: Sequence[int]) -> list[ClientState]:
+        """Return what several clients keep, checked; new ones share what they begin with."""
+        new: ClientState | None = None
+        states = []
+        for index in indices:
+            if (state := self.of(index)) is not None:
+                states.append(self.expected.sorted(index, state))
+                continue
+            new = new or ClientState(self.algorithm.init_client(self.x))
+            states.append(new)
+        return states
+
+    def of_all(self, indices: Sequence[int]) -> Stacked | None:
+        """Return the method's states of several clients at once, where nothing else is kept of them.
+
+        Returns:
+            Tensors that nobody else has; None where :meth:`of_each` has to be asked.
+        """
+        if len(indices) == 1 or not self.expected.own:
+            return None
+        together = self.store.stacked(indices, self.algorithm.init_client(self.x))
+        return None if together is None else Stacked(together)
+
+    def residuals(self, index: int, send: State) -> State:
+        """Return what compression left out of a client's messages before.
+
+        Args:
+            index: The client's stored index.
+            send: Its new messages.
+
+        Raises:
+            FederatedError: If it does not go with them.
+        """
+        if (state := self.of(index)) is None:
+            return {}
+        residuals = self.expected.sorted(index, state).residuals
+        if fault := _difference(residuals, {name: value for name, value in send.items() if name in residuals}):
+            raise self.expected.strange(index, fault)
+        return residuals
+
+    def keep(self, index: int, state: State) -> None:
+        """Hold what a client keeps until the round is complete."""
+        self.store.stage(index, state)
+
+    def keep_all(self, indices: Sequence[int], states: State) -> None:
+        """Do the same for several clients' states [S, ...], which are copied."""
+        self.store.stage_all(indices, states)
 
 
 def _difference(found: State, wanted: State) -> str:

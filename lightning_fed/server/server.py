@@ -10,9 +10,10 @@ import torch
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import Layout
-from lightning_fed.core.rounds import Cohort
+from lightning_fed.core.rounds import AdvanceSolver, Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.aggregation import WEIGHTINGS
+from lightning_fed.server.client_state import ExpectedState
 from lightning_fed.server.client_store import ClientStore, MemoryClientStore
 from lightning_fed.server.seen import Seen
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, ServerStep
@@ -81,6 +82,7 @@ class Server:
         self.buffers: State = {}
         self.bytes_up = 0
         self.bytes_down = 0
+        self.advance_solver: AdvanceSolver | None = None  # of the local optimizer, for methods that mimic it
         self._seen = Seen(len(ids))
         self._options: dict[str, Any] | None = algorithm.options()  # until they have been looked at again
 
@@ -99,9 +101,15 @@ class Server:
         return self.algorithm.evaluate_at(self.x, self.state)
 
     @cached_property
-    def new_client(self) -> State:
+    def _new_client(self) -> State:
         """What a new client keeps, as names, shapes and types without values."""
         return {name: value.to("meta") for name, value in self.algorithm.init_client(self.x).items()}
+
+    @property
+    def expected_state(self) -> ExpectedState:
+        """What the clients of this run keep."""
+        method, num_parameters = type(self.algorithm).__name__, len(self.step.layout.sizes)
+        return ExpectedState(method, self._new_client, self.buffers, num_parameters, self.ids)
 
     def client_state(self, index: int) -> State:
         """Return a client's kept state, a fresh one for a client that has not taken part yet."""

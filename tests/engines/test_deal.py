@@ -8,22 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fed.data.batch_settings import BatchSettings
-from lightning_fed.data.batches import TensorBatches
-from lightning_fed.engines.base import WorkPlan
-from lightning_fed.rounds.assignment import _balanced, deal
+from lightning_fed.rounds.assignment import _balanced, assign
 from lightning_fed.rounds.travelling_states import pack, unpack
 from lightning_fed.server.aggregation import Participant
 from lightning_fed.strategies.processes import Ranks
 from tests.helpers.processes import in_processes
 
-BATCHES = TensorBatches((torch.zeros(4, 1),), None, BatchSettings())
-
 
 def dealt(steps: dict[int, int], size: int, keeps_state: bool) -> tuple[dict[int, int], Counter[int]]:
     """Return ranks by client, and the local steps of each rank."""
-    plans = [WorkPlan(Participant(i, i, 4, steps=k), BATCHES, (k,)) for i, k in steps.items()]
-    owners = deal(plans, Ranks(0, size), keeps_state)
+    cohort = [Participant(i, i, 4, steps=k) for i, k in steps.items()]
+    owners = assign(cohort, Ranks(0, size), keeps_state)
     loads: Counter[int] = Counter()
     for index, rank in owners.items():
         loads[rank] += steps[index]
@@ -46,18 +41,18 @@ def test_what_is_around_a_clients_steps_counts() -> None:
 
 
 def test_a_little_work_on_a_large_model_is() -> None:
-    plans = [WorkPlan(Participant(i, i, 4, steps=5), BATCHES, (5,)) for i in (0, 2, 4, 1)]
-    owners = deal(plans, Ranks(0, 2), keeps_state=True, numel=10**7)
+    cohort = [Participant(i, i, 4, steps=5) for i in (0, 2, 4, 1)]
+    owners = assign(cohort, Ranks(0, 2), keeps_state=True, numel=10**7)
     assert sorted(owners.values()) == [0, 0, 1, 1]
 
 
 def test_on_a_tiny_model_it_takes_more_for_a_trip_to_pay() -> None:
-    plans = [WorkPlan(Participant(i, i, 4, steps=1), BATCHES, (1,)) for i in (*range(0, 24, 2), 1)]
-    assert sum(deal(plans, Ranks(0, 2), keeps_state=True).values()) > 1
-    owners = deal(plans, Ranks(0, 2), keeps_state=True, numel=100)
+    cohort = [Participant(i, i, 4, steps=1) for i in (*range(0, 24, 2), 1)]
+    assert sum(assign(cohort, Ranks(0, 2), keeps_state=True).values()) > 1
+    owners = assign(cohort, Ranks(0, 2), keeps_state=True, numel=100)
     assert owners == {index: index % 2 for index in owners}
-    plans += [WorkPlan(Participant(i, i, 4, steps=1), BATCHES, (1,)) for i in range(24, 64, 2)]
-    assert sum(deal(plans, Ranks(0, 2), keeps_state=True, numel=100).values()) > 1
+    cohort += [Participant(i, i, 4, steps=1) for i in range(24, 64, 2)]
+    assert sum(assign(cohort, Ranks(0, 2), keeps_state=True, numel=100).values()) > 1
 
 
 def test_the_work_of_one_process_is_shared_if_there_is_enough_of_it() -> None:
@@ -66,8 +61,8 @@ def test_the_work_of_one_process_is_shared_if_there_is_enough_of_it() -> None:
 
 
 def test_no_more_states_travel_than_may() -> None:
-    plans = [WorkPlan(Participant(i, i, 4, steps=50), BATCHES, (50,)) for i in range(0, 20, 2)]
-    owners = deal(plans, Ranks(0, 2), keeps_state=True, most_moves=2)
+    cohort = [Participant(i, i, 4, steps=50) for i in range(0, 20, 2)]
+    owners = assign(cohort, Ranks(0, 2), keeps_state=True, most_moves=2)
     assert sum(rank == 1 for rank in owners.values()) == 2
 
 

@@ -16,6 +16,7 @@ from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_globa
 from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.client_errors import fault_of
+from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
 from lightning_fed.optim import LocalWork, solver_entries
 
@@ -27,13 +28,13 @@ class SequentialEngine(Engine):
 
     Args:
         epoch_loop: The reused training epoch loop.
-        kwargs: What every engine takes.
+        prepared: What every engine takes.
     """
 
     name = "sequential"
 
-    def __init__(self, epoch_loop: ClientEpochLoop, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, epoch_loop: ClientEpochLoop, prepared: PreparedModule) -> None:
+        super().__init__(prepared)
         self.epoch_loop = epoch_loop
         self.fetcher = ClientFetcher()
         self.anchor_grad = torch.zeros_like(self.flat.y) if self.algorithm.anchor_at else None

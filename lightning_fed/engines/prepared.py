@@ -1,0 +1,113 @@
+"""All that local work needs of a module and a trainer, inside a fit and without one."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytorch_lightning as pl
+from torch.optim import Optimizer
+
+from lightning_fed.core.buffers import Buffers
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.flat import FlatParameters, trained_parameters
+from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.optim import FederatedOptimizer
+from lightning_fed.server.step import steps_not_counted
+from lightning_fed.settings import Settings
+from lightning_fed.strategies.ddp import WithinClientStrategy, split_of
+
+__all__ = ["PreparedModule"]
+
+
+class PreparedModule:
+    """A module whose trained parameters are one vector and whose optimizer corrects gradients, ready for an engine.
+
+    The trainer's strategy has set up module, precision and optimizer; the wrapped optimizer takes the place of the
+    user's there.
+
+    Args:
+        trainer: The trainer.
+        settings: How rounds are run.
+        base: The user's optimizer.
+
+    Attributes:
+        flat: The trained parameters.
+        optimizer: The wrapped optimizer.
+        buffers: The module's buffers.
+        split: The processes that share every batch.
+        seed: The run's seed.
+        shuffle: Whether local epochs visit batches in random order.
+        round: The round at which the schedules are, as far as :meth:`set_round` has set it.
+    """
+
+    def __init__(self, trainer: pl.Trainer, settings: Settings, base: Optimizer) -> None:
+        self.trainer, self.settings, self.algorithm, self.seed = trainer, settings, settings.algorithm, settings.seed
+        self.module = trainer.lightning_module
+        self.flat = FlatParameters(trained_parameters(self.module, base))
+        self.optimizer = FederatedOptimizer(base, self.flat)
+        trainer.strategy.optimizers = [self.optimizer]
+        if (clip := trainer.fit_loop.corrected_clip) is not None:
+            self.optimizer.clip = partial(trainer.precision_plugin.clip_gradients, self.optimizer, *clip)
+        self.buffers = Buffers(buffer_owners(self.module), settings.buffers)
+        if isinstance(trainer.strategy, WithinClientStrategy):
+            trainer.strategy.share(self.flat.params)
+        self.split = split_of(trainer)
+        self.shuffle = trainer.datamodule.shuffle and not trainer.overfit_batches
+        self.keeps_solver = settings.keeps_solver
+        self.round = 0
+        self._at_start: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
+
+    def set_round(self, round: int, plateaus: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Let learning rates be those of a round, whichever round was the last; the trainer's epoch is the round too.
+
+        Schedules are wound on step by step, as a fit would have stepped them: rates have the same bits.
+
+        Args:
+            round: The round, from 0.
+            plateaus: The states of the schedules that follow a metric (``ReduceLROnPlateau``) after the round before,
+                in the order of the schedules. Rates then are what the last of them says.
+
+        Raises:
+            FederatedError: If there are such schedules, and their states are not given.
+        """
+        configs = self.trainer.lr_scheduler_configs
+        metric_schedules = [config.scheduler for config in configs if config.reduce_on_plateau]
+        if (round > 0 or plateaus) and len(plateaus) != len(metric_schedules):
+            raise FederatedError(
+                f"{len(metric_schedules)} schedules of {type(self.module).__name__} are ReduceLROnPlateau, which follow"
+                f" a metric of earlier rounds: round {round} needs the state of each, found {len(plateaus)}. Pass"
+                " set_round(round, plateaus=[scheduler.state_dict() ...]), or use a schedule that goes by rounds."
+            )
+        self._rewind(round)
+        loop = self.trainer.fit_loop
+        for number in range(self.round, round):
+            loop.set_progress(number)
+            with steps_not_counted():
+                loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        loop.set_progress(round)
+        self.round = round
+        for scheduler, state in zip(metric_schedules, plateaus, strict=False):
+            scheduler.load_state_dict(dict(state))
+            for group, rate in zip(self.optimizer.param_groups, state["_last_lr"], strict=True):
+                group["lr"] = rate
+
+    def _rewind(self, round: int) -> None:
+        """Set schedules and rates back to the start, unless they are at the round or before it."""
+        configs, groups = self.trainer.lr_scheduler_configs, self.optimizer.param_groups
+        if self._at_start is None:
+            options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+            self._at_start = copy.deepcopy((options, [config.scheduler.state_dict() for config in configs]))
+        has_plateaus = any(config.reduce_on_plateau for config in configs)
+        if round >= self.round and not has_plateaus:
+            return
+        options, states = copy.deepcopy(self._at_start)
+        for group, own in zip(groups, options, strict=True):
+            group.update(own)
+        for config, state in zip(configs, states, strict=True):
+            config.scheduler.load_state_dict(state)
+        self.round = 0
+
+    def release(self) -> None:
+        """Give the module's parameters storage of their own."""
+        self.flat.release()

@@ -1,0 +1,117 @@
+"""What clients that were trained together send, and what each of them keeps."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from lightning_fed.core.errors import ClientError
+from lightning_fed.core.seeds import Purpose, generator
+from lightning_fed.core.types import State
+from lightning_fed.engines.base import ChunkResult, Engine
+from lightning_fed.rounds.messages import Reply
+from lightning_fed.server.client_state import ClientState, ClientStates
+from lightning_fed.server.compression import Compressor, compress
+
+__all__ = ["ChunkReplies"]
+
+
+class ChunkReplies:
+    """The replies of clients that an engine has trained; on the way, what they keep is put away.
+
+    Args:
+        engine: The engine.
+        result: What it returned.
+        states: Where clients' states are.
+        before: Stored indices, and what the method kept of these clients before.
+        compressor: What makes messages small, if anything does.
+        round: The round.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        result: ChunkResult,
+        states: ClientStates,
+        before: tuple[Sequence[int], Sequence[State]],
+        compressor: Compressor | None,
+        round: int,
+    ) -> None:
+        self.engine, self.result, self.states, self.before = engine, result, states, before
+        self.compressor, self.round = compressor, round
+
+    def each(
+        self, reply: Callable[..., Reply], examples: Sequence[int], failed: Mapping[int, ClientError]
+    ) -> Iterator[Reply]:
+        """Yield one reply of all clients, or one of each client where messages are compressed.
+
+        Args:
+            reply: Makes a reply of clients, given what it says beside the task.
+            examples: How many examples each went through, in the order of the rows.
+            failed: Those that failed, by stored index: clients of some rows, and others.
+        """
+        result, reports = self.result, self.result.reports
+        clients = [who.index for who in result.participants]
+        others = [index for index in failed if index not in clients]
+        sound = [row for row in result.asked if row not in result.faults]
+        sending = [row for row in sound if reports[row].steps or not self.engine.algorithm.local_work]
+        if self.compressor is None or not sound:
+            self._keep(sending)
+            yield reply(
+                clients + others,
+                send=result.send,
+                reports=reports,
+                models=result.y if result.sends_delta else None,
+                changes=result.delta,
+                buffers=result.buffers,
+                examples=examples,
+                failed=failed,
+            )
+            return
+        kept = self._kept()
+        for number, row in enumerate(sound):
+            is_first, sends = number == 0, row in sending
+            send, size = self._compressed(self.compressor, row, kept[row]) if sends else ({}, 0)
+            yield reply(
+                [clients[row], *(failed if is_first else ())],
+                send=send,
+                reports=[reports[row]],
+                changes=result.delta[row : row + 1],
+                buffers=result.buffers[row : row + 1],
+                examples=[examples[row]],
+                message_bytes=size,
+                failed=failed if is_first else {},
+            )
+
+    def _compressed(self, compressor: Compressor, row: int, kept: State) -> tuple[State, int]:
+        """Return what the server gets of a client's messages [1, ...], and its bytes; the client keeps the rest."""
+        engine, index = self.engine, self.result.participants[row].index
+        send = {name: value[row] for name, value in self.result.send.items()}
+        residuals = self.states.residuals(index, send) if compressor.error_feedback else {}
+        stream = generator(engine.seed, Purpose.COMPRESSION, self.round, index)
+        sent, residuals, size = compress(compressor, send, residuals, stream, engine.algorithm.uncompressed)
+        self._keep_one(row, kept, residuals)
+        return {name: value[None] for name, value in sent.items()}, size
+
+    def _keep(self, rows: Sequence[int]) -> None:
+        """Put away what several clients keep."""
+        result = self.result
+        if len(rows) > 1 and result.keeps_states_only:
+            ordered, some = sorted(rows), len(rows) < len(result.reports)
+            states = {name: value[ordered] if some else value for name, value in result.keep.items()}
+            self.states.keep_all([result.participants[row].index for row in ordered], states)
+            return
+        kept = self._kept()
+        for row in rows:
+            self._keep_one(row, kept[row], {})
+
+    def _kept(self) -> list[State]:
+        """Return what each client keeps: copies of what it had, which new ones share, where that is nothing new."""
+        if self.result.keep:
+            return self.result.kept()
+        had = dict(zip(*self.before, strict=True))
+        return [{name: value.clone() for name, value in had[who.index].items()} for who in self.result.participants]
+
+    def _keep_one(self, row: int, kept: State, residuals: State) -> None:
+        result = self.result
+        solver = result.solver[row] if result.solver else {}
+        buffers = result.buffers[row] if result.buffers and self.engine.buffers.mode == "local" else {}
+        if kept or solver or buffers or residuals:
+            self.states.keep(result.participants[row].index, ClientState(kept, buffers, solver, residuals).joined())

@@ -1,0 +1,109 @@
+"""Who takes part in a round: a function of the seed, the round, and what the clients drawn say of themselves."""
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pytorch_lightning as pl
+
+from lightning_fed._compat import rank_zero_info, rank_zero_warn
+from lightning_fed.core.seeds import Purpose, derive_seed
+from lightning_fed.core.types import ClientId
+from lightning_fed.server.aggregation import Participant
+from lightning_fed.server.population import Population
+from lightning_fed.server.privacy import DifferentialPrivacy
+from lightning_fed.server.sampling import Sampler, draw
+from lightning_fed.settings import Settings
+
+__all__ = ["CohortSampling", "DrawnCohort", "cohort_seed"]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnCohort:
+    """The clients of a round.
+
+    Attributes:
+        members: Those that train, with the steps planned for them.
+        gradient_members: Those that take full-batch gradients at the points that the method names.
+        dropped: The ids that were drawn to train and left out.
+    """
+
+    members: Sequence[Participant] = ()
+    gradient_members: Sequence[Participant] = ()
+    dropped: Sequence[ClientId] = ()
+
+
+class CohortSampling:
+    """Draw the cohorts of a run.
+
+    Args:
+        settings: How rounds are run.
+        population: The clients there are.
+        seed: What cohorts are drawn from; see :func:`cohort_seed`.
+    """
+
+    def __init__(self, settings: Settings, population: Population, seed: int) -> None:
+        self.settings, self.population, self.seed = settings, population, seed
+
+    def draw(self, round: int, ask: Callable[[Mapping[ClientId, int]], Sequence[Participant]]) -> DrawnCohort:
+        """Return a round's cohort.
+
+        Args:
+            round: The round.
+            ask: Given how often each client was drawn, returns those that can take part, in this order, with their
+                sizes and the steps that they would take.
+        """
+        settings, algorithm = self.settings, self.settings.algorithm
+        drawn = self._ids(settings.sampler, self.seed, round)
+        members = ask(drawn)
+        if settings.heterogeneity is not None:
+            members = self._completed(members, round)
+        gradient_members: Sequence[Participant] = ()
+        if algorithm.full_grad_at:
+            gradient_members = members
+            if algorithm.grad_cohort != "same":
+                seed = derive_seed(self.seed, Purpose.GRADIENT_COHORT)
+                gradient_members = ask(self._ids(settings.gradient_sampler, seed, round))
+            if not gradient_members:
+                members = ()  # without the cohort's gradient there is no step to take
+        there = {member.client_id for member in members}
+        return DrawnCohort(members, gradient_members, [client_id for client_id in drawn if client_id not in there])
+
+    def _ids(self, sampler: Sampler, seed: int, round: int) -> dict[ClientId, int]:
+        """Draw ids, with how often each came up."""
+        drawn: dict[ClientId, int] = {}
+        for client_id in draw(sampler, seed, round, self.population, self.seed):
+            drawn[client_id] = drawn.get(client_id, 0) + 1
+        return drawn
+
+    def _completed(self, members: Sequence[Participant], round: int) -> list[Participant]:
+        """Cut the work to what heterogeneity lets clients complete."""
+        assert self.settings.heterogeneity is not None
+        epochs = [self.settings.local_epochs or 1] * len(members)
+        steps = self.settings.heterogeneity(
+            self.seed, round, [m.index for m in members], epochs, [m.steps for m in members]
+        )
+        return [replace(m, steps=done) for m, done in zip(members, steps, strict=True) if done is not None]
+
+
+def cohort_seed(trainer: pl.Trainer, settings: Settings, population: Population, seed: int) -> int:
+    """Return the seed of the cohorts: the run's, or one that nobody knows where privacy rests on it.
+
+    Args:
+        trainer: The trainer, all of whose processes must ask.
+        settings: How rounds are run.
+        population: The clients there are.
+        seed: The run's seed.
+    """
+    aggregator = settings.aggregator
+    if not isinstance(aggregator, DifferentialPrivacy):
+        return seed
+    rank_zero_info(
+        f"{aggregator!r}: cohorts and noise are drawn from the operating system's entropy, so that the run does not"
+        " repeat itself. What is known of clients' training is not logged."
+    )
+    delta, most = aggregator.delta, 1 / len(population)
+    if delta >= most:
+        rank_zero_warn(f"delta={delta:g} is not below 1/N = {most:.3g}: such a guarantee says little of one client.")
+    unknown: int = trainer.strategy.broadcast(secrets.randbits(62))
+    return unknown

@@ -1,0 +1,94 @@
+"""How far the clients of a round end from each other."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_fed.server.aggregation import Exchange, accumulation_dtype
+
+__all__ = ["Drift"]
+
+_BLOCK = 2**16  # numbers that are converted to float64 at once
+
+
+class Drift:
+    """How far the clients' changes d_i lie from their weighted mean: the root of the weighted mean of the squares.
+
+    Squares are those of the differences to a reference, the first client's change. From zero they would cancel where
+    clients change alike: in float32, below a thousandth of the changes, nothing but rounding would be left.
+    """
+
+    def __init__(self) -> None:
+        self._reference: Tensor | None = None  # [P]; from settle() on the mean of this process's clients
+        self._own: Tensor | None = None  # the weighted sum [P] of differences that nobody else sums
+        self._squares = 0.0
+        self._weight = 0.0
+
+    def add(self, deltas: Tensor, weights: Sequence[float], is_summed: bool) -> None:
+        """Add the changes of several clients.
+
+        Args:
+            deltas: The changes [S, P].
+            weights: Their weights.
+            is_summed: Whether the aggregation sums the clients' models with these weights.
+        """
+        if self._reference is None:
+            self._reference = deltas[0].clone()
+        difference, norms = torch.empty_like(self._reference), []
+        for delta, weight in zip(deltas, weights, strict=True):
+            torch.sub(delta, self._reference, out=difference)
+            norms.append(torch.linalg.vector_norm(difference))
+            if not is_summed:
+                self._own = difference * weight if self._own is None else self._own.add_(difference, alpha=weight)
+        self._squares += sum(w * norm**2 for w, norm in zip(weights, torch.stack(norms).tolist(), strict=True))
+        self._weight += sum(weights)
+
+    def settle(self, x: Tensor, models: Tensor | None, models_weight: float) -> None:
+        """Take the mean of this process's clients, and the squares around it.
+
+        Args:
+            x: The server parameters [P].
+            models: The weighted sum [P] of the models that the aggregation sums in this process, if there is one.
+            models_weight: The sum of their weights.
+        """
+        if self._reference is None or self._weight == 0:
+            return
+        parts: list[Sequence[Tensor | None]] = [
+            [None] * -(-len(x) // _BLOCK) if vector is None else vector.split(_BLOCK) for vector in (models, self._own)
+        ]
+        for r, x_, y, own in zip(self._reference.split(_BLOCK), x.split(_BLOCK), *parts, strict=True):
+            dtype = accumulation_dtype(x.device)
+            offset = torch.zeros_like(r, dtype=dtype) if own is None else own.to(dtype)
+            if y is not None:
+                offset += y - models_weight * (x_.to(dtype) + r)
+            self._squares -= float(offset.square().sum()) / self._weight
+            r += offset / self._weight
+        self._own = None
+
+    def merge(self, weights: Sequence[float], ranks: Exchange, x: Tensor) -> None:
+        """Put the parts of all processes together, each of which has settled its own.
+
+        Args:
+            weights: The sums of weights of all processes.
+            ranks: The processes.
+            x: The server parameters [P].
+        """
+        total = sum(weights)
+        mine = torch.zeros_like(x) if self._reference is None else self._reference
+        mean = mine * (self._weight / total if total else 0.0)
+        ranks.sum([mean])
+        squares = self._squares + self._weight * float(torch.linalg.vector_norm(mine - mean)) ** 2
+        sums = torch.tensor([squares], dtype=accumulation_dtype(x.device), device=x.device)
+        ranks.sum([sums])
+        self._squares, self._weight = float(sums), total
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights of this process's clients."""
+        return self._weight
+
+    def value(self) -> float:
+        """The drift; nan if there are no clients."""
+        return math.sqrt(max(0.0, self._squares / self._weight)) if self._weight else math.nan

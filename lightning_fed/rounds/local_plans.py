@@ -1,0 +1,158 @@
+"""What clients' data make of the work that is asked of them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import pytorch_lightning as pl
+
+from lightning_fed._compat import rank_zero_warn
+from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.data.batches import ClientBatches
+from lightning_fed.engines.base import WorkPlan
+from lightning_fed.engines.client_errors import NamesClient
+from lightning_fed.server.aggregation import Participant
+from lightning_fed.server.population import Population
+from lightning_fed.settings import Settings, cut
+
+__all__ = ["LocalPlans"]
+
+_TRIED = 10  # clients whose data cannot be made, before the first round
+
+
+class LocalPlans:
+    """Plan what clients do, from their data.
+
+    Args:
+        trainer: The trainer, with its data module attached.
+        settings: How rounds are run.
+        population: The clients there are.
+        clients: Those whose data is here; all of them by default.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        settings: Settings,
+        population: Population,
+        clients: Sequence[ClientId] | None = None,
+    ) -> None:
+        self.trainer, self.settings, self.population = trainer, settings, population
+        self.clients: Sequence[ClientId] = population if clients is None else clients
+
+    def for_round(self, round: int) -> "RoundPlans":
+        """Return what plans the work of one round, and builds each client's data once."""
+        return RoundPlans(self, round)
+
+    def some(self) -> Iterator[WorkPlan]:
+        """Yield the work of the first few clients that have examples, to try things out on.
+
+        Raises:
+            ClientError: If the data of none of them can be made.
+        """
+        failures: list[ClientError] = []
+        for client_id in self.clients:
+            try:
+                plan = self.for_round(0).plan(client_id, warns=False)
+            except ClientError as error:
+                failures.append(error)
+                if len(failures) in (_TRIED, len(self.clients)):
+                    raise
+                continue
+            if plan is not None:
+                yield plan
+
+
+class RoundPlans:
+    """Plan the work of one round.
+
+    Args:
+        plans: What the run plans with.
+        round: The round.
+    """
+
+    def __init__(self, plans: LocalPlans, round: int) -> None:
+        self.round, self.settings, self.population = round, plans.settings, plans.population
+        self._accumulated = plans.trainer.accumulate_grad_batches
+        self._limit = plans.trainer.limit_train_batches
+        self._batches_of: Callable[[ClientId], ClientBatches] = plans.trainer.datamodule.batches_of()
+        self._built: dict[ClientId, tuple[ClientBatches, int]] = {}  # data, and number of batches
+        self._work: dict[int, tuple[int, tuple[int, ...]]] = {}  # steps and batches by the length of an epoch
+        self._plans: dict[int, WorkPlan] = {}
+
+    def of_drawn(
+        self, drawn: Mapping[ClientId, int], failed: Callable[[ClientError], None] | None
+    ) -> list[Participant]:
+        """Plan the work asked of each client, and return those that can take part; one drawn twice is trained once.
+
+        Args:
+            drawn: How often each client was drawn.
+            failed: Is told of clients whose data cannot be made; None to stop there.
+        """
+        members = []
+        for client_id, count in drawn.items():
+            try:
+                plan = self.plan(client_id)
+            except ClientError as error:
+                if failed is None:
+                    raise
+                failed(error)
+                continue
+            if plan is not None:
+                members.append(replace(plan.participant, count=count))
+        return members
+
+    def plan(self, client_id: ClientId, warns: bool = True) -> WorkPlan | None:
+        """Return a client's whole work, None if it has no examples.
+
+        Raises:
+            ClientError: If its data cannot be made.
+        """
+        if client_id not in self._built:
+            self._built[client_id] = self._build(client_id)
+        batches, length = self._built[client_id]
+        if batches.size == 0:
+            if warns:
+                rank_zero_warn(f"Client {client_id!r} is empty: it is left out of round {self.round}.")
+            return None
+        if length not in self._work:
+            num_batches = _limited(length, self._limit)
+            steps = self.settings.steps(num_batches, self._accumulated)
+            self._work[length] = steps, cut(steps, num_batches, self._accumulated)
+        steps, epochs = self._work[length]
+        index = self.population.index_of(client_id)
+        plan = self._plans[index] = WorkPlan(Participant(client_id, index, batches.size, 1, steps), batches, epochs)
+        return plan
+
+    def of(self, index: int, steps: int | None = None) -> WorkPlan:
+        """Return the work planned for a client, cut to what is asked of it.
+
+        Args:
+            index: Its stored index.
+            steps: The local steps asked of it; None for all that were planned.
+        """
+        plan = self._plans.get(index) or self.plan(self.population.ids[index])
+        if plan is None:
+            raise ClientError(f"Client {self.population.ids[index]!r} has no examples.", self.population.ids[index])
+        if steps is None or steps == plan.participant.steps:
+            return plan
+        epochs = cut(steps, plan.epochs[0], self._accumulated)
+        return WorkPlan(replace(plan.participant, steps=steps), plan.batches, epochs)
+
+    def _build(self, client_id: ClientId) -> tuple[ClientBatches, int]:
+        """Return a client's data, and its number of batches; what a module refuses by name is refused here too."""
+        try:
+            batches = self._batches_of(client_id)
+            return batches, batches.num_batches() if batches.size else 0
+        except Exception as error:
+            if isinstance(error, FederatedError) and not isinstance(error, ClientError):
+                raise
+            with NamesClient(client_id, self.round, "the making of its data", lambda: None):
+                raise
+
+
+def _limited(num_batches: int, limit: int | float) -> int:
+    """Apply ``limit_train_batches`` to a client's epoch: a count, or a share of at least one batch."""
+    if isinstance(limit, int):
+        return min(num_batches, limit)
+    return min(num_batches, max(1, int(num_batches * limit)))

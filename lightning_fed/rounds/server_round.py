@@ -1,0 +1,335 @@
+"""The server's half of a round: what is asked of whom, what is made of the replies, and the server's step."""
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.rounds import ClientReport, Cohort, RoundReport
+from lightning_fed.core.types import ClientId, State
+from lightning_fed.core.watched import Watched
+from lightning_fed.rounds.cohort import DrawnCohort
+from lightning_fed.rounds.collect import CollectedGradients, CollectedLoss, CollectedMessages
+from lightning_fed.rounds.faults import Faults
+from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
+from lightning_fed.rounds.reply_order import ReplyOrder
+from lightning_fed.rounds.report import round_report
+from lightning_fed.rounds.traffic import Traffic
+from lightning_fed.server.aggregation import Aggregation, Alone, Exchange, Participant
+from lightning_fed.server.aggregator import FULL_GRAD
+from lightning_fed.server.population import Population
+from lightning_fed.server.server import Server
+from lightning_fed.settings import Settings
+
+__all__ = ["ServerRound"]
+
+
+class ServerRound:
+    """Asks clients for what a round needs, puts their replies together, and takes the server's step.
+
+    It knows no module, no data and no engine. A round is::
+
+        for task in server_round.phases():
+            for reply in whoever_answers(task):  # in any order
+                server_round.receive(reply)
+            if not server_round.close_phase():
+                ...  # begin again with another ServerRound: it leaves out the clients that have failed
+        report = server_round.close(metrics, seconds)
+
+    Args:
+        server: The server's side of the run; changed by :meth:`close` alone.
+        settings: How rounds are run.
+        population: The clients there are.
+        cohort: Who takes part.
+        faults: The clients that have failed in this round so far, which are left out.
+
+    Raises:
+        ClientError: If too many have failed.
+    """
+
+    def __init__(
+        self, server: Server, settings: Settings, population: Population, cohort: DrawnCohort, faults: Faults
+    ) -> None:
+        self.server, self.settings, self.population = server, settings, population
+        self.algorithm, self.faults, self._dropped = server.algorithm, faults, tuple(cohort.dropped)
+        averages = bool(cohort.members and self.algorithm.full_grad_at and self.algorithm.full_grad_for != "client")
+        gradient_members = cohort.gradient_members if averages else ()
+        faults.ask(cohort.members, gradient_members, cohort.dropped)
+        self.members = {p.index: p for p in cohort.members if p.client_id not in faults.causes}
+        self.gradient_members = {p.index: p for p in gradient_members if p.client_id not in faults.causes}
+        self.state, self.cohort_grad = server.state, State()
+        self._cohort = Cohort(len(self.members), len(population), server.round, advance_solver=server.advance_solver)
+        self._traffic = Traffic(self.algorithm, server.x)
+        self._traffic.clients = {population.index_of(i) for i in faults.causes.keys() & faults.asked}
+        aggregation = self._aggregation_of(self.algorithm.reduces, self.members, self.algorithm.local_work)
+        self._sums = CollectedMessages(
+            self.algorithm, aggregation, self._traffic, self.members, settings.buffers != "server"
+        )
+        self._gradients: CollectedGradients | None = None
+        if averages:
+            reduces = {FULL_GRAD + point: "weighting" for point in self.algorithm.full_grad_at}
+            means = self._aggregation_of(reduces, self.gradient_members, False)
+            self._gradients = CollectedGradients(means, self.gradient_members)
+        self._loss = CollectedLoss()
+        self._reports: dict[ClientId, ClientReport] = {}
+        self._norms: dict[str, dict[ClientId, float]] = {}  # of full-batch gradients in this phase, by point
+        self._is_spoiled = False
+        self._task: Task | None = None
+        self._order = ReplyOrder(())
+
+    @property
+    def takes_place(self) -> bool:
+        """Whether there is anything to do; noise is added also where nobody takes part."""
+        return bool(self.members) or self.settings.is_private
+
+    def _aggregation_of(
+        self, reduces: Mapping[str, str], members: Mapping[int, Participant], local_work: bool
+    ) -> Aggregation:
+        aggregator = self.settings.aggregator
+        make = Aggregation if aggregator is None else aggregator.of_round
+        return make(reduces, self.settings.weighting, list(members.values()), len(self.population), local_work)
+
+    # ------------------------------------------------------------------ what is asked
+
+    def phases(self) -> Iterator[Task]:
+        """Yield what is asked of clients, one phase after the other; each is to be closed before the next."""
+        if self.takes_place:
+            if self._gradients is not None:
+                yield self._ask(GRADIENTS, self.gradient_members)
+            if self.algorithm.population_loss:
+                yield self._ask(LOSS, map(self.population.index_of, self.population))
+            self.state = self.algorithm.begin_round(self.server.x, self.server.state, self._cohort)
+        self._traffic.clients.update(self.members)
+        yield self._ask(TRAIN, self.members)
+
+    def _ask(self, phase: str, clients: Iterable[int]) -> Task:
+        server, population = self.server, self.population
+        knows = population.sizes_are_known or self.algorithm.uses_mean_examples
+        self._task = Task(
+            round=server.round,
+            phase=phase,
+            clients=tuple(clients),
+            steps={i: p.steps for i, p in (*self.gradient_members.items(), *self.members.items())},
+            x=server.x,
+            server=self.state,
+            cohort_grad=self.cohort_grad,
+            buffers=server.buffers,
+            mean_examples=population.mean_size if knows else math.nan,
+        )
+        self._norms = {}
+        self.expect(self._task.clients)
+        return self._task
+
+    def expect(self, clients: Iterable[int]) -> None:
+        """Say who answers here, by stored index, in the order in which replies are summed; by default those asked."""
+        self._order = ReplyOrder(clients)
+
+    # ------------------------------------------------------------------ what comes back
+
+    def receive(self, reply: Reply) -> list[ClientId]:
+        """Take in a reply of the phase at hand, in whatever order replies come.
+
+        What comes early waits. A second copy of a reply, and one that comes too late, are ignored.
+
+        Returns:
+            The clients whose answers count by now and did not before.
+
+        Raises:
+            FederatedError: If it is of clients that were not asked, or its messages are not those of the method.
+            ClientError: If a client failed and is not to be dropped.
+        """
+        task = self._task
+        if task is None or (reply.round, reply.phase) != (task.round, task.phase):
+            now = "the round is over" if task is None else f"it is at {task.phase!r} of round {task.round}"
+            warnings.warn(
+                f"A reply to {reply.phase!r} of round {reply.round} comes too late: {now}. It is ignored.", stacklevel=2
+            )
+            return []
+        return [client_id for ready in self._order.arrive(reply) for client_id in self._take_in(ready)]
+
+    def _take_in(self, reply: Reply) -> list[ClientId]:
+        """Add a reply whose turn it is; return the clients whose answers count."""
+        self._traffic.server |= reply.server_read
+        self._traffic.cohort_grad |= reply.cohort_grad_read
+        for error in reply.failed.values():
+            self.faults.add(error)
+        rows = self._order.rows(reply)
+        for point, norms in reply.norms.items():
+            sound = {self.server.ids[index]: norm for index, norm in norms.items() if index not in reply.failed}
+            self._norms.setdefault(point, {}).update(sound)
+        if reply.phase == LOSS:
+            self._loss.add(reply)
+        if reply.phase == TRAIN:
+            return self._add_messages(reply, rows)
+        counted = []
+        for row in rows:
+            try:
+                if reply.phase == GRADIENTS and self._gradients is not None:
+                    self._gradients.add(reply, row)
+                counted.append(self.server.ids[reply.clients[row]])
+            except ClientError as error:
+                self.faults.add(error)
+        return counted
+
+    def _add_messages(self, reply: Reply, rows: Sequence[int]) -> list[ClientId]:
+        """Add what clients send after their local work; return those whose messages, or whose rest, count."""
+        sending = {row for row in rows if reply.reports[row].steps or not self.algorithm.local_work}
+        if len(sending) > 1 and self._sums.adds_several:
+            self._sums.add_several(reply, sorted(sending))
+            sending = set()
+        counted = []
+        for row in rows:
+            client_id = reply.reports[row].client_id
+            try:
+                if row in sending:
+                    self._sums.add(reply, row)
+            except ClientError as error:
+                self.faults.add(error)
+                self._is_spoiled = True  # what it logged is among what others did
+                continue
+            self._reports[client_id] = reply.reports[row]
+            self._sums.examples += reply.examples[row]
+            counted.append(client_id)
+        return counted
+
+    def missing(self) -> list[ClientId]:
+        """Return the clients that are asked in this phase and have not answered, in the cohort's order."""
+        return [self.server.ids[index] for index in self._order.missing()]
+
+    def _leave_out_missing(self) -> None:
+        """Let clients that do not answer leave the round, and take in the replies that waited for theirs."""
+        assert self._task is not None
+        for client_id in self.missing():
+            what = f"to {self._task.phase!r} of round {self._task.round}"
+            self.faults.add(ClientError(f"Client {client_id!r} has sent no reply {what}.", client_id))
+        for reply in self._order.rest():
+            self._take_in(reply)
+
+    # ------------------------------------------------------------------ the end of a phase
+
+    def outline(self) -> dict[str, Any]:
+        """Return what other processes need of this one's part in the phase, apart from sums of vectors.
+
+        Raises:
+            ClientError: If a client has not answered and is not to be dropped.
+        """
+        self._leave_out_missing()
+        outline = {"failed": self.faults.causes, "norms": self._norms}
+        if self._phase == GRADIENTS and self._gradients is not None:
+            return {**outline, **self._gradients.outline()}
+        if self._phase == LOSS:
+            return {**outline, **self._loss.outline()}
+        return {**outline, **self._sums.outline(), "reports": self._reports, "is_spoiled": self._is_spoiled}
+
+    @property
+    def _phase(self) -> str:
+        assert self._task is not None
+        return self._task.phase
+
+    def close_phase(self, outlines: Sequence[Mapping[str, Any]] = (), ranks: Exchange | None = None) -> bool:
+        """Put together what has come, of all processes.
+
+        Args:
+            outlines: Everybody's :meth:`outline`; none of a server alone.
+            ranks: The processes.
+
+        Returns:
+            Whether all is well. If not, others rest on a client that failed, and the round is to begin again.
+
+        Raises:
+            ClientError: If too many clients failed, or if one did or has not answered, and is not to be dropped.
+        """
+        outlines, ranks = outlines or [self.outline()], ranks or Alone()
+        self.faults.merge(outline["failed"] for outline in outlines)
+        self._norms = {
+            point: {i: n for outline in outlines for i, n in outline["norms"].get(point, {}).items()}
+            for point in self.algorithm.full_grad_at
+        }
+        phase, self._task = self._phase, None
+        if phase == GRADIENTS and self._gradients is not None:
+            return self._close_gradients(self._gradients, outlines, ranks)
+        if phase == LOSS:
+            self.faults.check(self.faults.causes, len(self.population))
+            self._cohort.loss = self._loss.mean(outlines, self.server.x)
+            return not self.faults.have_hit_cohort()
+        self._sums.merge(outlines, ranks, self.server.x)
+        reports = {client_id: report for outline in outlines for client_id, report in outline["reports"].items()}
+        cohort = (member.client_id for member in self.members.values())
+        self._reports = {client_id: reports[client_id] for client_id in cohort if client_id in reports}
+        self.faults.have_hit_cohort()
+        is_spoiled = any(outline["is_spoiled"] for outline in outlines)
+        return not (is_spoiled or self.faults.have_hit_gradients() or self._drop_outliers())
+
+    def _close_gradients(
+        self, gradients: CollectedGradients, outlines: Sequence[Mapping[str, Any]], ranks: Exchange
+    ) -> bool:
+        for point, norms in self._norms.items():
+            self.faults.add_outliers(norms, f"a full-batch gradient at {point}", self.server.x)
+        if self.faults.have_hit_cohort():
+            return False
+        means = gradients.mean(outlines, ranks, self.server.x)
+        self.cohort_grad = {point: means[FULL_GRAD + point] for point in self.algorithm.full_grad_at}
+        self._cohort.grad = Watched(self.cohort_grad, self._traffic.gradients)
+        self._traffic.gradient_clients = set(self.gradient_members)
+        return True
+
+    def _drop_outliers(self) -> bool:
+        """Return whether an update, or a gradient, is out of all proportion, though it has been added."""
+        measured = {"an update": {i: report.update_norm for i, report in self._reports.items() if report.steps}}
+        for point, norms in self._norms.items():
+            measured[f"a full-batch gradient at {point}"] = {i: norms[i] for i in self._reports if i in norms}
+        outliers = {i for what, n in measured.items() for i in self.faults.add_outliers(n, what, self.server.x)}
+        self.faults.refused |= outliers
+        self.faults.have_hit_cohort()
+        return bool(outliers)
+
+    # ------------------------------------------------------------------ the server's step
+
+    def close(self, metrics: Mapping[str, float], seconds: float) -> RoundReport:
+        """Average the messages, take the server's step, and report.
+
+        Args:
+            metrics: The cohort's training metrics.
+            seconds: The wall time of the round.
+        """
+        sums, done = self._sums, [i for i, r in self._reports.items() if r.steps or not self.algorithm.local_work]
+        self._cohort.size = len(done)
+        is_step = bool(done) or not sums.aggregation.needs_clients
+        mean, models = sums.aggregation.mean(self.server.x) if is_step else ({}, None)
+        number = self.server.round
+        for name, value in mean.items():
+            if not (math.isfinite(float(value.sum())) or bool(torch.isfinite(value).all())):  # the sum is soon had
+                raise FederatedError(
+                    f"The mean of the clients' message {name!r} is not finite in round {number}, though every update"
+                    f" is. Look at {type(self.algorithm).__name__}.finish, or lower the learning rate."
+                )
+        up, down = self._traffic.total(
+            self.state,
+            sum(value.nbytes for value in self.server.buffers.values()) if self.settings.buffers == "average" else 0,
+            completed=len(done),
+            refused=len(self.faults.refused),
+            everyone=len(self.population) if self.algorithm.population_loss and self.members else 0,
+        )
+        buffers = sums.mean_buffers.result(self.server.buffers)
+        norm = self.server.close_round(mean, models, self.state, self._cohort, buffers)
+        self.server.count([self.population.index_of(i) for i in self._reports], up, down)
+        failed = {i: self.faults.causes[i] for i in sorted(self.faults.causes, key=self.population.index_of)}
+        return round_report(
+            sums,
+            self._reports,
+            list(self.gradient_members.values()),
+            [*self._dropped, *(i for i in failed if i in self.faults.asked and i not in self._dropped)],
+            {
+                "round": number,
+                "metrics": MappingProxyType(dict(metrics)),
+                "failed": MappingProxyType(failed),
+                "update_norm": norm,
+                "bytes_up": up,
+                "bytes_down": down,
+                "seconds": seconds,
+            },
+        )
