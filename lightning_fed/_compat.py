@@ -22,7 +22,7 @@ try:
     from pytorch_lightning.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
     from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
     from pytorch_lightning.trainer.connectors.signal_connector import _SignalConnector
-    from pytorch_lightning.trainer.states import TrainerFn
+    from pytorch_lightning.trainer.states import TrainerFn, TrainerState
     from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
     from pytorch_lightning.utilities.model_helpers import is_overridden
     from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -44,6 +44,7 @@ __all__ = [
     "SIGTERMException",
     "Tqdm",
     "TrainerFn",
+    "TrainerState",
     "_AutomaticOptimization",
     "_CheckpointConnector",
     "_DataFetcher",

@@ -37,8 +37,8 @@ class Inspection:
     population: Population | None = None
     _state: Server | None = None
     _restored: dict[str, Any] | None = None  # a checkpoint's state, until a fit uses it
-    _prepared: PreparedModule | None = None  # while a fit is running, or clients work without one
-    _clients: ClientWork
+    prepared: PreparedModule | None = None  # while a fit is running, or clients work without one
+    clients: ClientWork
     _rounds: Rounds | None = None
     _ranks = Ranks()  # that share the clients
     _shown: Vector | None = None  # the parameters [P] that hooks find in the module; none while clients are at work
@@ -50,7 +50,7 @@ class Inspection:
         if self._restored is not None:
             return int(self._restored["round"])
         if self._state is None:
-            return 0 if self._prepared is None else self._prepared.round
+            return 0 if self.prepared is None else self.prepared.round
         return self._state.round
 
     @property
@@ -79,7 +79,7 @@ class Inspection:
 
     @property
     def _engine(self) -> Engine:
-        return self._clients.engine
+        return self.clients.engine
 
     @property
     def round_state(self) -> State:
@@ -175,11 +175,11 @@ class Inspection:
 
     def show_server_model(self) -> None:
         """Let the module hold the server model, also in the middle of a client's work."""
-        if self._prepared is not None and self._state is not None:
+        if self.prepared is not None and self._state is not None:
             self._shown = self._state.shown()
-            self._prepared.flat.y.copy_(self._shown)
-            self._prepared.flat.restore()
-            self._prepared.buffers.write(self._state.buffers)
+            self.prepared.flat.y.copy_(self._shown)
+            self.prepared.flat.restore()
+            self.prepared.buffers.write(self._state.buffers)
 
     def take_in_edits(self) -> None:
         """Let the server have what hooks have made of the model they were shown; nothing while clients are at work.
@@ -187,7 +187,7 @@ class Inspection:
         Raises:
             FederatedError: If parameters were edited that are not those that the method trains.
         """
-        prepared, state, shown = self._prepared, self._state, self._shown
+        prepared, state, shown = self.prepared, self._state, self._shown
         if prepared is None or state is None or shown is None:
             return
         flat = prepared.flat
@@ -216,8 +216,8 @@ class Inspection:
         Raises:
             FederatedError: Naming it.
         """
-        assert self._prepared is not None
-        flat = self._prepared.flat
+        assert self.prepared is not None
+        flat = self.prepared.flat
         frozen = [name for name, p in zip(flat.names, flat.params, strict=True) if not p.requires_grad]
         if frozen:
             raise FederatedError(
@@ -228,7 +228,7 @@ class Inspection:
     @property
     def client_model(self) -> tuple[Vector, State] | None:
         """The parameters [P] and buffers of the client whose hooks are called, if training."""
-        prepared = self._prepared
+        prepared = self.prepared
         return None if prepared is None else (self._engine.parameters_at_work.clone(), prepared.buffers.read())
 
     @contextmanager
@@ -241,10 +241,10 @@ class Inspection:
     @contextmanager
     def _leaving_the_module(self) -> Iterator[None]:
         """Let the module hold afterwards what it held before."""
-        if self._prepared is None:
+        if self.prepared is None:
             yield
             return
-        flat, buffers_of, shown = self._prepared.flat, self._prepared.buffers, self._shown
+        flat, buffers_of, shown = self.prepared.flat, self.prepared.buffers, self._shown
         held, y, buffers = [p.data for p in flat.params], flat.y.clone(), buffers_of.read()
         try:
             yield

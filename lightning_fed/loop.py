@@ -155,7 +155,7 @@ class FederatedLoop(Inspection, _FitLoop):
         if trainer.checkpoint_callbacks:
             check_hyper_parameters(trainer.lightning_module, "model")
             check_hyper_parameters(trainer.datamodule, "data module")
-        self._prepared = prepared = prepare_module(trainer)
+        self.prepared = prepared = prepare_module(trainer)
         if not isinstance(trainer.strategy, WithinClientStrategy):
             self._ranks = Ranks.of(trainer)
         sizes = self.population.sizes if self.population.sizes_are_known else None
@@ -169,8 +169,8 @@ class FederatedLoop(Inspection, _FitLoop):
             settings, self.population, cohort_seed(trainer, settings, self.population, self._state.seed)
         )
         engine = "sequential" if settings.engine == "auto" and self._gave_up else settings.engine
-        self._clients = prepare_clients(prepared, self.population, engine)
-        self._rounds = Rounds(self._state, sampling, self._clients, self._ranks)
+        self.clients = prepare_clients(prepared, self.population, engine)
+        self._rounds = Rounds(self._state, sampling, self.clients, self._ranks)
         self._plateau_round = self._state.round
         self.set_progress(self._state.round)
         self.is_closing, self.precision_at_start, self._stop = False, None, Stop.NO
@@ -180,8 +180,8 @@ class FederatedLoop(Inspection, _FitLoop):
 
     def _start_server(self) -> Server:
         """Return the server's side: that of the checkpoint or of this trainer's previous fit, or a new one."""
-        assert self._prepared is not None
-        trainer, module, previous = self.trainer, self._prepared.module, self._state
+        assert self.prepared is not None
+        trainer, module, previous = self.trainer, self.prepared.module, self._state
         restored, self._restored = self._restored, None
         if restored is not None:
             self._gave_up = bool(restored.get("gave_up"))
@@ -193,8 +193,8 @@ class FederatedLoop(Inspection, _FitLoop):
                     " FederatedTrainer, or resume with fit(..., ckpt_path=...)."
                 )
             if self._schedules is not None:
-                self._schedules.resume(trainer, self._prepared.optimizer.base)
-        server = start_server(self._prepared, self.kept_states, self._ranks, self._work_notes, restored, previous)
+                self._schedules.resume(trainer, self.prepared.optimizer.base)
+        server = start_server(self.prepared, self.kept_states, self._ranks, self._work_notes, restored, previous)
         self._module = module
         return server
 
@@ -210,13 +210,13 @@ class FederatedLoop(Inspection, _FitLoop):
 
     def teardown(self) -> None:
         """Leave the module with the server model, and its parameters with storage of their own."""
-        if self._prepared is not None:
+        if self.prepared is not None:
             if self._state is not None:
-                self._schedules = Schedules.of(self.trainer, self._prepared.optimizer.base)
+                self._schedules = Schedules.of(self.trainer, self.prepared.optimizer.base)
             self._rounds = self.precision_at_start = None
             self.show_server_model()
-            self._prepared.release()
-            self._prepared = None
+            self.prepared.release()
+            self.prepared = None
         self.kept_states.close(None if self._state is None else self._state.clients)
         self.epoch_loop.teardown()
 

@@ -133,6 +133,10 @@ class ClientWork:
         plans = self._plans_of(task.round)
         return [plans.of(index, task.steps.get(index)) for index in clients]
 
+    def members(self, task: Task, clients: Sequence[int]) -> list[Participant]:
+        """Return clients by stored index, with the steps that a task asks of them."""
+        return [plan.participant for plan in self._work_of(task, clients)]
+
     def _inputs_of(self, task: Task) -> RoundInputs:
         """Return a task as engines read it; what they read of it is noted."""
         if self._inputs is None or self._inputs[0] is not task:

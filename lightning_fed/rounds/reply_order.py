@@ -3,8 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.types import State
 from lightning_fed.rounds.messages import Reply
 
 __all__ = ["ReplyOrder"]
@@ -84,11 +86,16 @@ class ReplyOrder:
 
 
 def _copied(reply: Reply) -> Reply:
-    """Return a reply that shares no memory with the engine that made it."""
+    """Return a reply that shares no memory with the engine that made it; what is sent under two names stays one."""
+    copies: dict[tuple[int, torch.Size], Tensor] = {}
 
-    def cloned(state: State) -> State:
-        return {name: value.clone() for name, value in state.items()}
+    def cloned(value: Tensor) -> Tensor:
+        key = value.data_ptr(), value.shape
+        if value.numel() == 0 or key not in copies:
+            copies[key] = value.clone()
+        return copies[key]
 
-    models, changes = (None if value is None else value.clone() for value in (reply.models, reply.changes))
-    buffers = [cloned(own) for own in reply.buffers]
-    return replace(reply, send=cloned(reply.send), models=models, changes=changes, buffers=buffers)
+    models, changes = (None if value is None else cloned(value) for value in (reply.models, reply.changes))
+    send = {name: cloned(value) for name, value in reply.send.items()}
+    buffers = [{name: cloned(value) for name, value in own.items()} for own in reply.buffers]
+    return replace(reply, send=send, models=models, changes=changes, buffers=buffers)
