@@ -1,14 +1,16 @@
 """What the server sums up of replies, phase by phase: full-batch gradients, losses, and what local work sends."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BufferMean
-from lightning_fed.core.types import State, Vector
+from lightning_fed.core.errors import ClientError
+from lightning_fed.core.rounds import ClientReport
+from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.rounds.drift import Drift
 from lightning_fed.rounds.messages import Reply
 from lightning_fed.rounds.traffic import Traffic
@@ -16,6 +18,9 @@ from lightning_fed.server.aggregation import Aggregation, Exchange, Participant
 from lightning_fed.server.aggregator import FULL_GRAD
 
 __all__ = ["CollectedGradients", "CollectedLoss", "CollectedMessages"]
+
+Failed: TypeAlias = Callable[[ClientError], None]
+"""Takes note of a client that failed, or raises its error."""
 
 
 class CollectedGradients:
@@ -29,15 +34,21 @@ class CollectedGradients:
     def __init__(self, means: Aggregation, members: Mapping[int, Participant]) -> None:
         self.means, self.members = means, members
 
-    def add(self, reply: Reply, row: int) -> None:
-        """Add one client's gradients.
-
-        Raises:
-            ClientError: If the aggregation refuses them.
-        """
-        if member := self.members.get(reply.clients[row]):
+    def add_reply(self, reply: Reply, rows: Sequence[int], failed: Failed) -> list[ClientId]:
+        """Add clients' gradients; see :meth:`CollectedMessages.add_reply`."""
+        counted = []
+        for row in rows:
+            member = self.members.get(reply.clients[row])
+            if member is None:
+                continue
             gradients = {FULL_GRAD + point: gradient[row] for point, gradient in reply.send.items()}
-            self.means.add(member.index, member.steps, gradients)
+            try:
+                self.means.add(member.index, member.steps, gradients)
+            except ClientError as error:
+                failed(error)
+            else:
+                counted.append(member.client_id)
+        return counted
 
     def outline(self) -> dict[str, Any]:
         """Return what other processes need of this one's part, apart from the sums of vectors."""
@@ -82,6 +93,8 @@ class CollectedMessages:
         averages_buffers: Whether the server takes the mean of the clients' buffers.
 
     Attributes:
+        reports: What each client did; from :meth:`merge` on in the cohort's order.
+        is_spoiled: Whether one was refused whose local work has left other traces.
         drift: The spread of the clients' changes.
         mean_buffers: The mean of the buffers that clients ended with.
         examples: The examples that clients went through in their local epochs.
@@ -99,19 +112,45 @@ class CollectedMessages:
         self.members, self.averages_buffers = members, averages_buffers
         self.rule = algorithm.reduces.get("delta", "examples")
         self.drift, self.mean_buffers, self.examples = Drift(), BufferMean(), 0
+        self.reports: dict[ClientId, ClientReport] = {}
+        self.is_spoiled = False
 
-    @property
-    def adds_several(self) -> bool:
-        """Whether messages are summed and nothing else, so that several clients' may be at once."""
-        return type(self.aggregation).add is Aggregation.add
-
-    def add_several(self, reply: Reply, rows: Sequence[int]) -> None:
-        """Add what several clients send.
+    def add_reply(self, reply: Reply, rows: Sequence[int], failed: Failed) -> list[ClientId]:
+        """Add what clients send; return those whose messages, or whose rest, count.
 
         Args:
             reply: Their reply.
-            rows: Those of its rows that are added, in ascending order.
+            rows: Those of its rows that are added, in the order of the sum.
+            failed: Is told of clients that the aggregation refuses.
         """
+        sending = {row for row in rows if self._is_done(reply.reports[row])}
+        if len(sending) > 1 and type(self.aggregation).add is Aggregation.add:  # messages are summed, and nothing else
+            self._add_several(reply, sorted(sending))
+            sending = set()
+        counted = []
+        for row in rows:
+            report = reply.reports[row]
+            try:
+                if row in sending:
+                    self._add(reply, row)
+            except ClientError as error:
+                failed(error)
+                self.is_spoiled = True  # what it logged is among what others did
+                continue
+            self.reports[report.client_id] = report
+            self.examples += reply.examples[row]
+            counted.append(report.client_id)
+        return counted
+
+    def _is_done(self, report: ClientReport) -> bool:
+        """Whether a client has done what counts: a client without a step has no weight."""
+        return report.steps > 0 or not self.algorithm.local_work
+
+    def done(self) -> list[ClientId]:
+        """Return the clients whose messages count."""
+        return [client_id for client_id, report in self.reports.items() if self._is_done(report)]
+
+    def _add_several(self, reply: Reply, rows: Sequence[int]) -> None:
         some = len(rows) < len(reply.clients)
         send = {name: value[rows] if some else value for name, value in reply.send.items()}
         models = self._models_of(reply)
@@ -121,12 +160,7 @@ class CollectedMessages:
         self._add_buffers(reply, rows)
         self._note_drift(reply, rows)
 
-    def add(self, reply: Reply, row: int) -> None:
-        """Add what one client sends.
-
-        Raises:
-            ClientError: If the aggregation refuses it.
-        """
+    def _add(self, reply: Reply, row: int) -> None:
         send, models = {name: value[row] for name, value in reply.send.items()}, self._models_of(reply)
         if reply.message_bytes is None:
             self.traffic.add_messages(send)
@@ -163,6 +197,8 @@ class CollectedMessages:
             "drift": self.drift.weight,
             "traffic": self.traffic,
             "examples": self.examples,
+            "reports": self.reports,
+            "is_spoiled": self.is_spoiled,
         }
 
     def merge(self, outlines: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
@@ -173,6 +209,10 @@ class CollectedMessages:
             ranks: The processes.
             x: The server parameters [P].
         """
+        reports = {client_id: report for outline in outlines for client_id, report in outline["reports"].items()}
+        cohort = (member.client_id for member in self.members.values())
+        self.reports = {client_id: reports[client_id] for client_id in cohort if client_id in reports}
+        self.is_spoiled = any(outline["is_spoiled"] for outline in outlines)
         self.drift.settle(x, *self.aggregation.models)  # what this process's clients alone decide
         if ranks.size == 1:
             return

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.rounds import ClientReport, RoundReport
+from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.rounds.collect import CollectedMessages
 from lightning_fed.server.aggregation import Participant
@@ -15,8 +15,7 @@ __all__ = ["gradients_computed", "round_report"]
 
 
 def round_report(
-    sums: CollectedMessages,
-    reports: Mapping[ClientId, ClientReport],
+    messages: CollectedMessages,
     gradient_members: Collection[Participant],
     dropped: Sequence[ClientId],
     facts: Mapping[str, Any],
@@ -24,16 +23,15 @@ def round_report(
     """Return the report of a round.
 
     Args:
-        sums: What clients have sent.
-        reports: What each of them did, in the cohort's order.
+        messages: What clients have sent.
         gradient_members: Those whose full-batch gradients were averaged.
         dropped: Those that were drawn and left out.
         facts: The fields of the report that are known by name.
     """
-    algorithm, members = sums.algorithm, sums.members.values()
-    done = [i for i, r in reports.items() if r.steps or not algorithm.local_work]
-    weights = {p.client_id: sums.aggregation.weight(p.index, sums.rule) for p in members}
+    reports, members, done = messages.reports, messages.members.values(), messages.done()
+    weights = {p.client_id: messages.aggregation.weight(p.index, messages.rule) for p in members}
     total, examples = sum(weights[i] for i in done), sum(reports[i].size for i in done)
+    completed = [p for p in members if p.client_id in reports]
     return RoundReport(
         cohort=tuple(reports),
         dropped=tuple(dropped),
@@ -42,10 +40,8 @@ def round_report(
         weights=MappingProxyType({i: weights[i] / total if i in done else 0.0 for i in reports}),
         clients=MappingProxyType(dict(reports)),
         loss=sum(reports[i].loss * reports[i].size for i in done) / examples if examples else math.nan,
-        drift=sums.drift.value() if done else math.nan,
-        gradients=gradients_computed(
-            algorithm, sums.examples, [p for p in members if p.client_id in reports], gradient_members
-        ),
+        drift=messages.drift.value() if done else math.nan,
+        gradients=gradients_computed(messages.algorithm, messages.examples, completed, gradient_members),
         **facts,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.core.rounds import ClientReport, Cohort, RoundReport
+from lightning_fed.core.rounds import Cohort, RoundReport
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.core.watched import Watched
 from lightning_fed.rounds.cohort import DrawnCohort
@@ -66,7 +66,7 @@ class ServerRound:
         self._traffic = Traffic(self.algorithm, server.x)
         self._traffic.clients = {population.index_of(i) for i in faults.causes.keys() & faults.asked}
         aggregation = self._aggregation_of(self.algorithm.reduces, self.members, self.algorithm.local_work)
-        self._sums = CollectedMessages(
+        self._messages = CollectedMessages(
             self.algorithm, aggregation, self._traffic, self.members, settings.buffers != "server"
         )
         self._gradients: CollectedGradients | None = None
@@ -75,9 +75,7 @@ class ServerRound:
             means = self._aggregation_of(reduces, self.gradient_members, False)
             self._gradients = CollectedGradients(means, self.gradient_members)
         self._loss = CollectedLoss()
-        self._reports: dict[ClientId, ClientReport] = {}
         self._norms: dict[str, dict[ClientId, float]] = {}  # of full-batch gradients in this phase, by point
-        self._is_spoiled = False
         self._task: Task | None = None
         self._order = ReplyOrder(())
 
@@ -161,40 +159,13 @@ class ServerRound:
         for point, norms in reply.norms.items():
             sound = {self.server.ids[index]: norm for index, norm in norms.items() if index not in reply.failed}
             self._norms.setdefault(point, {}).update(sound)
+        if reply.phase == TRAIN:
+            return self._messages.add_reply(reply, rows, self.faults.add)
         if reply.phase == LOSS:
             self._loss.add(reply)
-        if reply.phase == TRAIN:
-            return self._add_messages(reply, rows)
-        counted = []
-        for row in rows:
-            try:
-                if reply.phase == GRADIENTS and self._gradients is not None:
-                    self._gradients.add(reply, row)
-                counted.append(self.server.ids[reply.clients[row]])
-            except ClientError as error:
-                self.faults.add(error)
-        return counted
-
-    def _add_messages(self, reply: Reply, rows: Sequence[int]) -> list[ClientId]:
-        """Add what clients send after their local work; return those whose messages, or whose rest, count."""
-        sending = {row for row in rows if reply.reports[row].steps or not self.algorithm.local_work}
-        if len(sending) > 1 and self._sums.adds_several:
-            self._sums.add_several(reply, sorted(sending))
-            sending = set()
-        counted = []
-        for row in rows:
-            client_id = reply.reports[row].client_id
-            try:
-                if row in sending:
-                    self._sums.add(reply, row)
-            except ClientError as error:
-                self.faults.add(error)
-                self._is_spoiled = True  # what it logged is among what others did
-                continue
-            self._reports[client_id] = reply.reports[row]
-            self._sums.examples += reply.examples[row]
-            counted.append(client_id)
-        return counted
+            return [self.server.ids[reply.clients[row]] for row in rows]
+        assert self._gradients is not None
+        return self._gradients.add_reply(reply, rows, self.faults.add)
 
     def missing(self) -> list[ClientId]:
         """Return the clients that are asked in this phase and have not answered, in the cohort's order."""
@@ -218,12 +189,9 @@ class ServerRound:
             ClientError: If a client has not answered and is not to be dropped.
         """
         self._leave_out_missing()
-        outline = {"failed": self.faults.causes, "norms": self._norms}
-        if self._phase == GRADIENTS and self._gradients is not None:
-            return {**outline, **self._gradients.outline()}
-        if self._phase == LOSS:
-            return {**outline, **self._loss.outline()}
-        return {**outline, **self._sums.outline(), "reports": self._reports, "is_spoiled": self._is_spoiled}
+        collected = {GRADIENTS: self._gradients, LOSS: self._loss, TRAIN: self._messages}[self._phase]
+        assert collected is not None
+        return {**collected.outline(), "failed": self.faults.causes, "norms": self._norms}
 
     @property
     def _phase(self) -> str:
@@ -256,13 +224,9 @@ class ServerRound:
             self.faults.check(self.faults.causes, len(self.population))
             self._cohort.loss = self._loss.mean(outlines, self.server.x)
             return not self.faults.have_hit_cohort()
-        self._sums.merge(outlines, ranks, self.server.x)
-        reports = {client_id: report for outline in outlines for client_id, report in outline["reports"].items()}
-        cohort = (member.client_id for member in self.members.values())
-        self._reports = {client_id: reports[client_id] for client_id in cohort if client_id in reports}
+        self._messages.merge(outlines, ranks, self.server.x)
         self.faults.have_hit_cohort()
-        is_spoiled = any(outline["is_spoiled"] for outline in outlines)
-        return not (is_spoiled or self.faults.have_hit_gradients() or self._drop_outliers())
+        return not (self._messages.is_spoiled or self.faults.have_hit_gradients() or self._drop_outliers())
 
     def _close_gradients(
         self, gradients: CollectedGradients, outlines: Sequence[Mapping[str, Any]], ranks: Exchange
@@ -279,9 +243,10 @@ class ServerRound:
 
     def _drop_outliers(self) -> bool:
         """Return whether an update, or a gradient, is out of all proportion, though it has been added."""
-        measured = {"an update": {i: report.update_norm for i, report in self._reports.items() if report.steps}}
+        reports = self._messages.reports
+        measured = {"an update": {i: report.update_norm for i, report in reports.items() if report.steps}}
         for point, norms in self._norms.items():
-            measured[f"a full-batch gradient at {point}"] = {i: norms[i] for i in self._reports if i in norms}
+            measured[f"a full-batch gradient at {point}"] = {i: norms[i] for i in reports if i in norms}
         outliers = {i for what, n in measured.items() for i in self.faults.add_outliers(n, what, self.server.x)}
         self.faults.refused |= outliers
         self.faults.have_hit_cohort()
@@ -296,10 +261,10 @@ class ServerRound:
             metrics: The cohort's training metrics.
             seconds: The wall time of the round.
         """
-        sums, done = self._sums, [i for i, r in self._reports.items() if r.steps or not self.algorithm.local_work]
+        messages, done = self._messages, self._messages.done()
         self._cohort.size = len(done)
-        is_step = bool(done) or not sums.aggregation.needs_clients
-        mean, models = sums.aggregation.mean(self.server.x) if is_step else ({}, None)
+        is_step = bool(done) or not messages.aggregation.needs_clients
+        mean, models = messages.aggregation.mean(self.server.x) if is_step else ({}, None)
         number = self.server.round
         for name, value in mean.items():
             if not (math.isfinite(float(value.sum())) or bool(torch.isfinite(value).all())):  # the sum is soon had
@@ -314,13 +279,12 @@ class ServerRound:
             refused=len(self.faults.refused),
             everyone=len(self.population) if self.algorithm.population_loss and self.members else 0,
         )
-        buffers = sums.mean_buffers.result(self.server.buffers)
+        buffers = messages.mean_buffers.result(self.server.buffers)
         norm = self.server.close_round(mean, models, self.state, self._cohort, buffers)
-        self.server.count([self.population.index_of(i) for i in self._reports], up, down)
+        self.server.count([self.population.index_of(i) for i in messages.reports], up, down)
         failed = {i: self.faults.causes[i] for i in sorted(self.faults.causes, key=self.population.index_of)}
         return round_report(
-            sums,
-            self._reports,
+            messages,
             list(self.gradient_members.values()),
             [*self._dropped, *(i for i in failed if i in self.faults.asked and i not in self._dropped)],
             {
