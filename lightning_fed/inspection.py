@@ -1,4 +1,4 @@
-"""What callbacks may ask of a run, without leaving a trace in it."""
+"""What callbacks may ask of a run, without leaving a trace in it, and log of it."""
 
 import hashlib
 from collections.abc import Iterator
@@ -21,7 +21,9 @@ from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.round import Rounds
 from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.server.population import Population
+from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.server.server import Server
+from lightning_fed.settings import Settings
 from lightning_fed.strategies.processes import Ranks
 
 __all__ = ["Inspection"]
@@ -34,6 +36,7 @@ class Inspection:
     """
 
     trainer: pl.Trainer
+    settings: Settings
     population: Population | None = None
     _state: Server | None = None
     _restored: dict[str, Any] | None = None  # a checkpoint's state, until a fit uses it
@@ -52,6 +55,12 @@ class Inspection:
         if self._state is None:
             return 0 if self.prepared is None else self.prepared.round
         return self._state.round
+
+    @property
+    def epsilon(self) -> float | None:
+        """The privacy spent in the completed rounds, None without differential privacy."""
+        aggregator = self.settings.aggregator
+        return aggregator.epsilon(self.round) if isinstance(aggregator, DifferentialPrivacy) else None
 
     @property
     def state(self) -> Server:
@@ -152,6 +161,12 @@ class Inspection:
             if not isinstance(vector, Tensor) or vector.shape != (size,) or not vector.is_floating_point():
                 found = f"shape {list(vector.shape)}" if isinstance(vector, Tensor) else type(vector).__name__
                 raise FederatedError(f"{owner}({name}=...): {name} must be a vector of {size:,} floats, found {found}.")
+
+    def log_round(self, values: dict[str, float]) -> None:
+        """Write a round's values to the loggers, and let callbacks monitor them."""
+        connector = self.trainer._logger_connector
+        connector._callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+        connector.log_metrics({name: torch.tensor(value) for name, value in values.items()}, step=self.round)
 
     def gather(self, record: Any) -> list[Any]:
         """Return the record of every process, in the order of ranks, for callbacks that measure; all must call it."""

@@ -16,16 +16,15 @@ from lightning_fed.checks import check_batch_statistics, check_hyper_parameters,
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.seeds import Purpose, derive_seed, seed_global
-from lightning_fed.core.types import ClientId
 from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.inspection import Inspection
 from lightning_fed.restoring import Schedules, notes_of, start_server
 from lightning_fed.rounds.client_states import ClientStatesPlace
 from lightning_fed.rounds.cohort import CohortSampling, cohort_seed
+from lightning_fed.rounds.faults import FailureWarnings
 from lightning_fed.rounds.prepare import population_of, prepare_clients, prepare_module
 from lightning_fed.rounds.round import Rounds
-from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings import Settings
@@ -41,14 +40,10 @@ class FederatedLoop(Inspection, _FitLoop):
 
     A round is a Lightning epoch, and the step axis of loggers and checkpoints is the number of completed rounds::
 
-        x, server, clients = x^0, algorithm.init_server(x^0), {}
         for round in range(max_rounds):
-            cohort = sampler(seed, round)
-            if the method asks: full-batch gradients of the (gradient) cohort at x, and their mean
-            for client in cohort:
-                y = x; local steps on the client's batches, each gradient corrected; messages and new state, staged
-            average the messages as declared; server optimizer steps along update_server(...); staged states committed
-            validation of the server model when due; one report; checkpoint
+            draw the cohort; let its clients work (see :class:`lightning_fed.rounds.round.Rounds`)
+            the server takes its step along the mean of their messages, and their new states are kept
+            schedules step; validation of the server model when due; one report; checkpoint
 
     Args:
         trainer: The trainer.
@@ -68,7 +63,7 @@ class FederatedLoop(Inspection, _FitLoop):
         self._schedules: Schedules | None = None  # of the previous fit
         self._plateau_round = 0
         self._work_notes: dict[str, str] = {}
-        self._warned: set[ClientId] = set()
+        self._failure_warnings = FailureWarnings()
         self._gave_up = False  # whether engine="auto" has left the vectorized engine for the sequential one
         self._stop = Stop.NO  # what any process was asked for in this round
         self.runs_several = False  # while a step is that of several clients
@@ -77,12 +72,6 @@ class FederatedLoop(Inspection, _FitLoop):
         self.corrected_clip: tuple[float, Any] | None = None  # value and algorithm, to clip after the correction
 
     # ------------------------------------------------------------------ what outlives a round
-
-    @property
-    def epsilon(self) -> float | None:
-        """The privacy spent in the completed rounds, None without differential privacy."""
-        aggregator = self.settings.aggregator
-        return aggregator.epsilon(self.round) if isinstance(aggregator, DifferentialPrivacy) else None
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Return the state after the last completed round; all client states on rank zero, or where they are.
@@ -181,22 +170,19 @@ class FederatedLoop(Inspection, _FitLoop):
     def _start_server(self) -> Server:
         """Return the server's side: that of the checkpoint or of this trainer's previous fit, or a new one."""
         assert self.prepared is not None
-        trainer, module, previous = self.trainer, self.prepared.module, self._state
         restored, self._restored = self._restored, None
+        previous = self._state if restored is None and self._state is not None and self._state.round > 0 else None
         if restored is not None:
             self._gave_up = bool(restored.get("gave_up"))
-            previous = None
-        elif previous is not None and previous.round > 0:
-            if module is not self._module:
-                raise FederatedError(
-                    f"This trainer has already run {previous.round} rounds on another model. Make a new"
-                    " FederatedTrainer, or resume with fit(..., ckpt_path=...)."
-                )
-            if self._schedules is not None:
-                self._schedules.resume(trainer, self.prepared.optimizer.base)
-        server = start_server(self.prepared, self.kept_states, self._ranks, self._work_notes, restored, previous)
-        self._module = module
-        return server
+        if previous is not None and self.prepared.module is not self._module:
+            raise FederatedError(
+                f"This trainer has already run {previous.round} rounds on another model. Make a new FederatedTrainer,"
+                " or resume with fit(..., ckpt_path=...)."
+            )
+        if previous is not None and self._schedules is not None:
+            self._schedules.resume(self.trainer, self.prepared.optimizer.base)
+        self._module = self.prepared.module
+        return start_server(self.prepared, self.kept_states, self._ranks, self._work_notes, restored, previous)
 
     def set_progress(self, round: int) -> None:
         """Set every counter from the round: the one source of truth."""
@@ -300,12 +286,6 @@ class FederatedLoop(Inspection, _FitLoop):
         waits = self.is_closing and self._plateau_round < self.round
         return waits and any(config.reduce_on_plateau for config in self.trainer.lr_scheduler_configs)
 
-    def log_round(self, values: dict[str, float]) -> None:
-        """Write a round's values to the loggers, and let callbacks monitor them."""
-        connector = self.trainer._logger_connector
-        connector._callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
-        connector.log_metrics({name: torch.tensor(value) for name, value in values.items()}, step=self.round)
-
     def _validate(self) -> None:
         trainer, epoch_loop = self.trainer, self.epoch_loop
         if not epoch_loop._should_check_val_epoch():
@@ -336,7 +316,7 @@ class FederatedLoop(Inspection, _FitLoop):
         report = half.close(metrics, time.perf_counter() - started)
         self._rounds.leave()
         self.show_server_model()
-        self._warn_of(report)
+        self._failure_warnings.warn_of(report)
         return report
 
     def _tell(self) -> dict[str, Any]:
@@ -367,13 +347,3 @@ class FederatedLoop(Inspection, _FitLoop):
             self._engine.give_up()
             self._gave_up = True
         self._stop = Stop(max(part["stop"] for part in told))
-
-    def _warn_of(self, round_report: RoundReport) -> None:
-        """Warn of the clients that failed, once of each."""
-        for client_id, cause in round_report.failed.items():
-            if client_id not in self._warned:
-                self._warned.add(client_id)
-                rank_zero_warn(
-                    f"{cause.rstrip('.')}. It has left the round, since on_client_error='drop'. From here on this"
-                    " client's failures are only counted."
-                )

@@ -207,7 +207,7 @@ def start_server(
     if restored is not None:
         metrics = restore_server(server, restored, s, notes, trainer.ckpt_path)
         trainer._logger_connector._callback_metrics.update(metrics)
-    elif previous is not None and previous.round > 0:
+    elif previous is not None:
         server.load_state_dict(previous.state_dict({}), any_seed=True)
         kept = previous.clients
     place.open(server, ranks, kept, flat, s)

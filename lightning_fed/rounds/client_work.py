@@ -6,25 +6,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from lightning_fed.callbacks.base import call_round_hook, hears
 from lightning_fed.core.errors import ClientError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.core.watched import Watched
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.client_errors import NamesClient
-from lightning_fed.rounds.chunk_replies import ChunkReplies
+from lightning_fed.rounds.chunks import ChunkReplies, SoundClients
+from lightning_fed.rounds.client_gradients import ClientGradients
 from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
-from lightning_fed.rounds.sound_clients import SoundClients
 from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.client_state import ClientStates
 from lightning_fed.settings import Settings
 
 __all__ = ["ClientWork"]
-
-_KEPT_BYTES = 2**30  # of full-batch gradients that are kept from their average to the clients' work
 
 
 class ClientWork:
@@ -53,8 +49,7 @@ class ClientWork:
         self.algorithm, self.trainer = engine.algorithm, engine.trainer
         self._round: RoundPlans | None = None
         self._training: list[int] = []  # the clients that are to train, by stored index
-        self._gradients: dict[int, State] = {}  # full-batch gradients by point, that clients read in their local work
-        self._norms: dict[str, dict[int, float]] = {}  # of such gradients, taken for the clients at work
+        self._gradients = ClientGradients(engine)
         self._inputs: tuple[Task, RoundInputs] | None = None  # what the engine makes of a task
         self._read: tuple[set[str], set[str]] = (set(), set())  # of the server state, and of the mean gradients
         self._before: tuple[Sequence[int], Sequence[State]] = ([], [])  # stored indices, and states before the work
@@ -92,7 +87,7 @@ class ClientWork:
             members: The clients that are to train here, with the steps asked of them.
         """
         self._training, self._inputs, self._read = [member.index for member in members], None, (set(), set())
-        self._gradients, self._result = {}, None
+        self._gradients, self._result = ClientGradients(self.engine, len(members)), None
         self._hears = {hook: hears(self.trainer, hook) for hook in ("on_client_start", "on_client_end")}
         plans = self._plans_of(round)
         self.engine.begin_round([plans.of(member.index, member.steps) for member in members])
@@ -100,14 +95,14 @@ class ClientWork:
     def end(self) -> None:
         """Let go of the round and of its data: the next round's need not lie beside them."""
         self._round = self._inputs = self._result = None
-        self._training, self._gradients, self._before = [], {}, ([], [])
+        self._training, self._gradients, self._before = [], ClientGradients(self.engine), ([], [])
 
     def chunks(self, task: Task, clients: Sequence[int]) -> list[Sequence[int]]:
         """Return the clients that are to be asked together, by stored index, of those that are here."""
         if task.phase == TRAIN:
             chunks = self.engine.chunks(self._work_of(task, clients))
             return [[plan.participant.index for plan in plans] for plans in chunks]
-        if task.phase == GRADIENTS and self._keeps_gradients:
+        if task.phase == GRADIENTS and self._gradients.keeps:
             clients = list(dict.fromkeys([*clients, *self._training]))
         return [clients] if clients else []
 
@@ -153,69 +148,16 @@ class ClientWork:
 
     # ------------------------------------------------------------------ gradients, and the loss
 
-    @property
-    def _keeps_gradients(self) -> bool:
-        """Whether every client's own full-batch gradients are kept from their average to its local work.
-
-        Beyond a gigabyte they are taken anew then, which takes as long again but keeps memory within bounds.
-        """
-        points, y = len(self.algorithm.full_grad_at), self.engine.flat.y
-        size = len(self._training) * points * y.numel() * y.element_size()
-        return self.algorithm.full_grad_for == "both" and size <= _KEPT_BYTES
-
     def _answer_gradients(self, task: Task, clients: Sequence[int]) -> Iterator[Reply]:
-        keeps, asked = self._keeps_gradients, set(task.clients)
-        for plan, found in self.engine.each_full_gradients(self._inputs_of(task), self._work_of(task, clients)):
+        asked = set(task.clients)
+        for plan, gradients in self._gradients.each(self._inputs_of(task), self._work_of(task, clients)):
             index = plan.participant.index
-            try:
-                gradients, norms = self._checked(plan, found, task.round)
-            except ClientError as error:
-                self._stop_at(error)
-                yield self._reply(task, [index], failed={index: error})
+            if isinstance(gradients, ClientError):
+                self._stop_at(gradients)
+                yield self._reply(task, [index], failed={index: gradients})
                 continue
-            if keeps:
-                self._gradients[index] = gradients
             send = {point: value[None] for point, value in gradients.items()} if index in asked else {}
-            by_client = {point: {index: norm} for point, norm in norms.items()}
-            yield self._reply(task, [index], send=send, norms=by_client)
-
-    def _checked(self, plan: WorkPlan, found: State | ClientError, round: int) -> tuple[State, dict[str, float]]:
-        """Return a client's gradients, and their norms by point.
-
-        Raises:
-            ClientError: If it has none, or one that is not finite.
-        """
-        if isinstance(found, ClientError):
-            raise found
-        norms = {point: float(torch.linalg.vector_norm(gradient)) for point, gradient in found.items()}
-        for point, norm in norms.items():
-            if not math.isfinite(norm):
-                client_id = plan.participant.client_id
-                raise ClientError(
-                    f"Client {client_id!r} came back from round {round} with a full-batch gradient at {point} that is"
-                    " not finite. Lower the learning rate, or look at its data.",
-                    client_id,
-                )
-        return found, norms
-
-    def _own_gradients(self, task: Task, plans: Sequence[WorkPlan]) -> dict[int, State]:
-        """Return the full-batch gradients of clients about to work, where these are theirs to read.
-
-        Raises:
-            ClientError: If a client has none.
-        """
-        self._norms = {}
-        if self.algorithm.full_grad_for == "cohort" or not self.algorithm.full_grad_at:
-            return {}
-        kept = {p.participant.index: self._gradients.get(p.participant.index) for p in plans}
-        own = {index: gradients for index, gradients in kept.items() if gradients is not None}
-        missing = [plan for plan in plans if plan.participant.index not in own]
-        for plan, found in self.engine.each_full_gradients(self._inputs_of(task), missing):
-            index = plan.participant.index
-            own[index], norms = self._checked(plan, found, task.round)
-            for point, norm in norms.items():
-                self._norms.setdefault(point, {})[index] = norm
-        return own
+            yield self._reply(task, [index], send=send, norms=self._gradients.norms_of([index]))
 
     def _answer_loss(self, task: Task, clients: Sequence[int]) -> Iterator[Reply]:
         """Yield one reply for all clients, whose losses are added up."""
@@ -260,7 +202,8 @@ class ClientWork:
         work = {plan.participant.index: plan for plan in plans}
         examples = [_examples(work[who.index]) for who in result.participants]
         chunk = ChunkReplies(engine, result, states, self._before, self.settings.compression, task.round)
-        yield from chunk.each(partial(self._reply, task, norms=self._norms), examples, failed)
+        norms = self._gradients.norms_of(work, taken_anew=True)
+        yield from chunk.each(partial(self._reply, task, norms=norms), examples, failed)
 
     def _run(self, task: Task, states: ClientStates, plans: Sequence[WorkPlan]) -> ChunkResult:
         """Hand out what the clients of a chunk keep, and train them.
@@ -281,7 +224,7 @@ class ClientWork:
         self._before = indices, own
         inputs = self._inputs_of(task)
         if self.algorithm.full_grad_at:
-            inputs = replace(inputs, full_grad=self._own_gradients(task, plans))
+            inputs = replace(inputs, full_grad=self._gradients.of_workers(inputs, plans))
         return engine.run(inputs, plans, own, solvers)
 
     def end_training(self) -> None:

@@ -1,6 +1,8 @@
 """What the server sums up of replies, phase by phase: full-batch gradients, losses, and what local work sends."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -9,11 +11,10 @@ from torch import Tensor
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BufferMean
 from lightning_fed.core.errors import ClientError
-from lightning_fed.core.rounds import ClientReport
+from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId, State, Vector
-from lightning_fed.rounds.drift import Drift
 from lightning_fed.rounds.messages import Reply
-from lightning_fed.rounds.traffic import Traffic
+from lightning_fed.rounds.report import Drift, Traffic
 from lightning_fed.server.aggregation import Aggregation, Exchange, Participant
 from lightning_fed.server.aggregator import FULL_GRAD
 
@@ -111,7 +112,8 @@ class CollectedMessages:
         self.algorithm, self.aggregation, self.traffic = algorithm, aggregation, traffic
         self.members, self.averages_buffers = members, averages_buffers
         self.rule = algorithm.reduces.get("delta", "examples")
-        self.drift, self.mean_buffers, self.examples = Drift(), BufferMean(), 0
+        self.drift, self.mean_buffers = Drift(), BufferMean()
+        self.examples: int = 0
         self.reports: dict[ClientId, ClientReport] = {}
         self.is_spoiled = False
 
@@ -221,3 +223,38 @@ class CollectedMessages:
         self.mean_buffers = BufferMean.merged(outline["buffers"] for outline in outlines)
         self.traffic.merge(outline["traffic"] for i, outline in enumerate(outlines) if i != ranks.rank)
         self.examples = sum(outline["examples"] for outline in outlines)
+
+    def report(
+        self, gradient_members: Collection[Participant], dropped: Sequence[ClientId], facts: Mapping[str, Any]
+    ) -> RoundReport:
+        """Return the report of the round.
+
+        Args:
+            gradient_members: The clients whose full-batch gradients were averaged.
+            dropped: Those that were drawn and left out.
+            facts: The fields of the report that are known by name.
+        """
+        reports, done = self.reports, self.done()
+        weights = {p.client_id: self.aggregation.weight(p.index, self.rule) for p in self.members.values()}
+        total, examples = sum(weights[i] for i in done), sum(reports[i].size for i in done)
+        return RoundReport(
+            cohort=tuple(reports),
+            dropped=tuple(dropped),
+            sizes=MappingProxyType({i: r.size for i, r in reports.items()}),
+            steps=MappingProxyType({i: r.steps for i, r in reports.items()}),
+            weights=MappingProxyType({i: weights[i] / total if i in done else 0.0 for i in reports}),
+            clients=MappingProxyType(reports),
+            loss=sum(reports[i].loss * reports[i].size for i in done) / examples if examples else math.nan,
+            drift=self.drift.value() if done else math.nan,
+            gradients=self._gradients_computed(gradient_members),
+            **facts,
+        )
+
+    def _gradients_computed(self, gradient_members: Collection[Participant]) -> int:
+        """Return how many gradients of single examples the round took, full-batch gradients and second ones too."""
+        own = (p for p in self.members.values() if p.client_id in self.reports)
+        takers = (*gradient_members, *(own if self.algorithm.full_grad_for != "cohort" else ()))
+        sizes = {member.index: member.size for member in takers}
+        per_batch = 1 if self.algorithm.anchor_at is None else 2
+        full: int = len(self.algorithm.full_grad_at) * sum(sizes.values())
+        return per_batch * self.examples + full

@@ -5,11 +5,13 @@ from statistics import median
 
 import torch
 
+from lightning_fed._compat import rank_zero_warn
 from lightning_fed.core.errors import ClientError
+from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.server.aggregation import Participant
 
-__all__ = ["Faults"]
+__all__ = ["FailureWarnings", "Faults"]
 
 _SHOWN = 5  # causes that one message lists
 
@@ -147,3 +149,21 @@ class Faults:
                 )
             )
         return set(outliers)
+
+
+class FailureWarnings:
+    """Warns of the clients that fail in a run, once of each."""
+
+    def __init__(self) -> None:
+        self._warned: set[ClientId] = set()
+
+    def warn_of(self, report: RoundReport) -> None:
+        """Warn of those that have failed in a round, and of no other round before."""
+        for client_id, cause in report.failed.items():
+            if client_id in self._warned:
+                continue
+            self._warned.add(client_id)
+            rank_zero_warn(
+                f"{cause.rstrip('.')}. It has left the round, since on_client_error='drop'. From here on this client's"
+                " failures are only counted."
+            )

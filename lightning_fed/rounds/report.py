@@ -1,63 +1,150 @@
-"""What is told of a round when it is over."""
+"""What a round's report says of traffic and drift."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.rounds import RoundReport
-from lightning_fed.core.types import ClientId
-from lightning_fed.rounds.collect import CollectedMessages
-from lightning_fed.server.aggregation import Participant
+from lightning_fed.core.types import State
+from lightning_fed.server.aggregation import Exchange, accumulation_dtype
 
-__all__ = ["gradients_computed", "round_report"]
+__all__ = ["Drift", "Traffic"]
+
+_BLOCK = 2**16  # numbers that are converted to float64 at once
 
 
-def round_report(
-    messages: CollectedMessages,
-    gradient_members: Collection[Participant],
-    dropped: Sequence[ClientId],
-    facts: Mapping[str, Any],
-) -> RoundReport:
-    """Return the report of a round.
+class Traffic:
+    """What travels in a round: of the server's state what clients read, of gradients and messages what is used."""
 
-    Args:
-        messages: What clients have sent.
-        gradient_members: Those whose full-batch gradients were averaged.
-        dropped: Those that were drawn and left out.
-        facts: The fields of the report that are known by name.
+    def __init__(self, algorithm: Algorithm, x: torch.Tensor) -> None:
+        self._vector = _bytes([x])
+        self._points = set(algorithm.full_grad_at) - {"x"}
+        self._messages = 0
+        self.server: set[str] = set()  # entries of the server state that clients read
+        self.cohort_grad: set[str] = set()  # mean gradients that clients read
+        self.gradients: set[str] = set()  # mean gradients that the server reads
+        self.clients: set[int] = set()
+        self.gradient_clients: set[int] = set()
+
+    def add_messages(self, send: State, clients: int = 1) -> None:
+        """Add a client's messages, those of so many like it; a tensor sent under two names travels once."""
+        once = {value.data_ptr() if value.numel() > 1 else name: value for name, value in send.items()}
+        self._messages += clients * _bytes(list(once.values()))
+
+    def add_bytes(self, size: int) -> None:
+        """Add the size of one client's messages where they are compressed."""
+        self._messages += size
+
+    def merge(self, others: Iterable["Traffic"]) -> None:
+        """Add what other processes have."""
+        for other in others:
+            self._messages += other._messages
+            self.server |= other.server
+            self.cohort_grad |= other.cohort_grad
+            self.clients |= other.clients
+
+    def total(self, state: State, buffers: int, completed: int, refused: int, everyone: int) -> tuple[int, int]:
+        """Return the bytes up and down.
+
+        Args:
+            state: The server state of the round.
+            buffers: The bytes of one transfer of the module's buffers.
+            completed: The clients that sent something back.
+            refused: Those that did so too, but whose messages, as large as the others', were not used.
+            everyone: The clients that evaluate the population's loss; none if nobody asked for it.
+        """
+        involved = self.clients | self.gradient_clients
+        once = self._vector + _bytes([state[name] for name in self._points if name in state])
+        then = _bytes([state[name] for name in self.server - self._points]) + len(self.cohort_grad) * self._vector
+        down = len(involved) * once + len(self.clients) * (then + buffers)
+        down += max(0, everyone - len(involved)) * self._vector
+        gradients = len(self.gradient_clients) * len(self.gradients | self.cohort_grad) * self._vector
+        messages = self._messages + self._messages // max(1, completed) * refused
+        return messages + gradients + (completed + refused) * buffers + everyone * 8, down
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(value.numel() * value.element_size() for value in tensors)
+
+
+class Drift:
+    """How far the clients' changes d_i lie from their weighted mean: the root of the weighted mean of the squares.
+
+    Squares are those of the differences to a reference, the first client's change. From zero they would cancel where
+    clients change alike: in float32, below a thousandth of the changes, nothing but rounding would be left.
     """
-    reports, members, done = messages.reports, messages.members.values(), messages.done()
-    weights = {p.client_id: messages.aggregation.weight(p.index, messages.rule) for p in members}
-    total, examples = sum(weights[i] for i in done), sum(reports[i].size for i in done)
-    completed = [p for p in members if p.client_id in reports]
-    return RoundReport(
-        cohort=tuple(reports),
-        dropped=tuple(dropped),
-        sizes=MappingProxyType({i: r.size for i, r in reports.items()}),
-        steps=MappingProxyType({i: r.steps for i, r in reports.items()}),
-        weights=MappingProxyType({i: weights[i] / total if i in done else 0.0 for i in reports}),
-        clients=MappingProxyType(dict(reports)),
-        loss=sum(reports[i].loss * reports[i].size for i in done) / examples if examples else math.nan,
-        drift=messages.drift.value() if done else math.nan,
-        gradients=gradients_computed(messages.algorithm, messages.examples, completed, gradient_members),
-        **facts,
-    )
 
+    def __init__(self) -> None:
+        self._reference: Tensor | None = None  # [P]; from settle() on the mean of this process's clients
+        self._own: Tensor | None = None  # the weighted sum [P] of differences that nobody else sums
+        self._squares = 0.0
+        self._weight = 0.0
 
-def gradients_computed(
-    algorithm: Algorithm, examples: int, members: Collection[Participant], gradient_members: Collection[Participant]
-) -> int:
-    """Return how many gradients of single examples a round takes.
+    def add(self, deltas: Tensor, weights: Sequence[float], is_summed: bool) -> None:
+        """Add the changes of several clients.
 
-    Args:
-        algorithm: The method, which may take a second gradient on every batch, and full-batch gradients.
-        examples: The examples that clients went through in their local epochs.
-        members: The clients that completed their work.
-        gradient_members: Those whose full-batch gradients are averaged.
-    """
-    own = members if algorithm.full_grad_for != "cohort" else ()
-    sizes = {member.index: member.size for member in (*gradient_members, *own)}
-    per_batch = 1 if algorithm.anchor_at is None else 2
-    return per_batch * examples + len(algorithm.full_grad_at) * sum(sizes.values())
+        Args:
+            deltas: The changes [S, P].
+            weights: Their weights.
+            is_summed: Whether the aggregation sums the clients' models with these weights.
+        """
+        if self._reference is None:
+            self._reference = deltas[0].clone()
+        difference, norms = torch.empty_like(self._reference), []
+        for delta, weight in zip(deltas, weights, strict=True):
+            torch.sub(delta, self._reference, out=difference)
+            norms.append(torch.linalg.vector_norm(difference))
+            if not is_summed:
+                self._own = difference * weight if self._own is None else self._own.add_(difference, alpha=weight)
+        self._squares += sum(w * norm**2 for w, norm in zip(weights, torch.stack(norms).tolist(), strict=True))
+        self._weight += sum(weights)
+
+    def settle(self, x: Tensor, models: Tensor | None, models_weight: float) -> None:
+        """Take the mean of this process's clients, and the squares around it.
+
+        Args:
+            x: The server parameters [P].
+            models: The weighted sum [P] of the models that the aggregation sums in this process, if there is one.
+            models_weight: The sum of their weights.
+        """
+        if self._reference is None or self._weight == 0:
+            return
+        parts: list[Sequence[Tensor | None]] = [
+            [None] * -(-len(x) // _BLOCK) if vector is None else vector.split(_BLOCK) for vector in (models, self._own)
+        ]
+        for r, x_, y, own in zip(self._reference.split(_BLOCK), x.split(_BLOCK), *parts, strict=True):
+            dtype = accumulation_dtype(x.device)
+            offset = torch.zeros_like(r, dtype=dtype) if own is None else own.to(dtype)
+            if y is not None:
+                offset += y - models_weight * (x_.to(dtype) + r)
+            self._squares -= float(offset.square().sum()) / self._weight
+            r += offset / self._weight
+        self._own = None
+
+    def merge(self, weights: Sequence[float], ranks: Exchange, x: Tensor) -> None:
+        """Put the parts of all processes together, each of which has settled its own.
+
+        Args:
+            weights: The sums of weights of all processes.
+            ranks: The processes.
+            x: The server parameters [P].
+        """
+        total = sum(weights)
+        mine = torch.zeros_like(x) if self._reference is None else self._reference
+        mean = mine * (self._weight / total if total else 0.0)
+        ranks.sum([mean])
+        squares = self._squares + self._weight * float(torch.linalg.vector_norm(mine - mean)) ** 2
+        sums = torch.tensor([squares], dtype=accumulation_dtype(x.device), device=x.device)
+        ranks.sum([sums])
+        self._squares, self._weight = float(sums), total
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights of this process's clients."""
+        return self._weight
+
+    def value(self) -> float:
+        """The drift; nan if there are no clients."""
+        return math.sqrt(max(0.0, self._squares / self._weight)) if self._weight else math.nan

@@ -15,10 +15,8 @@ from lightning_fed.core.watched import Watched
 from lightning_fed.rounds.cohort import DrawnCohort
 from lightning_fed.rounds.collect import CollectedGradients, CollectedLoss, CollectedMessages
 from lightning_fed.rounds.faults import Faults
-from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
-from lightning_fed.rounds.reply_order import ReplyOrder
-from lightning_fed.rounds.report import round_report
-from lightning_fed.rounds.traffic import Traffic
+from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, ReplyOrder, Task
+from lightning_fed.rounds.report import Traffic
 from lightning_fed.server.aggregation import Aggregation, Alone, Exchange, Participant
 from lightning_fed.server.aggregator import FULL_GRAD
 from lightning_fed.server.population import Population
@@ -283,8 +281,7 @@ class ServerRound:
         norm = self.server.close_round(mean, models, self.state, self._cohort, buffers)
         self.server.count([self.population.index_of(i) for i in messages.reports], up, down)
         failed = {i: self.faults.causes[i] for i in sorted(self.faults.causes, key=self.population.index_of)}
-        return round_report(
-            messages,
+        return messages.report(
             list(self.gradient_members.values()),
             [*self._dropped, *(i for i in failed if i in self.faults.asked and i not in self._dropped)],
             {

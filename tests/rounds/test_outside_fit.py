@@ -17,12 +17,12 @@ from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrain
 from lightning_fed.algorithms import Adam, Algorithm, FedAvg, FedCM, FedDane, FedDyn, Mime, MimeLite, Scaffold
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.rounds import reply_order
+from lightning_fed.rounds import messages
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.cohort import CohortSampling
 from lightning_fed.rounds.faults import Faults
 from lightning_fed.rounds.messages import Reply, Task
-from lightning_fed.rounds.outside_fit import ClientsOutsideFit
+from lightning_fed.rounds.prepare import ClientsOutsideFit
 from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.server.client_state import ClientStates
 from lightning_fed.server.client_store import MemoryClientStore
@@ -117,7 +117,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[FederatedT
                 if list(reply.clients) == [client]:
                     parts = {name: copied(getattr(task, name)) for name in ("server", "cohort_grad", "buffers")}
                     noted = replace(task, x=task.x.clone(), **parts)
-                    notes.append(Noted(noted, before, reply_order._copied(reply), {}))
+                    notes.append(Noted(noted, before, messages._copied(reply), {}))
                 yield reply
 
         class Keeps(FederatedCallback):

@@ -1,16 +1,78 @@
-"""What clients that were trained together send, and what each of them keeps."""
+"""Clients that work together: those that fail are found, the others' replies made, and what they keep put away."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from lightning_fed._compat import rank_zero_info
 from lightning_fed.core.errors import ClientError
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import State
-from lightning_fed.engines.base import ChunkResult, Engine
+from lightning_fed.engines.base import ChunkResult, Engine, WorkPlan
 from lightning_fed.rounds.messages import Reply
 from lightning_fed.server.client_state import ClientState, ClientStates
 from lightning_fed.server.compression import Compressor, compress
 
-__all__ = ["ChunkReplies"]
+__all__ = ["ChunkReplies", "SoundClients"]
+
+
+class SoundClients:
+    """Train clients together, and find out who is to blame where that fails.
+
+    Args:
+        engine: The engine that trains them.
+        drops: Whether clients that fail are left out; if not, their error is raised.
+    """
+
+    def __init__(self, engine: Engine, drops: bool) -> None:
+        self.engine, self.drops = engine, drops
+        self.failed: dict[int, ClientError] = {}
+        self._has_told = False  # that clients failed together, and how it is found out who
+
+    def train(self, run: Callable[[Sequence[WorkPlan]], ChunkResult], plans: Sequence[WorkPlan]) -> ChunkResult | None:
+        """Train those clients that can be trained, as if the others were not there; or name who cannot.
+
+        Args:
+            run: Trains clients.
+            plans: The clients' work.
+
+        Returns:
+            What came back, None if every client failed; :attr:`failed` then says why, by stored index.
+
+        Raises:
+            ClientError: If a client fails and is not to be dropped, or if something fails that is no client's own
+                fault.
+        """
+        self.failed = {}
+        return self._try(run, plans)
+
+    def _try(self, run: Callable[[Sequence[WorkPlan]], ChunkResult], plans: Sequence[WorkPlan]) -> ChunkResult | None:
+        undo = self.engine.undo_point() if self.drops else _nothing
+        try:
+            return run(plans)
+        except ClientError as error:
+            undo()
+            if error.culprit is None or (len(plans) == 1 and not self.drops):
+                raise
+            if len(plans) == 1:
+                self.failed[plans[0].participant.index] = error
+                return None
+            if self.drops and not self._has_told:
+                self._has_told = True
+                rank_zero_info(
+                    f"{error} Which of them it was is found out by running them one by one; the others are then run at"
+                    " once again. This is said only once."
+                )
+            sound = []
+            for plan in plans:
+                if self._try(run, [plan]) is not None:
+                    sound.append(plan)
+                undo()
+            if len(sound) == len(plans):
+                raise  # no client alone is to blame
+        return self._try(run, sound) if sound else None
+
+
+def _nothing() -> None:
+    """Take nothing back, where the run stops anyway."""
 
 
 class ChunkReplies:
