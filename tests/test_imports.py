@@ -23,10 +23,11 @@ FLOORS = {
     "evaluation": 6, "checks": 6, "method_checks": 6,
     "rounds": 7,
     "inspection": 8, "restoring": 8, "trainer_arguments": 8, "trainer_calls": 8,
-    "loop": 9, "connectors": 9,
-    "trainer": 10,
-    "cli_parser": 4, "experiments": 11, "cli": 12,
-    "__init__": 13, "__main__": 13,
+    "run_state": 9,
+    "loop": 10, "connectors": 10,
+    "trainer": 11,
+    "cli_parser": 4, "experiments": 12, "cli": 13,
+    "__init__": 14, "__main__": 14,
 }  # fmt: skip
 PURE = (
     "core",
