@@ -1,38 +1,27 @@
 """Lightning's own training epoch loop and automatic optimization, reused for one client after another."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from operator import mul
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.plugins.precision import MixedPrecision, Precision
-from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_fed._compat import (
-    ClosureResult,
     PassThroughProfiler,
-    _AutomaticOptimization,
     _DataFetcher,
     _TrainingEpochLoop,
     call,
     is_overridden,
     is_param_in_hook_signature,
 )
-from lightning_fed.callbacks.base import uses_hook
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.seeds import preserved_random_state
-from lightning_fed.core.types import Vector
-from lightning_fed.engines.batch_hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS, TRANSFER_HOOKS, uses_batch_hook
-from lightning_fed.engines.gradients import GradientPass, check_loss
-from lightning_fed.engines.logged import RoundResults
-from lightning_fed.engines.sequential.split_logged import SplitResults
-from lightning_fed.strategies import ClientsStrategy
+from lightning_fed.engines.batch_hooks import TRANSFER_HOOKS, uses_batch_hook
+from lightning_fed.engines.logged import Logged, RoundResults, _ClientMean, _flags_of
+from lightning_fed.engines.sequential.optimization import ClientOptimization
 from lightning_fed.strategies.ddp import split_of
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
 
@@ -69,98 +58,48 @@ class ClientFetcher(_DataFetcher):
         self._batches = iter(())
 
 
-class _ClientOptimization(_AutomaticOptimization):
-    """Lightning's automatic optimization, preceded by the anchor gradient where the method asks for one.
+class SplitResults(RoundResults):
+    """A round's results whose means over a client are those of all processes, weighted by examples.
 
-    Where neither the module nor a callback overrides a hook between batch and step, and the precision has no gradient
-    scaler, the same calls are made without asking for each hook in turn: the same bits, at a fraction of the time.
+    Args:
+        device: The device of the module.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        super().__init__(trainer)
-        self.gradients: GradientPass | None = None
-        self.anchor_point: list[Tensor] = []
-        self.anchor_grad: Vector | None = None
-        self.anchor_decay: list[float] = []
-        self.split = BatchSplit()
-        self._is_lean = False
-        self._has_context = True  # around forward passes
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._split_device = device
 
-    def prepare(self, callbacks: Sequence[Callback]) -> None:
-        """Find out, once a fit, whether anything happens between batch and step but forward and backward."""
-        trainer, module = self.trainer, self.trainer.lightning_module
-        self.split = split_of(trainer)
-        self._has_context = any(
-            getattr(type(trainer.precision_plugin), name) is not getattr(Precision, name)
-            for name in ("train_step_context", "forward_context")
-        )
-        self._is_lean = (
-            type(trainer.precision_plugin).optimizer_step in (Precision.optimizer_step, MixedPrecision.optimizer_step)
-            and getattr(trainer.precision_plugin, "scaler", None) is None
-            and type(trainer.strategy) in (SingleDeviceStrategy, ClientsStrategy)
-            and isinstance(trainer.profiler, PassThroughProfiler)
-            and trainer.accumulate_grad_batches == 1
-            and not trainer.gradient_clip_val
-            and not any(is_overridden(hook, module, pl.LightningModule) for hook in STEP_HOOKS)
-            and not any(uses_hook(callback, hook) for callback in callbacks for hook in CALLBACK_STEP_HOOKS)
-        )
+    def outline_client(self) -> dict[str, Logged]:
+        """Return the sums that this process has of the client at work, for other processes."""
+        return {
+            key: Logged(_flags_of(self[key].meta), float(mean.total), mean.weight, mean.total.dtype)
+            for key, mean in self._means.items()
+            if mean.weight
+        }
 
-    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:  # type: ignore[type-arg]
-        """Take the anchor gradient on this batch, then train on it."""
-        if self.anchor_grad is not None:
-            self._take_anchor(batch_idx, kwargs["batch"])
-        trainer = self.trainer  # a callback may have changed these since
-        if self._is_lean and trainer.accumulate_grad_batches == 1 and not trainer.gradient_clip_val:
-            return self._run_lean(optimizer, kwargs)
-        return super().run(optimizer, batch_idx, kwargs)
+    def merge_client(self, outlines: Sequence[Mapping[str, Logged]]) -> None:
+        """Put the client's sums together from those of all processes.
 
-    def _run_lean(self, optimizer: Optimizer, kwargs: OrderedDict) -> dict[str, Any]:  # type: ignore[type-arg]
-        module, precision = self.trainer.lightning_module, self.trainer.precision_plugin
-        results: list[ClosureResult] = []
+        Args:
+            outlines: Everybody's :meth:`outline_client`.
+        """
+        for key in dict.fromkeys(key for outline in outlines for key in outline):
+            parts = [outline[key] for outline in outlines if key in outline]
+            if key not in self._means:  # this process had no example to log it for
+                self._register(key, parts[0])
+            mean = self._means[key]
+            mean.total = torch.full_like(mean.total, sum(part.value for part in parts))
+            mean.weight = sum(part.weight for part in parts)
 
-        def closure() -> Tensor | None:
-            attributes = module.__dict__  # an assignment would go through the slow nn.Module.__setattr__
-            previous, attributes["_current_fx_name"] = attributes["_current_fx_name"], "training_step"
-            with precision.train_step_context() if self._has_context else nullcontext():
-                output = module.training_step(*kwargs.values())
-            attributes["_current_fx_name"] = previous
-            if isinstance(output, Tensor) and output.is_floating_point():
-                results.append(ClosureResult(output))  # without Lightning's division by one accumulated batch
-            else:
-                results.append(ClosureResult.from_training_step_output(output))
-            optimizer.zero_grad()
-            loss = results[0].closure_loss
-            if loss is not None:
-                check_loss(loss)
-                loss.backward()
-            return results[0].loss
+    def _register(self, key: str, logged: Logged) -> None:
+        self._registering = True
+        super(RoundResults, self).log(value=torch.zeros((), device=self._split_device), batch_size=1, **logged.flags)
+        self._registering = False
+        self._means[key] = _ClientMean(self._split_device, ())
 
-        optimizer.step(closure)  # type: ignore[arg-type]
-        return {} if results[0].loss is None else results[0].asdict()
-
-    def _take_anchor(self, batch_idx: int, batch: Any) -> None:
-        assert self.gradients is not None
-        assert self.anchor_grad is not None
-        accumulated = self.trainer.accumulate_grad_batches
-        if batch_idx % accumulated == 0:
-            self.anchor_grad.zero_()
-            views = self.gradients.flat.layout.views(self.anchor_grad)
-            for view, value, decay in zip(views, self.anchor_point, self.anchor_decay, strict=True):
-                if decay and self.split.rank == 0:
-                    view.add_(value, alpha=decay)
-        if batch is not NO_EXAMPLES:
-            scale = self.split.fraction / accumulated
-            with preserved_random_state(self.anchor_grad.device), self.gradients.silent():
-                self.gradients.add(self.anchor_point, batch, batch_idx, self.anchor_grad, scale)
-        if self.split.size > 1 and not self.trainer.fit_loop._should_accumulate():
-            self.split.sum(self.anchor_grad)
-
-    def _training_step(self, kwargs: OrderedDict) -> ClosureResult:  # type: ignore[type-arg]
-        """Call ``training_step``, which may also return None where several processes train clients of their own."""
-        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
-        result = self.output_result_cls.from_training_step_output(output, self.trainer.accumulate_grad_batches)
-        check_loss(result.closure_loss)
-        return result
+    def _client_size(self, batch_size: int | None) -> int:
+        size = self.batch_size if batch_size is None else batch_size
+        return 1 if size is None else size
 
 
 class ClientEpochLoop(_TrainingEpochLoop):
@@ -173,7 +112,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
-        self.automatic_optimization: _ClientOptimization = _ClientOptimization(trainer)
+        self.automatic_optimization: ClientOptimization = ClientOptimization(trainer)
         self._results: RoundResults = RoundResults()
         self._losses: list[Tensor] = []  # of the batches of the client at work
         self._loss_weights: list[int] = []
