@@ -147,16 +147,16 @@ class RoundCheckpointConnector(_CheckpointConnector):
             )
 
     @staticmethod
-    def _check_whole(checkpoint: Mapping[str, Any], found: Any, path: Any) -> None:
+    def _check_whole(checkpoint: Mapping[str, Any], written: Any, path: Any) -> None:
         """Refuse a checkpoint of another version of this package, and one that holds weights alone.
 
         Raises:
             FederatedError: Naming what it is, and the way out.
         """
-        if found != FORMAT:
-            age, remedy = ("a newer", "Install that") if found > FORMAT else ("an older", "Finish the run with that")
+        if written != FORMAT:
+            age, remedy = ("a newer", "Install that") if written > FORMAT else ("an older", "Finish the run with that")
             raise FederatedError(
-                f"{path} was written by {age} version of lightning_fed: its format is {found!r}, this version's is"
+                f"{path} was written by {age} version of lightning_fed: its format is {written!r}, this version's is"
                 f" {FORMAT}. {remedy} version, or start x^0 from its weights alone: Model.load_from_checkpoint(path),"
                 " then fit without ckpt_path."
             )
@@ -205,8 +205,8 @@ class RoundCheckpointConnector(_CheckpointConnector):
             FederatedError: If there is none, unless a fit may begin without; or if the path is no way to name one.
         """
         is_fit = state_fn == TrainerFn.FITTING
-        if ckpt_path == "last" and (found := newest(self.trainer, whole=is_fit)) is not None:
-            return found
+        if ckpt_path == "last" and (latest := newest(self.trainer, whole=is_fit)) is not None:
+            return latest
         try:
             path = super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
         except (ValueError, MisconfigurationException) as error:

@@ -260,11 +260,11 @@ class Inspection:
             yield
             return
         flat, buffers_of, shown = self.prepared.flat, self.prepared.buffers, self._shown
-        held, y, buffers = [p.data for p in flat.params], flat.y.clone(), buffers_of.read()
+        shown_parts, y, buffers = [p.data for p in flat.params], flat.y.clone(), buffers_of.read()
         try:
             yield
         finally:
             flat.y.copy_(y)
-            flat.point_to(held)
+            flat.point_to(shown_parts)
             buffers_of.write(buffers)
             self._shown = shown

@@ -136,14 +136,14 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
     """
     differing = {name for name in saved.keys() & mine.keys() if saved[name] != mine[name]}
     if "sizes" in differing:
-        found = "The checkpoint was written with other numbers of examples per client"
+        change = "The checkpoint was written with other numbers of examples per client"
         if keeps_states:
             raise FederatedError(
-                f"{found}, and what its clients keep belongs to their data. Resume with the data and the partition it"
+                f"{change}, and what its clients keep belongs to their data. Resume with the data and the partition it"
                 " was written with, or start x^0 from its weights alone: Model.load_from_checkpoint(path), then fit"
                 " without ckpt_path."
             )
-        rank_zero_warn(f"{found}. The run goes on with this run's.")
+        rank_zero_warn(f"{change}. The run goes on with this run's.")
     if others := sorted(differing - {"sizes"}):
         told = ", ".join(f"{name}={saved[name]} (this run has {mine[name]})" for name in others)
         rank_zero_warn(f"The checkpoint was written with {told}. The run goes on with this run's.")

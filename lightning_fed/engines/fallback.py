@@ -77,11 +77,11 @@ class Fallback:
         done = 0
         cause: BaseException | None = None
         try:
-            for plan, found in self._engine.each_full_gradients(inputs, plans):
-                if isinstance(found, ClientError) and not self.has_given_up and found.culprit is not None:
-                    cause = found.__cause__ or found
+            for plan, answer in self._engine.each_full_gradients(inputs, plans):
+                if isinstance(answer, ClientError) and not self.has_given_up and answer.culprit is not None:
+                    cause = answer.__cause__ or answer
                     break
-                yield plan, found
+                yield plan, answer
                 done += 1
         except FederatedError:
             raise
@@ -90,10 +90,10 @@ class Fallback:
         if cause is None:
             return
         left = self._make_sequential().each_full_gradients(inputs, plans[done:])
-        for number, (plan, found) in enumerate(left):
-            if number == 0 and not isinstance(found, ClientError):
+        for number, (plan, answer) in enumerate(left):
+            if number == 0 and not isinstance(answer, ClientError):
                 self._blame_engine(cause, inputs.round)
-            yield plan, found
+            yield plan, answer
 
     def point_to(self, result: ChunkResult, row: int) -> None:
         """Let :attr:`parameters_at_work`, and the module's, be those of one client of a chunk."""

@@ -86,7 +86,7 @@ class _Movable:
     def nearest(self, amount: float) -> list[int]:
         """Return those with the work next to an amount, below and from there up, the lowest index of each."""
         at = bisect_left(self._amounts, amount)
-        return [self._with[found][-1] for found in self._amounts[max(0, at - 1) : at + 1]]
+        return [self._with[near][-1] for near in self._amounts[max(0, at - 1) : at + 1]]
 
     def remove(self, index: int) -> None:
         """Remove one of the nearest."""

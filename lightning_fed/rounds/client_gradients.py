@@ -36,10 +36,10 @@ class ClientGradients:
 
     def each(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> Iterator[tuple[WorkPlan, State | ClientError]]:
         """Yield the gradients of clients at the points that the method names, or why a client has none."""
-        for plan, found in self.engine.each_full_gradients(inputs, plans):
+        for plan, answer in self.engine.each_full_gradients(inputs, plans):
             index = plan.participant.index
             try:
-                gradients = self._checked(plan, found, inputs.round)
+                gradients = self._checked(plan, answer, inputs.round)
             except ClientError as error:
                 yield plan, error
                 continue
@@ -58,9 +58,9 @@ class ClientGradients:
         indices = [plan.participant.index for plan in plans]
         own = {index: self._kept[index] for index in indices if index in self._kept}
         missing = [plan for plan in plans if plan.participant.index not in own]
-        for plan, found in self.engine.each_full_gradients(inputs, missing):
+        for plan, answer in self.engine.each_full_gradients(inputs, missing):
             index = plan.participant.index
-            own[index] = self._checked(plan, found, inputs.round)
+            own[index] = self._checked(plan, answer, inputs.round)
             self._anew.add(index)
         return own
 
@@ -75,16 +75,16 @@ class ClientGradients:
         points = self.algorithm.full_grad_at if known else ()
         return {point: {index: self._norms[index][point] for index in known} for point in points}
 
-    def _checked(self, plan: WorkPlan, found: State | ClientError, round: int) -> State:
+    def _checked(self, plan: WorkPlan, answer: State | ClientError, round: int) -> State:
         """Return a client's gradients, and note their norms.
 
         Raises:
             ClientError: If it has none, or one that is not finite.
         """
-        if isinstance(found, ClientError):
-            raise found
+        if isinstance(answer, ClientError):
+            raise answer
         client_id = plan.participant.client_id
-        norms = {point: float(torch.linalg.vector_norm(gradient)) for point, gradient in found.items()}
+        norms = {point: float(torch.linalg.vector_norm(gradient)) for point, gradient in answer.items()}
         for point, norm in norms.items():
             if not math.isfinite(norm):
                 raise ClientError(
@@ -93,4 +93,4 @@ class ClientGradients:
                     client_id,
                 )
         self._norms[plan.participant.index] = norms
-        return found
+        return answer

@@ -82,28 +82,30 @@ class Rounds:
         ranks, split, told = self.ranks, self.work.engine.split, [Told()]
         if self.settings.drops_failed:  # data may have failed to load in some processes only
             self._faults.merge(ranks.gather(self._faults.causes))
-        half = ServerRound(self.server, self.settings, self.sampling.population, self._cohort, self._faults)
-        self.at_work = half
-        owners = self._owners(half)
-        trainers = {i: owners[i] for i in half.members} if self.settings.clients_keep_state else None
+        server_round = ServerRound(self.server, self.settings, self.sampling.population, self._cohort, self._faults)
+        self.at_work = server_round
+        owners = self._owners(server_round)
+        trainers = {i: owners[i] for i in server_round.members} if self.settings.clients_keep_state else None
         states = TravellingStates(self.server, ranks, trainers)
         with split.in_step(), metrics_alone(self.trainer):
-            self.work.begin(self.server.round, [m for m in half.members.values() if owners[m.index] == ranks.rank])
-            for task in half.phases():
-                answers = ranks.exchange_and_deliver(partial(self._answer, task, half, owners, states, tell))
+            self.work.begin(
+                self.server.round, [m for m in server_round.members.values() if owners[m.index] == ranks.rank]
+            )
+            for task in server_round.phases():
+                answers = ranks.exchange_and_deliver(partial(self._answer, task, server_round, owners, states, tell))
                 outlines = [outline for outline, _ in answers]
                 if task.phase == TRAIN:
                     states.take_home([outline["travelling"] for outline in outlines], [part for _, part in answers])
                     told = [outline["told"] for outline in outlines]
                     told = split.gather(told[0]) if split.size > 1 else told
-                if not half.close_phase(outlines, ranks):
+                if not server_round.close_phase(outlines, ranks):
                     return None
         return told
 
     def _answer(
         self,
         task: Task,
-        half: ServerRound,
+        server_round: ServerRound,
         owners: Mapping[int, int],
         states: TravellingStates,
         tell: Callable[[], Told],
@@ -114,19 +116,19 @@ class Rounds:
         if trains:
             states.send()
         chunks = states.last(work.chunks(task, [index for index in task.clients if owner(index) == ranks.rank]))
-        half.expect(index for clients in chunks for index in clients)
+        server_round.expect(index for clients in chunks for index in clients)
         for clients in chunks:
             for reply in work.answer(task, clients, states):
-                work.call_end_hooks(half.receive(reply))
+                work.call_end_hooks(server_round.receive(reply))
         if not trains:
-            return half.outline(), [()] * ranks.size
+            return server_round.outline(), [()] * ranks.size
         work.end_training()
         travelling, sent = states.leaving()
-        return {**half.outline(), "travelling": travelling, "told": tell()}, sent
+        return {**server_round.outline(), "travelling": travelling, "told": tell()}, sent
 
-    def _owners(self, half: ServerRound) -> Mapping[int, int]:
+    def _owners(self, server_round: ServerRound) -> Mapping[int, int]:
         """Return who trains whom: ranks by stored index."""
         x = self.server.x
-        members = [*half.members.values(), *half.gradient_members.values()]
+        members = [*server_round.members.values(), *server_round.gradient_members.values()]
         most_moves = max(1, _MOVED_BYTES // x.nbytes)
         return assign(members, self.ranks, self.settings.clients_keep_state, most_moves, x.numel())

@@ -61,8 +61,8 @@ class Stacked(Sequence[State]):
     def __getitem__(self, at: slice) -> "Stacked": ...
     def __getitem__(self, at: int | slice) -> "State | Stacked":
         """Return the state of one client, or those of some."""
-        found = {name: value[at] for name, value in self.together.items()}
-        return Stacked(found) if isinstance(at, slice) else found
+        part = {name: value[at] for name, value in self.together.items()}
+        return Stacked(part) if isinstance(at, slice) else part
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +191,10 @@ class ClientStates:
         self.store.stage_all(indices, states)
 
 
-def _difference(found: State, wanted: State) -> str:
+def _difference(state: State, wanted: State) -> str:
     """Return in which name, shape or type kept values differ from what they should be; nothing if in none."""
     for name, like in wanted.items():
-        value = found.get(name)
+        value = state.get(name)
         if value is None:
             return f"it has no {name!r}"
         both_float = value.is_floating_point() and like.is_floating_point()
@@ -203,9 +203,9 @@ def _difference(found: State, wanted: State) -> str:
     return ""
 
 
-def _solver_fault(found: State, num_params: int) -> str:
+def _solver_fault(state: State, num_params: int) -> str:
     """Return which state is of no parameter of the model; nothing if none is. Shapes are the optimizer's own affair."""
-    for name in found:
+    for name in state:
         number = name.split(".")[1]
         if not number.isdecimal() or int(number) >= num_params:
             return f"it has {name!r}, and the model has {num_params} parameters"

@@ -59,7 +59,7 @@ class Ranks:
         if self.size == 1:
             return [record]
         if self._shared is not None:
-            return [found for found, _ in self.deliver(record, [()] * self.size)()]
+            return [part for part, _ in self.deliver(record, [()] * self.size)()]
         mine = pickle.dumps(record)
         parts = self._all_gather(mine)
         longest = max(length for length, _ in parts)
@@ -108,9 +108,9 @@ class Ranks:
             if self.size == 1:
                 raise
             failure = error
-        found = self.deliver((record, Failure.of(failure)), sent)()
-        Failure.raise_first([part for (_, part), _ in found], failure)
-        return [(part, received) for (part, _), received in found]  # type: ignore[misc]  # nobody failed
+        parts = self.deliver((record, Failure.of(failure)), sent)()
+        Failure.raise_first([part for (_, part), _ in parts], failure)
+        return [(part, received) for (part, _), received in parts]  # type: ignore[misc]  # nobody failed
 
     def gather_at_zero(self, record: Any) -> list[Any]:
         """Return everybody's record on rank zero, and nothing elsewhere."""
@@ -175,8 +175,8 @@ class Ranks:
             return lambda: [(record, torch.empty(0, dtype=torch.uint8))]
         lengths = [sum(map(len, to)) for to in sent]
         if self._shared is None:
-            found = self._delivered_by_group(self.gather((record, lengths)), sent)
-            return lambda: found
+            parts = self._delivered_by_group(self.gather((record, lengths)), sent)
+            return lambda: parts
         mine = pickle.dumps((record, lengths))
         head = bytearray(_ALIGNED + padded(len(mine)))
         head[:8], head[_ALIGNED : _ALIGNED + len(mine)] = len(mine).to_bytes(8, "little"), mine
@@ -189,15 +189,15 @@ class Ranks:
                 "Processes have exchanged something else while clients' states were on their way. Gather values in the"
                 " hooks of rounds, not in those of clients."
             )
-        found = []
+        parts = []
         for rank, message in enumerate(memory.end()):
             size = int.from_bytes(message[:8].numpy().tobytes(), "little")
             # this run's own processes wrote it
             written = None if rank == self.rank else message[_ALIGNED : _ALIGNED + size].numpy().tobytes()
             record, lengths = own if written is None else pickle.loads(written)  # noqa: S301
             start = _ALIGNED + padded(size) + sum(lengths[: self.rank])
-            found.append((record, message[start : start + lengths[self.rank]]))
-        return found
+            parts.append((record, message[start : start + lengths[self.rank]]))
+        return parts
 
     def _delivered_by_group(self, records: Sequence[tuple[Any, Sequence[int]]], sent: Sent) -> list[tuple[Any, Tensor]]:
         arriving = [lengths[self.rank] for _, lengths in records]
