@@ -30,7 +30,9 @@ def assign(
         numel: The number of parameters.
     """
     members = {member.index: member for member in cohort}
-    if keeps_state or ranks.size == 1:
+    if ranks.size == 1:
+        return dict.fromkeys(members, 0)
+    if keeps_state:
         homes = {index: ranks.home_of(index) for index in members}
         kind = sum(numel >= least for least in _MODELS)
         work = {index: member.steps + _AROUND[kind] for index, member in members.items()}

@@ -202,7 +202,7 @@ class ClientWork:
         work = {plan.participant.index: plan for plan in plans}
         examples = [_examples(work[who.index]) for who in result.participants]
         chunk = ChunkReplies(engine, result, states, self._before, self.settings.compression, task.round)
-        norms = self._gradients.norms_of(work, taken_anew=True)
+        norms = self._gradients.norms_of(work, taken_anew=True) if self.algorithm.full_grad_at else {}
         yield from chunk.each(partial(self._reply, task, norms=norms), examples, failed)
 
     def _run(self, task: Task, states: ClientStates, plans: Sequence[WorkPlan]) -> ChunkResult:

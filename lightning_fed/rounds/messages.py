@@ -153,6 +153,11 @@ class ReplyOrder:
         while self._next < len(self._clients) and self._clients[self._next] in self._done:
             self._next += 1
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all replies have been handed on."""
+        return self._next == len(self._clients)
+
     def missing(self) -> list[int]:
         """Return the clients that have not answered, by stored index, in order."""
         return [index for index in self._clients if index not in self._answered]

@@ -171,6 +171,8 @@ class ServerRound:
 
     def _leave_out_missing(self) -> None:
         """Let clients that do not answer leave the round, and take in the replies that waited for theirs."""
+        if self._order.is_complete:
+            return
         assert self._task is not None
         for client_id in self.missing():
             what = f"to {self._task.phase!r} of round {self._task.round}"

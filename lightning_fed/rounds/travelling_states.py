@@ -35,13 +35,17 @@ class TravellingStates(ClientStates):
     def __init__(self, server: Server, ranks: Ranks, owners: Mapping[int, int] | None) -> None:
         super().__init__(server.algorithm, server.x, server.clients, server.expected_state)
         self.ranks, self._is_announced = ranks, owners is not None
-        self.moves = {index: rank for index, rank in (owners or {}).items() if rank != ranks.home_of(index)}
+        self.moves: dict[int, int] = {}
+        if owners is not None and ranks.size > 1:
+            self.moves = {index: rank for index, rank in owners.items() if rank != ranks.home_of(index)}
         self._deliver: Callable[[], list[tuple[tuple[Kinds, Failure | None], Tensor]]] | None = None
         self._arrived: dict[int, State] = {}
         self._leaving: dict[int, State] = {}
 
     def last(self, chunks: Iterable[Sequence[int]]) -> list[Sequence[int]]:
         """Return chunks of clients with those last whose states travel: nobody waits for what is still to arrive."""
+        if not self.moves:
+            return list(chunks)
         return sorted(chunks, key=lambda indices: not self.moves.keys().isdisjoint(indices))
 
     def send(self) -> None:
@@ -134,6 +138,8 @@ class TravellingStates(ClientStates):
 
     def leaving(self) -> tuple[Kinds, Sent]:
         """Return what goes home, and what others need to know of it before :meth:`take_home`."""
+        if not self.moves:
+            return {}, [()] * self.ranks.size
         return pack(self._leaving, self._homes, self.ranks.size)
 
     def take_home(self, kinds: Sequence[Kinds], received: Sequence[Tensor]) -> None:
@@ -143,6 +149,8 @@ class TravellingStates(ClientStates):
             kinds: What is to be known of what everybody has sent.
             received: The bytes that came here.
         """
+        if not self.moves:
+            return
         for index, state in unpack(kinds, received, self._homes, self.ranks.rank).items():
             self.store.stage(index, state)
 
