@@ -26,7 +26,6 @@ __all__ = ["MEMORY_LIMIT", "ClientStatesPlace"]
 
 MEMORY_LIMIT = 2**30  # bytes of all clients' states from which on client_states="auto" keeps them on disk
 FOLDER = "client_states"
-
 Result = TypeVar("Result")
 
 
@@ -50,8 +49,6 @@ class ClientStatesPlace:
         self._size = 1  # processes that share the clients
         self._fits = False
         self._unused: set[str] | None = None  # segments that no process uses, at the checkpoint that is written
-
-    # ------------------------------------------------------------------ the start of a fit
 
     def open(
         self, server: Server, ranks: Ranks, kept: ClientStore | None, flat: FlatParameters, settings: Settings
@@ -148,8 +145,6 @@ class ClientStatesPlace:
             raise FederatedError(failure)
         return result  # type: ignore[return-value]
 
-    # ------------------------------------------------------------------ checkpoints
-
     def load(self, server: Server, saved: Mapping[Any, Any], is_mine: Callable[[int], bool]) -> None:
         """Take a checkpoint's client states, wherever they are and wherever they go.
 
@@ -233,13 +228,10 @@ class ClientStatesPlace:
         ordered = tuple(sorted(segments, key=lambda segment: segment.name))
         reference = self._write(folder, server.round, self._described(server), len(server.ids), ordered)
         # asked here, where all processes wait for the checkpoint: later, others may be at the next round's segments
-        self._unused = {name for name in folder.segments() - needed if not self._is_strange(name)}
+        # segments of a process that keeps states for itself are of no version, and are its own
+        owners = {name: owner(name) for name in folder.segments() - needed}
+        self._unused = {n for n, (run, rank) in owners.items() if run != self._prefix or rank < self._size}
         return reference
-
-    def _is_strange(self, segment: str) -> bool:
-        """Whether a segment is of a process of this run that keeps states for itself, for no version."""
-        prefix, rank = owner(segment)
-        return prefix == self._prefix and rank >= self._size
 
     def copied(self, saved: Mapping[str, Any]) -> Any:
         """Return for another checkpoint of the same round what a loaded one holds of the client states."""
