@@ -40,9 +40,7 @@ def make_engine(
     if name == "sequential":
         return make_sequential()
     try:
-        on_cpu = trainer.strategy.root_device.type == "cpu"
-        chooses = name == "auto" and chunk_size is None and on_cpu
-        engine = VectorizedEngine(chunk_size, where_it_pays=chooses, prepared=prepared)
+        engine = VectorizedEngine(chunk_size, prepared=prepared)
         _try_out(engine, some())
     except FederatedError as error:
         if name != "auto":
@@ -51,7 +49,6 @@ def make_engine(
         return make_sequential()
     if name == "auto":
         at_once = "one client at a time" if engine.chunk_size == 1 else f"up to {engine.chunk_size} clients at once"
-        at_once += " where their work makes that faster" if chooses and engine.chunk_size > 1 else ""
         rank_zero_info(
             f"engine='auto' takes 'vectorized', {at_once}: no hook is called per batch, and a trial step of the module"
             " agreed."

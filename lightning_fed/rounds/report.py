@@ -92,13 +92,15 @@ class Drift:
         """
         if self._reference is None:
             self._reference = deltas[0].clone()
-        difference, norms = torch.empty_like(self._reference), []
-        for delta, weight in zip(deltas, weights, strict=True):
-            torch.sub(delta, self._reference, out=difference)
-            norms.append(torch.linalg.vector_norm(difference))
+        several = max(1, _BLOCK // len(self._reference))  # clients whose differences are computed at once
+        norms: list[Tensor] = []
+        for start in range(0, len(deltas), several):
+            differences = deltas[start : start + several] - self._reference
+            norms.append(torch.linalg.vector_norm(differences, dim=1))
             if not is_summed:
-                self._own = difference * weight if self._own is None else self._own.add_(difference, alpha=weight)
-        self._squares += sum(w * norm**2 for w, norm in zip(weights, torch.stack(norms).tolist(), strict=True))
+                own = differences.new_tensor(weights[start : start + several]) @ differences
+                self._own = own if self._own is None else self._own.add_(own)
+        self._squares += sum(w * norm**2 for w, norm in zip(weights, torch.cat(norms).tolist(), strict=True))
         self._weight += sum(weights)
 
     def settle(self, x: Tensor, models: Tensor | None, models_weight: float) -> None:

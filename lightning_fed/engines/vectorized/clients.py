@@ -10,7 +10,9 @@ from torch.func import vmap
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.types import Vector
 
-__all__ = ["ChunkMemory", "Clients", "of_each"]
+__all__ = ["ChunkMemory", "Clients", "default_chunk_size", "of_each"]
+
+_SMALL = 2**16  # parameters, up to which a CPU runs several clients at once
 
 
 class Clients:
@@ -71,6 +73,22 @@ class Clients:
             in_dims: As for ``vmap``: 0 for arguments that are the clients' own, None for those that all share.
         """
         return function if self.is_one else vmap(function, in_dims=in_dims, randomness="different")
+
+
+def default_chunk_size(y: Vector) -> int:
+    """Return how many clients to run at once.
+
+    On a CPU one at a time is fastest unless the model is small: its parameters stay in the cache then. On a GPU as many
+    as fit its memory.
+
+    Args:
+        y: The parameters [P].
+    """
+    if y.device.type == "cpu":
+        return min(128, 2**20 // y.numel()) if y.numel() <= _SMALL else 1
+    # not what happens to be free: random layers draw other numbers in a chunk of another size
+    memory = torch.cuda.get_device_properties(y.device).total_memory if y.device.type == "cuda" else 2**33
+    return max(1, min(1024, memory // (32 * y.numel() * y.element_size())))
 
 
 class ChunkMemory:

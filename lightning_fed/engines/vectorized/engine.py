@@ -22,8 +22,7 @@ from lightning_fed.engines.vectorized.anchors import AnchorPass
 from lightning_fed.engines.vectorized.batches import Turn
 from lightning_fed.engines.vectorized.changes import ChangeWatch
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork, steps_are_plain
-from lightning_fed.engines.vectorized.chunking import chunks_that_pay, default_chunk_size
-from lightning_fed.engines.vectorized.clients import ChunkMemory
+from lightning_fed.engines.vectorized.clients import ChunkMemory, default_chunk_size
 from lightning_fed.engines.vectorized.full_gradients import FullGradients, add_decay
 from lightning_fed.engines.vectorized.means import ChunkMeans, LoggedMean, log_means
 from lightning_fed.engines.vectorized.module_step import ModuleStep
@@ -43,7 +42,6 @@ class VectorizedEngine(Engine):
 
     Args:
         chunk_size: How many clients are run at once; None chooses by the size of the model.
-        where_it_pays: Whether fewer are, or one, where the clients' work makes that faster.
         kwargs: What every engine takes.
 
     Raises:
@@ -52,12 +50,11 @@ class VectorizedEngine(Engine):
 
     name = "vectorized"
 
-    def __init__(self, chunk_size: int | None, where_it_pays: bool = False, **kwargs: Any) -> None:
+    def __init__(self, chunk_size: int | None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         check_settings(self)
         self.chunk_size = chunk_size or default_chunk_size(self.flat.y)
         self.keeps_anchors = self._may_keep_anchors()
-        self.where_it_pays = where_it_pays
         self.step = ModuleStep(self.trainer, self.flat)
         self.full = FullGradients(self.step)
         self.anchors = AnchorPass(self.step)
@@ -108,8 +105,6 @@ class VectorizedEngine(Engine):
 
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
         """Yield the clients that are run together."""
-        if self.where_it_pays and self.chunk_size > 1:
-            return chunks_that_pay(plans, self.chunk_size, self.flat.layout.numel)
         return (plans[i : i + self.chunk_size] for i in range(0, len(plans), self.chunk_size))
 
     @property
