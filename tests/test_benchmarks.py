@@ -349,3 +349,25 @@ def test_the_page_has_a_place_for_all_figures(scripts):
     page = (BENCHMARKS.parent / "docs" / "performance.md").read_text()
     for name in ("workloads", "scale", "soak", *(f"scale-{axis}" for axis in scripts("scale").AXES)):
         assert page.index(f"<!-- {name}:start -->") < page.index(f"<!-- {name}:end -->")
+
+
+def test_reach_counts_what_a_round_enters(scripts, capsys):
+    script = scripts("reach")
+    assert script.main(["--engine", "sequential", "--algorithm", "FedAvg", "--json", "--list"]) == 0
+    assert sys.getprofile() is None
+    said = json.loads(capsys.readouterr().out)
+    (found,) = said["rounds"]
+    assert 10 < found["files"] < found["defined"] <= found["functions"] < found["calls"]
+    for key in ("functions", "defined", "calls"):
+        assert found[key] == sum(folder[key] for folder in found["folders"].values())
+    entered = {(file, name): count for file, name, count in found["entered"]}
+    assert entered["optim.py", "FederatedOptimizer.step"] == script.CLIENTS * script.STEPS
+    assert said["room"]["total"]["files"] == sum(folder["files"] for folder in said["room"]["folders"].values())
+
+
+def test_reach_says_which_targets_are_missed(scripts):
+    script = scripts("reach")
+    enters = {"engine": "vectorized", "algorithm": "FedAvg", "files": 35, "functions": 220}
+    total = {"files": 42, "lines": 8001}
+    assert script._missed([enters], total) == ["files: 35, at most 34", "room_lines: 8001, at most 8000"]
+    assert script._missed([enters | {"algorithm": "Mime"}], total) == ["room_lines: 8001, at most 8000"]
