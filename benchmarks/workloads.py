@@ -2,11 +2,14 @@
 
     python benchmarks/workloads.py --system lightning_fed --workload W1 --rounds 8 --json
     python benchmarks/workloads.py --system all --workload W1 W2 --python fedjax=PATH --render docs/performance.md
+    python benchmarks/workloads.py --against CHECKOUT --workload W1 W1x10 W2 W4 --algorithm FedAvg Mime Scaffold
 
 One system on one workload is one line of JSON. Several are run workload by workload and in turns: each run in a process
 of its own, each repeat once through all systems, so that a busy machine treats all alike; with ``--in-turns 4`` every
 four rounds. Systems other than lightning_fed may live in environments of their own: ``--python fedjax=PATH`` or the
 environment variable ``BENCHMARK_PYTHON_FEDJAX`` names their interpreter; what is not installed is skipped.
+``--against`` compares lightning_fed with another checkout of it, in turns and on one core: ratios of seconds and of
+processor time, set-up and memory.
 ``docs/performance.md`` describes the workloads.
 """
 
@@ -24,9 +27,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from systems import summary
+from systems import summary, variants
 from systems.measure import Outcome, Settings, Stopwatch, machine, positive
 from systems.problem import WORKLOADS, Problem, prepare
+from systems.variants import Variant
 
 PACKAGES = {
     "lightning_fed": "lightning_fed",
@@ -39,8 +43,9 @@ PACKAGES = {
 }
 """The package that each system needs."""
 
-Run: TypeAlias = tuple[str, str, str]  # workload, system, method
+Run: TypeAlias = tuple[str, str | Variant, str]  # workload, system, method
 
+_OWN = "lightning_fed"
 _PROCESSES = {"torch": 1, "torch-2": 2}
 _ON_GPU = ("lightning_fed", "torch")
 
@@ -49,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for, and return the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.against is not None:
+        return _compare(args, variants.variants(args.against, ()))
+    args.rounds = args.rounds or 8
     if args.system is None:
         if args.results is None or args.render is None:
             parser.error("--system is required, unless --results and --render make a page out of earlier runs")
@@ -83,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--system", nargs="+", choices=[*PACKAGES, "all"], metavar="NAME", help=f"{', '.join(PACKAGES)}, or all")
     add("--workload", nargs="+", choices=list(WORKLOADS), default=["W1"], help="what to train")
-    add("--rounds", type=positive, default=8, help="rounds to time")
+    add("--rounds", type=positive, help="rounds to time; by default 8, in comparisons with itself the workload's own")
     add("--warmup", type=positive, help="rounds before them, the same for all systems; by default the workload's own")
     add("--repeats", type=positive, help="runs of each system, in turns; by default the workload's own")
     turns = "all systems at once in memory, each with so many rounds before the next has its own"
@@ -97,7 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print lines of JSON")
     add("--results", type=Path, help="file of JSON lines to add the figures to, and to render from")
     add("--render", type=Path, metavar="PAGE", help="page to write the tables to, between its markers")
+    add("--against", type=Path, metavar="CHECKOUT", help="compare lightning_fed with that of another checkout")
     add("--here", action="store_true", help=argparse.SUPPRESS)  # this interpreter is the system's own
+    add("--every-round", action="store_true", help=argparse.SUPPRESS)  # the line has the time of each
     return parser
 
 
@@ -135,6 +145,23 @@ def _runs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Run
     return runs
 
 
+def _compare(args: argparse.Namespace, compared: Sequence[Variant]) -> int:
+    """Run lightning_fed beside itself in all workloads and methods, print ratios, and return the exit status."""
+    lines: list[dict[str, Any]] = []
+    args.devices, args.every_round = args.devices or 1, True
+    for workload, method in itertools.product(args.workload, args.algorithm or ["FedAvg"]):
+        length, its = variants.LENGTHS[workload], argparse.Namespace(**vars(args))
+        its.rounds, its.warmup = args.rounds or length.rounds, args.warmup or length.warmup
+        its.in_turns = args.in_turns or length.turn
+        runs = [(workload, variant, method) for variant in compared]
+        lines += variants.compare([_run_in_turns(its, runs) for _ in range(args.repeats or 1)])
+    if args.results is not None:
+        with args.results.open("a") as file:
+            file.writelines(f"{json.dumps(line)}\n" for line in lines)
+    print("\n".join(map(json.dumps, lines)) if args.json else variants.table(lines, args.against is not None))
+    return int(any("failed" in line for line in lines))
+
+
 def _python(args: argparse.Namespace, system: str) -> str | None:
     """Return the interpreter that was named for a system."""
     return dict(args.python).get(system) or os.environ.get(f"BENCHMARK_PYTHON_{system.upper().replace('-', '_')}")
@@ -162,9 +189,11 @@ def _run_here(args: argparse.Namespace, workload: str, system: str, algorithm: s
         outcome: Outcome | None = module.run(problem, settings, stopwatch)
     if outcome is None:
         return None
+    times, cpu_times = stopwatch.rounds()
     return {
         **named,
         **stopwatch.figures(),
+        **({"rounds_s": times, "rounds_cpu_s": cpu_times} if args.every_round else {}),
         "loss_end": round(problem.loss(outcome.logits_of), 6),
         "rounds": settings.rounds,
         "warmup": settings.warmup,
@@ -212,8 +241,14 @@ def _stops(process: subprocess.Popen[str]) -> bool:
     return has_stopped
 
 
-def _start(args: argparse.Namespace, workload: str, system: str, algorithm: str) -> subprocess.Popen[str]:
+def _start(args: argparse.Namespace, workload: str, system: str | Variant, algorithm: str) -> subprocess.Popen[str]:
     """Start a system in a fresh process; what it says on the way goes to standard error."""
+    environment = dict(os.environ)
+    if isinstance(system, Variant):
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(system.checkout), *filter(None, [environment.get("PYTHONPATH")])]
+        )
+        system = _OWN
     command = [_python(args, system) or sys.executable, __file__, "--here", "--json"]
     command += ["--system", system, "--workload", workload, "--algorithm", algorithm]
     command += ["--rounds", str(args.rounds), "--data", str(args.data)]
@@ -221,8 +256,10 @@ def _start(args: argparse.Namespace, workload: str, system: str, algorithm: str)
     command += ["--warmup", str(args.warmup)] if args.warmup else []
     command += ["--devices", str(args.devices)] if args.devices else []
     command += ["--in-turns", str(args.in_turns)] if args.in_turns else []
+    command += ["--every-round"] * args.every_round
     # its processes are a group of their own, to be stopped together
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=args.in_turns > 0)  # noqa: S603
+    group = args.in_turns > 0
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=group)  # noqa: S603
 
 
 def _line_of(run: Run, process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -230,10 +267,12 @@ def _line_of(run: Run, process: subprocess.Popen[str]) -> dict[str, Any]:
     workload, system, algorithm = run
     printed, _ = process.communicate()
     lines = [text for text in printed.splitlines() if text.startswith("{")]
-    named = {"system": system, "workload": workload, "algorithm": algorithm}
-    line: dict[str, Any] = json.loads(lines[-1]) if lines else {**named, "failed": f"exit code {process.returncode}"}
+    name = system.name if isinstance(system, Variant) else system
+    named = {"system": name, "workload": workload, "algorithm": algorithm}
+    line: dict[str, Any] = json.loads(lines[-1]) if lines else {"failed": f"exit code {process.returncode}"}
+    line |= named
     took = f"{line['s_per_round']} s a round" if "s_per_round" in line else line.get("failed", "skipped")
-    print(f"{workload} {system} {algorithm}: {took}", file=sys.stderr)
+    print(f"{workload} {name} {algorithm}: {took}", file=sys.stderr)
     return line
 
 

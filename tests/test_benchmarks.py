@@ -371,3 +371,48 @@ def test_reach_says_which_targets_are_missed(scripts):
     total = {"files": 42, "lines": 8001}
     assert script._missed([enters], total) == ["files: 35, at most 34", "room_lines: 8001, at most 8000"]
     assert script._missed([enters | {"algorithm": "Mime"}], total) == ["room_lines: 8001, at most 8000"]
+
+
+def with_rounds(name, times, loss=1.0):
+    own = line(name, sorted(times)[len(times) // 2], loss=loss)
+    own |= {"rounds_s": times, "rounds_cpu_s": [2 * t for t in times], "cpu_s_per_round": 0.5, "setup_cpu_s": 0.25}
+    return own
+
+
+def test_checkouts_are_compared_round_by_round(scripts):
+    variants = scripts("systems.variants")
+    base, other = with_rounds("this checkout", [1.0, 2.0, 4.0]), with_rounds("the other checkout", [2.0, 4.0, 40.0])
+    slower = with_rounds("the other checkout", [3.0, 6.0, 12.0], loss=2.0)
+    (found,) = variants.compare([[base, other], [base, slower]])
+    assert (found["ratios"], found["ratio"]) == ([2.0, 3.0], 2.5)  # the round that was disturbed does not count
+    assert found["cpu_ratios"] == [round(46 / 7, 4), 3.0]  # it does here
+    assert not found["same_loss"]
+    text = variants.table([found], is_against=True)
+    assert "| W1 FedAvg | 0.400 |" in text
+    assert "| geometric mean | 0.400 |" in text
+    failed = {"system": "the other checkout", "workload": "W1", "algorithm": "FedAvg", "failed": "exit code 1"}
+    assert variants.compare([[base, failed]]) == [failed]
+    assert variants.compare([[failed, base]]) == [failed]
+    assert "W1 FedAvg, the other checkout: did not finish." in variants.table([failed], is_against=True)
+
+
+def test_every_workload_has_a_length_for_comparisons(scripts):
+    assert set(scripts("systems.variants").LENGTHS) == set(scripts("systems.problem").WORKLOADS)
+
+
+def test_a_folder_without_the_package_is_no_checkout(run, tmp_path):
+    with pytest.raises(SystemExit, match="no package lightning_fed"):
+        run("--against", str(tmp_path))
+
+
+@pytest.mark.thorough
+def test_a_checkout_is_compared_with_another(run, tmp_path):
+    status, (found,), _ = run("--against", str(BENCHMARKS.parent), "--algorithm", "Scaffold")
+    assert status == 0
+    assert found["same_loss"]
+    assert 0.2 < found["cpu_ratio"] < 5
+    (tmp_path / "lightning_fed").mkdir()
+    (tmp_path / "lightning_fed" / "__init__.py").write_text("raise RuntimeError('the other one')")
+    status, (found,), _ = run("--against", str(tmp_path))
+    assert status == 1
+    assert found["failed"] == "exit code 1"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -62,6 +62,17 @@ class Outcome:
     config: dict[str, Any]
 
 
+_Times: TypeAlias = tuple[float, float]  # seconds, and seconds of this process's own work
+
+
+def _now() -> _Times:
+    return time.perf_counter(), time.process_time()
+
+
+def _since(start: _Times, end: _Times) -> _Times:
+    return end[0] - start[0], end[1] - start[1]
+
+
 class Stopwatch:
     """Time rounds from tick to tick: one before the first round, one after every round.
 
@@ -72,22 +83,24 @@ class Stopwatch:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.peak_mb = 0.0
-        self._ticks: list[float] = []
-        self._starts: list[float] = []  # of the rounds that follow the ticks
-        self._started = time.perf_counter()
+        self._ticks: list[_Times] = []
+        self._starts: list[_Times] = []  # of the rounds that follow the ticks
+        self._started = _now()
 
     def tick(self) -> None:
         """Take the time; after the last round, the memory as well, while all processes are still there."""
-        self._ticks.append(time.perf_counter())
+        self._ticks.append(_now())
         done, in_turns = len(self._ticks) - 1 - self.settings.warmup, self.settings.in_turns
         if done == self.settings.rounds:
             self.peak_mb = peak_memory_mb()
         elif in_turns and done >= 0 and done % in_turns == 0:
             os.killpg(os.getpgrp(), signal.SIGSTOP)
-        self._starts.append(time.perf_counter())
+        self._starts.append(_now())
 
     def figures(self) -> dict[str, float]:
         """Return seconds per round, megabytes at the most, and seconds until the first round that counts.
+
+        Those with "cpu" in their names are processor time of this process alone.
 
         Raises:
             RuntimeError: If the system did not run as many rounds as it should have.
@@ -95,14 +108,24 @@ class Stopwatch:
         warmup, expected = self.settings.warmup, self.settings.total + 1
         if len(self._ticks) != expected:
             raise RuntimeError(f"The stopwatch ticked {len(self._ticks)} times instead of {expected}.")
-        times = [end - start for start, end in zip(self._starts[warmup:-1], self._ticks[warmup + 1 :], strict=True)]
+        times, cpu_times = self.rounds()
+        setup, cpu_setup = _since(self._started, self._ticks[warmup])
         return {
             "s_per_round": round(statistics.median(times), 6),
+            "cpu_s_per_round": round(statistics.median(cpu_times), 6),
             "min": round(min(times), 6),
             "max": round(max(times), 6),
             "peak_rss_mb": round(self.peak_mb, 1),
-            "setup_s": round(self._ticks[warmup] - self._started, 2),
+            "setup_s": round(setup, 2),
+            "setup_cpu_s": round(cpu_setup, 2),
         }
+
+    def rounds(self) -> tuple[list[float], list[float]]:
+        """Return the seconds that each round took that counts, and its seconds of processor time."""
+        warmup = self.settings.warmup
+        pairs = zip(self._starts[warmup:-1], self._ticks[warmup + 1 :], strict=True)
+        times, cpu_times = zip(*(_since(start, end) for start, end in pairs), strict=True)
+        return list(times), list(cpu_times)
 
 
 def usable_cores() -> int:
