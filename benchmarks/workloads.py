@@ -3,13 +3,15 @@
     python benchmarks/workloads.py --system lightning_fed --workload W1 --rounds 8 --json
     python benchmarks/workloads.py --system all --workload W1 W2 --python fedjax=PATH --render docs/performance.md
     python benchmarks/workloads.py --against CHECKOUT --workload W1 W1x10 W2 W4 --algorithm FedAvg Mime Scaffold
+    python benchmarks/workloads.py --without tracing turns whole-steps+turns --workload W2 --algorithm FedAvg Mime
 
 One system on one workload is one line of JSON. Several are run workload by workload and in turns: each run in a process
 of its own, each repeat once through all systems, so that a busy machine treats all alike; with ``--in-turns 4`` every
 four rounds. Systems other than lightning_fed may live in environments of their own: ``--python fedjax=PATH`` or the
 environment variable ``BENCHMARK_PYTHON_FEDJAX`` names their interpreter; what is not installed is skipped.
 ``--against`` compares lightning_fed with another checkout of it, in turns and on one core: ratios of seconds and of
-processor time, set-up and memory.
+processor time, set-up and memory. ``--without`` does the same with mechanisms that are patched away, each by itself, or
+several that are joined by "+": what each of them buys. ``systems/ablations.py`` names them.
 ``docs/performance.md`` describes the workloads.
 """
 
@@ -27,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from systems import summary, variants
+from systems import ablations, summary, variants
 from systems.measure import Outcome, Settings, Stopwatch, machine, positive
 from systems.problem import WORKLOADS, Problem, prepare
 from systems.variants import Variant
@@ -54,8 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for, and return the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.against is not None:
-        return _compare(args, variants.variants(args.against, ()))
+    if args.against is not None or (args.without and not args.here):
+        ablations.check(args.without, args.engine)
+        return _compare(args, variants.variants(args.against, args.without))
     args.rounds = args.rounds or 8
     if args.system is None:
         if args.results is None or args.render is None:
@@ -105,7 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print lines of JSON")
     add("--results", type=Path, help="file of JSON lines to add the figures to, and to render from")
     add("--render", type=Path, metavar="PAGE", help="page to write the tables to, between its markers")
-    add("--against", type=Path, metavar="CHECKOUT", help="compare lightning_fed with that of another checkout")
+    compared = parser.add_mutually_exclusive_group().add_argument
+    compared("--against", type=Path, metavar="CHECKOUT", help="compare lightning_fed with that of another checkout")
+    compared("--without", nargs="+", default=[], metavar="NAME", help="and with itself without some of its mechanisms")
     add("--here", action="store_true", help=argparse.SUPPRESS)  # this interpreter is the system's own
     add("--every-round", action="store_true", help=argparse.SUPPRESS)  # the line has the time of each
     return parser
@@ -184,6 +189,8 @@ def _run_here(args: argparse.Namespace, workload: str, system: str, algorithm: s
     prepare(workload, args.data)
     problem = Problem(workload, args.data)
     stopwatch = Stopwatch(settings)
+    for name in args.without:
+        ablations.switch_off(name)
     with contextlib.redirect_stdout(sys.stderr):  # what the systems print
         module = importlib.import_module(f"systems.with_{package}")
         outcome: Outcome | None = module.run(problem, settings, stopwatch)
@@ -243,12 +250,12 @@ def _stops(process: subprocess.Popen[str]) -> bool:
 
 def _start(args: argparse.Namespace, workload: str, system: str | Variant, algorithm: str) -> subprocess.Popen[str]:
     """Start a system in a fresh process; what it says on the way goes to standard error."""
-    environment = dict(os.environ)
+    environment, without = dict(os.environ), ()
     if isinstance(system, Variant):
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(system.checkout), *filter(None, [environment.get("PYTHONPATH")])]
         )
-        system = _OWN
+        without, system = system.without, _OWN
     command = [_python(args, system) or sys.executable, __file__, "--here", "--json"]
     command += ["--system", system, "--workload", workload, "--algorithm", algorithm]
     command += ["--rounds", str(args.rounds), "--data", str(args.data)]
@@ -257,6 +264,7 @@ def _start(args: argparse.Namespace, workload: str, system: str | Variant, algor
     command += ["--devices", str(args.devices)] if args.devices else []
     command += ["--in-turns", str(args.in_turns)] if args.in_turns else []
     command += ["--every-round"] * args.every_round
+    command += ["--without", *without] if without else []
     # its processes are a group of their own, to be stopped together
     group = args.in_turns > 0
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=group)  # noqa: S603

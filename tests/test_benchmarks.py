@@ -386,7 +386,7 @@ def test_checkouts_are_compared_round_by_round(scripts):
     (found,) = variants.compare([[base, other], [base, slower]])
     assert (found["ratios"], found["ratio"]) == ([2.0, 3.0], 2.5)  # the round that was disturbed does not count
     assert found["cpu_ratios"] == [round(46 / 7, 4), 3.0]  # it does here
-    assert not found["same_loss"]
+    assert found["loss_differs"] == 1.0
     text = variants.table([found], is_against=True)
     assert "| W1 FedAvg | 0.400 |" in text
     assert "| geometric mean | 0.400 |" in text
@@ -394,6 +394,44 @@ def test_checkouts_are_compared_round_by_round(scripts):
     assert variants.compare([[base, failed]]) == [failed]
     assert variants.compare([[failed, base]]) == [failed]
     assert "W1 FedAvg, the other checkout: did not finish." in variants.table([failed], is_against=True)
+
+
+def test_every_mechanism_is_where_it_is_patched_away(scripts):
+    ablations = scripts("systems.ablations")
+    assert all(len(list(ablations.places_of(name))) == len(its.places) for name, its in ablations.ABLATIONS.items())
+
+
+def test_a_mechanism_is_patched_away(scripts, monkeypatch):
+    ablations = scripts("systems.ablations")
+    for module, what in (("optim:FederatedOptimizer.step", "there"), ("optim:FederatedOptimizer.gone", "elsewhere")):
+        monkeypatch.setitem(ablations.ABLATIONS, what, ablations.Ablation(what, {module: ablations._always(3)}))
+    optimizer = importlib.import_module("lightning_fed.optim").FederatedOptimizer
+    monkeypatch.setattr(optimizer, "step", optimizer.step)
+    ablations.switch_off("there")
+    assert optimizer.step(None) == 3
+    with pytest.raises(SystemExit, match="no optim:FederatedOptimizer.gone in lightning_fed any more"):
+        ablations.switch_off("elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--without", "turn"], "no such mechanism(.|\n)*  turns "),
+        (["--without", "turns+lean"], "lean: that is a mechanism of the sequential engine"),
+        (["--without", "turns", "--engine", "sequential"], "turns: that is a mechanism of the vectorized engine"),
+    ],
+)
+def test_mechanisms_are_looked_up_before_anything_runs(run, arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        run(*arguments)
+
+
+@pytest.mark.thorough
+def test_a_run_without_mechanisms_is_compared_with_one_that_has_them(run):
+    status, found, _ = run("--without", "turns", "tracing+lookups")
+    assert status == 0
+    assert [line["variant"] for line in found] == ["without turns", "without tracing+lookups"]
+    assert all(line["loss_differs"] < 1e-5 and line["cpu_ratio"] > 0 for line in found)
 
 
 def test_every_workload_has_a_length_for_comparisons(scripts):
@@ -409,7 +447,7 @@ def test_a_folder_without_the_package_is_no_checkout(run, tmp_path):
 def test_a_checkout_is_compared_with_another(run, tmp_path):
     status, (found,), _ = run("--against", str(BENCHMARKS.parent), "--algorithm", "Scaffold")
     assert status == 0
-    assert found["same_loss"]
+    assert found["loss_differs"] == 0
     assert 0.2 < found["cpu_ratio"] < 5
     (tmp_path / "lightning_fed").mkdir()
     (tmp_path / "lightning_fed" / "__init__.py").write_text("raise RuntimeError('the other one')")

@@ -111,7 +111,7 @@ def _compared(first: Sequence[Line], lines: Sequence[Line]) -> Line:
         "cpu_ratios": [round(ratio, 4) for ratio in cpu_ratios],
         **_figures(lines),
         "base": _figures(first),
-        "same_loss": all(line["loss_end"] == base["loss_end"] for line, base in pairs),
+        "loss_differs": max(abs(line["loss_end"] - base["loss_end"]) for line, base in pairs),
         "repeats": len(lines),
     }
 
@@ -164,7 +164,7 @@ def _row(line: Line, is_against: bool) -> tuple[str, ...]:
         *(f"{1e3 * side['cpu_s_per_round']:.1f}" for side in sides),
         *(f"{side['setup_cpu_s']:.1f}" for side in sides),
         *(f"{side['peak_rss_mb']:.0f}" for side in sides),
-        "same" if line["same_loss"] else "differs",
+        f"{line['loss_differs']:.0e}" if line["loss_differs"] else "same",
     )
 
 
