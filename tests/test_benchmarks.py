@@ -373,6 +373,24 @@ def test_reach_says_which_targets_are_missed(scripts):
     assert script._missed([enters | {"algorithm": "Mime"}], total) == ["room_lines: 8001, at most 8000"]
 
 
+def test_engines_differ_by_rounding_alone(scripts, capsys):
+    script = scripts("rounding")
+    assert script.main(["--runs", "1", "--seed", "17", "--json"]) == 0
+    small, large = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (small["network"], small["method"], small["eps"], large["eps"]) == ("attention", "FedDyn", 1e-8, 1e-3)
+    assert small["engines"][0] < 1e-13  # and in the keys' bias some 1e-4
+    assert max(large["engines"]) < 1e-13
+
+
+def test_what_rounding_does_not_explain_is_found(scripts):
+    script, found = scripts("rounding"), {"engines": (1e-12, 1e-4), "start": (1e-15, 1e-4), "gradients": (1e-16, 0.0)}
+    assert not script._is_explained(found)
+    assert script._is_explained(found | {"engines": (1e-14, 0.1)})
+    lines = [{**vars(script.draw(0, 1e-8)), **found, "explained": False}]
+    assert "1 of 1 runs are further apart" in script._table(lines)
+    assert "NOT EXPLAINED" in script._line(lines[0])
+
+
 def with_rounds(name, times, loss=1.0):
     own = line(name, sorted(times)[len(times) // 2], loss=loss)
     own |= {"rounds_s": times, "rounds_cpu_s": [2 * t for t in times], "cpu_s_per_round": 0.5, "setup_cpu_s": 0.25}
