@@ -126,6 +126,29 @@ def _look_up_each(_: Any) -> Any:
     return runs
 
 
+def _take_each(_: Any) -> Any:
+    """Take the traced steps of a client that runs alone one by one."""
+    import torch
+
+    from lightning_fed.engines.vectorized.functional import Logged
+
+    def take_alike(self: Any, alike: Any, kept: Any, each: Callable[[], None]) -> Any:
+        found = []
+        for i in range(1, len(alike.batches)):
+            found.append(self.take(alike.group(i), kept[i] if kept else None))
+            each()
+        if not found:
+            return None
+        losses, logged = zip(*found, strict=True)
+        values = {
+            name: Logged(torch.stack([of_step[name].value for of_step in logged]), first.options, first.batch_size)
+            for name, first in logged[0].items()
+        }
+        return torch.stack(losses), values
+
+    return take_alike
+
+
 def _trace_each_size(original: Any) -> Any:
     """Trace batches of each number of examples by themselves."""
     from lightning_fed.tracing.traces import kinds
@@ -222,7 +245,7 @@ ABLATIONS = {
     ),
     "alike": Ablation(
         "the steps of one client on batches of one size in one go",
-        {f"{_VECTORIZED}.traced_steps:BoundSteps.take_alike": _always(None)},
+        {f"{_VECTORIZED}.traced_steps:BoundSteps.take_alike": _take_each},
     ),
     "recurring": Ablation(
         "traces only of shapes that recur, where batches may have any",
