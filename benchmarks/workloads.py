@@ -57,6 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     if args.against is not None or (args.without and not args.here):
+        if args.system is not None or args.render is not None:
+            parser.error(
+                "--against and --without compare lightning_fed with itself: they take no --system, no --render"
+            )
         ablations.check(args.without, args.engine)
         return _compare(args, variants.variants(args.against, args.without))
     args.rounds = args.rounds or 8

@@ -87,6 +87,8 @@ def test_a_peer_that_is_not_installed_is_skipped_with_a_message(run, scripts, mo
         (["--system", "pfl", "--python", "pfl=/no/such/python"], "is not a program"),
         (["--system", "torch", "--rounds", "0"], "above 0"),
         (["--system", "torch", "--in-turns", "4"], "only one run"),
+        (["--system", "torch", "--without", "turns"], "they take no --system"),
+        (["--against", ".", "--without", "turns"], "not allowed with"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(run, capsys, arguments, message):
