@@ -162,21 +162,22 @@ def positive(text: str) -> int:
 def peak_memory_mb() -> float:
     """Return the largest resident memory of this process and its descendants in MB.
 
-    Peaks of the processes are added up; pages that they share, such as libraries, are counted once. It is read once,
-    after the last round: looking at the memory while rounds run would cost them time.
+    Peaks of the processes are added up; pages that they share, such as libraries, are counted once. Of a single process
+    they are all counted: how many others have them too, of another system that waits for its turn, is not its matter.
+    It is read once, after the last round: looking at the memory while rounds run would cost them time.
     """
     if not Path("/proc/self/smaps_rollup").exists():
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
-    total = 0
-    for pid in _family(os.getpid()):
+    total, family = 0, _family(os.getpid())
+    for pid in family:
         try:
             peak = _kilobytes(Path(f"/proc/{pid}/status"), "VmHWM")
             now = _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Rss")
             own = _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss")
         except (OSError, StopIteration):  # it has ended
             continue
-        total += peak - (now - own)
+        total += peak if len(family) == 1 else peak - (now - own)
     return total * 1024 / 1e6
 
 
