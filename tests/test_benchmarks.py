@@ -87,8 +87,8 @@ def test_a_peer_that_is_not_installed_is_skipped_with_a_message(run, scripts, mo
         (["--system", "pfl", "--python", "pfl=/no/such/python"], "is not a program"),
         (["--system", "torch", "--rounds", "0"], "above 0"),
         (["--system", "torch", "--in-turns", "4"], "only one run"),
-        (["--system", "torch", "--without", "turns"], "they take no --system"),
-        (["--against", ".", "--without", "turns"], "not allowed with"),
+        (["--system", "torch", "--without", "staggered"], "they take no --system"),
+        (["--against", ".", "--without", "staggered"], "not allowed with"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(run, capsys, arguments, message):
@@ -436,9 +436,12 @@ def test_a_mechanism_is_patched_away(scripts, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--without", "turn"], "no such mechanism(.|\n)*  turns "),
-        (["--without", "turns+lean"], "lean: that is a mechanism of the sequential engine"),
-        (["--without", "turns", "--engine", "sequential"], "turns: that is a mechanism of the vectorized engine"),
+        (["--without", "stagger"], "no such mechanism(.|\n)*  staggered "),
+        (["--without", "staggered+lean"], "lean: that is a mechanism of the sequential engine"),
+        (
+            ["--without", "staggered", "--engine", "sequential"],
+            "a mechanism of the vectorized engine",
+        ),
     ],
 )
 def test_mechanisms_are_looked_up_before_anything_runs(run, arguments, message):
@@ -448,9 +451,9 @@ def test_mechanisms_are_looked_up_before_anything_runs(run, arguments, message):
 
 @pytest.mark.thorough
 def test_a_run_without_mechanisms_is_compared_with_one_that_has_them(run):
-    status, found, _ = run("--without", "turns", "tracing+lookups")
+    status, found, _ = run("--without", "staggered", "tracing+lookups")
     assert status == 0
-    assert [line["variant"] for line in found] == ["without turns", "without tracing+lookups"]
+    assert [line["variant"] for line in found] == ["without staggered", "without tracing+lookups"]
     assert all(line["loss_differs"] < 1e-5 and line["cpu_ratio"] > 0 for line in found)
 
 

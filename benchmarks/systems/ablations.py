@@ -104,62 +104,13 @@ def _then(name: str, value: Any) -> Replace:
     return replace
 
 
-def _equal_chunks(_: Any) -> Any:
-    def chunks(plans: Sequence[Any], most: int, numel: int) -> Iterator[Sequence[Any]]:
-        return (plans[i : i + most] for i in range(0, len(plans), most))
+def _once_for_each(_: Any) -> Any:
+    """Work out what stays as it is from step to step anew for every choice of clients."""
 
-    return chunks
+    def once(self: Any, trace: Any, clients: Any) -> Any:
+        return trace.once([*self.step.shared, *clients.of(self.step.own)])
 
-
-def _look_up_each(_: Any) -> Any:
-    """Look up each batch of a client that runs alone when its step comes."""
-    from lightning_fed.engines.vectorized import row_batches
-
-    def runs(self: Any) -> Iterator[Any]:
-        size, stream = self._batches.settings.batch_size, self._stream()
-        for length in self._epochs:
-            rows = self._batches.epoch_rows(stream, self._shuffle)[: length * size]
-            for i, of_batch in enumerate(rows.split(size)):
-                found = row_batches.look_up(self._trainer, self._resident, self._batches, of_batch)
-                yield row_batches.Alike([found], len(of_batch), i)
-
-    return runs
-
-
-def _take_each(_: Any) -> Any:
-    """Take the traced steps of a client that runs alone one by one."""
-    import torch
-
-    from lightning_fed.engines.vectorized.functional import Logged
-
-    def take_alike(self: Any, alike: Any, kept: Any, each: Callable[[], None]) -> Any:
-        found = []
-        for i in range(1, len(alike.batches)):
-            found.append(self.take(alike.group(i), kept[i] if kept else None))
-            each()
-        if not found:
-            return None
-        losses, logged = zip(*found, strict=True)
-        values = {
-            name: Logged(torch.stack([of_step[name].value for of_step in logged]), first.options, first.batch_size)
-            for name, first in logged[0].items()
-        }
-        return torch.stack(losses), values
-
-    return take_alike
-
-
-def _trace_each_size(original: Any) -> Any:
-    """Trace batches of each number of examples by themselves."""
-    from lightning_fed.tracing.traces import kinds
-
-    def trace(self: Any, leaves: Any, spec: Any, examples: int, kept: Any) -> Any:
-        full = self._steps.batch_size
-        if full is None or examples > full or not self.alone:
-            return original(self, leaves, spec, examples, kept)
-        return self._get((*self._key(spec, kept), *kinds(leaves)), leaves, spec, kept)
-
-    return trace
+    return once
 
 
 _VECTORIZED = "engines.vectorized"
@@ -168,38 +119,21 @@ ABLATIONS = {
         "traces of any kind: PyTorch runs every step through Python",
         {"tracing.traces:Traces.__init__": _then("allowed", False)},
     ),
-    "whole-steps": Ablation(
-        "traces of whole local steps: gradients alone are traced, of full batches",
-        {f"{_VECTORIZED}.traced_steps:LocalSteps.bind": _always(None)},
+    "in-place": Ablation(
+        "traces that move the parameters: they return directions, along which the parameters are moved afterwards",
+        {f"{_VECTORIZED}.chunk_work:ChunkWork.__init__": _then("is_plain", False)},
     ),
     "several": Ablation(
         "several small clients at once on a CPU",
-        {f"{_VECTORIZED}.engine:_chunk_size": _always(1)},
+        {f"{_VECTORIZED}.engine:default_chunk_size": _always(1)},
     ),
-    "chunk-costs": Ablation(
-        "chunks by what they cost: as many clients at once as memory allows",
-        {f"{_VECTORIZED}.engine:chunks_that_pay": _equal_chunks},
+    "staggered": Ablation(
+        "clients that do not wait for each other: all step whenever one does",
+        {f"{_VECTORIZED}.schedule:Schedule.is_staggered": _always(False)},
     ),
-    "turns": Ablation(
-        "turns: all clients of a chunk step whenever one does",
-        {f"{_VECTORIZED}.schedule:Stepping.takes_turns": _always(False)},
-    ),
-    "any-clients": Ablation(
-        "graphs for any number of clients: each number has its own, and few numbers are taken",
-        {f"{_VECTORIZED}.traced_steps:BoundSteps._get_any_count": _always(None)},
-    ),
-    "any-examples": Ablation(
-        "graphs of local steps for any number of examples: each number has its own",
-        {f"{_VECTORIZED}.traced_steps:BoundSteps._trace": _trace_each_size},
-    ),
-    "smaller-batches": Ablation(
-        "graphs for batches that are not full, in local steps, full gradients and anchors: they run untraced",
-        {
-            "tracing.traces:Traces.fits_any_size": _always(False),
-            f"{_VECTORIZED}.traced_steps:BoundSteps._get_any_size": _always(None),
-            f"{_VECTORIZED}.full_gradients:FullGradients._polymorphic": _always(None),
-            f"{_VECTORIZED}.anchors:AnchorPass._of_any_size": _always(None),
-        },
+    "any-size": Ablation(
+        "traces for any number of clients or examples: smaller batches, and steps of some clients only, run untraced",
+        {"tracing.traces:generalize": _always(False)},
     ),
     "anchors": Ablation(
         "gradients at the anchor kept from the full pass to the local steps",
@@ -207,7 +141,7 @@ ABLATIONS = {
     ),
     "anchor-spans": Ablation(
         "many batches at once in the full pass that keeps them",
-        {f"{_VECTORIZED}.anchors:_is_by_rows": _always(False)},
+        {f"{_VECTORIZED}.anchors:has_rows": _always(False)},
     ),
     "full-traces": Ablation(
         "traced full gradients, of one client and of several at once",
@@ -232,28 +166,21 @@ ABLATIONS = {
         "what is the same for every step, worked out once for all steps",
         {"tracing.in_place:_constant": _by(lambda graph, inputs: dict.fromkeys(inputs))},
     ),
-    "known-parts": Ablation(
-        "constant parts of directions taken from those of more clients",
-        {f"{_VECTORIZED}.correction_inputs:KnownParts.has": _always(False)},
+    "chunk-constants": Ablation(
+        "that, worked out once for all clients of a chunk",
+        {f"{_VECTORIZED}.local_steps:LocalSteps._once": _once_for_each},
     ),
     "lookups": Ablation(
         "lookups of the batches of several steps at once",
-        {
-            f"{_VECTORIZED}.row_batches:_AHEAD": _by(0),
-            f"{_VECTORIZED}.row_batches:OneClient.runs": _look_up_each,
-        },
-    ),
-    "alike": Ablation(
-        "the steps of one client on batches of one size in one go",
-        {f"{_VECTORIZED}.traced_steps:BoundSteps.take_alike": _take_each},
+        {f"{_VECTORIZED}.row_lookup:_AHEAD": _by(0)},
     ),
     "recurring": Ablation(
         "traces only of shapes that recur, where batches may have any",
-        {f"{_VECTORIZED}.recurring:Recurring.note": _always(True)},
+        {f"{_VECTORIZED}.schedule:RecurringShapes.note": _always(True)},
     ),
     "lean": Ablation(
         "local steps of the sequential engine without hooks that nobody has",
-        {"engines.sequential.local_loop:_ClientOptimization.prepare": _then("_is_lean", False)},
+        {"engines.sequential.optimization:ClientOptimization.prepare": _then("_is_lean", False)},
         engine="sequential",
     ),
 }
