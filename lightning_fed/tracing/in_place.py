@@ -117,18 +117,24 @@ def split_graph(
             _Update(graph, factor, moved).emit(each)
     output.args = (list(rest),)
     erase_unused(graph)
-    needed = [node for node in fixed if any(user not in fixed for user in node.users)]
-    with graph.inserting_before(factor):
-        for node in needed:
-            stand_in = graph.placeholder(f"once_{node.name}")
-            stand_in.meta = dict(node.meta)
-            node.replace_all_uses_with(stand_in, delete_user_cb=lambda user: user not in fixed)
+    needed = _stood_in_for(graph, fixed, factor)
     once.output([*(_added(once, each.fixed, copies) for each in sums), *(copies[node] for node in needed)])
     once.eliminate_dead_code()
     erase_unused(graph)
     for node in last:
         graph.erase_node(node)
     return SplitGraph(module, once, graph, moves, names or {}, parts)
+
+
+def _stood_in_for(graph: fx.Graph, fixed: dict[fx.Node, None], factor: fx.Node) -> list[fx.Node]:
+    """Let inputs before the factor stand in for what is constant; return the nodes that are needed for it."""
+    needed = [node for node in fixed if any(user not in fixed for user in node.users)]
+    with graph.inserting_before(factor):
+        for node in needed:
+            stand_in = graph.placeholder(f"once_{node.name}")
+            stand_in.meta = dict(node.meta)
+            node.replace_all_uses_with(stand_in, delete_user_cb=lambda user: user not in fixed)
+    return needed
 
 
 def _constant(graph: fx.Graph, inputs: Iterable[fx.Node]) -> dict[fx.Node, None]:

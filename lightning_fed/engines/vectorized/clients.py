@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.func import vmap
 
 from lightning_fed.core.flat import Layout
-from lightning_fed.core.types import Vector
+from lightning_fed.core.types import State, Vector
+from lightning_fed.server.client_state import Stacked
 
-__all__ = ["ChunkMemory", "Clients", "default_chunk_size", "of_each"]
+__all__ = ["ChunkMemory", "Clients", "default_chunk_size", "of_each", "stack_states"]
 
 _SMALL = 2**16  # parameters, up to which a CPU runs several clients at once
 
@@ -133,3 +134,13 @@ def _each_tensor(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _each_tensor(function, part) for key, part in value.items()}
     return tuple(_each_tensor(function, part) for part in value)
+
+
+def stack_states(states: Sequence[State], order: Sequence[int]) -> State:
+    """Return states stacked [S, ...] in another order."""
+    if len(states) == 1:
+        return {name: value[None] for name, value in states[0].items()}  # a view, as nothing changes it in place
+    if isinstance(states, Stacked):
+        is_ordered = list(order) == list(range(len(order)))
+        return {name: value if is_ordered else value[list(order)] for name, value in states.together.items()}
+    return {name: torch.stack([states[i][name] for i in order]) for name in states[order[0]]}

@@ -22,7 +22,7 @@ from lightning_fed.engines.vectorized.anchors import AnchorPass
 from lightning_fed.engines.vectorized.batches import Turn
 from lightning_fed.engines.vectorized.changes import ChangeWatch
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork, steps_are_plain
-from lightning_fed.engines.vectorized.clients import ChunkMemory, default_chunk_size
+from lightning_fed.engines.vectorized.clients import ChunkMemory, default_chunk_size, stack_states
 from lightning_fed.engines.vectorized.full_gradients import FullGradients, add_decay
 from lightning_fed.engines.vectorized.means import ChunkMeans, LoggedMean, log_means
 from lightning_fed.engines.vectorized.module_step import ModuleStep
@@ -30,7 +30,7 @@ from lightning_fed.engines.vectorized.optimizer import Clipping
 from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, are_of_one_kind, is_rows
 from lightning_fed.engines.vectorized.schedule import Schedule, full_batches
 from lightning_fed.engines.vectorized.trial import Trial, check_settings, hooked_parameter
-from lightning_fed.server.client_state import Stacked
+from lightning_fed.server.aggregation import Participant
 
 __all__ = ["VectorizedEngine"]
 
@@ -38,7 +38,7 @@ _SMALL_AT_ANCHOR = 20_000  # parameters, up to which taking gradients at the anc
 
 
 class VectorizedEngine(Engine):
-    """Run the clients of a chunk in step, on stacked parameters; see :mod:`lightning_fed.engines.vectorized.stacked`.
+    """Run the clients of a chunk at once, on stacked parameters; docs/architecture.md tells the way of a batch.
 
     Args:
         chunk_size: How many clients are run at once; None chooses by the size of the model.
@@ -133,40 +133,21 @@ class VectorizedEngine(Engine):
         order = sorted(range(len(plans)), key=lambda i: -lengths[i])
         sorted_plans = [plans[i] for i in order]
         with self._errors_of(sorted_plans, inputs.round):
-            full_grad = [inputs.full_grad.get(plan.participant.index, {}) for plan in sorted_plans]
-            work = ChunkWork(
-                self.algorithm,
-                self.optimizer,
-                inputs,
-                _stack(clients, order),
-                _stack(full_grad, range(len(plans))),
-                self._memory_for(len(plans)),
-                [plan.participant.size for plan in sorted_plans],
-                [plan.participant.steps for plan in sorted_plans],
-                clip,
+            work, means = (
+                self._work_of(inputs, sorted_plans, stack_states(clients, order), clip),
+                ChunkMeans(len(plans)),
             )
-            means = ChunkMeans(len(plans))
             kept = [self.anchors.of(plan.participant.index) for plan in sorted_plans]
             self.schedule.run(inputs, sorted_plans, work, means, is_staggered, kept)
             self.changes.check_work()
             delta, send, keep, sends_delta = work.finish()
-        loss, metrics = means.of_clients()
-        norms = torch.linalg.vector_norm(delta, dim=1).tolist()
         seconds = (time.perf_counter() - started) / len(plans)
-        participants = [plan.participant for plan in sorted_plans]
-        reports = [
-            ClientReport(who.client_id, who.size, who.steps, loss[row], metrics[row], norms[row], seconds)
-            for row, who in enumerate(participants)
-        ]
+        reports = self._reports([plan.participant for plan in sorted_plans], means, delta, seconds)
         asked = sorted(range(len(plans)), key=order.__getitem__)
-        faults: dict[int, ClientError] = {}
-        for row in asked:
-            if not math.isfinite(norms[row] + loss[row]):
-                fault = fault_of(reports[row], means.losses_of(row), inputs.round)
-                faults |= {} if fault is None else {row: fault}
+        faults = self._faults(reports, asked, means, inputs.round)
         means.add_to(self._logged, self.step.options, faults)
         return ChunkResult(
-            participants=participants,
+            participants=[plan.participant for plan in sorted_plans],
             y=work.y,
             delta=delta,
             send=send,
@@ -177,11 +158,43 @@ class VectorizedEngine(Engine):
             faults=faults,
         )
 
-    def _memory_for(self, count: int) -> ChunkMemory:
-        """Return memory for a chunk of so many clients."""
-        if self._memory is None or len(self._memory.y) < count:
-            self._memory = ChunkMemory(self.flat.layout, count, self.flat.y)
-        return self._memory
+    def _work_of(
+        self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: State, clip: Clipping | None
+    ) -> ChunkWork:
+        """Return the work of the clients of a chunk, given what they keep, stacked."""
+        full_grad = [inputs.full_grad.get(plan.participant.index, {}) for plan in plans]
+        if self._memory is None or len(self._memory.y) < len(plans):
+            self._memory = ChunkMemory(self.flat.layout, len(plans), self.flat.y)
+        return ChunkWork(
+            self.algorithm,
+            self.optimizer,
+            inputs,
+            clients,
+            stack_states(full_grad, range(len(plans))),
+            self._memory,
+            [plan.participant.size for plan in plans],
+            [plan.participant.steps for plan in plans],
+            clip,
+        )
+
+    def _reports(
+        self, participants: Sequence[Participant], means: ChunkMeans, delta: Tensor, seconds: float
+    ) -> list[ClientReport]:
+        """Return what each client did, given the changes [S, P]."""
+        loss, metrics = means.of_clients()
+        norms = torch.linalg.vector_norm(delta, dim=1).tolist()
+        return [
+            ClientReport(who.client_id, who.size, who.steps, loss[row], metrics[row], norms[row], seconds)
+            for row, who in enumerate(participants)
+        ]
+
+    def _faults(
+        self, reports: Sequence[ClientReport], asked: Sequence[int], means: ChunkMeans, round: int
+    ) -> dict[int, ClientError]:
+        """Return what is wrong with the clients of some rows."""
+        strange = [row for row in asked if not math.isfinite(reports[row].update_norm + reports[row].loss)]
+        faults = {row: fault_of(reports[row], means.losses_of(row), round) for row in strange}
+        return {row: fault for row, fault in faults.items() if fault is not None}
 
     def each_full_gradients(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan]
@@ -289,13 +302,3 @@ class VectorizedEngine(Engine):
         names = ", ".join(repr(plan.participant.client_id) for plan in plans[1:])
         what = f"the local work that it did at once with {names} (engine='sequential' would run them one by one)"
         return self.errors_of(plans[0], round, what)
-
-
-def _stack(states: Sequence[State], order: Sequence[int]) -> State:
-    """Return states stacked [S, ...] in another order."""
-    if len(states) == 1:
-        return {name: value[None] for name, value in states[0].items()}  # a view, as nothing changes it in place
-    if isinstance(states, Stacked):
-        is_ordered = list(order) == list(range(len(order)))
-        return {name: value if is_ordered else value[list(order)] for name, value in states.together.items()}
-    return {name: torch.stack([states[i][name] for i in order]) for name in states[order[0]]}
