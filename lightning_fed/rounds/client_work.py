@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from lightning_fed.callbacks.base import call_round_hook, hears
 from lightning_fed.core.errors import ClientError
 from lightning_fed.core.types import ClientId, State
@@ -21,6 +23,8 @@ from lightning_fed.server.client_state import ClientStates
 from lightning_fed.settings import Settings
 
 __all__ = ["ClientWork"]
+
+_TOGETHER = 2**16  # numbers in the gradients of clients that answer at once
 
 
 class ClientWork:
@@ -149,15 +153,32 @@ class ClientWork:
     # ------------------------------------------------------------------ gradients, and the loss
 
     def _answer_gradients(self, task: Task, clients: Sequence[int]) -> Iterator[Reply]:
-        asked = set(task.clients)
+        """Yield replies of clients, of several in one where the model is small."""
+        asked, most = set(task.clients), max(1, _TOGETHER // len(task.x))
+        ready: list[tuple[int, State]] = []
         for plan, gradients in self._gradients.each(self._inputs_of(task), self._work_of(task, clients)):
             index = plan.participant.index
+            is_failure = isinstance(gradients, ClientError)
+            if ready and (is_failure or len(ready) == most or (index in asked) != (ready[0][0] in asked)):
+                yield self._gradient_reply(task, ready, ready[0][0] in asked)
+                ready = []
             if isinstance(gradients, ClientError):
                 self._stop_at(gradients)
                 yield self._reply(task, [index], failed={index: gradients})
-                continue
-            send = {point: value[None] for point, value in gradients.items()} if index in asked else {}
-            yield self._reply(task, [index], send=send, norms=self._gradients.norms_of([index]))
+            else:
+                ready.append((index, gradients))
+        if ready:
+            yield self._gradient_reply(task, ready, ready[0][0] in asked)
+
+    def _gradient_reply(self, task: Task, ready: Sequence[tuple[int, State]], sends: bool) -> Reply:
+        """Return a reply of clients that have their gradients."""
+        indices, gradients = zip(*ready, strict=True)
+        send: State = {}
+        if sends and len(ready) == 1:
+            send = {point: value[None] for point, value in gradients[0].items()}
+        elif sends:
+            send = {point: torch.stack([own[point] for own in gradients]) for point in self.algorithm.full_grad_at}
+        return self._reply(task, indices, send=send, norms=self._gradients.norms_of(indices))
 
     def _answer_loss(self, task: Task, clients: Sequence[int]) -> Iterator[Reply]:
         """Yield one reply for all clients, whose losses are added up."""

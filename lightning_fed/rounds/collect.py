@@ -37,11 +37,14 @@ class CollectedGradients:
 
     def add_reply(self, reply: Reply, rows: Sequence[int], failed: Failed) -> list[ClientId]:
         """Add clients' gradients; see :meth:`CollectedMessages.add_reply`."""
+        members = {row: self.members[reply.clients[row]] for row in rows if reply.clients[row] in self.members}
+        if len(members) > 1 and type(self.means).add is Aggregation.add:
+            order = list(members)
+            send = {FULL_GRAD + point: gradients[order] for point, gradients in reply.send.items()}
+            self.means.add_all({member.index: member.steps for member in members.values()}, send)
+            return [member.client_id for member in members.values()]
         counted = []
-        for row in rows:
-            member = self.members.get(reply.clients[row])
-            if member is None:
-                continue
+        for row, member in members.items():
             gradients = {FULL_GRAD + point: gradient[row] for point, gradient in reply.send.items()}
             try:
                 self.means.add(member.index, member.steps, gradients)

@@ -99,7 +99,7 @@ class RoundPlans:
                 failed(error)
                 continue
             if plan is not None:
-                members.append(replace(plan.participant, count=count))
+                members.append(plan.participant if count == 1 else replace(plan.participant, count=count))
         return members
 
     def plan(self, client_id: ClientId, warns: bool = True) -> WorkPlan | None:

@@ -17,7 +17,7 @@ from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrain
 from lightning_fed.algorithms import Adam, Algorithm, FedAvg, FedCM, FedDane, FedDyn, Mime, MimeLite, Scaffold
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.rounds import messages
+from lightning_fed.rounds import client_work, messages
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.cohort import CohortSampling
 from lightning_fed.rounds.faults import Faults
@@ -125,6 +125,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[FederatedT
                 if notes:
                     notes[-1].after = copied(trainer.fit_loop.state.clients.get(client))
 
+        monkeypatch.setattr(client_work, "_TOGETHER", 0)  # every client answers by itself
         monkeypatch.setattr(ClientWork, "answer", noting)
         fitted.callbacks.append(Keeps())
         fitted.fit(module, Site())
