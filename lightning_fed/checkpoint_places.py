@@ -1,7 +1,8 @@
 """Where a run's checkpoints lie: the newest one of a run, and a place for the one of a run that is stopped."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from lightning_fed._compat import rank_zero_info
 from lightning_fed.checkpoint_io import by_age, fault_of, link, local_path, remove_leftovers, resumable
 
-__all__ = ["folders", "keep_last_round", "newest", "tidy_folders"]
+__all__ = ["folders", "keep_last_round", "let_last_follow", "newest", "restore_scores", "tidy_folders"]
 
 
 def tidy_folders(trainer: pl.Trainer) -> None:
@@ -24,6 +25,30 @@ def tidy_folders(trainer: pl.Trainer) -> None:
         for folder in sorted(f for f in {*folders, local_path(trainer.default_root_dir)} if f is not None):
             for gone in remove_leftovers(folder):
                 rank_zero_info(f"Removed {gone}, which a save that was killed left.")
+
+
+def let_last_follow(trainer: pl.Trainer) -> None:
+    """Let ``last`` of every ModelCheckpoint be the last round at which it was due.
+
+    Lightning writes it only in rounds that enter the top k: a run that is killed long after its best round would lose
+    all rounds since. The instances are changed, so this holds for the user's own callbacks and for subclasses.
+    """
+    for callback in _keepers(trainer, whole=False):
+        callback._save_topk_checkpoint = partial(_save_due, callback)  # type: ignore[method-assign]
+        callback._save_last_checkpoint = partial(_save_last, callback)  # type: ignore[method-assign]
+
+
+def restore_scores(trainer: pl.Trainer, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give ModelCheckpoints the score of their newest top k, which Lightning saves and does not load.
+
+    Args:
+        trainer: The trainer.
+        states: The states of callbacks in a checkpoint.
+    """
+    for callback in _keepers(trainer, whole=False):
+        state = states.get(callback.state_key, {})
+        if state.get("dirpath") == callback.dirpath:
+            callback.current_score = state.get("current_score")
 
 
 def newest(trainer: pl.Trainer, whole: bool = True) -> str | None:
@@ -121,3 +146,19 @@ def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
     if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
         link(Path(filepath), Path(linkpath))
     trainer.strategy.barrier()
+
+
+def _save_due(callback: ModelCheckpoint, trainer: pl.Trainer, monitor_candidates: dict[str, Any]) -> None:
+    """Save a round that is due among the top k; if it is not one of them, as the last one."""
+    type(callback)._save_topk_checkpoint(callback, trainer, monitor_candidates)
+    if callback.save_last and callback._last_global_step_saved != trainer.global_step:
+        callback._last_checkpoint_saved = ""  # a link to it would lead to an older round
+        callback._save_last_checkpoint(trainer, monitor_candidates)
+
+
+def _save_last(callback: ModelCheckpoint, trainer: pl.Trainer, monitor_candidates: dict[str, Any]) -> None:
+    """Save or link the last checkpoint, unless it holds this round already, or this round is not due."""
+    saved = callback._last_checkpoint_saved
+    is_due = callback._last_global_step_saved == trainer.global_step
+    if not saved or (is_due and saved != callback.last_model_path):
+        type(callback)._save_last_checkpoint(callback, trainer, monitor_candidates)

@@ -17,7 +17,7 @@ from lightning_fed._compat import (
     rank_zero_warn,
 )
 from lightning_fed.checkpoint_io import AtomicCheckpointIO
-from lightning_fed.checkpoint_places import folders, newest, tidy_folders
+from lightning_fed.checkpoint_places import folders, let_last_follow, newest, restore_scores, tidy_folders
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.options import differing_options, options_of
 from lightning_fed.engines.logged import EvaluationResults
@@ -47,6 +47,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
         is_fit = self.trainer.state.fn == TrainerFn.FITTING
         if is_fit:
             tidy_folders(self.trainer)
+            let_last_follow(self.trainer)
         checkpoint_path = self.trainer.strategy.broadcast(checkpoint_path)
         try:
             super().resume_start(checkpoint_path, weights_only=weights_only)
@@ -169,6 +170,8 @@ class RoundCheckpointConnector(_CheckpointConnector):
 
     def resume_end(self) -> None:
         """Finish, and leave a run ended that had been stopped early before it could say so."""
+        if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING:
+            restore_scores(self.trainer, self._loaded_checkpoint.get("callbacks") or {})
         for callback in self.trainer.callbacks if self._loaded_checkpoint else ():
             if not isinstance(callback, EarlyStopping) or self.trainer.state.fn != TrainerFn.FITTING:
                 continue

@@ -47,10 +47,12 @@ def test_the_main_job_with_another_method(method: str, capsys: pytest.CaptureFix
 def test_the_printed_resume_command_works(capsys: pytest.CaptureFixture[str]) -> None:
     fit("--trainer.max_rounds", "4")
     fit()
-    command = re.search(r"resume +lightning-fed (.*)", capsys.readouterr().out.rpartition("Federated run finished")[2])
+    shown = capsys.readouterr().out.rpartition("Federated run finished")[2]
+    assert f"{last(1)} (round 2)" in shown
+    command = re.search(r"resume \(round 2\) +lightning-fed (.*)", shown)
     assert command is not None
     main(command.group(1).split())
-    assert "rounds           4" in capsys.readouterr().out
+    assert re.search(r"^  rounds +4$", capsys.readouterr().out, re.MULTILINE)
     straight, resumed = (torch.load(last(n), weights_only=True)["state_dict"] for n in (0, 2))
     assert all(torch.equal(straight[k], resumed[k]) for k in straight)
 

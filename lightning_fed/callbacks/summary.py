@@ -103,11 +103,15 @@ class RunSummary(FederatedCallback):
         if isinstance(checkpoint, ModelCheckpoint):
             if checkpoint.best_model_path and checkpoint.monitor:  # without one, Lightning calls the last the best
                 rows.append(("best checkpoint", _relative(checkpoint.best_model_path)))
-            if last := checkpoint.last_model_path or checkpoint._last_checkpoint_saved:
-                rows.append(("last checkpoint", _relative(last)))
+            saved = checkpoint._last_checkpoint_saved
+            if last := (checkpoint.save_last and checkpoint.last_model_path) or saved or checkpoint.last_model_path:
+                # which may be earlier than the run's last: checkpoints need not be due in every round
+                held = f" (round {checkpoint._last_global_step_saved})" if saved else ""
+                rows.append(("last checkpoint", f"{_relative(last)}{held}"))
                 logs = _relative(log_dir) if log_dir else "."
                 rounds = 2 * trainer.fit_loop.round
-                rows.append(("resume", self.resume_with.format(path=_relative(last), rounds=rounds, logs=logs)))
+                command = self.resume_with.format(path=_relative(last), rounds=rounds, logs=logs)
+                rows.append((f"resume{held}", command))
         boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         return [*rows, *(("watch", f"tensorboard --logdir {_relative(board.root_dir)}") for board in boards)]
 

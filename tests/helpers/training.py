@@ -1,6 +1,7 @@
 """Small modules and trainers that the tests share."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -101,6 +102,11 @@ def fit(
     ckpt_path = kwargs.pop("ckpt_path", None)
     trainer(**kwargs).fit(model, data() if datamodule is None else datamodule, ckpt_path=ckpt_path)
     return parameters(model)
+
+
+def rounds_in(path: str | Path) -> int:
+    """Return how many completed rounds a checkpoint holds."""
+    return int(torch.load(path, weights_only=True)["loops"]["fit_loop"]["state_dict"]["round"])
 
 
 class Trajectory(FederatedCallback):

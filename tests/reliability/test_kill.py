@@ -1,7 +1,9 @@
 """Real processes, struck at random moments, go on from what is on the disk and end with the same bits."""
 
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -14,7 +16,7 @@ from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset
 
-from lightning_fed import FederatedDataModule, FederatedTrainer, algorithms
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, algorithms
 from lightning_fed.checkpoint_io import fault_of
 from lightning_fed.data import Dirichlet
 from lightning_fed.models import MLPClassifier
@@ -33,7 +35,7 @@ from lightning_fed.server.disk_store import DiskClientStore
 from lightning_fed.server.versions import StoreFolder, is_reference
 from tests.helpers.kills import EXITS, KINDS, WHERE, Places, Strike, killed_when, struck_together
 from tests.helpers.selection import few
-from tests.helpers.training import QUIET, same
+from tests.helpers.training import QUIET, rounds_in, same
 
 ROUNDS, BLOWS = 12, 8
 WHEREABOUTS = ("dirpath", "best_model_path", "best_k_models", "kth_best_model_path", "last_model_path")
@@ -58,7 +60,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(images[:600], labels[:600]), TensorDataset(images[600:700], labels[600:700])
 
 
-def work(folder: Path, places: Places | None = None, **options: Any) -> None:
+def work(folder: Path, places: FederatedCallback | None = None, **options: Any) -> None:
     """Run or resume a fit of some rounds, with a checkpoint after each."""
     torch.manual_seed(1)
     model = Plateau(in_features=64, num_classes=10, hidden=[8], lr=0.2)
@@ -175,6 +177,36 @@ def test_a_run_killed_from_outside_at_any_time_ends_with_the_same_bits(tmp_path:
         kills += 1
         assert all(fault_of(file) is None for file in hurt.glob("*.ckpt"))
     assert kills > 2
+    assert same(end(hurt), end(whole))
+
+
+class KilledAt(FederatedCallback):
+    """Kills its process when a round begins."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        if round == self.round:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+LONG_AGO = [pytest.param(how, n, id=f"{how}, {n}") for how in (True, "link") for n in (1, 2)]
+
+
+@pytest.mark.parametrize(("save_last", "processes"), few(LONG_AGO, ["True, 1", "link, 2"]))
+def test_a_run_killed_long_after_its_best_round_loses_nothing(save_last: Any, processes: int, tmp_path: Path) -> None:
+    digits()
+    whole, hurt, nothing = tmp_path / "whole", tmp_path / "hurt", [None] * processes
+    keep = {"monitor": "val_loss", "mode": "max", "save_last": save_last}  # the first round is the best
+    options = {"keep": keep, **({"devices": processes, "strategy": "clients"} if processes > 1 else {})}
+    assert {code for code, _ in struck_together(lambda _: work(whole, **options), nothing, tmp_path)} == {0}
+    ends = struck_together(lambda _: work(hurt, KilledAt(8), **options), nothing, tmp_path)
+    assert {code for code, _ in ends} == {-signal.SIGKILL}
+    assert [file.name for file in hurt.glob("epoch=*")] == ["epoch=0-step=1.ckpt"]
+    assert rounds_in(hurt / "last.ckpt") == 8
+    assert {code for code, _ in struck_together(lambda _: work(hurt, **options), nothing, tmp_path)} == {0}
+    assert rounds_in(hurt / "last.ckpt") == ROUNDS
     assert same(end(hurt), end(whole))
 
 
