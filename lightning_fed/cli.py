@@ -14,10 +14,8 @@ from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from lightning_fed._compat import MisconfigurationException
 from lightning_fed.callbacks import RunSummary
-from lightning_fed.cli_data import picture
 from lightning_fed.cli_parser import Parser
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.experiments import compare, reproduce, sweep
 from lightning_fed.trainer import FederatedTrainer
 
 __all__ = ["FederatedCLI", "main"]
@@ -27,11 +25,11 @@ _ABOUT = (
     " `lightning-fed data --config FILE` draws how the data is dealt out to them; `lightning-fed reproduce`, `sweep`"
     " and `compare` run a paper's experiment, run a grid of your own, and put runs side by side."
 )
-_OWN: dict[str, tuple[Callable[[list[str]], None], str]] = {
-    "data": (picture, "Print how much the clients of a configuration differ, and draw who has what."),
-    "reproduce": (reproduce, "Run an experiment of a paper."),
-    "sweep": (sweep, "Run a grid over a configuration, or search it."),
-    "compare": (compare, "Put runs side by side."),
+_OWN = {
+    "data": "Print how much the clients of a configuration differ, and draw who has what.",
+    "reproduce": "Run an experiment of a paper.",
+    "sweep": "Run a grid over a configuration, or search it.",
+    "compare": "Put runs side by side.",
 }
 _FRAMEWORKS = (Path(__file__).parent, *(Path(getfile(package)).parent for package in (pl, torch)))
 
@@ -82,7 +80,7 @@ class _AllCommands(FederatedCLI):
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)
         commands: Any = parser._subcommands_action
-        for name, (_, about) in _OWN.items():
+        for name, about in _OWN.items():
             commands.add_subcommand(name, Parser(), help=about)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -107,7 +105,7 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
         sys.path.append(os.getcwd())  # a configuration names classes of the user's own; last, so as to hide nothing
     try:
         if isinstance(words, list) and words and words[0] in _OWN:
-            _OWN[words[0]][0](words[1:])
+            _own_command(words[0])(words[1:])
             return
         _AllCommands(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args)
     except ValueError as error:
@@ -118,6 +116,17 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
         sys.exit(f"lightning-fed: {refusal}")
     except MisconfigurationException as error:  # Lightning's own refusals, such as `test` without a test_step
         sys.exit(f"lightning-fed: {error}")
+
+
+def _own_command(name: str) -> Callable[[list[str]], None]:
+    """Return the function behind a command of our own; the others do not wait for its imports."""
+    if name == "data":
+        from lightning_fed.cli_data import picture
+
+        return picture
+    from lightning_fed import experiments
+
+    return {"reproduce": experiments.reproduce, "sweep": experiments.sweep, "compare": experiments.compare}[name]
 
 
 def _own_trace(error: FederatedError) -> list[str]:

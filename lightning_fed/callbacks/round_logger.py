@@ -1,11 +1,10 @@
 """What every round writes to the loggers."""
 
 import math
+from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.loggers import TensorBoardLogger
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from torch.utils.tensorboard import SummaryWriter
 
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.core.rounds import RoundReport
@@ -46,9 +45,8 @@ class RoundLogger(FederatedCallback):
         """Let TensorBoard forget what an interrupted run wrote of rounds that are now done again."""
         done = trainer.fit_loop.round
         for logger in trainer.loggers if done and trainer.is_global_zero else ():
-            if isinstance(logger, TensorBoardLogger) and isinstance(logger.experiment, SummaryWriter):
-                start = Event(step=done + 1, session_log=SessionLog(status=SessionLog.START))
-                logger.experiment._get_file_writer().add_event(start)
+            if isinstance(logger, TensorBoardLogger):
+                _forget(logger.experiment, done + 1)
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
         """Write the report."""
@@ -72,3 +70,12 @@ class RoundLogger(FederatedCallback):
         if trainer.fit_loop.settings.drops_failed:
             values["round/failed"] = float(len(r.failed))
         trainer.fit_loop.log_round({name: value for name, value in values.items() if not math.isnan(value)})
+
+
+def _forget(writer: Any, step: int) -> None:
+    """Let TensorBoard forget what was written at a step or later."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # 130 modules, which only such a log needs
+    from torch.utils.tensorboard import SummaryWriter
+
+    if isinstance(writer, SummaryWriter):
+        writer._get_file_writer().add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))

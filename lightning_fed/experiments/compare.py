@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import ArgumentParser
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.experiments.figures import COLORS, add_legend, new_figure, save
@@ -85,6 +84,8 @@ def read_log(folder: Path) -> Series:
 
 
 def _read_events(folder: Path) -> dict[str, dict[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     tags = [tag for tag in events.Tags()["scalars"] if tag not in ("epoch", "hp_metric")]

@@ -1,0 +1,50 @@
+"""Nothing is imported before a command needs it, beyond what Lightning imports by itself.
+
+Modules are counted, in a fresh interpreter, and not seconds, which differ from machine to machine.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning_fed
+
+# Lightning comes first, so that what it imports by itself does not count; it may need the operators to import at all
+PROBE = """
+import json, runpy, sys
+operators = runpy.run_path(sys.argv[1])  # the declarations live as long as this namespace
+operators["declare_missing_operators"]()
+import pytorch_lightning
+names = [sorted(sys.modules)]
+import lightning_fed
+names.append(sorted(sys.modules))
+from lightning_fed.cli import main
+try:
+    main(["--help"])
+except SystemExit as end:
+    assert not end.code
+names.append(sorted(sys.modules))
+print("\\n" + json.dumps(names))
+"""
+PACKAGE = {"lightning_fed", "filelock", "safetensors"}  # the lock and the files of client states on disk: 5 ms
+# the parser behind the command line imports what it finds installed, so there the parts are named that it never needs
+ON_DEMAND = {"sklearn", "tensorboard", "pandas", "optuna", "pyarrow", "opacus"}
+
+
+def added(before: list[str], after: list[str], allowed: set[str]) -> set[str]:
+    """Return the modules that are new and of no allowed package, those of Python itself left out."""
+    known = allowed | set(sys.stdlib_module_names)
+    return {name for name in set(after) - set(before) if name.split(".")[0] not in known}
+
+
+def test_the_package_and_its_help_import_nothing_that_they_do_not_need() -> None:
+    command = [sys.executable, "-c", PROBE, str(Path(lightning_fed.__file__).with_name("_torchvision.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    lightning, package, helped = json.loads(done.stdout.splitlines()[-1])
+    assert added(lightning, package, PACKAGE) == set()
+    assert {"pytorch_lightning.cli", "lightning_fed.cli"} <= set(helped)  # the probe saw what it was to see
+    new = set(helped) - set(lightning)
+    assert not {name.split(".")[0] for name in new} & ON_DEMAND
+    assert not {name for name in new if name.startswith(("lightning_fed.experiments", "lightning_fed.cli_data"))}
+    assert len(set(package) - set(lightning)) < 230, "each own module costs about a millisecond"
