@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import State, Vector
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
+from lightning_fed.engines.failures import in_short
 
 __all__ = ["Fallback"]
 
@@ -122,7 +122,7 @@ class Fallback:
             FederatedError: If this engine was asked for by name.
         """
         module = type(self._engine.trainer.lightning_module).__name__
-        text = shorten(f"{type(cause).__name__}: {cause}", 200, placeholder=" ...")
+        text = in_short(cause)
         if not self._goes_on:
             raise FederatedError(
                 f"engine='vectorized' cannot run clients of {module} in round {round}, though a trial step passed:"

@@ -1,6 +1,7 @@
 """What cannot be run for several clients at once is refused by name before the first round, and leaves no trace."""
 
 import random
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -190,6 +191,38 @@ STEPS: dict[str, tuple[Callable[..., Any], str]] = {
 def test_a_training_step_that_clients_cannot_share_is_refused(name: str) -> None:
     step, reason = STEPS[name]
     refused(partial(Step, step), reason)
+
+
+def test_what_vmap_says_at_length_is_said_in_short_and_whole_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def write_shared(module: Any, loss: Tensor, batch: Any) -> Tensor:
+        shared = torch.zeros(FEATURES)
+        shared[batch[0][0] > 0] = 1.0  # refused by vmap in 393 letters
+        return loss + 0 * shared.sum()
+
+    t = trainer(engine="auto", callbacks=[])
+    with caplog.at_level("DEBUG", logger="pytorch_lightning"):
+        t.fit(Step(write_shared), data())
+    (told,) = [r.getMessage() for r in caplog.records if "takes 'sequential'" in r.getMessage()]
+    assert re.search(
+        r"in-place operation, in test_vectorized_refusals.py, line \d+; .* level DEBUG\)\. Change that", told
+    )
+    assert "vmap:" not in told
+    (whole,) = [r.getMessage() for r in caplog.records if r.levelname == "DEBUG" and "vmap:" in r.getMessage()]
+    assert len(whole) > 300
+    assert whole.endswith("please file a bug report instead.")
+
+
+def test_an_error_of_an_unknown_kind_is_named_by_its_type_and_line() -> None:
+    class LongError(RuntimeError):
+        pass
+
+    def fail_on_vmap(module: Any, loss: Tensor, batch: Any) -> Tensor:
+        if torch._C._functorch.is_batchedtensor(batch[0]):
+            raise LongError("long" * 100)
+        return loss
+
+    where = r"in test_vectorized_refusals.py, line \d+"
+    refused(partial(Step, fail_on_vmap), rf"at once \(a LongError, {where}; the full text of the error is in the log")
 
 
 def test_a_metric_object_is_named() -> None:

@@ -17,6 +17,7 @@ from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.batch_hooks import overridden_hooks
+from lightning_fed.engines.failures import in_short
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.vectorized.batches import BatchGroup, check_tensors
 from lightning_fed.engines.vectorized.changes import INTERNAL, PASSING, changed, holders, marks
@@ -70,8 +71,7 @@ class Trial:
                 self._check_metrics(before)
                 step.own_gradient(step.flat.views, *batch)  # what fails for one client alone is raised as it is
                 self._check_statistics()
-                text = " ".join(str(error).split())
-                raise self._refusal(f"it cannot be run for several clients at once ({text[:300]})") from error
+                raise self._refusal(f"it cannot be run for several clients at once ({in_short(error)})") from error
             finally:
                 before.restore()
 
