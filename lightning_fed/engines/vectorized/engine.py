@@ -18,6 +18,7 @@ from lightning_fed.data.batches import ClientBatches, TensorBatches
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.gradients import prepare_batch
+from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.vectorized.anchors import AnchorPass
 from lightning_fed.engines.vectorized.batches import Turn
 from lightning_fed.engines.vectorized.changes import ChangeWatch
@@ -42,7 +43,7 @@ class VectorizedEngine(Engine):
 
     Args:
         chunk_size: How many clients are run at once; None chooses by the size of the model.
-        kwargs: What every engine takes.
+        prepared: What every engine takes.
 
     Raises:
         FederatedError: If settings, hooks or optimizer cannot be run for several clients at once.
@@ -50,8 +51,8 @@ class VectorizedEngine(Engine):
 
     name = "vectorized"
 
-    def __init__(self, chunk_size: int | None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, chunk_size: int | None, prepared: PreparedModule) -> None:
+        super().__init__(prepared)
         check_settings(self)
         self.chunk_size = chunk_size or default_chunk_size(self.flat.y)
         self.keeps_anchors = self._may_keep_anchors()
@@ -70,10 +71,9 @@ class VectorizedEngine(Engine):
         Raises:
             FederatedError: Naming what the module does, and the way out.
         """
-        if not any(plan.epochs):
-            if not self.algorithm.full_grad_at:
-                return  # there is nothing to do
-            plan = replace(plan, epochs=(1,))
+        if not any(plan.epochs) and not self.algorithm.full_grad_at:
+            return  # there is nothing to do
+        plan = plan if any(plan.epochs) else replace(plan, epochs=(1,))
         stream = partial(generator, self.seed, Purpose.BATCHES, 0, plan.participant.index)
         with self.gradients.silent():
             ((group,),) = self.schedule.batches([plan], [stream], by_index=True).in_order([Turn(range(1), [0])])
@@ -211,9 +211,8 @@ class VectorizedEngine(Engine):
         if len(plans) == 1 or len(batches) < len(plans) or self.schedule.has_hooks:
             return None
         size = batches[0].size
-        if size > batches[0].settings.full_batch_size or not are_of_one_kind(batches):
-            return None
-        if not all(self._traces_gradients(b) and b.size == size for b in batches):
+        are_alike = all(self._traces_gradients(b) and b.size == size for b in batches)
+        if not are_alike or size > batches[0].settings.full_batch_size or not are_of_one_kind(batches):
             return None
         lookup = RowLookup(self.trainer, batches, self.schedule.data)
         places = lookup.places([[b.stored_rows()] for b in batches])
@@ -245,16 +244,14 @@ class VectorizedEngine(Engine):
     def _may_keep_anchors(self) -> bool:
         """Whether gradients at the anchor are kept from full passes to local steps, as far as the method decides."""
         algorithm, is_small = self.algorithm, self.chunk_size > 1 and self.flat.layout.numel <= _SMALL_AT_ANCHOR
-        if self.flat.y.device.type != "cpu" or is_small:
-            return False
-        return algorithm.anchor_at in algorithm.full_grad_at and algorithm.grad_cohort == "same"
+        asks_twice = algorithm.anchor_at in algorithm.full_grad_at and algorithm.grad_cohort == "same"
+        return asks_twice and self.flat.y.device.type == "cpu" and not is_small
 
     def _keeps_anchor(self, plan: WorkPlan) -> bool:
         """Whether a client's traced steps visit once, in their first epoch, every example of its full pass."""
         batches = plan.batches
-        if not self.keeps_anchors or not plan.epochs:
-            return False
-        if not self._traces_gradients(batches) or not self.schedule.fits_one_lookup(batches):
+        may_keep = self.keeps_anchors and plan.epochs and self._traces_gradients(batches)
+        if not may_keep or not self.schedule.fits_one_lookup(batches):
             return False
         is_whole = plan.epochs[0] == batches.num_batches() and batches.num_examples(plan.epochs[0]) == batches.size
         return is_whole and steps_are_plain(self.algorithm, self.optimizer, Clipping.of(self.trainer))
@@ -279,8 +276,7 @@ class VectorizedEngine(Engine):
         log_means(self.trainer, self._logged)
         self.changes.end_round()
         self.anchors.end_round()
-        self._logged = {}
-        self._row = None
+        self._logged, self._row = {}, None
 
     def abandon(self) -> int | None:
         """End the local work of clients that failed; return the local steps they had taken, None if at none."""
@@ -299,6 +295,6 @@ class VectorizedEngine(Engine):
     def _errors_of(self, plans: Sequence[WorkPlan], round: int) -> Any:
         if len(plans) == 1:
             return self.errors_of(plans[0], round, "its local work")
-        names = ", ".join(repr(plan.participant.client_id) for plan in plans[1:])
-        what = f"the local work that it did at once with {names} (engine='sequential' would run them one by one)"
+        others = ", ".join(repr(plan.participant.client_id) for plan in plans[1:])
+        what = f"the local work that it did at once with {others} (engine='sequential' would run them one by one)"
         return self.errors_of(plans[0], round, what)

@@ -123,15 +123,15 @@ class RowLookup:
                 own = [self._pick(self._own[client], places) for client, places in step]
                 yield own[0] if len(own) == 1 else [torch.cat(column) for column in zip(*own, strict=True)]
             return
-        waiting: list[Tensor] = []
-        lengths: list[int] = []
+        waiting, lengths, rows = list[Tensor](), list[int](), 0
         for i, step in enumerate(steps):
-            waiting += (places for _, places in step)
-            lengths.append(sum(places.shape[0] for _, places in step))
-            if i + 1 == len(steps) or sum(lengths) >= self._ahead:
+            waiting += [places for _, places in step]
+            lengths.append(sum([places.shape[0] for _, places in step]))
+            rows += lengths[-1]
+            if i + 1 == len(steps) or rows >= self._ahead:
                 found = self._pick(self._whole, waiting[0] if len(waiting) == 1 else torch.cat(waiting))
-                yield from (list(rows) for rows in zip(*(t.split_with_sizes(lengths) for t in found), strict=True))
-                waiting, lengths = [], []
+                yield from (list(parts) for parts in zip(*(t.split_with_sizes(lengths) for t in found), strict=True))
+                waiting, lengths, rows = [], [], 0
 
     def one(self, rows: Tensor) -> list[Tensor]:
         """Return rows of the first client's tensors."""
