@@ -57,7 +57,7 @@ class Stuck(FederatedCallback):
         self.folder = Path(folder)
 
     def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
-        wait_until(lambda: not (os.environ.get("STUCK") and list(self.folder.glob("*/cell.json"))))
+        wait_until(lambda: not (os.environ.get("STUCK") and list(self.folder.glob("[!.]*/cell.json"))))
 
 
 def run(path: Path, out: Path, scale: str = "full", jobs: int = 0) -> tuple[Results, list[str]]:
@@ -314,6 +314,7 @@ def reproduce(args: list[str], messages: Path) -> None:
 def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(start: str, write: Write, tmp_path: Path) -> None:
     cells, root, messages = tmp_path / "out" / "cells", Path(__file__).parents[2], tmp_path / "messages"
     callback = {"class_path": f"{__name__}.Stuck", "init_args": {"folder": str(cells)}}
+    finished = "[!.]*/cell.json"  # a cell is written to a folder with a dot, and renamed when it is complete
     axes = {"G": {"key": "data.init_args.G", "values": [1, 2, 3, 4]}}
     path = write(axes=axes, methods={"FedAvg": {"trainer.callbacks": [callback]}})
     args = [str(path), "--out", str(tmp_path / "out"), "--jobs", "1"]
@@ -329,12 +330,12 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(start: str, write: Wr
         command = [sys.executable, "-m", "lightning_fed", "reproduce", *args]
         with messages.open("w") as file:
             process = subprocess.Popen(command, env={**os.environ, **paths}, stdout=subprocess.DEVNULL, stderr=file)
-    wait_until(lambda: bool(list(cells.glob("*/cell.json"))) or not is_alive())
+    wait_until(lambda: bool(list(cells.glob(finished))) or not is_alive())
     assert is_alive(), messages.read_text()
     os.kill(process.pid, signal.SIGINT)
     wait_until(lambda: not is_alive())
     assert "goes on from there" in messages.read_text()
-    assert len(list(cells.glob("*/cell.json"))) == 1
+    assert len(list(cells.glob(finished))) == 1
     _, ran = run(path, tmp_path / "out")
     assert len(ran) == 3
 
