@@ -17,6 +17,7 @@ try:
     from pytorch_lightning.loops.optimization.automatic import ClosureResult
     from pytorch_lightning.overrides.distributed import _sync_module_states
     from pytorch_lightning.profilers import PassThroughProfiler
+    from pytorch_lightning.strategies.launchers.multiprocessing import _MultiProcessingLauncher
     from pytorch_lightning.trainer import call
     from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
     from pytorch_lightning.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
@@ -51,6 +52,7 @@ __all__ = [
     "_EvaluationLoop",
     "_FitLoop",
     "_LoggerConnector",
+    "_MultiProcessingLauncher",
     "_ResultCollection",
     "_SignalConnector",
     "_TrainingEpochLoop",

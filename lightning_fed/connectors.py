@@ -187,8 +187,11 @@ class RoundCheckpointConnector(_CheckpointConnector):
         """Return what a checkpoint holds; in the middle of a round, the precision as it was at the round's start.
 
         Raises:
-            FederatedError: Before a plateau schedule has stepped for the last round, unless only weights are saved.
+            FederatedError: Before a plateau schedule has stepped for the last round, or where the state has ended with
+                other processes; unless only weights are saved.
         """
+        if not weights_only:
+            self.trainer.fit_loop.check_is_here("What a checkpoint holds")
         if not weights_only and self.trainer.fit_loop.awaits_plateau_schedulers:
             raise FederatedError(
                 f"A checkpoint of round {self.trainer.fit_loop.round - 1} cannot be saved before ReduceLROnPlateau has"

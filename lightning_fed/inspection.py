@@ -41,6 +41,7 @@ class Inspection:
     _state: Server | None = None
     _restored: dict[str, Any] | None = None  # a checkpoint's state, until a fit uses it
     prepared: PreparedModule | None = None  # while a fit is running, or clients work without one
+    rounds_elsewhere = 0  # done in processes that a launcher started, and that have ended
     clients: ClientWork
     _rounds: Rounds | None = None
     _ranks = Ranks()  # that share the clients
@@ -53,7 +54,7 @@ class Inspection:
         if self._restored is not None:
             return int(self._restored["round"])
         if self._state is None:
-            return 0 if self.prepared is None else self.prepared.round
+            return self.rounds_elsewhere if self.prepared is None else self.prepared.round
         return self._state.round
 
     @property
@@ -67,14 +68,28 @@ class Inspection:
         """The server's side of the run.
 
         Raises:
-            FederatedError: Before the first fit, and after one that resumed a finished run and had nothing to do.
+            FederatedError: Before the first fit, and after one that resumed a finished run and had nothing to do, or
+                that ran in processes which have ended.
         """
         if self._state is None:
+            self.check_is_here("The server state")
             raise FederatedError(
                 "There is no server state before trainer.fit(), nor after a fit that had nothing to do since all"
                 " rounds of its checkpoint were done."
             )
         return self._state
+
+    def check_is_here(self, what: str) -> None:
+        """Refuse to hand out what has ended with the processes that held it.
+
+        Raises:
+            FederatedError: Naming it, and where it is to be had.
+        """
+        if self.rounds_elsewhere:
+            raise FederatedError(
+                f"{what} after round {self.rounds_elsewhere - 1} has ended with the processes that the trainer started."
+                " Read or save it in a callback, such as ModelCheckpoint, or resume from a checkpoint."
+            )
 
     @property
     def server(self) -> State:

@@ -10,7 +10,15 @@ from typing import Any
 from lightning_fed._compat import SIGTERMException, TrainerFn, _SignalConnector
 from lightning_fed.core.errors import ClientError
 
-__all__ = ["Failure", "RequeueException", "RoundSignalConnector", "Stop", "exception_of", "stop_of"]
+__all__ = [
+    "Failure",
+    "OtherProcessError",
+    "RequeueException",
+    "RoundSignalConnector",
+    "Stop",
+    "exception_of",
+    "stop_of",
+]
 
 
 class Stop(IntEnum):
@@ -20,6 +28,10 @@ class Stop(IntEnum):
     INTERRUPT = 1  # SIGINT
     TERMINATE = 2  # SIGTERM
     REQUEUE = 3  # SLURM's signal before the time is up
+
+
+class OtherProcessError(ClientError):
+    """Another process has failed, and with it this one ends."""
 
 
 class RequeueException(SIGTERMException):
@@ -70,14 +82,14 @@ class Failure:
             own: This process's own exception.
 
         Raises:
-            ClientError: If another process failed; this one's own exception goes before.
+            OtherProcessError: If another process failed; this one's own exception goes before.
             SIGTERMException: If nobody failed, and one was told to stop; KeyboardInterrupt likewise.
         """
         if own is not None and not stop_of(own):
             raise own
         for rank, failure in enumerate(failures):
             if failure is not None and failure.text is not None:
-                raise ClientError(f"Process {rank} failed: {failure.text}") from own
+                raise OtherProcessError(f"Process {rank} failed: {failure.text}") from own
         if stop := max((failure.stop for failure in failures if failure is not None), default=Stop.NO):
             raise exception_of(stop) from own
 

@@ -27,6 +27,7 @@ from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFac
 from lightning_fed.settings import MAX_FAILED_SHARE, MAX_UPDATE_RATIO, make_settings
 from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import WithinClientStrategy, adopt
+from lightning_fed.strategies.launcher import adopt_launcher
 from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 from lightning_fed.trainer_arguments import as_callbacks, check_trainer_arguments, refusals_of_lightning
 from lightning_fed.trainer_calls import check_call, checked
@@ -176,6 +177,7 @@ class FederatedTrainer(pl.Trainer):
             self.gradient_clip_val = None  # or Lightning would clip before the correction as well
         check_local_options(self)
         adopt(self)
+        adopt_launcher(self)
         if settings.drops_failed and isinstance(self.strategy, WithinClientStrategy):
             raise FederatedError(
                 "on_client_error='drop' does not go with strategy='ddp', whose processes work on one client together"

@@ -89,8 +89,21 @@ def refusals_of_lightning() -> Iterator[None]:
         raise
     except (MisconfigurationException, ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise FederatedError(
-            f"FederatedTrainer: Lightning's Trainer refuses its arguments. {_strategy_meant(str(error))}{error}"
+            _unlike_a_script(str(error))
+            or f"FederatedTrainer: Lightning's Trainer refuses its arguments. {_strategy_meant(str(error))}{error}"
         ) from error
+
+
+def _unlike_a_script(refusal: str) -> str:
+    """Return what to say where a notebook asks for a strategy that starts the script once per process."""
+    found = re.search(r"strategy='?([\w.]+).*is not compatible with an interactive", refusal)
+    if found is None:
+        return ""
+    ours = "ddp_notebook" if found[1].startswith("ddp") else "clients_fork"
+    return (
+        f"strategy={found[1]!r} starts the script once per process, and a notebook is no script. Set strategy={ours!r},"
+        " which forks the notebook's process, or run a script."
+    )
 
 
 def _strategy_meant(refusal: str) -> str:

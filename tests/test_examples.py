@@ -1,5 +1,6 @@
 """Every example runs, and its ``main`` returns the accuracy it reached."""
 
+import ast
 import importlib.util
 import math
 import multiprocessing
@@ -12,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import nbclient
+import nbformat
 import pytest
 import torch
 
@@ -48,6 +51,22 @@ def test_two_rounds(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert math.isfinite(accuracy)
     assert 0.1 < accuracy <= 1.0, "ten classes: no better than one answer for all"
     assert re.search(r"^  rounds +2$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(FOLDER / "notebook.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    shown = "".join(output["text"] for output in outputs if output.get("name") == "stdout")
+    bars = [line.strip() for line in re.split(r"[\r\n]+", shown) if "%|" in line]
+    assert all(bar.startswith("Rounds") for bar in bars)
+    assert len([bar for bar in bars if "100%" in bar]) == 4
+    results = [output["data"]["text/plain"] for output in outputs if output["output_type"] == "execute_result"]
+    _, accuracy, forked, resumed = map(ast.literal_eval, results)
+    assert forked == (20, pytest.approx(accuracy["Scaffold"], abs=0.01))
+    assert resumed[0] == 30
 
 
 def environment() -> dict[str, str]:

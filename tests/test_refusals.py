@@ -259,7 +259,7 @@ def test_checkpoints_by_the_clock_in_several_processes(interval: timedelta) -> N
     saver = ModelCheckpoint(train_time_interval=interval)
     several = trainer(callbacks=saver, enable_checkpointing=True, accelerator="cpu", devices=2, strategy="clients_fork")
     with pytest.raises(
-        Exception, match=r"ModelCheckpoint\(train_time_interval=.*every_n_epochs, or train in one process"
+        FederatedError, match=r"ModelCheckpoint\(train_time_interval=.*every_n_epochs, or train in one process"
     ):
         several.fit(seeded(), data())
 

@@ -16,7 +16,7 @@ from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_fed import FederatedDataModule, FederatedError
+from lightning_fed import ClientError, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedDane, FedDyn, Mime, Scaffold, SGDm
 from lightning_fed.rounds import assignment
 from lightning_fed.server import RoundRobinSampler, SystemsHeterogeneity, TopK
@@ -471,7 +471,7 @@ def test_states_without_a_first_value_are_refused(engine: str, tmp_path: Path) -
 
 
 def test_forked_processes_end_with_the_client_named() -> None:
-    with pytest.raises(Exception, match=r"Client 3 failed in .* in round 0"):
+    with pytest.raises(ClientError, match=r"Client 3 failed in .* in round 0"):
         end(make=Fails, datamodule=spoiled, clients_per_round=6, strategy="clients_fork", devices=2)
 
 

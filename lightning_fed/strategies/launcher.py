@@ -1,0 +1,102 @@
+"""Processes that are started from within Python: the parent learns the round, and raises what ended one of them."""
+
+import copy
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from lightning_fed._compat import TrainerFn, _MultiProcessingLauncher, rank_zero_info
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.stopping import OtherProcessError
+
+__all__ = ["RoundLauncher", "adopt_launcher"]
+
+_LARGEST = 2**15  # bytes of an exception: a pipe takes them though nobody reads yet
+
+
+class RoundLauncher(_MultiProcessingLauncher):
+    """Lightning's launcher of "fork" and "spawn", for trainers whose epochs are rounds.
+
+    The parent raises the exception that ended a child, with the child's trace as its cause. After a fit the parent's
+    trainer knows how many rounds are done. Forked processes compute on one thread each: the threads of OpenMP do not
+    survive a fork, and a child that asks for several waits for them forever.
+    """
+
+    _errors: Any = None  # a queue of exceptions, while processes are running
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Run a function in all processes; see Lightning's launcher.
+
+        Raises:
+            FederatedError: If the trainer has already run a fit this way, whose state has ended with its processes.
+        """
+        if self._already_fit and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            raise FederatedError(
+                "A second fit of this trainer cannot go on from the first one: its state has ended with the processes"
+                " that held it. Make a new FederatedTrainer, and resume with fit(..., ckpt_path=...)."
+            )
+        self._errors = multiprocessing.get_context(self._start_method).SimpleQueue()
+        try:
+            return super().launch(partial(self._in_child, function), *args, trainer=trainer, **kwargs)
+        except ProcessRaisedException as error:
+            raised = self._first_error()
+            if raised is None:
+                raise
+            raise raised from error
+        finally:
+            self._errors = None
+
+    def _in_child(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the function, and let the parent have the exception that ends it."""
+        if self._start_method == "fork" and torch.get_num_threads() > 1:
+            torch.set_num_threads(1)
+            rank_zero_info(
+                "Forked processes compute on one thread each. Start more of them to use more cores, or run a script"
+                " with strategy='clients'."
+            )
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if _can_travel(error):
+                self._errors.put(error)
+            raise
+
+    def _first_error(self) -> Exception | None:
+        """Return an exception that ended a child, one of its own rather than one it has heard of."""
+        errors: list[Exception] = []
+        while not self._errors.empty():
+            errors.append(self._errors.get())
+        return min(errors, key=lambda error: isinstance(error, OtherProcessError), default=None)
+
+    def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Return what the parent's trainer is told: the rounds done beside what Lightning tells it."""
+        loop: Any = trainer.fit_loop
+        return {**super().get_extra_results(trainer), "rounds": loop.round}
+
+    def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
+        """Let the parent's trainer know it."""
+        super().update_main_process_results(trainer, extra)
+        loop: Any = trainer.fit_loop
+        loop.rounds_elsewhere = extra["rounds"]
+        loop.set_progress(extra["rounds"])
+
+
+def adopt_launcher(trainer: pl.Trainer) -> None:
+    """Let a trainer that starts processes from within Python start them with :class:`RoundLauncher`."""
+    launcher = trainer.strategy.launcher
+    if type(launcher) is _MultiProcessingLauncher:
+        launcher.__class__ = RoundLauncher
+
+
+def _can_travel(error: Exception) -> bool:
+    """Whether an exception can be made again in another process, and fits the pipe to it."""
+    try:
+        return str(copy.copy(error)) == str(error) and len(pickle.dumps(error)) <= _LARGEST
+    except Exception:
+        return False

@@ -1,0 +1,106 @@
+"""Processes that are started from within Python, and what the parent knows of them afterwards."""
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.trainer.connectors import accelerator_connector
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from lightning_fed import FederatedCallback, FederatedError
+from lightning_fed.stopping import Failure, OtherProcessError
+from lightning_fed.strategies.launcher import RoundLauncher
+from tests.helpers.training import data, seeded, trainer
+
+TWO: dict[str, Any] = {"accelerator": "cpu", "devices": 2}
+
+
+class TooManyWordsError(Exception):
+    """An exception that pickle cannot make again."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} {other}")
+
+
+class Ends(FederatedCallback):
+    """Ends the fit in one of the processes, or in all."""
+
+    def __init__(self, error: Exception, rank: int | None = None) -> None:
+        self.error, self.rank = error, rank
+
+    def on_round_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if self.rank in (None, trainer.global_rank):
+            raise self.error
+
+
+class Threads(FederatedCallback):
+    """Writes down on how many threads a process computes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_round_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        (self.folder / f"{trainer.global_rank}").write_text(str(torch.get_num_threads()))
+
+
+def test_what_ends_a_child_is_raised_as_itself_with_its_trace() -> None:
+    with pytest.raises(KeyError, match="mine") as caught:
+        trainer(strategy="clients_fork", callbacks=Ends(KeyError("mine")), **TWO).fit(seeded(), data())
+    assert isinstance(caught.value.__cause__, ProcessRaisedException)
+    assert "in on_round_end" in str(caught.value.__cause__)
+
+
+def test_what_cannot_be_pickled_is_shown_as_text() -> None:
+    with pytest.raises(ProcessRaisedException, match="lost words"):
+        trainer(strategy="clients_fork", callbacks=Ends(TooManyWordsError("lost", "words")), **TWO).fit(
+            seeded(), data()
+        )
+
+
+def test_an_error_of_ones_own_goes_before_one_heard_of() -> None:
+    launcher = RoundLauncher.__new__(RoundLauncher)
+    own, heard = FederatedError("own"), OtherProcessError("Process 1 failed: own")
+    launcher._errors = multiprocessing.get_context("fork").SimpleQueue()
+    for error in (heard, own):
+        launcher._errors.put(error)
+    assert str(launcher._first_error()) == "own"
+    with pytest.raises(OtherProcessError, match="Process 1 failed: own"):
+        Failure.raise_first([None, Failure.of(own)])
+
+
+@pytest.mark.parametrize("strategy", ["clients_fork", "ddp_notebook"])
+def test_the_parent_knows_the_round_and_says_where_the_state_is(strategy: str, tmp_path: Path) -> None:
+    forked = trainer(strategy=strategy, max_rounds=2, **TWO)
+    forked.fit(seeded(), data())
+    assert (forked.fit_loop.round, forked.current_epoch, forked.global_step) == (2, 2, 2)
+    with pytest.raises(FederatedError, match=r"server state after round 1 has ended with the processes"):
+        _ = forked.fit_loop.state
+    with pytest.raises(FederatedError, match=r"What a checkpoint holds after round 1 .* ModelCheckpoint"):
+        forked.save_checkpoint(tmp_path / "whole.ckpt")
+    forked.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    forked.max_rounds = 3
+    with pytest.raises(FederatedError, match=r"A second fit of this trainer .* ckpt_path"):
+        forked.fit(seeded(), data())
+
+
+def test_forked_processes_compute_on_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # or Lightning gives each process its share of the cores
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        trainer(strategy="clients_fork", callbacks=Threads(tmp_path), **TWO).fit(seeded(), data())
+    finally:
+        torch.set_num_threads(before)
+    assert [file.read_text() for file in sorted(tmp_path.iterdir())] == ["1", "1"]
+
+
+@pytest.mark.parametrize(("strategy", "instead"), [("clients", "clients_fork"), ("ddp", "ddp_notebook")])
+def test_a_notebook_is_told_which_strategy_it_can_have(
+    strategy: str, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    with pytest.raises(FederatedError, match=rf"strategy='{strategy}' starts the script .* strategy='{instead}'"):
+        trainer(strategy=strategy, **TWO)
