@@ -60,9 +60,12 @@ def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     shown = "".join(output["text"] for output in outputs if output.get("name") == "stdout")
-    bars = [line.strip() for line in re.split(r"[\r\n]+", shown) if "%|" in line]
-    assert all(bar.startswith("Rounds") for bar in bars)
-    assert len([bar for bar in bars if "100%" in bar]) == 4
+    fits = shown.split("Federated run finished")[:-1]
+    assert len(fits) == 4
+    for fit in fits:
+        bars = [line.strip() for line in re.split(r"[\r\n]+", fit) if "%|" in line]
+        assert all(bar.startswith("Rounds") for bar in bars)
+        assert "100%" in bars[-1]
     results = [output["data"]["text/plain"] for output in outputs if output["output_type"] == "execute_result"]
     _, accuracy, forked, resumed = map(ast.literal_eval, results)
     assert forked == (20, pytest.approx(accuracy["Scaffold"], abs=0.01))
@@ -163,7 +166,7 @@ def test_no_statistics_where_all_layers_are_trained() -> None:
 
 def test_the_index_names_every_example() -> None:
     index = (FOLDER / "README.md").read_text()
-    files = {p.relative_to(FOLDER).as_posix() for p in FOLDER.rglob("*") if p.suffix in (".py", ".yaml")}
+    files = {p.relative_to(FOLDER).as_posix() for p in FOLDER.rglob("*") if p.suffix in (".ipynb", ".py", ".yaml")}
     assert set(re.findall(r"\]\(([\w/]+\.\w+)\)", index)) == files
 
 
