@@ -1,37 +1,41 @@
 """The only file that imports Lightning's private names, because they will move.
 
-Tested with pytorch-lightning 2.6.6; a missing name fails here, at import, and names the version found.
+Tested with Lightning 2.6.6; a missing name fails here, at import, and names the version found.
 """
 
 import warnings
 
-import pytorch_lightning as pl
+from lightning_fed._lightning import SERIES, install_command, pl
 
 try:
-    from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
-    from pytorch_lightning.loggers.logger import DummyLogger
-    from pytorch_lightning.loops import _FitLoop, _TrainingEpochLoop
-    from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
-    from pytorch_lightning.loops.fetchers import _DataFetcher
-    from pytorch_lightning.loops.optimization import _AutomaticOptimization
-    from pytorch_lightning.loops.optimization.automatic import ClosureResult
-    from pytorch_lightning.overrides.distributed import _sync_module_states
-    from pytorch_lightning.profilers import PassThroughProfiler
-    from pytorch_lightning.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-    from pytorch_lightning.trainer import call
-    from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
-    from pytorch_lightning.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-    from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
-    from pytorch_lightning.trainer.connectors.signal_connector import _SignalConnector
-    from pytorch_lightning.trainer.states import TrainerFn, TrainerState
-    from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
-    from pytorch_lightning.utilities.model_helpers import is_overridden
-    from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
-    from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
-except ImportError as error:
+    Tqdm = pl.callbacks.progress.tqdm_progress.Tqdm
+    DummyLogger = pl.loggers.logger.DummyLogger
+    _FitLoop = pl.loops._FitLoop
+    _TrainingEpochLoop = pl.loops._TrainingEpochLoop
+    _EvaluationLoop = pl.loops.evaluation_loop._EvaluationLoop
+    _DataFetcher = pl.loops.fetchers._DataFetcher
+    _AutomaticOptimization = pl.loops.optimization._AutomaticOptimization
+    ClosureResult = pl.loops.optimization.automatic.ClosureResult
+    _sync_module_states = pl.overrides.distributed._sync_module_states
+    PassThroughProfiler = pl.profilers.PassThroughProfiler
+    _MultiProcessingLauncher = pl.strategies.launchers.multiprocessing._MultiProcessingLauncher
+    call = pl.trainer.call
+    _CheckpointConnector = pl.trainer.connectors.checkpoint_connector._CheckpointConnector
+    _LoggerConnector = pl.trainer.connectors.logger_connector.logger_connector._LoggerConnector
+    _ResultCollection = pl.trainer.connectors.logger_connector.result._ResultCollection
+    _SignalConnector = pl.trainer.connectors.signal_connector._SignalConnector
+    TrainerFn = pl.trainer.states.TrainerFn
+    TrainerState = pl.trainer.states.TrainerState
+    MisconfigurationException = pl.utilities.exceptions.MisconfigurationException
+    SIGTERMException = pl.utilities.exceptions.SIGTERMException
+    is_overridden = pl.utilities.model_helpers.is_overridden
+    rank_zero_info = pl.utilities.rank_zero.rank_zero_info
+    rank_zero_warn = pl.utilities.rank_zero.rank_zero_warn
+    is_param_in_hook_signature = pl.utilities.signature_utils.is_param_in_hook_signature
+except AttributeError as error:
     raise ImportError(
-        f"lightning_fed builds on internals of pytorch-lightning 2.6 that version {pl.__version__} does not have"
-        f" ({error}). Install a tested version: pip install 'pytorch-lightning>=2.6.6,<2.7'."
+        f"lightning_fed builds on internals of Lightning {SERIES} that {pl.__name__} {pl.__version__} does not have"
+        f" ({error}). Install a tested version: {install_command()}."
     ) from error
 
 # Lightning 2.6 asks PyTorch's tree specs in a way that newer releases call deprecated: nothing a user could change

@@ -13,9 +13,9 @@ from typing import IO, Any
 import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from pytorch_lightning.plugins.io import TorchCheckpointIO
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 
 try:
@@ -38,7 +38,7 @@ _PART = ".part"
 _UNREADABLE = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, RuntimeError, ValueError, KeyError)
 
 
-class AtomicCheckpointIO(TorchCheckpointIO):
+class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
     """Write a checkpoint beside its place, flush it to the disk, and rename it; check every byte of one that is read.
 
     Whenever the process or the machine dies, a checkpoint is the old one or the new one, and a link such as ``last``

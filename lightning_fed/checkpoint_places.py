@@ -6,10 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ModelCheckpoint
-
 from lightning_fed._compat import rank_zero_info
+from lightning_fed._lightning import pl
 from lightning_fed.checkpoint_io import by_age, fault_of, link, local_path, remove_leftovers, resumable
 
 __all__ = ["folders", "keep_last_round", "let_last_follow", "newest", "restore_scores", "tidy_folders"]
@@ -18,7 +16,7 @@ __all__ = ["folders", "keep_last_round", "let_last_follow", "newest", "restore_s
 def tidy_folders(trainer: pl.Trainer) -> None:
     """Remove what killed saves left in the folders of a run, and let links to checkpoints never lead to nothing."""
     for callback in _keepers(trainer):
-        if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
+        if type(callback)._link_checkpoint is pl.callbacks.ModelCheckpoint._link_checkpoint:
             callback._link_checkpoint = _link_checkpoint  # type: ignore[method-assign]
     if trainer.is_global_zero:
         folders = {local_path(place) for c in _keepers(trainer) if (place := c.dirpath)}
@@ -117,14 +115,14 @@ def keep_last_round(trainer: pl.Trainer, round: int, kept: tuple[int, Any] | Non
         rank_zero_info(f"Stopped after {round} completed rounds{why}.")
 
 
-def _keepers(trainer: pl.Trainer, whole: bool = True) -> Iterator[ModelCheckpoint]:
+def _keepers(trainer: pl.Trainer, whole: bool = True) -> Iterator[pl.callbacks.ModelCheckpoint]:
     """Yield the callbacks that write checkpoints, if ``whole`` those that a run can go on from."""
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and not (whole and callback.save_weights_only):
+        if isinstance(callback, pl.callbacks.ModelCheckpoint) and not (whole and callback.save_weights_only):
             yield callback
 
 
-def _place(trainer: pl.Trainer, keeper: ModelCheckpoint, resumed: str | None) -> str:
+def _place(trainer: pl.Trainer, keeper: pl.callbacks.ModelCheckpoint, resumed: str | None) -> str:
     """Return a path for the last checkpoint that does not write over one of another run."""
     candidates = keeper._monitor_candidates(trainer)
     path, version = keeper.format_checkpoint_name(candidates, keeper.CHECKPOINT_NAME_LAST), keeper.STARTING_VERSION
@@ -148,7 +146,7 @@ def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
     trainer.strategy.barrier()
 
 
-def _save_due(callback: ModelCheckpoint, trainer: pl.Trainer, monitor_candidates: dict[str, Any]) -> None:
+def _save_due(callback: pl.callbacks.ModelCheckpoint, trainer: pl.Trainer, monitor_candidates: dict[str, Any]) -> None:
     """Save a round that is due among the top k; if it is not one of them, as the last one."""
     type(callback)._save_topk_checkpoint(callback, trainer, monitor_candidates)
     if callback.save_last and callback._last_global_step_saved != trainer.global_step:
@@ -156,7 +154,7 @@ def _save_due(callback: ModelCheckpoint, trainer: pl.Trainer, monitor_candidates
         callback._save_last_checkpoint(trainer, monitor_candidates)
 
 
-def _save_last(callback: ModelCheckpoint, trainer: pl.Trainer, monitor_candidates: dict[str, Any]) -> None:
+def _save_last(callback: pl.callbacks.ModelCheckpoint, trainer: pl.Trainer, monitor_candidates: dict[str, Any]) -> None:
     """Save or link the last checkpoint, unless it holds this round already, or this round is not due."""
     saved = callback._last_checkpoint_saved
     is_due = callback._last_global_step_saved == trainer.global_step

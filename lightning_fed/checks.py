@@ -4,20 +4,19 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import GradientAccumulationScheduler, ModelCheckpoint
-from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_fed._lightning import pl
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.callbacks import Inexactness, Measure, PersonalizedAccuracy, SplitPicture
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.torch_optimizers import is_plain_sgd, refuse_unsupported
 from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.one_package import refuse_foreign
 from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.settings import Settings
 from lightning_fed.strategies import WithinClientStrategy
@@ -72,8 +71,10 @@ def check_strategy(strategy: Any) -> None:
         known = name.startswith(("auto", "clients", "ddp", "single_device")) or not any(k in name for k in _STRATEGIES)
     else:
         name, kinds = type(strategy).__name__, [cls.__name__.lower() for cls in type(strategy).__mro__]
-        allowed = (SingleDeviceStrategy, UnwrappedDDPStrategy)
-        known = type(strategy) is DDPStrategy or (isinstance(strategy, allowed) and "xla" not in name.lower())
+        allowed = (pl.strategies.SingleDeviceStrategy, UnwrappedDDPStrategy)
+        known = type(strategy) is pl.strategies.DDPStrategy or (
+            isinstance(strategy, allowed) and "xla" not in name.lower()
+        )
     if known:
         return
     reason = next(
@@ -142,7 +143,10 @@ def check_local_options(trainer: pl.Trainer) -> None:
                 " Leave it unset."
             )
     for callback in trainer.callbacks:
-        if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
+        if (
+            isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
+            and callback.going_to_accumulate_grad_batches()
+        ):
             raise FederatedError(
                 f"The callback {type(callback).__name__} does not apply to {type(algorithm).__name__}, whose clients"
                 " take no local steps. Remove it."
@@ -200,7 +204,7 @@ def _check_private(trainer: pl.Trainer) -> None:
 def _check_checkpoints(trainer: pl.Trainer) -> None:
     """Refuse checkpoints that are due after so many batches, and in several processes those that are due in between."""
     for callback in trainer.callbacks:
-        if not isinstance(callback, ModelCheckpoint):
+        if not isinstance(callback, pl.callbacks.ModelCheckpoint):
             continue
         name = type(callback).__name__
         if steps := callback._every_n_train_steps:
@@ -233,13 +237,14 @@ def check_module(trainer: pl.Trainer) -> None:
     """
     module = trainer.lightning_module
     name = type(module).__name__
+    refuse_foreign(trainer.callbacks)  # the module's own too, of configure_callbacks
     if not isinstance(trainer.datamodule, FederatedDataModule):
         raise no_federated_data(trainer.datamodule)
     if type(trainer.datamodule).train_dataloader is not FederatedDataModule.train_dataloader:
         raise FederatedError(
             f"{type(trainer.datamodule).__name__} overrides train_dataloader, which no round asks for: every client has"
             " a loader of its own. Override client_dataset(client_id), or client_dataloader(client_id, generator), or"
-            " pass collate_fn, transform or augment. For a centralised baseline use pytorch_lightning.Trainer."
+            " pass collate_fn, transform or augment. For a centralised baseline use Lightning's own Trainer."
         )
     if not module.automatic_optimization:
         raise FederatedError(

@@ -8,11 +8,11 @@ from inspect import getfile
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from lightning_fed._compat import MisconfigurationException
+from lightning_fed._lightning import pl
+from lightning_fed._lightning_cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning_fed.callbacks import RunSummary
 from lightning_fed.cli_parser import Parser
 from lightning_fed.core.errors import ClientError, FederatedError

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 from jsonargparse import ArgumentParser
 
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.picture import skew_table, split_figure

@@ -7,9 +7,9 @@ from inspect import isabstract
 from types import ModuleType
 from typing import Any, NoReturn
 
-from pytorch_lightning.cli import LightningArgumentParser
-
 from lightning_fed import algorithms, callbacks, data, models, server
+from lightning_fed._lightning_cli import LightningArgumentParser
+from lightning_fed.one_package import advice_on_path
 
 __all__ = ["Parser"]
 
@@ -39,6 +39,9 @@ class Parser(LightningArgumentParser):
             return []  # it quotes the parser of a part, which is such a one and has said what was meant
         options = [option for parser in (self, *self._parsers_below()) for option in parser._option_string_actions]
         keys = [option.removeprefix("--") for option in options]
+        other = next(filter(None, map(advice_on_path, re.findall(r"[\w.]+\.\w+", message))), None)
+        if other is not None:
+            return [other]
         return [
             *_close(re.findall(r"invalid choice: '(\S+)' \(choose from", message), self._commands()),
             *_close(re.findall(r"unrecognized arguments:.*?(--[\w.+]+)", message), options),

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.callbacks import EarlyStopping
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,6 +14,7 @@ from lightning_fed._compat import (
     rank_zero_info,
     rank_zero_warn,
 )
+from lightning_fed._lightning import pl
 from lightning_fed.checkpoint_io import AtomicCheckpointIO
 from lightning_fed.checkpoint_places import folders, let_last_follow, newest, restore_scores, tidy_folders
 from lightning_fed.core.errors import FederatedError
@@ -173,7 +172,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
         if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING:
             restore_scores(self.trainer, self._loaded_checkpoint.get("callbacks") or {})
         for callback in self.trainer.callbacks if self._loaded_checkpoint else ():
-            if not isinstance(callback, EarlyStopping) or self.trainer.state.fn != TrainerFn.FITTING:
+            if not isinstance(callback, pl.callbacks.EarlyStopping) or self.trainer.state.fn != TrainerFn.FITTING:
                 continue
             if callback.stopped_epoch > 0 or callback.wait_count >= callback.patience:
                 self.trainer.should_stop = True

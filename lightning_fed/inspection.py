@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from lightning_fed._lightning import pl
 from lightning_fed.core.arguments import check_count, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import preserved_random_state

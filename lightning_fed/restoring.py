@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 
 from lightning_fed._compat import rank_zero_warn
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.options import differing_options, options_of
 from lightning_fed.engines.prepared import PreparedModule

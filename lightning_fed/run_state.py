@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 
 from lightning_fed._compat import _FitLoop
+from lightning_fed._lightning import pl
 from lightning_fed.checks import check_hyper_parameters, check_module, check_trainer
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.batch_hooks import time_by_rounds

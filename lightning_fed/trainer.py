@@ -6,10 +6,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
-import pytorch_lightning as pl
-from pytorch_lightning.callbacks import Callback, ProgressBar
-
 from lightning_fed._compat import rank_zero_warn
+from lightning_fed._lightning import pl
 from lightning_fed.algorithms import Algorithm, FedAvg
 from lightning_fed.callbacks import RoundLogger, RoundProgressBar, RunSummary
 from lightning_fed.callbacks.schedulers import PlateauSchedulers
@@ -130,7 +128,7 @@ class FederatedTrainer(pl.Trainer):
         on_client_error: Literal["raise", "drop"] = "raise",
         max_failed_share: float = MAX_FAILED_SHARE,
         max_update_ratio: float | None = MAX_UPDATE_RATIO,
-        callbacks: list[Callback] | Callback | None = None,
+        callbacks: list[pl.Callback] | pl.Callback | None = None,
         max_epochs: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -240,7 +238,9 @@ class FederatedTrainer(pl.Trainer):
         Raises:
             FederatedError: If settings, model, data or checkpoint cannot be federated; before the first round.
         """
-        check_call("fit", self, model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
+        check_call(
+            "fit", self, model, train_dataloaders, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only
+        )
         if train_dataloaders is not None and not isinstance(train_dataloaders, pl.LightningDataModule):
             raise no_federated_data(train_dataloaders)
         if val_dataloaders is not None:
@@ -320,14 +320,14 @@ def _refuse_steps(kwargs: dict[str, Any]) -> None:
             )
 
 
-def _with_defaults(callbacks: Sequence[Callback] | Callback | None, kwargs: dict[str, Any]) -> list[Callback]:
+def _with_defaults(callbacks: Sequence[pl.Callback] | pl.Callback | None, kwargs: dict[str, Any]) -> list[pl.Callback]:
     """Add the callbacks that every federated run brings along."""
     given = as_callbacks(callbacks)
     shows_progress = kwargs.get("enable_progress_bar") is not False and not kwargs.get("barebones")
-    defaults: list[Callback] = [PlateauSchedulers()]
+    defaults: list[pl.Callback] = [PlateauSchedulers()]
     if not any(isinstance(c, RoundLogger) for c in given):
         defaults.append(RoundLogger())
-    if shows_progress and not any(isinstance(c, ProgressBar) for c in given):
+    if shows_progress and not any(isinstance(c, pl.callbacks.ProgressBar) for c in given):
         defaults.append(RoundProgressBar())
     if shows_progress and not any(isinstance(c, RunSummary) for c in given):
         defaults.append(RunSummary())

@@ -11,13 +11,11 @@ from numbers import Integral
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import pytorch_lightning as pl
-from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.strategies import StrategyRegistry
-
 from lightning_fed._compat import MisconfigurationException
+from lightning_fed._lightning import pl
 from lightning_fed.core.arguments import finite
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.one_package import refuse_foreign
 
 __all__ = ["as_callbacks", "check_trainer_arguments", "refusals_of_lightning"]
 
@@ -48,6 +46,7 @@ def check_trainer_arguments(arguments: Mapping[str, Any], own: Iterable[str]) ->
     Raises:
         FederatedError: Naming the argument, what was found and what is allowed.
     """
+    refuse_foreign(*arguments.values())
     hints = _hints()
     for name, value in arguments.items():
         if name not in hints:
@@ -61,14 +60,15 @@ def check_trainer_arguments(arguments: Mapping[str, Any], own: Iterable[str]) ->
             raise FederatedError(f"FederatedTrainer({name}={value!r}): {name} must be at least {least:g}.")
 
 
-def as_callbacks(callbacks: Any) -> list[Callback]:
+def as_callbacks(callbacks: Any) -> list[pl.Callback]:
     """Return the argument ``callbacks`` as a list.
 
     Raises:
         FederatedError: If it is neither a callback nor a list of them.
     """
-    given = [callbacks] if isinstance(callbacks, Callback) else [] if callbacks is None else callbacks
-    if not isinstance(given, list | tuple) or not all(isinstance(callback, Callback) for callback in given):
+    given = [callbacks] if isinstance(callbacks, pl.Callback) else [] if callbacks is None else callbacks
+    refuse_foreign(given)
+    if not isinstance(given, list | tuple) or not all(isinstance(callback, pl.Callback) for callback in given):
         raise FederatedError(
             f"FederatedTrainer(callbacks={_shown(callbacks)}): callbacks must be a Callback or a list of Callbacks,"
             " instances and not classes."
@@ -109,7 +109,9 @@ def _unlike_a_script(refusal: str) -> str:
 def _strategy_meant(refusal: str) -> str:
     """Return the strategy that was meant where Lightning, whose examples lack ours, knows none of the name."""
     found = re.search(r"invalid strategy name: `strategy='(\w+)'`", refusal)
-    ours = [name for name in StrategyRegistry.available_strategies() if name.startswith(("clients", "ddp"))]
+    ours = [
+        name for name in pl.strategies.StrategyRegistry.available_strategies() if name.startswith(("clients", "ddp"))
+    ]
     close = get_close_matches(found[1], ours, n=1) if found else []
     return f"Did you mean strategy={close[0]!r}? " if close else ""
 

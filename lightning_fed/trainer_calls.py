@@ -5,11 +5,12 @@ from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
-import pytorch_lightning as pl
 from torch._dynamo import OptimizedModule
 
+from lightning_fed._lightning import pl
 from lightning_fed.core.arguments import check_flags, check_paths
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.one_package import refuse_foreign
 
 __all__ = ["check_call", "checked"]
 
@@ -56,6 +57,7 @@ def check_call(
         FederatedError: Naming the argument, what was found and what is allowed.
     """
     owner = f"FederatedTrainer.{stage}"
+    refuse_foreign(model, dataloaders, datamodule)
     _check_model(owner, model if model is not None or stage == "fit" else trainer.lightning_module)
     if datamodule is not None and not isinstance(datamodule, pl.LightningDataModule):
         raise FederatedError(f"{owner}(datamodule={_shown(datamodule)}): datamodule must be a LightningDataModule.")
@@ -77,12 +79,6 @@ def check_call(
 def _check_model(owner: str, model: Any) -> None:
     if isinstance(model, (pl.LightningModule, OptimizedModule)):
         return
-    if any(cls.__module__.startswith("lightning.pytorch") for cls in type(model).__mro__):
-        raise FederatedError(
-            f"{type(model).__name__} derives from lightning.pytorch.LightningModule, another class than the"
-            " pytorch_lightning.LightningModule that this trainer drives. Write `import pytorch_lightning as pl`"
-            " where the module says `import lightning as L`."
-        )
     made = f"; write {model.__name__}()" if isinstance(model, type) else ""
     raise FederatedError(f"{owner}(model={_shown(model)}): model must be a LightningModule{made}.")
 

@@ -1,6 +1,7 @@
 """The house rules on imports, kept by machine: one direction, and Lightning's private names in one file."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -11,7 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "lightning_fed"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = {
-    "_torchvision": 0, "_version": 0, "_compat": 0, "core": 0,
+    "_lightning": -1,
+    "_torchvision": 0, "_version": 0, "_compat": 0, "_lightning_cli": 0, "core": 0, "one_package": 1,
     "data": 1, "models": 1, "algorithms": 1, "metrics": 1,
     "callbacks": 2, "optim": 2, "cli_data": 2,
     "server": 3,
@@ -124,22 +126,24 @@ def test_the_lower_floors_know_nothing_of_lightning() -> None:
 
 
 def private_names(path: Path) -> Iterator[str]:
-    """Yield the private names of Lightning that a file imports, or reaches as an attribute of ``pl``."""
-    private = (
-        "pytorch_lightning.loops",
-        "pytorch_lightning.trainer.",
-        "pytorch_lightning.utilities",
-        "lightning_fabric",
-    )
-    for module, names in imports(path):
-        for name in (module, *(f"{module}.{n}" for n in names)):
-            if name.startswith(private) or (name.startswith("pytorch_lightning") and "._" in name):
-                yield name
+    """Yield the private names of Lightning that a file reaches as attributes of ``pl``."""
     for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "pl":
-            name = f"pytorch_lightning.{node.attr}"
-            if name.startswith((*private, "pytorch_lightning._", "pytorch_lightning.trainer")):
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("pl."):
+            name = ast.unparse(node)
+            private_part = re.match(r"pl(\.[a-z]\w*)*\._(?!_)", name)
+            if private_part or name.startswith(("pl.loops", "pl.trainer", "pl.utilities", "pl.overrides")):
                 yield name
+
+
+def test_one_file_decides_which_lightning_is_in_use() -> None:
+    faults = [
+        f"{name_of(path)} imports {module}: take pl from _lightning"
+        for path in FILES
+        if path.name != "_lightning.py"
+        for module, _ in imports(path)
+        if module.split(".")[0] in {"lightning", "lightning_fabric", "pytorch_lightning"}
+    ]
+    assert not faults, "\n".join(faults)
 
 
 def test_private_names_of_lightning_come_in_through_one_file() -> None:

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import pytorch_lightning as pl
-
+from lightning_fed._lightning import pl
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId
 

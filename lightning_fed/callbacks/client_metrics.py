@@ -2,9 +2,8 @@
 
 from typing import Literal
 
-import pytorch_lightning as pl
-
 from lightning_fed._compat import is_overridden
+from lightning_fed._lightning import pl
 from lightning_fed.callbacks.measure import ClientMeasure, write_table
 from lightning_fed.core.arguments import check_count, check_one_of, check_texts
 from lightning_fed.core.errors import FederatedError

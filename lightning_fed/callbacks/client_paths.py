@@ -3,9 +3,9 @@
 import math
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 
+from lightning_fed._lightning import pl
 from lightning_fed.callbacks.measure import Measure, write_table
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import ClientReport, RoundReport

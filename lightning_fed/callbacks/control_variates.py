@@ -1,8 +1,8 @@
 """How well control variates stand for the gradients they were made from."""
 
-import pytorch_lightning as pl
 import torch
 
+from lightning_fed._lightning import pl
 from lightning_fed.callbacks.measure import ClientMeasure
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport

@@ -3,10 +3,10 @@
 import math
 from functools import partial
 
-import pytorch_lightning as pl
 import torch
 
 from lightning_fed._compat import rank_zero_warn
+from lightning_fed._lightning import pl
 from lightning_fed.callbacks.measure import WeightedMeasure, Weighting
 from lightning_fed.core.arguments import check_count, check_fraction
 from lightning_fed.core.errors import FederatedError

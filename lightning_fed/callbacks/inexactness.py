@@ -2,9 +2,9 @@
 
 import math
 
-import pytorch_lightning as pl
 import torch
 
+from lightning_fed._lightning import pl
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId

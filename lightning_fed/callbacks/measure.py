@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import pytorch_lightning as pl
 import torch
 
 from lightning_fed._compat import rank_zero_warn
+from lightning_fed._lightning import pl
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.core.arguments import check_count, check_one_of
 from lightning_fed.core.errors import FederatedError

@@ -3,10 +3,8 @@
 import sys
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.callbacks import Callback, TQDMProgressBar
-
 from lightning_fed._compat import Tqdm, TrainerFn
+from lightning_fed._lightning import pl
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.core.arguments import check_count, check_flags
 from lightning_fed.core.rounds import ClientReport, RoundReport
@@ -14,7 +12,7 @@ from lightning_fed.core.rounds import ClientReport, RoundReport
 __all__ = ["RoundProgressBar"]
 
 
-class RoundProgressBar(FederatedCallback, TQDMProgressBar):
+class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
     """Show one bar whose unit is the round, with the metrics logged with ``prog_bar=True``.
 
     ``validate``, ``test`` and ``predict`` show Lightning's own bars.
@@ -34,8 +32,10 @@ class RoundProgressBar(FederatedCallback, TQDMProgressBar):
         check_flags("RoundProgressBar", leave=leave)
         super().__init__(refresh_rate, process_position, leave)
 
-    on_train_batch_start = Callback.on_train_batch_start
-    on_train_batch_end = Callback.on_train_batch_end  # nothing to do per batch, and Lightning skips what is not there
+    on_train_batch_start = pl.Callback.on_train_batch_start
+    on_train_batch_end = (
+        pl.Callback.on_train_batch_end
+    )  # nothing to do per batch, and Lightning skips what is not there
 
     def init_train_tqdm(self) -> Tqdm:
         """Return the bar over rounds."""

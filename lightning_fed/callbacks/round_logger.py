@@ -3,9 +3,7 @@
 import math
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.loggers import TensorBoardLogger
-
+from lightning_fed._lightning import pl
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.core.rounds import RoundReport
 
@@ -45,7 +43,7 @@ class RoundLogger(FederatedCallback):
         """Let TensorBoard forget what an interrupted run wrote of rounds that are now done again."""
         done = trainer.fit_loop.round
         for logger in trainer.loggers if done and trainer.is_global_zero else ():
-            if isinstance(logger, TensorBoardLogger):
+            if isinstance(logger, pl.loggers.TensorBoardLogger):
                 _forget(logger.experiment, done + 1)
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:

@@ -1,14 +1,12 @@
 """Keep metric-driven learning rate schedules in step with checkpoints."""
 
-import pytorch_lightning as pl
-from pytorch_lightning.callbacks import Callback
-
 from lightning_fed._compat import TrainerFn
+from lightning_fed._lightning import pl
 
 __all__ = ["PlateauSchedulers"]
 
 
-class PlateauSchedulers(Callback):
+class PlateauSchedulers(pl.Callback):
     """Step ``ReduceLROnPlateau`` right after validation, so that a checkpoint written then holds the step.
 
     Lightning steps these schedulers after the callbacks that save, and a run resumed from such a checkpoint would miss

@@ -1,8 +1,6 @@
 """The picture of how the data are dealt out, in TensorBoard."""
 
-import pytorch_lightning as pl
-from pytorch_lightning.loggers import TensorBoardLogger
-
+from lightning_fed._lightning import pl
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
@@ -53,5 +51,5 @@ class SplitPicture(FederatedCallback):
                 board.experiment.add_text("split", table, step)
 
 
-def _boards(trainer: pl.Trainer) -> list[TensorBoardLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+def _boards(trainer: pl.Trainer) -> list[pl.loggers.TensorBoardLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, pl.loggers.TensorBoardLogger)]

@@ -4,10 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.loggers import TensorBoardLogger
-
+from lightning_fed._lightning import pl
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
@@ -91,7 +88,7 @@ class RunSummary(FederatedCallback):
     def _metric(self, trainer: pl.Trainer, name: str) -> str:
         low, high = self._best[name]
         checkpoint = trainer.checkpoint_callback
-        if isinstance(checkpoint, ModelCheckpoint) and checkpoint.monitor == name:
+        if isinstance(checkpoint, pl.callbacks.ModelCheckpoint) and checkpoint.monitor == name:
             return f"{self._last[name]:.4f} (best {low if checkpoint.mode == 'min' else high:.4f})"
         return f"{self._last[name]:.4f} (lowest {low:.4f}, highest {high:.4f})"  # which is best is not ours to guess
 
@@ -100,7 +97,7 @@ class RunSummary(FederatedCallback):
         if log_dir is not None and trainer.loggers:
             rows.append(("logs", _relative(log_dir)))
         checkpoint = trainer.checkpoint_callback
-        if isinstance(checkpoint, ModelCheckpoint):
+        if isinstance(checkpoint, pl.callbacks.ModelCheckpoint):
             if checkpoint.best_model_path and checkpoint.monitor:  # without one, Lightning calls the last the best
                 rows.append(("best checkpoint", _relative(checkpoint.best_model_path)))
             saved = checkpoint._last_checkpoint_saved
@@ -112,7 +109,7 @@ class RunSummary(FederatedCallback):
                 rounds = 2 * trainer.fit_loop.round
                 command = self.resume_with.format(path=_relative(last), rounds=rounds, logs=logs)
                 rows.append((f"resume{held}", command))
-        boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        boards = [logger for logger in trainer.loggers if isinstance(logger, pl.loggers.TensorBoardLogger)]
         return [*rows, *(("watch", f"tensorboard --logdir {_relative(board.root_dir)}") for board in boards)]
 
 

@@ -2,10 +2,8 @@
 
 from typing import Any, Literal
 
-import pytorch_lightning as pl
-from pytorch_lightning.loggers import TensorBoardLogger
-
 from lightning_fed._compat import rank_zero_info, rank_zero_warn
+from lightning_fed._lightning import pl
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.core.arguments import check_number, check_one_of, check_texts
 
@@ -82,7 +80,7 @@ class TargetMetric(FederatedCallback):
             metrics = {f"target/{name}": float(amount) for name, amount in self.reached.items()}
             loop.log_round(metrics)
             for logger in trainer.loggers:
-                if isinstance(logger, TensorBoardLogger):
+                if isinstance(logger, pl.loggers.TensorBoardLogger):
                     logger.log_metrics({"hp_metric": float(loop.round)}, step=loop.round)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

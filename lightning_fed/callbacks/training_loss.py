@@ -1,7 +1,6 @@
 """The loss that a run minimises."""
 
-import pytorch_lightning as pl
-
+from lightning_fed._lightning import pl
 from lightning_fed.callbacks.measure import WeightedMeasure, Weighting
 from lightning_fed.core.rounds import RoundReport
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
-import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_fed._lightning import pl
 from lightning_fed.core.arguments import check_count, check_flags
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId

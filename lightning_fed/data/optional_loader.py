@@ -5,7 +5,7 @@ from functools import wraps
 from types import MethodType
 from typing import Any, NoReturn, TypeVar, cast
 
-import pytorch_lightning as pl
+from lightning_fed._lightning import pl
 
 __all__ = ["defined_with_val"]
 

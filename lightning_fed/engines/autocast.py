@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 
-import pytorch_lightning as pl
 import torch
 from torch import nn
 
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import preserved_random_state

@@ -3,11 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint, Timer
-from pytorch_lightning.callbacks.timer import Interval
-
 from lightning_fed._compat import is_overridden
+from lightning_fed._lightning import pl
 from lightning_fed.callbacks.base import uses_hook
 
 __all__ = [
@@ -40,9 +37,9 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 _IDLE: Mapping[type[pl.Callback], Callable[[Any], bool]] = {
-    ModelCheckpoint: lambda c: c._train_time_interval is None,
-    LearningRateMonitor: lambda c: c.logging_interval == "epoch",
-    Timer: lambda c: c._interval == Interval.epoch,
+    pl.callbacks.ModelCheckpoint: lambda c: c._train_time_interval is None,
+    pl.callbacks.LearningRateMonitor: lambda c: c.logging_interval == "epoch",
+    pl.callbacks.Timer: lambda c: c._interval == pl.callbacks.timer.Interval.epoch,
 }
 """Callbacks of Lightning's whose hooks of single batches do nothing, and when."""
 
@@ -76,5 +73,5 @@ def time_by_rounds(trainer: pl.Trainer) -> None:
     Between batches they would say so at every batch that is left, and ask other processes, which are at other clients.
     """
     for callback in trainer.callbacks:
-        if isinstance(callback, Timer):
-            callback._interval = Interval.epoch
+        if isinstance(callback, pl.callbacks.Timer):
+            callback._interval = pl.callbacks.timer.Interval.epoch

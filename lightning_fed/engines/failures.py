@@ -4,11 +4,13 @@ import logging
 import traceback
 from pathlib import Path
 
+from lightning_fed._lightning import pl
+
 __all__ = ["in_short"]
 
-_log = logging.getLogger("pytorch_lightning")  # in every process: the error may be that of any
+_log = logging.getLogger(pl.__name__)  # in every process: the error may be that of any
 
-_FRAMEWORKS = ("torch", "pytorch_lightning", "lightning_fabric", "lightning_fed", "torchmetrics")
+_FRAMEWORKS = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "lightning_fed", "torchmetrics")
 _VALUE_READ = "a tensor's value is read, by .item() or by data-dependent control flow"
 _SHARED_WRITTEN = "a tensor that all clients share is changed by an in-place operation"
 _KINDS = {  # parts of PyTorch's commonest refusals, and what the module does

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.loggers import Logger
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_fed._compat import DummyLogger, call, is_param_in_hook_signature
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state, seed_global
@@ -78,7 +77,7 @@ class GradientPass:
             if isinstance(child, _METRICS)
         ]
         self._buffers = [(owner, name, owner.get_buffer(name)) for owner, name in buffer_owners(module).values()]
-        self._logger: list[Logger] = [DummyLogger()] if trainer.loggers else []
+        self._logger: list[pl.loggers.Logger] = [DummyLogger()] if trainer.loggers else []
 
     @contextmanager
     def silent(self) -> Iterator[None]:

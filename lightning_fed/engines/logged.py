@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
 from lightning_fed._compat import _ResultCollection, rank_zero_warn
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.server.aggregation import accumulation_dtype
 from lightning_fed.strategies.processes import Ranks

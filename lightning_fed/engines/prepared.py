@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import pytorch_lightning as pl
 from torch.optim import Optimizer
 
+from lightning_fed._lightning import pl
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters, trained_parameters

@@ -7,10 +7,10 @@ from itertools import islice
 from types import MethodType
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 
 from lightning_fed._compat import call, is_param_in_hook_signature
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, preserved_random_state, seed_global
 from lightning_fed.core.types import ClientId, State, Vector

@@ -12,7 +12,7 @@ from lightning_fed.strategies.processes import Ranks, metrics_alone
 
 __all__ = ["SharedEvaluationLoop"]
 
-_OURS = ("lightning_fed", "pytorch_lightning")
+_OURS = ("lightning_fed", "pytorch_lightning", "lightning")
 
 
 class SharedEvaluationLoop(_EvaluationLoop):

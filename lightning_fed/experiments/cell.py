@@ -11,10 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.loggers import Logger
 
+from lightning_fed._lightning import USED, pl
 from lightning_fed._version import __version__
 from lightning_fed.data.stored import StoredDataModule
 from lightning_fed.experiments.configuration import CellParts, refusal_in
@@ -28,7 +27,7 @@ __all__ = ["CellRunner", "Recorder", "made_with"]
 _PROBE: Config = {"trainer": {"max_rounds": 1, "limit_val_batches": 1, "check_val_every_n_epoch": 1}}
 
 
-class Recorder(Logger):
+class Recorder(pl.loggers.Logger):
     """Keep every value that a run logs.
 
     Args:
@@ -146,7 +145,7 @@ def _cpu_seconds() -> float:
 def made_with() -> dict[str, str]:
     """Return versions, hardware and date."""
     packages = {}
-    for name in ("torch", "pytorch-lightning", "numpy"):
+    for name in ("torch", USED.replace("_", "-"), "numpy"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

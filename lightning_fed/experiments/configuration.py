@@ -9,13 +9,12 @@ from inspect import signature
 from io import StringIO
 from typing import Any
 
-import pytorch_lightning as pl
 import yaml
 from jsonargparse import Namespace
-from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
-from pytorch_lightning.loggers import Logger
 
 import lightning_fed.data
+from lightning_fed._lightning import pl
+from lightning_fed._lightning_cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning_fed.cli_parser import Parser
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.experiments.overrides import Config, overlay
@@ -32,7 +31,7 @@ class CellParts(LightningCLI):
         logger: What the trainer logs to, if anything.
     """
 
-    def __init__(self, config: Mapping[str, Any], logger: Logger | None = None) -> None:
+    def __init__(self, config: Mapping[str, Any], logger: pl.loggers.Logger | None = None) -> None:
         self._outputs = {
             "logger": logger or False,
             "enable_checkpointing": False,

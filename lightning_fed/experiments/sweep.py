@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
-from pytorch_lightning.loggers import TensorBoardLogger
 
+from lightning_fed._lightning import pl
 from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.experiments.axes import read_axis
@@ -179,7 +179,7 @@ def _log_hyper_parameters(results: Results, folder: Path) -> None:
         name = "_".join([re.sub(r"[^\w.-]+", "_", str(cell)), job.key[:6]])
         if record is None or (folder / name).is_dir():
             continue
-        logger = TensorBoardLogger(folder, name=name, version="", default_hp_metric=False)
+        logger = pl.loggers.TensorBoardLogger(folder, name=name, version="", default_hp_metric=False)
         logger.log_hyperparams(_hyper_parameters(cell), _final(results, record))
         for tag, curve in record.series.items():
             for number, value in curve.items():

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from lightning_fed._lightning import NAMES
 from lightning_fed.experiments.cell import CellRunner
 from lightning_fed.experiments.configuration import refusal_in
 from lightning_fed.experiments.overrides import Config
@@ -150,7 +151,7 @@ def make_workers(jobs: int) -> TaskRunner:
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Keep what Lightning and the modules print and warn of off the screen."""
-    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric", "lightning.fabric")]
+    loggers = [logging.getLogger(name) for names in NAMES.values() for name in names]
     levels = [logger.level for logger in loggers]
     with contextlib.ExitStack() as stack:
         sink = stack.enter_context(Path(os.devnull).open("w"))

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from lightning_fed._lightning import pl
 from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytorch_lightning as pl
 import torch
 
 from lightning_fed._compat import rank_zero_info
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.types import State

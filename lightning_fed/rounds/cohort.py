@@ -4,9 +4,8 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import pytorch_lightning as pl
-
 from lightning_fed._compat import rank_zero_info, rank_zero_warn
+from lightning_fed._lightning import pl
 from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.core.types import ClientId
 from lightning_fed.server.aggregation import Participant

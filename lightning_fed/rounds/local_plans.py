@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import pytorch_lightning as pl
-
 from lightning_fed._compat import rank_zero_warn
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches import ClientBatches

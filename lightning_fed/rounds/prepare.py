@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import pytorch_lightning as pl
-
 from lightning_fed._compat import TrainerFn, TrainerState, call, rank_zero_warn
+from lightning_fed._lightning import pl
 from lightning_fed.checks import (
     check_algorithm_fits,
     check_buffers,

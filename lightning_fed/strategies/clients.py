@@ -3,9 +3,9 @@
 from functools import cached_property
 from typing import Any
 
-from pytorch_lightning.strategies import StrategyRegistry
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_fed._lightning import pl
 from lightning_fed.strategies.shared_memory import SharedMemory
 from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 
@@ -45,4 +45,4 @@ class ClientsStrategy(UnwrappedDDPStrategy):
             )
 
 
-ClientsStrategy.register_strategies(StrategyRegistry)
+ClientsStrategy.register_strategies(pl.strategies.StrategyRegistry)

@@ -4,12 +4,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
 from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
@@ -84,7 +83,7 @@ def adopt(trainer: pl.Trainer) -> None:
         FederatedError: If it is to do what would change the result.
     """
     strategy = trainer.strategy
-    if type(strategy) is not DDPStrategy:
+    if type(strategy) is not pl.strategies.DDPStrategy:
         return
     hooks = {"ddp_comm_hook": strategy._ddp_comm_hook, "ddp_comm_state": strategy._ddp_comm_state}
     for name, value in {**hooks, "model_averaging_period": strategy._model_averaging_period}.items():

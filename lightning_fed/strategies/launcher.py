@@ -7,11 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_fed._compat import TrainerFn, _MultiProcessingLauncher, rank_zero_info
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.stopping import OtherProcessError
 

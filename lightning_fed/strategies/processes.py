@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.stopping import Failure
 from lightning_fed.strategies.clients import ClientsStrategy

@@ -4,14 +4,14 @@ import atexit
 import sys
 
 import torch.distributed as dist
-from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_fed._compat import _sync_module_states
+from lightning_fed._lightning import pl
 
 __all__ = ["UnwrappedDDPStrategy"]
 
 
-class UnwrappedDDPStrategy(DDPStrategy):
+class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
     """Processes that start and find each other as Lightning's DDP does it, each with the module itself.
 
     The wrapper ``DistributedDataParallel`` expects one backward for every forward, in every process; here

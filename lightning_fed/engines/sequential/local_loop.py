@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from operator import mul
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from lightning_fed._compat import (
     is_overridden,
     is_param_in_hook_signature,
 )
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.batch_hooks import TRANSFER_HOOKS, uses_batch_hook
 from lightning_fed.engines.logged import Logged, RoundResults, _ClientMean, _flags_of

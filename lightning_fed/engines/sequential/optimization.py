@@ -5,10 +5,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.plugins.precision import MixedPrecision, Precision
-from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -19,6 +15,7 @@ from lightning_fed._compat import (
     call,
     is_overridden,
 )
+from lightning_fed._lightning import pl
 from lightning_fed.callbacks.base import uses_hook
 from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import Vector
@@ -48,18 +45,19 @@ class ClientOptimization(_AutomaticOptimization):
         self._is_lean = False
         self._has_context = True  # around forward passes
 
-    def prepare(self, callbacks: Sequence[Callback]) -> None:
+    def prepare(self, callbacks: Sequence[pl.Callback]) -> None:
         """Find out, once a fit, whether anything happens between batch and step but forward and backward."""
         trainer, module = self.trainer, self.trainer.lightning_module
         self.split = split_of(trainer)
         self._has_context = any(
-            getattr(type(trainer.precision_plugin), name) is not getattr(Precision, name)
+            getattr(type(trainer.precision_plugin), name) is not getattr(pl.plugins.precision.Precision, name)
             for name in ("train_step_context", "forward_context")
         )
         self._is_lean = (
-            type(trainer.precision_plugin).optimizer_step in (Precision.optimizer_step, MixedPrecision.optimizer_step)
+            type(trainer.precision_plugin).optimizer_step
+            in (pl.plugins.precision.Precision.optimizer_step, pl.plugins.precision.MixedPrecision.optimizer_step)
             and getattr(trainer.precision_plugin, "scaler", None) is None
-            and type(trainer.strategy) in (SingleDeviceStrategy, ClientsStrategy)
+            and type(trainer.strategy) in (pl.strategies.SingleDeviceStrategy, ClientsStrategy)
             and isinstance(trainer.profiler, PassThroughProfiler)
             and trainer.accumulate_grad_batches == 1
             and not trainer.gradient_clip_val

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_fed._compat import is_overridden
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches import TensorBatches
 from lightning_fed.engines.base import WorkPlan

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
-import pytorch_lightning as pl
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_fed._compat import rank_zero_warn
+from lightning_fed._lightning import pl
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.callbacks.base import hears
 from lightning_fed.core.base_optimizers import BaseOptimizer
@@ -31,7 +31,7 @@ INTERNAL = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, hooks. Whatever happens to these is refused or undone."""
 
 _OPAQUE = (type, nn.Module, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_FOREIGN = ("torch", "pytorch_lightning", "lightning_fabric", "torchmetrics", "lightning_fed")
+_FOREIGN = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "torchmetrics", "lightning_fed")
 _PLAIN = frozenset({int, str, bool, type(None)})
 _DEPTH = 4  # of collections in collections
 _MOST = 1_000  # values that are looked at in one attribute; of what holds more, how many

@@ -4,10 +4,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from lightning_fed._lightning import pl
 from lightning_fed.tracing.traces import Values
 
 __all__ = ["ChunkMeans", "LoggedMean", "log_means"]

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.func import functional_call, vjp
 
 from lightning_fed._compat import is_param_in_hook_signature, rank_zero_warn
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
@@ -72,7 +71,7 @@ class ModuleStep:
         self._call = _Step(module)
         self._names = [f"module.{name}" for name in flat.names]
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        self._is_mixed = isinstance(trainer.precision_plugin, MixedPrecision)
+        self._is_mixed = isinstance(trainer.precision_plugin, pl.plugins.precision.MixedPrecision)
         self.options: dict[str, dict[str, Any]] = {}
         self._values: dict[str, Tensor] = {}  # logged in the call at work
         self._sizes: dict[str, int | None] = {}

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from lightning_fed._lightning import pl
 from lightning_fed.core.torch_optimizers import without_coupled_decay
 from lightning_fed.optim import FederatedOptimizer
 

@@ -3,10 +3,10 @@
 import weakref
 from collections.abc import Iterator, Sequence
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from lightning_fed._lightning import pl
 from lightning_fed.data.batches import ClientBatches, TensorBatches
 
 __all__ = ["DeviceData", "RowLookup", "are_of_one_kind", "fits_one_lookup", "is_rows", "on_device"]

@@ -4,14 +4,13 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
@@ -202,7 +201,7 @@ def check_settings(engine: Engine) -> None:
     hooks = overridden_hooks(trainer)
     base = engine.optimizer.base
     hooked = hooked_parameter(module)
-    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
+    schedulers = [c for c in trainer.callbacks if isinstance(c, pl.callbacks.GradientAccumulationScheduler)]
     if engine.split.size > 1:
         reason = "strategy='ddp' runs one client on several devices, and here several clients share one"
     elif hooks:

@@ -1,0 +1,95 @@
+"""Which Lightning is in use, ``lightning`` or ``pytorch_lightning``; the only file that decides.
+
+The two packages hold the same code under two names, so a class of one is no class of the other. All of lightning_fed
+takes Lightning from here, as ``pl``. In use is the package that was imported before lightning_fed, else the one that
+the environment variable names, else the one that is installed. If both are, it is ``lightning``, which brings the other
+one along as its dependency. The variable is set at import, so that child processes decide alike.
+"""
+
+import importlib
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+__all__ = ["NAMES", "OTHER", "REASON", "SERIES", "USED", "VARIABLE", "choose", "install_command", "pl"]
+
+VARIABLE = "LIGHTNING_FED_PACKAGE"
+"""The environment variable that names the package."""
+
+SERIES = "2.6"
+"""The releases whose internals the loop builds on."""
+
+NAMES = {
+    "lightning": ("lightning.pytorch", "lightning.fabric"),
+    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
+}
+"""By package, the module that stands for ``pl``, and what it is built on."""
+
+
+def _has_tested(package: str) -> bool:
+    """Whether a package is installed in a release of the tested series."""
+    try:
+        return version(package).startswith(f"{SERIES}.")
+    except PackageNotFoundError:
+        return False
+
+
+def choose(imported: set[str], asked: str | None, lightning_is_installed: bool) -> tuple[str, str]:
+    """Return the package to use, and why.
+
+    Args:
+        imported: Which of the two are imported already.
+        asked: The package that the environment variable names; None if it is not set.
+        lightning_is_installed: Whether ``lightning`` is there in a tested version.
+
+    Raises:
+        ImportError: If both are imported and the variable is not set, or it names neither of them.
+    """
+    if asked is not None and asked not in NAMES:
+        raise ImportError(f"{VARIABLE}={asked!r}: set it to {' or '.join(NAMES)}, or unset it.")
+    if len(imported) == 1:
+        return next(iter(imported)), "it was imported before lightning_fed"
+    if asked is not None:
+        return asked, f"the environment variable {VARIABLE} says so"
+    if imported:
+        raise ImportError(
+            "Both lightning and pytorch_lightning are imported. They hold the same classes under two names, and a"
+            " trainer takes the classes of one. Import only one of them, in your code and in what it imports; or,"
+            f" before lightning_fed is imported, set the environment variable {VARIABLE} to lightning or to"
+            " pytorch_lightning."
+        )
+    if lightning_is_installed:
+        return "lightning", "it is installed, and neither was imported before lightning_fed"
+    return "pytorch_lightning", "the package lightning is neither imported nor installed in a tested version"
+
+
+def install_command() -> str:
+    """Return the command that installs a tested version of the package in use."""
+    return f"pip install '{USED.replace('_', '-')}=={SERIES}.*'"
+
+
+_imported = {name for name, (module, _) in NAMES.items() if module in sys.modules}
+USED, REASON = choose(_imported, os.environ.get(VARIABLE) or None, _has_tested("lightning"))
+OTHER = next(name for name in NAMES if name != USED)
+
+if TYPE_CHECKING:  # the types are the same in both; a checker sees only modules that are imported by name
+    import pytorch_lightning as pl
+    import pytorch_lightning.cli
+    import pytorch_lightning.overrides.distributed
+    import pytorch_lightning.plugins.io
+    import pytorch_lightning.trainer.connectors.checkpoint_connector
+    import pytorch_lightning.trainer.connectors.logger_connector.logger_connector
+    import pytorch_lightning.trainer.connectors.logger_connector.result
+    import pytorch_lightning.trainer.connectors.signal_connector  # noqa: F401
+else:
+    try:
+        pl = importlib.import_module(NAMES[USED][0])
+    except ModuleNotFoundError as error:
+        if error.name not in (USED, NAMES[USED][0]):
+            raise
+        raise ImportError(
+            f"lightning_fed is to use the package {USED}, since {REASON}, but it is not installed."
+            f" Install it: {install_command()}."
+        ) from error
+os.environ[VARIABLE] = USED
