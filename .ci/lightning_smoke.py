@@ -84,7 +84,7 @@ ZOO: dict[str, Callable[[], Module]] = {
     "recurrent": lambda: Module(Rows()),
     "hooked": lambda: Hooked(nn.Sequential(nn.Flatten(), nn.Linear(64, 10))),
 }
-STEPPED_TOGETHER = {"dense", "recurrent"}  # those that the vectorized engine takes
+STEPPED_TOGETHER = {"dense"}  # those that the vectorized engine takes
 
 
 def _fit(module: Module, engine: str, rounds: int, start: str | None = None) -> str:
