@@ -86,11 +86,11 @@ def unknown(config: Any) -> Iterator[str]:
             yield from unknown(part)
     elif isinstance(config, dict):
         if "class_path" in config:
-            module, _, name = config["class_path"].rpartition(".")
+            module, _, name = config["class_path"].rpartition(".")  # a short name is one of Lightning's callbacks
             try:
-                inspect.signature(getattr(importlib.import_module(module), name)).bind_partial(
-                    **config.get("init_args", {})
-                )
+                inspect.signature(
+                    getattr(importlib.import_module(module or f"{pl.__name__}.callbacks"), name)
+                ).bind_partial(**config.get("init_args", {}))
             except (AttributeError, ImportError, TypeError) as error:
                 yield f"{config['class_path']}: {error}"
         for part in config.values():
