@@ -12,12 +12,13 @@ that were trained with the one do not fit the other, so this starts at random, a
 import argparse
 from functools import partial
 
-from lightning_fed import FederatedDataModule, FederatedTrainer  # before anything that imports Lightning
+import lightning_fed  # noqa: F401 - before anything that imports Lightning
 import torch
 from pytorch_lightning import seed_everything
 from torch.utils.data import TensorDataset
 from torchvision.models import get_model
 
+from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.algorithms import FedAvg, Scaffold
 from lightning_fed.data import Digits, Dirichlet
 from lightning_fed.models import Classifier

@@ -14,10 +14,11 @@ and ``evaluate_at`` gives theta for validation, checkpoints and the final model.
 
 import argparse
 
-from lightning_fed import FederatedTrainer  # before anything that imports Lightning
+import lightning_fed  # noqa: F401 - before anything that imports Lightning
 import torch
 from pytorch_lightning import seed_everything
 
+from lightning_fed import FederatedTrainer
 from lightning_fed.algorithms import Algorithm
 from lightning_fed.core.rounds import Cohort, Step
 from lightning_fed.core.types import State, Vector

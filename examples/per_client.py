@@ -7,10 +7,11 @@ steps from the server's model, minus that of the server's model as it is.
 import argparse
 from statistics import fmean
 
-from lightning_fed import FederatedDataModule, FederatedTrainer  # before anything that imports Lightning
+import lightning_fed  # noqa: F401 - before anything that imports Lightning
 from pytorch_lightning import seed_everything
 from torch.utils.data import Subset
 
+from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.algorithms import Scaffold
 from lightning_fed.callbacks import ClientAccuracy, PersonalizedAccuracy
 from lightning_fed.data import Digits

@@ -7,9 +7,10 @@ Lightning starts this script once more for every further process, so that all of
 
 import argparse
 
-from lightning_fed import FederatedTrainer  # before anything that imports Lightning
+import lightning_fed  # noqa: F401 - before anything that imports Lightning
 from pytorch_lightning import seed_everything
 
+from lightning_fed import FederatedTrainer
 from lightning_fed.algorithms import Scaffold
 from lightning_fed.data import Digits
 from lightning_fed.models import MLPClassifier

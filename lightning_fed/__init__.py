@@ -1,16 +1,22 @@
-"""Federated optimization of ordinary LightningModules."""
+"""Federated optimization of ordinary LightningModules.
+
+Importing the package imports no Lightning yet: a program may import either package after it. The first
+class of lightning_fed that is used goes by the one that is there by then.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from lightning_fed._torchvision import declare_missing_operators
-
-declare_missing_operators()  # before anything imports torchvision, as Lightning does through torchmetrics
-
-from lightning_fed.callbacks import FederatedCallback, RoundProgressBar, RunSummary
-from lightning_fed.core import ClientError, ClientReport, FederatedError, RoundReport
-from lightning_fed.data import FederatedDataModule, FederatedDataset
-from lightning_fed.optim import FederatedOptimizer
-from lightning_fed.loop import FederatedLoop
-from lightning_fed.trainer import FederatedTrainer
 from lightning_fed._version import __version__
+
+if TYPE_CHECKING:
+    from lightning_fed.callbacks import FederatedCallback, RoundProgressBar, RunSummary
+    from lightning_fed.core import ClientError, ClientReport, FederatedError, RoundReport
+    from lightning_fed.data import FederatedDataModule, FederatedDataset
+    from lightning_fed.loop import FederatedLoop
+    from lightning_fed.optim import FederatedOptimizer
+    from lightning_fed.trainer import FederatedTrainer
 
 __all__ = [
     "ClientError",
@@ -27,3 +33,35 @@ __all__ = [
     "RunSummary",
     "__version__",
 ]
+
+_HOMES = {
+    "callbacks": ("FederatedCallback", "RoundProgressBar", "RunSummary"),
+    "core": ("ClientError", "ClientReport", "FederatedError", "RoundReport"),
+    "data": ("FederatedDataModule", "FederatedDataset"),
+    "loop": ("FederatedLoop",),
+    "optim": ("FederatedOptimizer",),
+    "trainer": ("FederatedTrainer",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+declare_missing_operators()  # before anything imports torchvision, as Lightning does through torchmetrics
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class, or a module of the package, when it is first used."""
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(f"lightning_fed.{_HOME_OF[name]}"), name)
+        globals()[name] = value
+        return value
+    module = f"lightning_fed.{name}"
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+    raise AttributeError(f"module 'lightning_fed' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,9 +1,10 @@
 """Which Lightning is in use, ``lightning`` or ``pytorch_lightning``; the only file that decides.
 
 The two packages hold the same code under two names, so a class of one is no class of the other. All of lightning_fed
-takes Lightning from here, as ``pl``. In use is the package that was imported before lightning_fed, else the one that
-the environment variable names, else the one that is installed. If both are, it is ``lightning``, which brings the other
-one along as its dependency. The variable is set at import, so that child processes decide alike.
+takes Lightning from here, as ``pl``. In use is the package that was imported before a class of lightning_fed was first
+used, else the one that the environment variable names, else the one that is installed. If both are, it is
+``lightning``, which brings the other one along as its dependency. The variable is then set, so that child processes
+decide alike.
 """
 
 import importlib
@@ -49,18 +50,18 @@ def choose(imported: set[str], asked: str | None, lightning_is_installed: bool) 
     if asked is not None and asked not in NAMES:
         raise ImportError(f"{VARIABLE}={asked!r}: set it to {' or '.join(NAMES)}, or unset it.")
     if len(imported) == 1:
-        return next(iter(imported)), "it was imported before lightning_fed"
+        return next(iter(imported)), "it was imported before lightning_fed was used"
     if asked is not None:
         return asked, f"the environment variable {VARIABLE} says so"
     if imported:
         raise ImportError(
             "Both lightning and pytorch_lightning are imported. They hold the same classes under two names, and a"
             " trainer takes the classes of one. Import only one of them, in your code and in what it imports; or,"
-            f" before lightning_fed is imported, set the environment variable {VARIABLE} to lightning or to"
+            f" before lightning_fed is used, set the environment variable {VARIABLE} to lightning or to"
             " pytorch_lightning."
         )
     if lightning_is_installed:
-        return "lightning", "it is installed, and neither was imported before lightning_fed"
+        return "lightning", "it is installed, and neither was imported before lightning_fed was used"
     return "pytorch_lightning", "the package lightning is neither imported nor installed in a tested version"
 
 

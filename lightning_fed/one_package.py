@@ -55,6 +55,6 @@ def _advice(what: str) -> str:
     return (
         f"{what} a class of the package {OTHER}, while lightning_fed uses {USED}: {REASON}. Both hold the same classes"
         f" under two names, and a run takes those of one. Either write {NAMES[USED][0]} in place of {NAMES[OTHER][0]},"
-        f" or let lightning_fed use {OTHER}: import it before lightning_fed, or set the environment variable"
+        f" or let lightning_fed use {OTHER}: import it before lightning_fed is used, or set the environment variable"
         f" {VARIABLE}={OTHER}."
     )

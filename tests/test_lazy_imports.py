@@ -19,6 +19,8 @@ operators["declare_missing_operators"]()
 importlib.import_module(sys.argv[2])
 names = [sorted(sys.modules)]
 import lightning_fed
+assert "lightning_fed._lightning" not in sys.modules, "which Lightning is in use is decided at the first use"
+lightning_fed.FederatedTrainer
 names.append(sorted(sys.modules))
 from lightning_fed.cli import main
 try:

@@ -121,7 +121,7 @@ def test_the_refusal_says_why_and_how_to_get_out() -> None:
     text = str(caught.value)
     assert f"{NAMES[OTHER][0]}.parts.LightningModule" in text
     assert f"write {NAMES[USED][0]} in place of {NAMES[OTHER][0]}" in text
-    assert f"import it before lightning_fed, or set the environment variable {VARIABLE}={OTHER}" in text
+    assert f"import it before lightning_fed is used, or set the environment variable {VARIABLE}={OTHER}" in text
 
 
 def test_callbacks_that_a_module_brings_along_are_looked_at() -> None:
