@@ -12,6 +12,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import LearningRateMonitor, RichProgressBar, TQDMProgressBar
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fed import FederatedCallback
@@ -283,3 +284,25 @@ def test_barebones() -> None:
     model = seeded()
     run.fit(model, data())
     assert run.fit_loop.round == 2
+
+
+class LogsTwice(pl.Callback):
+    """Logs one name in two ways, which Lightning refuses, and goes on."""
+
+    refused = False
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.log("twice", torch.tensor(1.0))
+        try:
+            pl_module.log("twice", torch.tensor(1.0), prog_bar=True)
+        except MisconfigurationException:
+            self.refused = True
+
+
+def test_a_refused_log_that_is_caught_leaves_other_metrics_alone() -> None:
+    plain, caught = trainer(max_rounds=1), trainer(max_rounds=1, callbacks=LogsTwice())
+    for run in (plain, caught):
+        run.fit(seeded(), data())
+    assert caught.callbacks[0].refused
+    assert caught.callback_metrics["train_loss"] == plain.callback_metrics["train_loss"]
+    assert caught.callback_metrics["twice"] == 1

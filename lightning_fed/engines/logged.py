@@ -177,8 +177,10 @@ class RoundResults(SharedResults):
         if mean is None or mean.flags != flags or not isinstance(value, Tensor):
             averaged = isinstance(value, Tensor) and reduce_fx in _MEANS and not kwargs.get("enable_graph")
             self._registering = averaged
-            super().log(fx, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size=size, **kwargs)
-            self._registering = False
+            try:
+                super().log(fx, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size=size, **kwargs)
+            finally:  # Lightning refuses bad calls, and a callback may catch that
+                self._registering = False
             if not averaged:
                 return
             mean = self._means[key] = _ClientMean(value.device, flags)
