@@ -232,7 +232,7 @@ class Inspection:
             state.x.copy_(flat.y)
         elif all(torch.equal(value, state.buffers[name]) for name, value in buffers.items()):
             return
-        state.buffers = buffers
+        state.take_buffers(buffers)
         if self.trainer.world_size == 1:
             return
         digest = hashlib.blake2b(digest_size=16)

@@ -94,9 +94,10 @@ class CollectedMessages:
         aggregation: Puts messages together.
         traffic: Counts what travels.
         members: The cohort, by stored index.
-        averages_buffers: Whether the server takes the mean of the clients' buffers.
+        buffers: The server's buffers, where it takes the mean of the clients'; else none.
 
     Attributes:
+        moved_buffers: The names of the buffers that any client has changed: no other one is sent.
         reports: What each client did; from :meth:`merge` on in the cohort's order.
         is_spoiled: Whether one was refused whose local work has left other traces.
         drift: The spread of the clients' changes.
@@ -110,10 +111,11 @@ class CollectedMessages:
         aggregation: Aggregation,
         traffic: Traffic,
         members: Mapping[int, Participant],
-        averages_buffers: bool,
+        buffers: State,
     ) -> None:
         self.algorithm, self.aggregation, self.traffic = algorithm, aggregation, traffic
-        self.members, self.averages_buffers = members, averages_buffers
+        self.members, self.buffers = members, buffers
+        self.moved_buffers: set[str] = set()
         self.rule = algorithm.reduces.get("delta", "examples")
         self.drift, self.mean_buffers = Drift(), BufferMean()
         self.examples: int = 0
@@ -177,10 +179,18 @@ class CollectedMessages:
         self._note_drift(reply, [row])
 
     def _add_buffers(self, reply: Reply, rows: Sequence[int]) -> None:
-        for row in rows if self.averages_buffers and reply.buffers else ():
-            if reply.buffers[row]:
-                member = self.members[reply.clients[row]]
-                self.mean_buffers.add(reply.buffers[row], member.size, member.index, member.count)
+        for row in rows if self.buffers and reply.buffers else ():
+            own, member = reply.buffers[row], self.members[reply.clients[row]]
+            if own:
+                self.mean_buffers.add(own, member.size, member.index, member.count)
+            for name in own.keys() - self.moved_buffers:
+                if not torch.equal(own[name].to(self.buffers[name].device), self.buffers[name]):
+                    self.moved_buffers.add(name)
+
+    def merged_buffers(self) -> State:
+        """Return the server's buffers after the round: what no client has changed keeps its bits."""
+        means = self.mean_buffers.result(self.buffers)
+        return {**self.buffers, **{name: means[name] for name in self.moved_buffers}}
 
     def _models_of(self, reply: Reply) -> Tensor | None:
         """Return the clients' models where these are summed instead of their changes."""
@@ -199,6 +209,7 @@ class CollectedMessages:
         return {
             "aggregation": self.aggregation.outline(),
             "buffers": self.mean_buffers,
+            "moved_buffers": self.moved_buffers,
             "drift": self.drift.weight,
             "traffic": self.traffic,
             "examples": self.examples,
@@ -224,6 +235,7 @@ class CollectedMessages:
         self.aggregation.reduce([outline["aggregation"] for outline in outlines], ranks, x)
         self.drift.merge([outline["drift"] for outline in outlines], ranks, x)
         self.mean_buffers = BufferMean.merged(outline["buffers"] for outline in outlines)
+        self.moved_buffers = {name for outline in outlines for name in outline["moved_buffers"]}
         self.traffic.merge(outline["traffic"] for i, outline in enumerate(outlines) if i != ranks.rank)
         self.examples = sum(outline["examples"] for outline in outlines)
 

@@ -45,12 +45,15 @@ class Traffic:
             self.cohort_grad |= other.cohort_grad
             self.clients |= other.clients
 
-    def total(self, state: State, buffers: int, completed: int, refused: int, everyone: int) -> tuple[int, int]:
+    def total(
+        self, state: State, buffers_up: int, buffers_down: int, completed: int, refused: int, everyone: int
+    ) -> tuple[int, int]:
         """Return the bytes up and down.
 
         Args:
             state: The server state of the round.
-            buffers: The bytes of one transfer of the module's buffers.
+            buffers_up: The bytes of the buffers that any client has changed, which each one sends.
+            buffers_down: The bytes of the buffers that are no longer those of x^0, which each one is sent.
             completed: The clients that sent something back.
             refused: Those that did so too, but whose messages, as large as the others', were not used.
             everyone: The clients that evaluate the population's loss; none if nobody asked for it.
@@ -58,11 +61,11 @@ class Traffic:
         involved = self.clients | self.gradient_clients
         once = self._vector + _bytes([state[name] for name in self._points if name in state])
         then = _bytes([state[name] for name in self.server - self._points]) + len(self.cohort_grad) * self._vector
-        down = len(involved) * once + len(self.clients) * (then + buffers)
+        down = len(involved) * once + len(self.clients) * (then + buffers_down)
         down += max(0, everyone - len(involved)) * self._vector
         gradients = len(self.gradient_clients) * len(self.gradients | self.cohort_grad) * self._vector
         messages = self._messages + self._messages // max(1, completed) * refused
-        return messages + gradients + (completed + refused) * buffers + everyone * 8, down
+        return messages + gradients + (completed + refused) * buffers_up + everyone * 8, down
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

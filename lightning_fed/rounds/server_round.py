@@ -65,7 +65,11 @@ class ServerRound:
         self._traffic.clients = {population.index_of(i) for i in faults.causes.keys() & faults.asked}
         aggregation = self._aggregation_of(self.algorithm.reduces, self.members, self.algorithm.local_work)
         self._messages = CollectedMessages(
-            self.algorithm, aggregation, self._traffic, self.members, settings.buffers != "server"
+            self.algorithm,
+            aggregation,
+            self._traffic,
+            self.members,
+            State() if settings.buffers == "server" else server.buffers,
         )
         self._gradients: CollectedGradients | None = None
         if averages:
@@ -254,6 +258,10 @@ class ServerRound:
 
     # ------------------------------------------------------------------ the server's step
 
+    def _bytes_of_buffers(self, names: Iterable[str]) -> int:
+        """Return what one transfer of some buffers costs; nothing where they do not travel back and forth."""
+        return sum(self.server.buffers[name].nbytes for name in names) if self.settings.buffers == "average" else 0
+
     def close(self, metrics: Mapping[str, float], seconds: float) -> RoundReport:
         """Average the messages, take the server's step, and report.
 
@@ -274,12 +282,13 @@ class ServerRound:
                 )
         up, down = self._traffic.total(
             self.state,
-            sum(value.nbytes for value in self.server.buffers.values()) if self.settings.buffers == "average" else 0,
+            self._bytes_of_buffers(messages.moved_buffers),
+            self._bytes_of_buffers(self.server.moved_buffers),
             completed=len(done),
             refused=len(self.faults.refused),
             everyone=len(self.population) if self.algorithm.population_loss and self.members else 0,
         )
-        buffers = messages.mean_buffers.result(self.server.buffers)
+        buffers = messages.merged_buffers() or self.server.buffers
         norm = self.server.close_round(mean, models, self.state, self._cohort, buffers)
         self.server.count([self.population.index_of(i) for i in messages.reports], up, down)
         failed = {i: self.faults.causes[i] for i in sorted(self.faults.causes, key=self.population.index_of)}

@@ -20,7 +20,7 @@ from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFac
 
 __all__ = ["FORMAT", "Server", "resolve_weighting"]
 
-FORMAT = 1  # of :meth:`Server.state_dict`, one more with every change that an older version could not read
+FORMAT = 2  # of :meth:`Server.state_dict`, one more with every change that an older version could not read
 
 
 def resolve_weighting(algorithm: Algorithm, weighting: Weighting | None) -> Weighting:
@@ -80,6 +80,7 @@ class Server:
         self.state: State = algorithm.init_server(self.x.clone())
         self.clients: ClientStore = MemoryClientStore()
         self.buffers: State = {}
+        self.moved_buffers: set[str] = set()  # those that are no longer what the module began with
         self.bytes_up = 0
         self.bytes_down = 0
         self.advance_solver: AdvanceSolver | None = None  # of the local optimizer, for methods that mimic it
@@ -142,7 +143,7 @@ class Server:
             self.step.step(direction, models if direction is mean.get("delta") else None)
             norm = _distance(self.x, before)
         self.state = {name: value.detach() for name, value in state.items()}
-        self.buffers = buffers
+        self.take_buffers(buffers)
         self.clients.commit()
         self.step.end_round()
         self.round += 1
@@ -167,6 +168,11 @@ class Server:
                     " be resumed."
                 )
 
+    def take_buffers(self, buffers: State) -> None:
+        """Let buffers be the server's, and note which of them are new."""
+        self.moved_buffers |= {name for name, old in self.buffers.items() if not torch.equal(buffers[name], old)}
+        self.buffers = buffers
+
     def count(self, indices: Sequence[int], bytes_up: int, bytes_down: int) -> None:
         """Add a round to the run's totals: clients seen, bytes up and down."""
         self._seen.add(indices)
@@ -190,6 +196,7 @@ class Server:
             "state": dict(self.state),
             "client_states": self.clients.state_dict() if client_states is None else client_states,
             "buffers": dict(self.buffers),
+            "moved_buffers": sorted(self.moved_buffers),
             "seen": self._seen.indices(),
             "bytes": [self.bytes_up, self.bytes_down],
         }
@@ -232,6 +239,7 @@ class Server:
         self.state = {name: value.to(device) for name, value in saved["state"].items()}
         self.clients.load_state_dict(saved["client_states"], device, is_mine)
         self.buffers = {name: value.to(device) for name, value in saved["buffers"].items()}
+        self.moved_buffers = {name for name in saved["moved_buffers"] if name in self.buffers}
         self._seen = Seen(len(self.ids))
         self._seen.add(saved["seen"].tolist())
         self.bytes_up, self.bytes_down = saved["bytes"]
