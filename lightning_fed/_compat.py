@@ -15,6 +15,7 @@ try:
     _EvaluationLoop = pl.loops.evaluation_loop._EvaluationLoop
     _DataFetcher = pl.loops.fetchers._DataFetcher
     _AutomaticOptimization = pl.loops.optimization._AutomaticOptimization
+    Closure = pl.loops.optimization.automatic.Closure
     ClosureResult = pl.loops.optimization.automatic.ClosureResult
     _sync_module_states = pl.overrides.distributed._sync_module_states
     PassThroughProfiler = pl.profilers.PassThroughProfiler
@@ -42,6 +43,7 @@ except AttributeError as error:
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 __all__ = [
+    "Closure",
     "ClosureResult",
     "DummyLogger",
     "MisconfigurationException",

@@ -10,7 +10,25 @@ from lightning_fed._compat import rank_zero_info
 from lightning_fed._lightning import pl
 from lightning_fed.checkpoint_io import by_age, fault_of, link, local_path, remove_leftovers, resumable
 
-__all__ = ["folders", "keep_last_round", "let_last_follow", "newest", "restore_scores", "tidy_folders"]
+__all__ = [
+    "folders",
+    "keep_last_round",
+    "let_last_follow",
+    "newest",
+    "restore_scores",
+    "save_by_rounds",
+    "tidy_folders",
+]
+
+
+def save_by_rounds(trainer: pl.Trainer) -> None:
+    """Let checkpoints that are due every so many steps be due every so many rounds, which the global step counts.
+
+    Lightning would look at the step after each batch, in the middle of the next round.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, pl.callbacks.ModelCheckpoint) and (rounds := callback._every_n_train_steps):
+            callback._every_n_train_steps, callback._every_n_epochs = 0, rounds
 
 
 def tidy_folders(trainer: pl.Trainer) -> None:

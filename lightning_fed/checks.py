@@ -1,5 +1,6 @@
 """What federated rounds cannot take, refused before the first round with the reason and the remedy."""
 
+import inspect
 import io
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_fed._lightning import pl
 from lightning_fed.algorithms.base import Algorithm
@@ -134,6 +136,8 @@ def check_local_options(trainer: pl.Trainer) -> None:
     options = {
         "gradient_clip_val": clip if clip and not fine_tunes else None,  # measures that fine-tune clip too
         "accumulate_grad_batches": trainer.accumulate_grad_batches if trainer.accumulate_grad_batches != 1 else None,
+        "max_steps": loop.max_steps if loop.max_steps != -1 else None,
+        "min_steps": loop.min_steps or None,
         "overfit_batches" if trainer.overfit_batches else "limit_train_batches": None if is_whole else limit,
     }
     for name, value in options.items():
@@ -170,7 +174,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
         raise FederatedError(
             f"val_check_interval={trainer.val_check_interval!r} with check_val_every_n_epoch="
             f"{trainer.check_val_every_n_epoch!r} asks for validation inside a round, where there is no server model to"
-            " validate. Leave val_check_interval at 1.0 and set check_val_every_n_epoch, counted in rounds."
+            " validate. Leave val_check_interval at 1.0 and set check_val_every_n_epoch, counted in rounds; or pass"
+            " check_val_every_n_epoch=None and a whole number of rounds as val_check_interval."
         )
     _check_checkpoints(trainer)
     if isinstance(trainer.fit_loop.settings.aggregator, DifferentialPrivacy):
@@ -202,16 +207,11 @@ def _check_private(trainer: pl.Trainer) -> None:
 
 
 def _check_checkpoints(trainer: pl.Trainer) -> None:
-    """Refuse checkpoints that are due after so many batches, and in several processes those that are due in between."""
+    """Refuse checkpoints that are due in the middle of a round of several processes."""
     for callback in trainer.callbacks:
         if not isinstance(callback, pl.callbacks.ModelCheckpoint):
             continue
         name = type(callback).__name__
-        if steps := callback._every_n_train_steps:
-            raise FederatedError(
-                f"{name}(every_n_train_steps={steps}) counts the batches of a single run; here they are those of"
-                " clients, in a round that is not over. Use every_n_epochs, which counts rounds."
-            )
         if (interval := callback._train_time_interval) is not None and trainer.world_size > 1:
             raise FederatedError(
                 f"{name}(train_time_interval={interval!r}) saves in the middle of a round, where {trainer.world_size}"
@@ -223,6 +223,12 @@ def _check_checkpoints(trainer: pl.Trainer) -> None:
 def no_federated_data(found: object) -> FederatedError:
     """Return the error that data are not split among clients; ``found`` is what was given, if anything."""
     what = "no datamodule" if found is None else f"a {type(found).__name__}"
+    if isinstance(found, DataLoader):
+        return FederatedError(
+            "FederatedTrainer.fit needs to know the clients, found a DataLoader. Say how it is split among them:"
+            " trainer.fit(model, FederatedDataModule.from_loader(loader, partition=Dirichlet(num_clients=10,"
+            " alpha=0.5), val=val_loader)), with Dirichlet or another partition of lightning_fed.data."
+        )
     return FederatedError(
         f"FederatedTrainer.fit needs a FederatedDataModule, found {what}. Pass trainer.fit(model,"
         " FederatedDataModule(clients=[...])) or FederatedDataModule(train=..., partition=...)."
@@ -251,7 +257,7 @@ def check_module(trainer: pl.Trainer) -> None:
             f"{name} uses manual optimization, where no correction can be injected between backward and step."
             " Remove `self.automatic_optimization = False` and return the loss from training_step."
         )
-    if "dataloader_iter" in module.training_step.__code__.co_varnames[: module.training_step.__code__.co_argcount]:
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise FederatedError(f"{name}.training_step(dataloader_iter) is not supported: take `batch` instead.")
     lazy = next((key for key, parameter in module.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:

@@ -16,7 +16,14 @@ from lightning_fed._compat import (
 )
 from lightning_fed._lightning import pl
 from lightning_fed.checkpoint_io import AtomicCheckpointIO
-from lightning_fed.checkpoint_places import folders, let_last_follow, newest, restore_scores, tidy_folders
+from lightning_fed.checkpoint_places import (
+    folders,
+    let_last_follow,
+    newest,
+    restore_scores,
+    save_by_rounds,
+    tidy_folders,
+)
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.options import differing_options, options_of
 from lightning_fed.engines.logged import EvaluationResults
@@ -31,7 +38,8 @@ __all__ = ["RoundCheckpointConnector", "RoundLoggerConnector"]
 class RoundCheckpointConnector(_CheckpointConnector):
     """Checkpoints hold the server model and the state after the last completed round, whenever they are written.
 
-    A checkpoint of an ordinary Lightning run gives x^0: its weights are loaded and nothing else.
+    A checkpoint of an ordinary Lightning run, or one of weights alone, gives x^0: its weights are loaded and nothing
+    else.
     """
 
     kept: tuple[int, Any] | None = None  # the completed rounds of the newest whole checkpoint, and its path
@@ -58,6 +66,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
     def _restore_modules_and_callbacks(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Load the checkpoint into module, data module and callbacks, or say what of it does not fit."""
         trainer = self.trainer
+        save_by_rounds(trainer)  # now that all callbacks are there, and before what they saved is looked for
         # Lightning does so later, and what it loads would be rounded to the type that the module was made with
         trainer.precision_plugin.convert_module(trainer.lightning_module)
         with restored_from(checkpoint_path, "the model and the callbacks"):
@@ -105,12 +114,18 @@ class RoundCheckpointConnector(_CheckpointConnector):
         self._check_shapes(checkpoint, checkpoint_path)
         loops = checkpoint.get("loops") or {}
         saved = loops.get("fit_loop", {}).get("state_dict", {})
-        if "format" in saved:
-            self._check_whole(checkpoint, saved["format"], checkpoint_path)
+        if "format" in saved and "optimizer_states" not in checkpoint:
+            rank_zero_warn(
+                f"{checkpoint_path} was saved with save_weights_only=True: the run cannot go on from round"
+                f" {saved['round']}. It starts at round 0 from these weights."
+            )
+        elif "format" in saved:
+            self._check_format(saved["format"], checkpoint_path)
             self._check_rounds(int(saved["round"]), checkpoint_path)
             self.kept = (int(saved["round"]), checkpoint_path)
             return
-        rank_zero_info(f"{checkpoint_path} holds no federated run: training starts at round 0 from its weights.")
+        else:
+            rank_zero_info(f"{checkpoint_path} holds no federated run: training starts at round 0 from its weights.")
         for key in ("loops", type(self.trainer.precision_plugin).__qualname__, "native_amp_scaling_state"):
             checkpoint.pop(key, None)
         checkpoint.update(callbacks={}, optimizer_states=[], lr_schedulers=[])
@@ -147,8 +162,8 @@ class RoundCheckpointConnector(_CheckpointConnector):
             )
 
     @staticmethod
-    def _check_whole(checkpoint: Mapping[str, Any], written: Any, path: Any) -> None:
-        """Refuse a checkpoint of another version of this package, and one that holds weights alone.
+    def _check_format(written: Any, path: Any) -> None:
+        """Refuse a checkpoint of another version of this package.
 
         Raises:
             FederatedError: Naming what it is, and the way out.
@@ -159,12 +174,6 @@ class RoundCheckpointConnector(_CheckpointConnector):
                 f"{path} was written by {age} version of lightning_fed: its format is {written!r}, this version's is"
                 f" {FORMAT}. {remedy} version, or start x^0 from its weights alone: Model.load_from_checkpoint(path),"
                 " then fit without ckpt_path."
-            )
-        if "optimizer_states" not in checkpoint:
-            raise FederatedError(
-                f"{path} was saved with save_weights_only=True: a run cannot go on from it exactly. Resume from a whole"
-                " checkpoint, or start x^0 from its weights alone: Model.load_from_checkpoint(path), then fit without"
-                " ckpt_path."
             )
 
     def resume_end(self) -> None:

@@ -32,24 +32,43 @@ class FederatedLoop(RunState):
     @property
     def done(self) -> bool:
         """Whether to leave the loop."""
-        if self._is_finished():
-            rank_zero_info(f"`Trainer.fit` stopped: `max_rounds={self.max_epochs}` reached.")
+        if limit := self._limit_reached():
+            rank_zero_info(f"`Trainer.fit` stopped: `{limit}` reached.")
             return True
+        if self.trainer.should_stop and not self._can_stop_early and not self._goes_on:
+            self._goes_on = True
+            rank_zero_info(
+                f"The run was asked to stop after {self.round} rounds and {self.steps_taken} local steps, but goes on"
+                f" until min_epochs={self.min_epochs} rounds and min_steps={self.min_steps or 0} local steps are done."
+            )
         return bool(self.trainer.should_stop and self._can_stop_early)
 
     @property
     def skip(self) -> bool:
         """Whether there is nothing to do at all."""
-        if self.round > 0 and self._is_finished():
+        if self.round > 0 and (limit := self._limit_reached()):
+            raised = "trainer.max_rounds" if limit.startswith("max_rounds") else "max_steps"
             rank_zero_warn(
-                f"fit() has nothing to do: {self.round} rounds are done and max_rounds={self.max_epochs}."
-                " Raise trainer.max_rounds to go on from there."
+                f"fit() has nothing to do: {self.round} rounds are done and {limit}. Raise {raised} to go on from"
+                " there."
             )
             return True
         return self.trainer.limit_train_batches == 0 or self.done
 
-    def _is_finished(self) -> bool:
-        return self.max_epochs != -1 and self.round >= (self.max_epochs or 0)
+    def _limit_reached(self) -> str | None:
+        """Return the number of rounds or of local steps that ends the run, as it was given; None if it goes on."""
+        if self.max_epochs != -1 and self.round >= (self.max_epochs or 0):
+            return f"max_rounds={self.max_epochs}"
+        if self.max_steps != -1 and self.steps_taken >= self.max_steps:
+            return f"max_steps={self.max_steps}"
+        return None
+
+    def _iteration_based_training(self) -> bool:
+        return False  # or Lightning would restart in the middle of an epoch where max_steps is given
+
+    @property
+    def _can_stop_early(self) -> bool:
+        return self.round >= (self.min_epochs or 0) and self.steps_taken >= (self.min_steps or 0)
 
     def on_advance_start(self) -> None:
         """Call the hooks that start a round, and draw its cohort in between Lightning's and those of rounds."""
@@ -157,6 +176,7 @@ class FederatedLoop(RunState):
         trainer._logger_connector.epoch_end_reached()
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
         report = half.close(metrics, time.perf_counter() - started)
+        self.steps_taken += sum(report.steps.values())
         self._rounds.leave()
         self.show_server_model()
         self._failure_warnings.warn_of(report)

@@ -80,6 +80,11 @@ class FederatedOptimizer(Optimizer):
         return self._base
 
     @property
+    def optimizer(self) -> Optimizer:
+        """The wrapped optimizer, by the name that ``LearningRateMonitor`` looks for: schedulers belong to it."""
+        return self.base
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's parameter groups."""
         return [] if self._base is None else self._base.param_groups

@@ -52,6 +52,8 @@ class RunState(Inspection, _FitLoop):
         self._failure_warnings = FailureWarnings()
         self._gave_up = False  # whether engine="auto" has left the vectorized engine for the sequential one
         self._stop = Stop.NO  # what any process was asked for in this round
+        self.steps_taken = 0  # of all clients in all completed rounds
+        self._goes_on = False  # whether it has been said that the run is not stopped yet
         self.runs_several = False  # while a step is that of several clients
         self.is_closing = False  # between the server's step and the end of the round's hooks
         self.precision_at_start: dict[str, Any] | None = None  # of the round at work, where a gradient scaler has state
@@ -79,6 +81,7 @@ class RunState(Inspection, _FitLoop):
         client_states = self.kept_states.record(self._state, self._ranks)
         transport = self.settings.transport()
         noted = {"transport": transport, "work": self._work_notes, "gave_up": self._gave_up}
+        noted["steps_taken"] = self.steps_taken
         return {**self._state.state_dict(client_states), "metrics": metrics, **noted}
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
@@ -127,7 +130,7 @@ class RunState(Inspection, _FitLoop):
         self._plateau_round = self._state.round
         self.set_progress(self._state.round)
         self.is_closing, self.precision_at_start, self._stop = False, None, Stop.NO
-        self.restarting = False
+        self.restarting = self._goes_on = False
         self.epoch_loop.val_loop._restarting = False
         self.show_server_model()
 
@@ -138,6 +141,7 @@ class RunState(Inspection, _FitLoop):
         previous = self._state if restored is None and self._state is not None and self._state.round > 0 else None
         if restored is not None:
             self._gave_up = bool(restored.get("gave_up"))
+            self.steps_taken = int(restored["steps_taken"])
         if previous is not None and self.prepared.module is not self._module:
             raise FederatedError(
                 f"This trainer has already run {previous.round} rounds on another model. Make a new FederatedTrainer,"

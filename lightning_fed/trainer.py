@@ -39,7 +39,9 @@ class FederatedTrainer(pl.Trainer):
     Every argument of :class:`pytorch_lightning.Trainer` keeps its meaning, counted in rounds:
     ``check_val_every_n_epoch`` validates the server model every n rounds, ``fast_dev_run`` is one round of n batches a
     client, ``limit_train_batches`` limits the batches of a client's epoch, ``max_time`` ends the run after the round in
-    which it runs out.
+    which it runs out. ``max_steps`` and ``min_steps`` count the local steps of all clients and are looked at after each
+    round. ``val_check_interval=n`` with ``check_val_every_n_epoch=None``, and ``every_n_train_steps=n`` of a
+    ``ModelCheckpoint``, count rounds, as the global step does.
 
     Args:
         algorithm: The method, an instance; FedAvg by default.
@@ -159,7 +161,6 @@ class FederatedTrainer(pl.Trainer):
             max_update_ratio=max_update_ratio,
         )
         check_trainer_arguments(kwargs, own=signature(FederatedTrainer.__init__).parameters)
-        _refuse_steps(kwargs)
         if gradient_clip_on == "corrected" and kwargs.get("gradient_clip_val") is None:
             raise FederatedError(
                 "gradient_clip_on='corrected' is of no use without gradient_clip_val, which says at what norm or value"
@@ -170,6 +171,11 @@ class FederatedTrainer(pl.Trainer):
         with refusals_of_lightning():
             super().__init__(callbacks=callbacks, max_epochs=rounds, **kwargs)
         self.fit_loop: FederatedLoop = FederatedLoop(self, settings, self.fit_loop.min_epochs, self.fit_loop.max_epochs)
+        if not kwargs.get("fast_dev_run"):  # which Lightning counts in steps: n batches a client, in one round
+            steps = self.fit_loop.epoch_loop
+            steps.max_steps, steps.min_steps = kwargs.get("max_steps", -1), kwargs.get("min_steps")
+        if rounds := _in_rounds(self.check_val_every_n_epoch, self.val_check_interval):
+            self.check_val_every_n_epoch, self.val_check_interval = rounds, 1.0
         if gradient_clip_on == "corrected" and self.gradient_clip_val:
             self.fit_loop.corrected_clip = (self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
             self.gradient_clip_val = None  # or Lightning would clip before the correction as well
@@ -193,6 +199,22 @@ class FederatedTrainer(pl.Trainer):
     @max_rounds.setter
     def max_rounds(self, value: int) -> None:
         self.fit_loop.max_epochs = _rounds(value, None)
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """The rounds of the run, in which schedules are stepped once; infinite without a limit.
+
+        Raises:
+            FederatedError: If ``max_steps`` alone limits the run: what rounds it makes depends on who is drawn.
+        """
+        if self.max_epochs is not None and self.max_epochs != -1:
+            return max(self.max_epochs, 1)
+        if self.max_steps != -1:
+            raise FederatedError(
+                f"trainer.estimated_stepping_batches is the number of rounds, which max_steps={self.max_steps} does not"
+                " tell before the run: it depends on who is drawn. Pass max_rounds too."
+            )
+        return float("inf")
 
     @property
     def num_training_batches(self) -> int | float:
@@ -311,13 +333,10 @@ def _rounds(max_rounds: int | None, max_epochs: int | None) -> int | None:
     return value
 
 
-def _refuse_steps(kwargs: dict[str, Any]) -> None:
-    for name, default in (("max_steps", -1), ("min_steps", None)):
-        if kwargs.get(name, default) not in (default, None):
-            raise FederatedError(
-                f"{name}={kwargs[name]!r} counts optimizer steps of a single run; here every client takes its own."
-                f" Use {'max_rounds' if name == 'max_steps' else 'min_epochs'}, counted in rounds."
-            )
+def _in_rounds(check_val_every_n_epoch: Any, val_check_interval: Any) -> int | None:
+    """Return the rounds between validations where Lightning's interval counts steps over all epochs, else None."""
+    is_count = isinstance(val_check_interval, int) and not isinstance(val_check_interval, bool)
+    return val_check_interval if check_val_every_n_epoch is None and is_count and val_check_interval > 0 else None
 
 
 def _with_defaults(callbacks: Sequence[pl.Callback] | pl.Callback | None, kwargs: dict[str, Any]) -> list[pl.Callback]:

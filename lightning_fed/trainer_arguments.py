@@ -22,6 +22,8 @@ __all__ = ["as_callbacks", "check_trainer_arguments", "refusals_of_lightning"]
 _LEAST: Mapping[str, float] = {
     "num_nodes": 1,
     "min_epochs": 0,
+    "max_steps": -1,
+    "min_steps": 0,
     "limit_train_batches": 0,
     "limit_val_batches": 0,
     "limit_test_batches": 0,
@@ -33,7 +35,7 @@ _LEAST: Mapping[str, float] = {
     "accumulate_grad_batches": 1,
     "gradient_clip_val": 0,
 }
-_ELSEWHERE = {"strategy", "max_steps", "min_steps"}  # refused by what they mean in rounds
+_ELSEWHERE = {"strategy"}  # refused by what it means in rounds
 
 
 def check_trainer_arguments(arguments: Mapping[str, Any], own: Iterable[str]) -> None:

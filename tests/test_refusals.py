@@ -157,8 +157,8 @@ NO_WORK: dict[str, Any] = {"algorithm": ServerOnly(), "local_epochs": None}
         ({"strategy": "fsdp"}, "The strategy fsdp is not supported: it shards.*strategy='clients'.*strategy='ddp'"),
         ({"max_rounds": -2}, "max_rounds must be an int >= 0, or -1 for no limit, found -2"),
         ({"max_rounds": 2, "max_epochs": 3}, "max_rounds=2 and max_epochs=3 differ"),
-        ({"max_steps": 10}, "max_steps=10 counts optimizer steps.*max_rounds"),
-        ({"min_steps": 10}, "min_steps=10 counts optimizer steps.*min_epochs"),
+        ({"max_steps": 10, **NO_WORK}, "max_steps=10 does not apply to ServerOnly"),
+        ({"min_steps": 10, **NO_WORK}, "min_steps=10 does not apply to ServerOnly"),
     ],
     ids=spelled,
 )
@@ -208,7 +208,7 @@ def test_mime_over_an_optimizer_that_preconditions_too() -> None:
 
 
 def test_data_that_is_no_federation() -> None:
-    with pytest.raises(FederatedError, match="needs a FederatedDataModule, found a DataLoader"):
+    with pytest.raises(FederatedError, match=r"found a DataLoader.*from_loader\(loader, partition="):
         trainer().fit(seeded(), DataLoader(classification(8, 0)))
     with pytest.raises(FederatedError, match="needs a FederatedDataModule, found a LightningDataModule"):
         trainer().fit(seeded(), pl.LightningDataModule())
@@ -246,12 +246,6 @@ def test_a_hyper_parameter_that_no_checkpoint_could_be_read_back_with() -> None:
 
     with pytest.raises(FederatedError, match=r"hyper-parameter 'activation' .*ignore=\['activation'\]"):
         fit(WithFunction(), enable_checkpointing=True, callbacks=ModelCheckpoint())
-
-
-def test_checkpoints_that_count_batches() -> None:
-    saver = ModelCheckpoint(every_n_train_steps=2)
-    with pytest.raises(FederatedError, match=r"ModelCheckpoint\(every_n_train_steps=2\).* every_n_epochs"):
-        fit(callbacks=saver, enable_checkpointing=True)
 
 
 @pytest.mark.parametrize("interval", [timedelta(0), timedelta(minutes=1)])

@@ -1,5 +1,6 @@
 """Batches of one client from a loader of the user's own."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -65,8 +66,26 @@ class CustomBatches(ClientBatches):
         return super().num_examples(num_batches)
 
     def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
-        """Yield the batches of a fresh loader; ``shuffle`` is the loader's own affair."""
-        return self._finished(generator, augment=True)
+        """Yield the batches of a fresh loader, which shuffles as it is made to.
+
+        Args:
+            generator: What the loader's order and the augmentation come from.
+            shuffle: False gives the stored order where the loader is a ``DataLoader`` over all of a data set; another
+                keeps its order, with a warning.
+        """
+        loader = self._measured
+        if shuffle or (isinstance(loader, DataLoader) and isinstance(loader.sampler, SequentialSampler)):
+            return self._finished(generator, augment=True)
+        stored = self._stored()
+        if stored is None or not isinstance(loader, DataLoader) or loader.batch_size is None:
+            warnings.warn(
+                "A client's loader decides on its own which examples it gives, and in which order: overfit_batches may"
+                " see other batches in every round. Return a DataLoader with shuffle=False.",
+                stacklevel=2,
+            )
+            return self._finished(generator, augment=True)
+        stored.settings = replace(stored.settings, batch_size=loader.batch_size, drop_last=loader.drop_last)
+        return stored.epoch(generator, shuffle=False)
 
     def full(self, generator: torch.Generator) -> Batches:
         """Yield every example once."""

@@ -18,6 +18,7 @@ from lightning_fed.data.custom_batches import CustomBatches
 from lightning_fed.data.dataset import FederatedDataset, check_partition
 from lightning_fed.data.evaluation import check_client_val, check_evaluation, evaluation_loader, transformed_loader
 from lightning_fed.data.examples import check_map_style, size_of
+from lightning_fed.data.loader_settings import settings_of
 from lightning_fed.data.optional_loader import defined_with_val
 from lightning_fed.data.partition import Partition, PartitionFunction, check_client_id, check_client_ids
 
@@ -141,6 +142,30 @@ class FederatedDataModule(pl.LightningDataModule):
         self._check_sources(clients)
         if clients is not None:
             self.set_clients(clients)
+
+    @classmethod
+    def from_loader(
+        cls, loader: AnyLoader, partition: Partition | PartitionFunction, val: EvalData | None = None, **kwargs: Any
+    ) -> "FederatedDataModule":
+        """Return a data module whose clients share the data set of a ready loader, and batch their parts as it does.
+
+        Args:
+            loader: A ``DataLoader`` over all of a map-style data set, in stored or random order; batch size,
+                ``shuffle``, ``drop_last``, ``collate_fn``, ``num_workers`` and ``pin_memory`` are taken from it.
+            partition: How the data set is cut into clients.
+            val: The validation set of the server model, or a ready loader, or a list of these.
+            kwargs: Other arguments of the class, which go before what the loader says.
+
+        Raises:
+            FederatedError: If the loader chooses or repeats examples, or is none.
+
+        Example:
+            >>> dataset = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.arange(12) % 3)
+            >>> loader = DataLoader(dataset, batch_size=2, shuffle=True)
+            >>> FederatedDataModule.from_loader(loader, partition=lambda labels: [range(6), range(6, 12)]).num_clients
+            2
+        """
+        return cls(partition=partition, val=val, **{**settings_of(loader), **kwargs})
 
     # Who the clients are
 

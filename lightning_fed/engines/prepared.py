@@ -53,7 +53,7 @@ class PreparedModule:
         if isinstance(trainer.strategy, WithinClientStrategy):
             trainer.strategy.share(self.flat.params)
         self.split = split_of(trainer)
-        self.shuffle = trainer.datamodule.shuffle and not trainer.overfit_batches
+        self.shuffle = not trainer.overfit_batches  # on top of the data module's own choice
         self.keeps_solver = settings.keeps_solver
         self.round = 0
         self._at_start: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None

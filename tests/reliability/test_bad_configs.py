@@ -114,7 +114,7 @@ WRONG: list[tuple[tuple[str, ...], Any, str]] = [
     (("trainer", "local_steps"), 5, "local_epochs or local_steps, not both"),
     (("trainer", "max_rounds"), -2, "max_rounds must be an int"),
     (("trainer", "max_epochs"), 3, "max_rounds"),
-    (("trainer", "max_steps"), 100, "max_steps=100"),
+    (("trainer", "max_steps"), -2, "max_steps"),
     (("trainer", "engine"), "warp", "engine"),
     (("trainer", "chunk_size"), 4, "chunk_size=4"),
     (("trainer", "weighting"), "sizes", "weighting"),

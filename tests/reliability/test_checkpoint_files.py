@@ -246,10 +246,15 @@ def test_a_checkpoint_of_another_format_is_refused(change: int, age: str, tmp_pa
         run(tmp_path, 2, ckpt_path=tmp_path / "step=1.ckpt")
 
 
-def test_a_checkpoint_of_weights_alone_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_weights_alone_gives_the_first_model(tmp_path: Path) -> None:
     run(tmp_path, 1, keep=ModelCheckpoint(tmp_path, filename="w", save_weights_only=True))
-    with pytest.raises(FederatedError, match="saved with save_weights_only=True"):
-        run(tmp_path, 2, ckpt_path=tmp_path / "w.ckpt")
+    weights = torch.load(tmp_path / "w.ckpt", weights_only=True)["state_dict"]
+    with pytest.warns(UserWarning, match=r"save_weights_only=True: the run cannot go on from round 1\. It starts at"):
+        began = fit(max_rounds=1, ckpt_path=tmp_path / "w.ckpt")
+    other = seeded()
+    other.load_state_dict(weights)
+    assert torch.equal(began, fit(other, max_rounds=1))
+    assert not torch.equal(began, fit(max_rounds=1))
 
 
 class Hostile:

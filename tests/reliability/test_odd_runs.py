@@ -178,7 +178,6 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "nothing to train": ("no trainable parameter", lambda: trainer().fit(Frozen(), data())),
     "manual": ("manual optimization", lambda: trainer().fit(Manual(), data())),
-    "steps and rounds": ("max_steps=5", lambda: trainer(max_steps=5)),
     "two names": ("max_rounds=3 and max_epochs=4 differ", lambda: trainer(max_rounds=3, max_epochs=4)),
     "two works": ("not both", lambda: trainer(local_steps=3, local_epochs=3)),
     "validation within": ("val_check_interval", lambda: trainer(val_check_interval=0.5).fit(Trained(), data())),

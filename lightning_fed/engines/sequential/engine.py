@@ -177,6 +177,11 @@ class SequentialEngine(Engine):
     def _check_steps(self, run: Run, plan: WorkPlan) -> None:
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         if run.num_steps == 0 and plan.participant.steps > 0 and not scaled:
+            if self.epoch_loop.step_losses:
+                raise ClientError(
+                    "training_step returned losses, but backward left no gradient on any trained parameter, so no local"
+                    " step was taken. Look at what the module's or the strategy's backward does."
+                )
             raise ClientError(
                 "training_step returned None for every batch, so no local step was taken. Return a loss for at least"
                 " one batch, or leave the client out of client_ids."

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fed._compat import (
+    Closure,
     ClosureResult,
     PassThroughProfiler,
     _AutomaticOptimization,
@@ -90,7 +91,9 @@ class ClientOptimization(_AutomaticOptimization):
                 results.append(ClosureResult.from_training_step_output(output))
             optimizer.zero_grad()
             loss = results[0].closure_loss
-            if loss is not None:
+            if loss is None:
+                Closure.warning_cache.warn("`training_step` returned `None`: the batch is no local step.")
+            else:
                 check_loss(loss)
                 loss.backward()
             return results[0].loss
