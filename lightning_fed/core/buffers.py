@@ -34,13 +34,6 @@ class Buffers:
         self._owners = dict(owners)
         self.server = self.read()
 
-    @property
-    def bytes(self) -> int:
-        """What one transfer of the buffers costs; nothing where they do not travel back and forth."""
-        if self.mode != "average":
-            return 0
-        return sum(b.numel() * b.element_size() for b in self.server.values())
-
     def read(self) -> State:
         """Return copies of the buffers as the module has them now."""
         return {name: owner.get_buffer(key).detach().clone() for name, (owner, key) in self._owners.items()}
