@@ -67,11 +67,12 @@ class FederatedCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Make trainer, model and data, and let the summary tell how to resume from the command line."""
         super().instantiate_classes()
+        command = "lightning-fed fit --config {logs}/config.yaml --ckpt_path {path} --trainer.max_rounds {rounds}"
+        if self.trainer.max_steps != -1:  # which would end the run at once
+            command += " --trainer.max_steps -1"
         for callback in self.trainer.callbacks:
             if isinstance(callback, RunSummary):
-                callback.resume_with = (
-                    "lightning-fed fit --config {logs}/config.yaml --ckpt_path {path} --trainer.max_rounds {rounds}"
-                )
+                callback.resume_with = command
 
 
 class _AllCommands(FederatedCLI):

@@ -57,6 +57,14 @@ def test_the_printed_resume_command_works(capsys: pytest.CaptureFixture[str]) ->
     assert all(torch.equal(straight[k], resumed[k]) for k in straight)
 
 
+def test_the_printed_resume_command_goes_on_after_max_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    fit("--trainer.max_steps", "1")
+    command = re.search(r"resume \(round 1\) +lightning-fed (.*)", capsys.readouterr().out)
+    assert command is not None
+    main(command.group(1).split())
+    assert re.search(r"^  rounds +2$", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_validate_test_and_predict(capsys: pytest.CaptureFixture[str]) -> None:
     fit()
     for command in ("validate", "test", "predict"):
