@@ -14,11 +14,14 @@ from lightning_fed._compat import MisconfigurationException
 from lightning_fed._lightning import pl
 from lightning_fed._lightning_cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning_fed.callbacks import RunSummary
+from lightning_fed.checkpoint_search import last_of_newest_run, roots
 from lightning_fed.cli_parser import Parser
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.trainer import FederatedTrainer
 
 __all__ = ["FederatedCLI", "main"]
+
+INITIAL = "initial"  # as a checkpoint: none, by intention
 
 _ABOUT = (
     "Train an ordinary LightningModule across clients: `lightning-fed fit --config FILE`."
@@ -63,6 +66,20 @@ class FederatedCLI(LightningCLI):
         Lightning puts a checkpoint's hyper-parameters over those of the configuration, class paths included: a file
         from elsewhere could then have any module imported, and any class made.
         """
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """Return the arguments of a stage; which model is evaluated must be said.
+
+        Raises:
+            FederatedError: If neither a checkpoint is named nor the initial model asked for.
+        """
+        arguments: dict[str, Any] = super()._prepare_subcommand_kwargs(subcommand)
+        if subcommand != "fit":
+            if arguments.get("ckpt_path") is None:
+                raise _no_checkpoint(subcommand, self.trainer)
+            if arguments["ckpt_path"] == INITIAL:
+                arguments["ckpt_path"] = None
+        return arguments
 
     def instantiate_classes(self) -> None:
         """Make trainer, model and data, and let the summary tell how to resume from the command line."""
@@ -117,6 +134,20 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
         sys.exit(f"lightning-fed: {refusal}")
     except MisconfigurationException as error:  # Lightning's own refusals, such as `test` without a test_step
         sys.exit(f"lightning-fed: {error}")
+
+
+def _no_checkpoint(stage: str, trainer: pl.Trainer) -> FederatedError:
+    """Return the error that an evaluation would be that of a model nobody has trained."""
+    latest = last_of_newest_run(trainer)
+    found = (
+        f"Add --ckpt_path last for the newest one, {latest}, --ckpt_path best for the best one of its run"
+        if latest is not None
+        else f"None lies under {' or '.join(map(str, roots(trainer)))}: add --ckpt_path PATH"
+    )
+    return FederatedError(
+        f"`{stage}` needs a checkpoint, or it would run a model that nobody has trained. {found}, or --ckpt_path"
+        f" {INITIAL} for the model as it is made."
+    )
 
 
 def _own_command(name: str) -> Callable[[list[str]], None]:

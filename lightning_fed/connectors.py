@@ -24,6 +24,7 @@ from lightning_fed.checkpoint_places import (
     save_by_rounds,
     tidy_folders,
 )
+from lightning_fed.checkpoint_search import best_of_newest_run, check_is_there, last_of_newest_run, roots
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.options import differing_options, options_of
 from lightning_fed.engines.logged import EvaluationResults
@@ -213,28 +214,35 @@ class RoundCheckpointConnector(_CheckpointConnector):
         return checkpoint
 
     def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
-        """Find the checkpoint that "last" is: the newest of the run, be it called so or not.
+        """Find the checkpoint that "last" or "best" is; a trainer that has not trained looks for the newest run's.
 
         Raises:
             FederatedError: If there is none, unless a fit may begin without; or if the path is no way to name one.
         """
-        is_fit = state_fn == TrainerFn.FITTING
-        if ckpt_path == "last" and (latest := newest(self.trainer, whole=is_fit)) is not None:
-            return latest
+        trainer, is_fit = self.trainer, state_fn == TrainerFn.FITTING
+        if ckpt_path == "last":
+            latest = newest(trainer) if is_fit else last_of_newest_run(trainer)
+            if latest is not None:
+                return latest
+            if not is_fit:
+                raise self._no_last(state_fn)
+        noted = getattr(trainer.checkpoint_callback, "best_model_path", None)
+        if ckpt_path == "best" and not is_fit and not noted and trainer.fit_loop.round == 0:
+            return best_of_newest_run(trainer)
         try:
             path = super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
         except (ValueError, MisconfigurationException) as error:
             raise FederatedError(f"ckpt_path={ckpt_path!r}: {error}") from error
-        if ckpt_path == "last" and path is None and not is_fit:
-            raise self._no_last(state_fn)
+        if path is not None:
+            check_is_there(trainer, path)
         return path
 
     def _no_last(self, state_fn: TrainerFn) -> FederatedError:
         """Return the error that there is no checkpoint to evaluate; a fit begins without one."""
-        places = [str(folder) for folder in folders(self.trainer, whole=False)]
+        places = [*folders(self.trainer, whole=False), *roots(self.trainer)]
         return FederatedError(
-            f"FederatedTrainer.{state_fn.value}(ckpt_path='last') found no checkpoint: "
-            f"{'none lies in ' + ' or '.join(places) if places else 'the trainer has no ModelCheckpoint'}. Give the"
+            f"FederatedTrainer.{state_fn.value}(ckpt_path='last') found no checkpoint:"
+            f" none lies in {' or under '.join(map(str, dict.fromkeys(places)))}. Give the"
             " trainer the default_root_dir, logger and ModelCheckpoint of the run, or pass the path of a checkpoint."
         )
 

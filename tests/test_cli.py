@@ -16,6 +16,7 @@ from lightning_fed.cli import FederatedCLI, main
 from lightning_fed.models import MLPClassifier
 from tests.helpers.selection import few
 
+thorough = partial(pytest.param, marks=pytest.mark.thorough)
 CONFIGS = Path(__file__).parent.parent / "configs"
 QUICKSTART = str(CONFIGS / "quickstart.yaml")
 SMALL = ["--trainer.max_rounds", "2", "--trainer.accelerator", "cpu", "--trainer.enable_model_summary", "false"]
@@ -74,13 +75,57 @@ def test_validate_test_and_predict(capsys: pytest.CaptureFixture[str]) -> None:
     assert "val_acc" in out
 
 
-@pytest.mark.thorough
-def test_the_last_checkpoint_is_tested(caplog: pytest.LogCaptureFixture) -> None:
+EVALUATIONS = few(["test", "validate", "predict"], ["test"])
+
+
+@pytest.mark.parametrize("command", EVALUATIONS)
+def test_no_model_is_evaluated_that_nobody_has_trained(command: str) -> None:
+    with pytest.raises(
+        SystemExit, match=f"lightning-fed: `{command}` needs a checkpoint.* None lies under .*ckpt_path PATH"
+    ):
+        main([command, "--config", QUICKSTART])
+    fit("--trainer.max_rounds", "1")
+    with pytest.raises(SystemExit, match=r"--ckpt_path last for the newest one, .*last\.ckpt, --ckpt_path best"):
+        main([command, "--config", QUICKSTART])
+    main([command, "--config", QUICKSTART, "--ckpt_path", "initial"])
+
+
+@pytest.mark.parametrize("args", [[], thorough(["--trainer.logger", "false"])], ids=["logger", "none"])
+def test_last_and_best_are_those_of_the_newest_run(args: list[str], caplog: pytest.LogCaptureFixture) -> None:
     fit()
-    main(["test", "--config", QUICKSTART, "--ckpt_path", "last"])
-    assert re.search(r"Loaded model weights from the checkpoint at .*version_0.checkpoints", caplog.text)
-    with pytest.raises(SystemExit, match=r"lightning-fed: .*test\(ckpt_path='last'\) found no checkpoint"):
-        main(["test", "--config", QUICKSTART, "--ckpt_path", "last", "--trainer.logger", "false"])
+    fit("--trainer.max_rounds", "3")
+    state = torch.load(last(1), weights_only=True)["callbacks"]
+    best = next(Path(one["best_model_path"]) for one in state.values() if "best_model_path" in one)
+    best.parents[1].rename("lightning_logs/moved")
+    for word, name in (("last", "last.ckpt"), ("best", best.name)):
+        main(["test", "--config", QUICKSTART, "--ckpt_path", word, *args])
+        assert re.search(
+            f"Loaded model weights from the checkpoint at .*moved.checkpoints.{re.escape(name)}", caplog.text
+        )
+    best = Path("lightning_logs/moved/checkpoints", best.name)
+    best.unlink()
+    with pytest.raises(
+        SystemExit, match=f"lightning-fed: ckpt_path='best'.*{re.escape(best.name)}, is gone.*holds last.ckpt"
+    ):
+        main(["test", "--config", QUICKSTART, "--ckpt_path", "best", *args])
+
+
+@pytest.mark.parametrize("word", ["last", "best"])
+def test_no_checkpoint_is_found_where_none_is(word: str) -> None:
+    with pytest.raises(SystemExit, match=f"lightning-fed: .*ckpt_path='{word}'.* found no checkpoint.* under "):
+        main(["test", "--config", QUICKSTART, "--ckpt_path", word])
+
+
+def test_a_wrong_path_is_answered_with_what_is_there() -> None:
+    fit("--trainer.max_rounds", "1")
+    there = version(0) / "checkpoints"
+    for path, answer in (
+        (there / "lst.ckpt", "holds .*last.ckpt"),
+        (version(0), "It is a folder. .*holds checkpoints/"),
+        (Path("elsewhere/last.ckpt"), "holds lightning_logs/version_0/checkpoints/"),
+    ):
+        with pytest.raises(SystemExit, match=f"lightning-fed: There is no checkpoint {path}. .*{answer}.*newest one"):
+            main(["test", "--config", QUICKSTART, "--ckpt_path", str(path)])
 
 
 @pytest.mark.thorough
@@ -110,7 +155,6 @@ def test_every_config_runs_a_round_on_top_of_the_quickstart(path: Path) -> None:
     fit("--config", str(path), "--trainer.max_rounds", "1", "--trainer.logger", "false")
 
 
-thorough = partial(pytest.param, marks=pytest.mark.thorough)
 SAMPLER = "{class_path: lightning_fed.server.UniformSampler, init_args: {clients_per_round: 4}}"
 
 
@@ -270,7 +314,7 @@ def test_what_lightning_refuses_is_one_line() -> None:
     Path("without_a_test.py").write_text("import pytorch_lightning as pl\nclass Untested(pl.LightningModule): pass\n")
     model = ["--model", "without_a_test.Untested"]
     with pytest.raises(SystemExit, match="^lightning-fed: No `test_step\\(\\)` method defined"):
-        main(["test", "--config", QUICKSTART, *model, "--trainer.logger", "false"])
+        main(["test", "--config", QUICKSTART, *model, "--ckpt_path", "initial", "--trainer.logger", "false"])
 
 
 @pytest.mark.parametrize("args", [[], ["fitt"]], ids=["none", "unknown"])

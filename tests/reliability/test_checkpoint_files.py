@@ -332,11 +332,10 @@ def test_last_is_evaluated_by_a_new_trainer_in_every_stage(weights_alone: bool, 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_last_without_any_is_refused_where_nothing_is_trained(stage: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        FederatedError, match=rf"{stage}\(ckpt_path='last'\) found no checkpoint: the trainer has no Mod"
-    ):
+    found = re.escape(f"{stage}(ckpt_path='last') found no checkpoint: none lies in ")
+    with pytest.raises(FederatedError, match=f"{found}{tmp_path}. Give the trainer"):
         evaluate(stage, trainer(default_root_dir=tmp_path))
-    with pytest.raises(FederatedError, match=re.escape(f"none lies in {tmp_path / 'checkpoints'}. Give the trainer")):
+    with pytest.raises(FederatedError, match=f"{found}{tmp_path / 'checkpoints'} or under {tmp_path}. Give"):
         evaluate(stage, trainer(default_root_dir=tmp_path, enable_checkpointing=True))
 
 
