@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from inspect import getfile
+from inspect import getfile, signature
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_fed.callbacks import RunSummary
 from lightning_fed.checkpoint_search import last_of_newest_run, roots
 from lightning_fed.cli_parser import Parser
 from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.environment import arguments_of_environment
 from lightning_fed.trainer import FederatedTrainer
 
 __all__ = ["FederatedCLI", "main"]
@@ -44,11 +45,14 @@ class FederatedCLI(LightningCLI):
     """
 
     def __init__(self, **kwargs: Any) -> None:
+        from_environment = arguments_of_environment(signature(FederatedTrainer.__init__).parameters)
         defaults = {
             "trainer_class": FederatedTrainer,
             "subclass_mode_model": True,
             "subclass_mode_data": True,
             "save_config_kwargs": {"overwrite": True},
+            # the parser gives the trainer every argument: what the environment says must be the parser's default
+            "trainer_defaults": {**from_environment, **(kwargs.pop("trainer_defaults", None) or {})},
             "parser_class": Parser,
             # an option that is only the beginning of another one's name is a mistake, not an abbreviation
             "parser_kwargs": {

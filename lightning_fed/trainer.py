@@ -16,6 +16,7 @@ from lightning_fed.connectors import RoundCheckpointConnector, install
 from lightning_fed.core.arguments import check_paths
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Weighting
+from lightning_fed.environment import defaults_of_environment
 from lightning_fed.loop import FederatedLoop
 from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.compression import Compressor
@@ -42,6 +43,8 @@ class FederatedTrainer(pl.Trainer):
     which it runs out. ``max_steps`` and ``min_steps`` count the local steps of all clients and are looked at after each
     round. ``val_check_interval=n`` with ``check_val_every_n_epoch=None``, and ``every_n_train_steps=n`` of a
     ``ModelCheckpoint``, count rounds, as the global step does.
+    Environment variables ``PL_TRAINER_...`` set the arguments that are not given, as for Lightning's Trainer:
+    ``PL_TRAINER_MAX_ROUNDS=3``.
 
     Args:
         algorithm: The method, an instance; FedAvg by default.
@@ -103,6 +106,7 @@ class FederatedTrainer(pl.Trainer):
         100
     """
 
+    @defaults_of_environment
     def __init__(
         self,
         *,
@@ -134,6 +138,7 @@ class FederatedTrainer(pl.Trainer):
         max_epochs: int | None = None,
         **kwargs: Any,
     ) -> None:
+        check_trainer_arguments(kwargs, own=signature(FederatedTrainer.__init__).parameters)
         settings = make_settings(
             algorithm=FedAvg() if algorithm is None else algorithm,
             clients_per_round=clients_per_round,
@@ -160,7 +165,6 @@ class FederatedTrainer(pl.Trainer):
             max_failed_share=max_failed_share,
             max_update_ratio=max_update_ratio,
         )
-        check_trainer_arguments(kwargs, own=signature(FederatedTrainer.__init__).parameters)
         if gradient_clip_on == "corrected" and kwargs.get("gradient_clip_val") is None:
             raise FederatedError(
                 "gradient_clip_on='corrected' is of no use without gradient_clip_val, which says at what norm or value"

@@ -275,3 +275,9 @@ def test_a_checkpoint_of_another_model(tmp_path: Any) -> None:
     run.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(FederatedError, match=r"'head.weight' has shape \(3, 8\) there and \(7, 8\) in Wider"):
         fit(Wider(), ckpt_path=tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("name", ["max_round", "rounds"])
+def test_a_misspelt_argument_is_the_first_thing_refused(name: str) -> None:
+    with pytest.raises(FederatedError, match=f"no argument '{name}'. Did you mean max_rounds?"):
+        FederatedTrainer(**{name: 3})
