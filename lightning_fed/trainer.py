@@ -6,7 +6,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_fed._compat import rank_zero_warn
+from lightning_fed._compat import rank_zero_info, rank_zero_warn
 from lightning_fed._lightning import pl
 from lightning_fed.algorithms import Algorithm, FedAvg
 from lightning_fed.callbacks import RoundLogger, RoundProgressBar, RunSummary
@@ -28,6 +28,7 @@ from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import WithinClientStrategy, adopt
 from lightning_fed.strategies.launcher import adopt_launcher
 from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
+from lightning_fed.threads import threads_for
 from lightning_fed.trainer_arguments import as_callbacks, check_trainer_arguments, refusals_of_lightning
 from lightning_fed.trainer_calls import check_call, checked
 
@@ -105,6 +106,8 @@ class FederatedTrainer(pl.Trainer):
         >>> trainer.max_rounds
         100
     """
+
+    _told_of_threads = False
 
     @defaults_of_environment
     def __init__(
@@ -284,6 +287,17 @@ class FederatedTrainer(pl.Trainer):
                 f"{type(model).__name__}.configure_optimizers() returned several optimizers; federated training needs"
                 " exactly one. Use parameter groups for different settings."
             ) from error
+
+    def _run_stage(self) -> Any:
+        """Run a stage, with the threads that suit the model; here the model is complete, and the process is its own."""
+        with threads_for(self.lightning_module, self.strategy.root_device) as before:
+            if before is not None and not self._told_of_threads:
+                self._told_of_threads = True
+                rank_zero_info(
+                    f"The model is small: this run takes 1 thread instead of PyTorch's {before}. To choose yourself,"
+                    " set OMP_NUM_THREADS or call torch.set_num_threads."
+                )
+            return super()._run_stage()
 
     validate = checked(pl.Trainer.validate)
     test = checked(pl.Trainer.test)

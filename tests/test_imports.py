@@ -24,7 +24,7 @@ FLOORS = {
     "engines": 5,
     "evaluation": 6, "checks": 6, "method_checks": 6,
     "rounds": 7,
-    "inspection": 8, "restoring": 8, "trainer_arguments": 8, "trainer_calls": 8, "environment": 8,
+    "inspection": 8, "restoring": 8, "trainer_arguments": 8, "trainer_calls": 8, "environment": 8, "threads": 1,
     "run_state": 9,
     "loop": 10, "connectors": 10,
     "trainer": 11,
