@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_fed._lightning import pl
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.callbacks import Inexactness, Measure, PersonalizedAccuracy, SplitPicture
+from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.torch_optimizers import is_plain_sgd, refuse_unsupported
@@ -46,7 +47,7 @@ _CALLBACKS = {
     "LearningRateFinder": "it steps through batches of a single training run, which here belong to different clients",
 }
 _REMEDIES = {
-    "BaseFinetuning": "freeze parameters in the module's __init__ instead",
+    "BaseFinetuning": "freeze parameters in the module's __init__",
     "BatchSizeFinder": "set batch_size on the data module",
     "LearningRateFinder": "sweep the learning rate over short runs",
 }
@@ -222,7 +223,7 @@ def _check_checkpoints(trainer: pl.Trainer) -> None:
 
 def no_federated_data(found: object) -> FederatedError:
     """Return the error that data are not split among clients; ``found`` is what was given, if anything."""
-    what = "no datamodule" if found is None else f"a {type(found).__name__}"
+    what = "no datamodule" if found is None else kind_of(found)
     if isinstance(found, DataLoader):
         return FederatedError(
             "FederatedTrainer.fit needs to know the clients, found a DataLoader. Say how it is split among them:"

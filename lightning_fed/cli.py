@@ -15,6 +15,7 @@ from lightning_fed._lightning import pl
 from lightning_fed._lightning_cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning_fed.callbacks import RunSummary
 from lightning_fed.checkpoint_search import last_of_newest_run, roots
+from lightning_fed.cli_help import arrange
 from lightning_fed.cli_parser import Parser
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.environment import arguments_of_environment
@@ -23,6 +24,10 @@ from lightning_fed.trainer import FederatedTrainer
 __all__ = ["FederatedCLI", "main"]
 
 INITIAL = "initial"  # as a checkpoint: none, by intention
+_EVALUATED = (
+    f'The checkpoint to run, which must be given: a path, "last" or "best" of the newest run, or "{INITIAL}" for the'
+    " model as it is made."
+)
 
 _ABOUT = (
     "Train an ordinary LightningModule across clients: `lightning-fed fit --config FILE`."
@@ -34,6 +39,12 @@ _OWN = {
     "reproduce": "Run an experiment of a paper.",
     "sweep": "Run a grid over a configuration, or search it.",
     "compare": "Put runs side by side.",
+}
+_STAGES = {
+    "fit": "Train: run the rounds.",
+    "validate": "Evaluate a checkpoint on the validation set.",
+    "test": "Evaluate a checkpoint on the test set.",
+    "predict": "Predict with the model of a checkpoint.",
 }
 _FRAMEWORKS = (Path(__file__).parent, *(Path(getfile(package)).parent for package in (pl, torch)))
 
@@ -59,10 +70,28 @@ class FederatedCLI(LightningCLI):
                 "prog": "lightning-fed",
                 "description": _ABOUT,
                 "allow_abbrev": False,
-                **{name: {"allow_abbrev": False} for name in self.subcommands()},
+                **{
+                    name: {"allow_abbrev": False, **({"description": _STAGES[name]} if name in _STAGES else {})}
+                    for name in self.subcommands()
+                },
             },
         }
         super().__init__(**{**defaults, **kwargs})
+
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        """Add the commands, each with a line that says what it does here."""
+        super()._add_subcommands(parser, **kwargs)
+        commands: Any = parser._subcommands_action
+        for choice in commands._choices_actions:
+            choice.help = _STAGES.get(choice.dest, choice.help)
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Return the parser of a command, whose help is in the order of use."""
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        arrange(parser, klass)
+        if subcommand in _STAGES and subcommand != "fit":
+            next(action for action in parser._actions if action.dest == "ckpt_path").help = _EVALUATED
+        return parser
 
     def _parse_ckpt_path(self) -> None:
         """Let the configuration alone say which model is made.

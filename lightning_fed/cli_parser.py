@@ -2,6 +2,7 @@
 
 import re
 import sys
+from argparse import HelpFormatter
 from difflib import get_close_matches
 from inspect import isabstract
 from types import ModuleType
@@ -10,6 +11,7 @@ from typing import Any, NoReturn
 from lightning_fed import algorithms, callbacks, data, models, server
 from lightning_fed._lightning_cli import LightningArgumentParser
 from lightning_fed.one_package import advice_on_path
+from lightning_fed.cli_help import plain, plain_error
 
 __all__ = ["Parser"]
 
@@ -23,8 +25,18 @@ class Parser(LightningArgumentParser):
 
     def print_usage(self, file: Any = None) -> None:
         """Print the usage in one line; ``--help`` has the options."""
+        print(f"usage: {self._usage()}", file=file or sys.stdout)
+
+    def _usage(self) -> str:
         command = self.prog.replace(" [options]", "") + (" COMMAND" if self._parsers_below() else "")
-        print(f"usage: {command} --config FILE [--OPTION VALUE ...]", file=file or sys.stdout)
+        return f"{command} --config FILE [--OPTION VALUE ...]"
+
+    def format_help(self, formatter: HelpFormatter | None = None) -> str:
+        """Return the help in plain words, with the usage in one line."""
+        self.usage = self._usage()
+        for action in self._actions:  # before lines are broken, which may be within a name
+            action.help = plain(action.help) if isinstance(action.help, str) else action.help
+        return plain(super().format_help(formatter))
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Add what was probably meant, and end.
@@ -32,7 +44,9 @@ class Parser(LightningArgumentParser):
         Raises:
             SystemExit: Always.
         """
-        super().error("\n".join([message, *self._hints(message)]), ex)
+        hints = self._hints(message)
+        # the parser of a part is quoted by that of the whole, which still reads types in the message
+        super().error("\n".join([plain_error(message) if self.exit_on_error else message, *hints]), ex)
 
     def _hints(self, message: str) -> list[str]:
         if any(hint in message for hint in ("Did you mean ", "There are ")):

@@ -90,7 +90,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
             if differing := differing_options(options, options_of(optimizer), is_scheduled):
                 rank_zero_warn(
                     f"The local optimizer goes on with the checkpoint's {', '.join(differing)}. To train with other"
-                    " options, start x^0 from its weights alone: Model.load_from_checkpoint(path), then fit without"
+                    " options, start from its weights alone: Model.load_from_checkpoint(path), then fit without"
                     " ckpt_path."
                 )
 
@@ -106,7 +106,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
         if there is not None and here != [there]:
             raise FederatedError(
                 f"The checkpoint's local optimizer is {there}, this run's is {', '.join(here)}. Resume with the one it"
-                " was written with, or start x^0 from its weights alone: Model.load_from_checkpoint(path), then fit"
+                " was written with, or start from its weights alone: Model.load_from_checkpoint(path), then fit"
                 " without ckpt_path."
             )
 
@@ -173,7 +173,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
             age, remedy = ("a newer", "Install that") if written > FORMAT else ("an older", "Finish the run with that")
             raise FederatedError(
                 f"{path} was written by {age} version of lightning_fed: its format is {written!r}, this version's is"
-                f" {FORMAT}. {remedy} version, or start x^0 from its weights alone: Model.load_from_checkpoint(path),"
+                f" {FORMAT}. {remedy} version, or start from its weights alone: Model.load_from_checkpoint(path),"
                 " then fit without ckpt_path."
             )
 

@@ -12,6 +12,7 @@ import torch
 
 from lightning_fed._compat import rank_zero_warn
 from lightning_fed._lightning import pl
+from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.options import differing_options, options_of
 from lightning_fed.engines.prepared import PreparedModule
@@ -102,7 +103,7 @@ def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:
     """
     for entries in optimizer.state.values():
         if not isinstance(entries, Mapping):
-            raise FederatedError(f"The checkpoint's state of {what} holds a {type(entries).__name__} for a parameter.")
+            raise FederatedError(f"The checkpoint's state of {what} holds {kind_of(entries)} for a parameter.")
     for group in optimizer.param_groups:
         rate = group.get("lr", 0.0)
         if not isinstance(rate, (int, float, torch.Tensor)) or isinstance(rate, bool):
@@ -140,7 +141,7 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
         if keeps_states:
             raise FederatedError(
                 f"{change}, and what its clients keep belongs to their data. Resume with the data and the partition it"
-                " was written with, or start x^0 from its weights alone: Model.load_from_checkpoint(path), then fit"
+                " was written with, or start from its weights alone: Model.load_from_checkpoint(path), then fit"
                 " without ckpt_path."
             )
         rank_zero_warn(f"{change}. The run goes on with this run's.")

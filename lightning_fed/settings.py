@@ -76,7 +76,7 @@ class Settings:
             if (there := saved.get(name, "None")) != (here := mine.get(name, "None")) and name != "sampler":
                 raise FederatedError(
                     f"The checkpoint's {name} is {there}, this run's is {here}. Resume with the {name} it was written"
-                    " with, or start x^0 from its weights alone: Model.load_from_checkpoint(path), then fit without"
+                    " with, or start from its weights alone: Model.load_from_checkpoint(path), then fit without"
                     " ckpt_path."
                 )
             if there != here:

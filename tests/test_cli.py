@@ -382,3 +382,48 @@ def test_an_own_command_behind_an_option_is_refused(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         main(["--config", "empty.yaml", "compare"])
     assert "compare must be the first word: lightning-fed compare" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", few(["fit", "validate", "test", "predict"], ["fit"]))
+def test_help_is_in_the_order_of_use_and_without_markup(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert re.findall(r"^(\S.*):$", shown, re.MULTILINE) == [
+        "Options",
+        "The rounds",
+        "The data of the clients",
+        "The model",
+        "The clients' optimizer, in place of the model's own",
+        "Its schedule",
+        "Lightning's arguments of a Trainer",
+    ]
+    own, _, lightnings = shown.partition("Lightning's arguments of a Trainer:")
+    assert "--trainer.max_rounds" in own
+    assert "--trainer.max_time" in lightnings
+    assert not re.search(r":\w+:`|``|<class|NoneType", shown)
+    assert ("initial" in " ".join(shown.split())) is (command != "fit")
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--trainer.max_rounds", "many"], "  Expected one of: int, null\n  Found: many\n"),
+        (["--trainer.algorithm.nu", "1"], "Option 'nu' is not accepted\n  Found: nu=1\n"),
+        (["--data.partition", "foo"], "There is no class foo\n          Found: foo\n"),
+        (["--data.alpha", "x"], "Expected float. Got value: x\n"),
+        (["--trainer.logger", "3"], "  Expected one of: Logger, Iterable[Logger], bool, null\n"),
+    ],
+)
+def test_errors_name_no_types_of_python(args: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        fit(*args)
+    answer = capsys.readouterr().err
+    assert told in answer
+    assert not re.search(r"NestedArg|<class|NoneType|Union subtypes", answer)
+
+
+def test_help_of_a_class_shows_formulas_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--trainer.algorithm.help", "FedProx"])
+    assert "mu >= 0; " in capsys.readouterr().out

@@ -19,6 +19,7 @@ __all__ = [
     "check_seed",
     "check_texts",
     "finite",
+    "kind_of",
 ]
 
 Choice = TypeVar("Choice")
@@ -40,6 +41,17 @@ def finite(value: Any) -> float:
     except OverflowError:
         return math.nan
     return number if math.isfinite(number) else math.nan
+
+
+def kind_of(value: object) -> str:
+    """Return the name of a value's class with its article, for messages.
+
+    Example:
+        >>> kind_of([]), kind_of(3)
+        ('a list', 'an int')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
 def check_count(owner: str, name: str, value: Any, least: int = 1, most: int = _LARGEST) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batch_settings import Batches, BatchSettings
@@ -121,7 +122,7 @@ class CustomBatches(ClientBatches):
             raise self._error(problem, "Override client_size(client_id) as well") from error
 
     def _error(self, problem: str, remedy: str) -> FederatedError:
-        found = f"a {type(self._measured).__name__} that {problem}"
+        found = f"{kind_of(self._measured)} that {problem}"
         return FederatedError(f"client_dataloader({self.client_id!r}, ...) returned {found}. {remedy}.")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
+from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.examples import as_labels, check_map_style, column_of, labels_of, size_of, targets_of
@@ -267,7 +268,7 @@ def _check_parts(parts: Any, owner: str) -> Parts:
         ordered and hasattr(parts, "__len__") and getattr(parts, "ndim", 1) != 0
     ):
         raise FederatedError(
-            f"{owner} returned a {type(parts).__name__}: it must return each client's indices [n_i], in a list, or in a"
+            f"{owner} returned {kind_of(parts)}: it must return each client's indices [n_i], in a list, or in a"
             " mapping id -> indices."
         )
     return cast("Parts", parts)
@@ -281,7 +282,7 @@ def _join(parts: Parts, ids: Sequence[ClientId], num_examples: int, owner: str) 
             part = torch.as_tensor(given)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise FederatedError(
-                f"{owner} gave client {client_id!r} a {type(given).__name__} that is no tensor ({error}): it must give"
+                f"{owner} gave client {client_id!r} {kind_of(given)} that is no tensor ({error}): it must give"
                 " integer indices [n_i]."
             ) from error
         numbers = not (part.is_floating_point() or part.is_complex() or part.dtype == torch.bool)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batch_settings import BatchSettings, BatchTransform, Chain
@@ -50,7 +51,7 @@ def check_evaluation(owner: str, name: str, data: Any) -> None:
     for part in data if several else (data,):
         if part is not None and not isinstance(part, kinds) and not is_map_style(part):
             raise FederatedError(
-                f"{owner}({name}=...) has a {type(part).__name__}: give a data set with __len__ and __getitem__, a"
+                f"{owner}({name}=...) has {kind_of(part)}: give a data set with __len__ and __getitem__, a"
                 " DataLoader, or a list of these."
             )
         if part is not None and not isinstance(part, kinds):
@@ -66,7 +67,7 @@ def check_client_val(owner: str, client_val: Mapping[ClientId, Any]) -> None:
     for client_id, data in client_val.items():
         if isinstance(data, list | tuple) and any(isinstance(part, Dataset | DataLoader) for part in data):
             raise FederatedError(
-                f"{owner}(client_val[{client_id!r}]=...) has a {type(data).__name__} of"
+                f"{owner}(client_val[{client_id!r}]=...) has {kind_of(data)} of"
                 f" {type(data[0]).__name__}: give one map-style Dataset with __len__ and __getitem__; ConcatDataset"
                 " joins several."
             )

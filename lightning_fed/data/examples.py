@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
+from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 
 __all__ = [
@@ -132,12 +133,12 @@ def check_map_style(dataset: Any, owner: str) -> None:
     """
     if not is_map_style(dataset):
         raise FederatedError(
-            f"{owner} has a {type(dataset).__name__}, whose examples cannot be counted and shuffled: give a map-style"
+            f"{owner} has {kind_of(dataset)}, whose examples cannot be counted and shuffled: give a map-style"
             " Dataset with __len__ and __getitem__."
         )
     if isinstance(dataset, tuple | list) and _are_columns(dataset):
         raise FederatedError(
-            f"{owner} has a {type(dataset).__name__} of {len(dataset)} arrays, which would be {len(dataset)} examples:"
+            f"{owner} has {kind_of(dataset)} of {len(dataset)} arrays, which would be {len(dataset)} examples:"
             " give torch.utils.data.TensorDataset(inputs, labels), whose examples are pairs."
         )
 
@@ -199,7 +200,7 @@ def _label_in(example: Any, owner: str) -> Any:
     elif isinstance(example, (tuple, list)) and len(example) > 1:
         return example[-1]
     raise FederatedError(
-        f"{owner} does not say its labels: an example is a {type(example).__name__} without one. Give the data set an"
+        f"{owner} does not say its labels: an example is {kind_of(example)} without one. Give the data set an"
         " attribute `targets` [n], write"
         " FederatedDataModule(clients=FederatedDataset.from_partition(dataset, partition, labels=...)), or use Iid."
     )

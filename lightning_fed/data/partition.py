@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import check_count, check_number, check_seed
+from lightning_fed.core.arguments import check_count, check_number, check_seed, kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.draws import Ints, cut_by, log_gamma, random_state
@@ -296,7 +296,7 @@ def check_client_ids(owner: str, ids: Any) -> Sequence[ClientId]:
     ordered = hasattr(ids, "__len__") and hasattr(ids, "__getitem__")
     if not ordered or isinstance(ids, str | bytes | Mapping | Tensor | type):
         raise FederatedError(
-            f"{owner}.client_ids is a {type(ids).__name__}: give a sequence of ints or strs, such as list(ids), or"
+            f"{owner}.client_ids is {kind_of(ids)}: give a sequence of ints or strs, such as list(ids), or"
             " ids.tolist() of a tensor."
         )
     if not isinstance(ids, range):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_fed.core.arguments import check_count
+from lightning_fed.core.arguments import check_count, kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule
@@ -224,8 +224,7 @@ def _count(parts: list[Tensor]) -> tuple[list[int], Floats]:
 def _as_integers(values: Any, client_id: ClientId) -> Tensor:
     if isinstance(values, Dataset):
         raise FederatedError(
-            f"Client {client_id!r} has a {type(values).__name__}: give its labels, or all data sets as a"
-            " FederatedDataset."
+            f"Client {client_id!r} has {kind_of(values)}: give its labels, or all data sets as a FederatedDataset."
         )
     try:
         labels = torch.as_tensor(values)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fed._compat import rank_zero_info
-from lightning_fed.core.arguments import check_count, check_fraction, check_one_of, check_paths
+from lightning_fed.core.arguments import check_count, check_fraction, check_one_of, check_paths, kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.dataset import FederatedDataset
@@ -194,7 +194,7 @@ class Shakespeare(StoredDataModule):
         for part, values, size in (("x", user.x, self.length), ("y", user.y, 1)):
             for number, value in enumerate(values):
                 if not isinstance(value, str) or len(value) != size:
-                    found = f"a string of {len(value)}" if isinstance(value, str) else f"a {type(value).__name__}"
+                    found = f"a string of {len(value)}" if isinstance(value, str) else kind_of(value)
                     raise FederatedError(
                         f"{user.place}, {part}[{number}]: found {found}; {part} must be {size} character(s)."
                     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from lightning_fed.core.arguments import check_number, check_one_of, check_seed
+from lightning_fed.core.arguments import check_number, check_one_of, check_seed, kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.draws import random_state, seed_words
 from lightning_fed.data.partition import Partition, PartitionFunction, Parts
@@ -166,7 +166,7 @@ class FeatureShift(Partition):
         name = "FeatureShift"
         if not isinstance(example, Tensor):
             raise FederatedError(
-                f"{name}: an example's input, its first element, is a {type(example).__name__} and must be a tensor."
+                f"{name}: an example's input, its first element, is {kind_of(example)} and must be a tensor."
                 " Turn it into one in the data set, as torchvision's ToTensor does."
             )
         shape = list(example.shape)

@@ -5,6 +5,7 @@ import traceback
 from pathlib import Path
 
 from lightning_fed._lightning import pl
+from lightning_fed.core.arguments import kind_of
 
 __all__ = ["in_short"]
 
@@ -29,7 +30,7 @@ def in_short(error: BaseException) -> str:
         error: An error that was raised and caught.
     """
     _log.debug("%s: %s", type(error).__name__, error)
-    what = next((kind for words, kind in _KINDS.items() if words in str(error)), f"a {type(error).__name__}")
+    what = next((kind for words, kind in _KINDS.items() if words in str(error)), kind_of(error))
     return f"{what}{_place(error)}; the full text of the error is in the log, at level DEBUG"
 
 

@@ -219,7 +219,7 @@ class Server:
             if saved[key] != mine[key] and not (key == "seed" and any_seed):
                 raise FederatedError(
                     f"The checkpoint's {what} is {_short(saved[key])}, this run's is {_short(mine[key])}. Resume with"
-                    " the settings it was written with, or start x^0 from its weights alone:"
+                    " the settings it was written with, or start from its weights alone:"
                     " Model.load_from_checkpoint(path), then fit without ckpt_path."
                 )
         if saved["step"]["x"].shape != self.x.shape:

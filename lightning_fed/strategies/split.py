@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.stopping import Failure
@@ -185,7 +186,7 @@ def part_of(batch: Any, examples: int, rows: slice) -> Any:
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if is_dataclass(batch) and not isinstance(batch, type):
         return replace(batch, **{f.name: part_of(getattr(batch, f.name), examples, rows) for f in fields(batch)})
-    raise _cannot_cut(f"a {type(batch).__name__}", examples)
+    raise _cannot_cut(kind_of(batch), examples)
 
 
 def _holds_tensor(items: Sequence[Any]) -> bool:

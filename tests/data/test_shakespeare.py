@@ -177,7 +177,7 @@ def test_leafs_windows_of_another_length_are_refused(leaf_root):
         Shakespeare(leaf_root, "leaf", length=5).setup("fit")
     path = Path(leaf_root) / "shakespeare" / "train" / "all.json"
     path.write_text(leaf({"A": ["To be"]}).replace('"e"', "3"))
-    with pytest.raises(FederatedError, match=r"user 'A', y\[0\]: found a int; y must be 1 character"):
+    with pytest.raises(FederatedError, match=r"user 'A', y\[0\]: found an int; y must be 1 character"):
         Shakespeare(leaf_root, "leaf", length=4).setup("fit")
 
 

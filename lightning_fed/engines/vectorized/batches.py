@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_fed._compat import is_overridden
 from lightning_fed._lightning import pl
+from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches import TensorBatches
 from lightning_fed.engines.base import WorkPlan
@@ -243,7 +244,7 @@ def check_tensors(leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise FederatedError(
-                f"engine='vectorized' needs batches of tensors only, found a {type(leaf).__name__} in one. Leave it out"
+                f"engine='vectorized' needs batches of tensors only, found {kind_of(leaf)} in one. Leave it out"
                 " of the batch, or use engine='sequential'."
             )
 

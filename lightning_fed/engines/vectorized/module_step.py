@@ -14,6 +14,7 @@ from torch.func import functional_call, vjp
 
 from lightning_fed._compat import is_param_in_hook_signature, rank_zero_warn
 from lightning_fed._lightning import pl
+from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
@@ -252,7 +253,7 @@ def _check_logged(name: str, value: Any, options: dict[str, Any]) -> None:
     reduce_fx = options.get("reduce_fx", "mean")
     is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
     if reduce_fx not in _MEANS or not is_number:
-        found = f"reduce_fx={reduce_fx!r}" if reduce_fx not in _MEANS else f"a {type(value).__name__}"
+        found = f"reduce_fx={reduce_fx!r}" if reduce_fx not in _MEANS else kind_of(value)
         raise FederatedError(
             f"engine='vectorized' logs means of single numbers, found self.log({name!r}, ...) of {found} in"
             " training_step. Log a 0-dim tensor with reduce_fx='mean', or use engine='sequential'."
