@@ -1,4 +1,4 @@
-"""The command line: ``lightning-fed fit | validate | test | predict | data | reproduce | sweep | compare``."""
+"""The command line: ``lightning-fed fit | validate | test | predict | new | data | reproduce | sweep | compare``."""
 
 import os
 import sys
@@ -31,10 +31,12 @@ _EVALUATED = (
 
 _ABOUT = (
     "Train an ordinary LightningModule across clients: `lightning-fed fit --config FILE`."
+    " `lightning-fed new NAME` writes a small project to start from,"
     " `lightning-fed data --config FILE` draws how the data is dealt out to them; `lightning-fed reproduce`, `sweep`"
     " and `compare` run a paper's experiment, run a grid of your own, and put runs side by side."
 )
 _OWN = {
+    "new": "Write a small project to start from.",
     "data": "Print how much the clients of a configuration differ, and draw who has what.",
     "reproduce": "Run an experiment of a paper.",
     "sweep": "Run a grid over a configuration, or search it.",
@@ -142,7 +144,7 @@ class _AllCommands(FederatedCLI):
 
 
 def main(args: list[str] | dict[str, Any] | None = None) -> None:
-    """Run the command line: ``data``, ``reproduce``, ``sweep``, ``compare``, and for the rest LightningCLI's commands.
+    """Run the command line: the commands of ``_OWN`` by themselves, and LightningCLI's for the rest.
 
     Args:
         args: The arguments; those of the process if None.
@@ -189,6 +191,10 @@ def _own_command(name: str) -> Callable[[list[str]], None]:
         from lightning_fed.cli_data import picture
 
         return picture
+    if name == "new":
+        from lightning_fed.cli_new import new
+
+        return new
     from lightning_fed import experiments
 
     return {"reproduce": experiments.reproduce, "sweep": experiments.sweep, "compare": experiments.compare}[name]

@@ -342,7 +342,7 @@ def test_all_commands_are_listed_and_meant(word: str, meant: str, capsys: pytest
     with pytest.raises(SystemExit):
         main([word])
     answer = capsys.readouterr().err
-    assert "'fit', 'validate', 'test', 'predict', 'data', 'reproduce', 'sweep', 'compare'" in answer
+    assert "'fit', 'validate', 'test', 'predict', 'new', 'data', 'reproduce', 'sweep', 'compare'" in answer
     assert f"Did you mean {meant} instead of {word}?" in answer
 
 
@@ -352,6 +352,7 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     listed = capsys.readouterr().out.partition("Available subcommands:")[2]
     assert re.findall(r"^    (\w+)", listed, re.MULTILINE) == [
         *FederatedCLI.subcommands(),
+        "new",
         "data",
         "reproduce",
         "sweep",

@@ -15,7 +15,7 @@ FLOORS = {
     "_lightning": -1,
     "_torchvision": 0, "_version": 0, "_compat": 0, "_lightning_cli": 0, "core": 0, "one_package": 1,
     "data": 1, "models": 1, "algorithms": 1, "metrics": 1,
-    "callbacks": 2, "optim": 2, "cli_data": 2,
+    "callbacks": 2, "optim": 2, "cli_data": 2, "cli_new": 2,
     "server": 3,
     "stopping": 1, "checkpoint_io": 1, "checkpoint_places": 2, "checkpoint_search": 3,
     "tracing": 1,
