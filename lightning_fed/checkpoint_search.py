@@ -4,9 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ModelCheckpoint
-
+from lightning_fed._lightning import pl
 from lightning_fed.checkpoint_io import AtomicCheckpointIO, by_age, local_path
 from lightning_fed.checkpoint_places import folders, newest
 from lightning_fed.core.errors import FederatedError
@@ -47,7 +45,7 @@ def best_of_newest_run(trainer: pl.Trainer) -> str:
     states = trainer.strategy.checkpoint_io.load_checkpoint(latest).get("callbacks") or {}
     noted = {key: str(state["best_model_path"]) for key, state in states.items() if "best_model_path" in state}
     mine = trainer.checkpoint_callback
-    own = noted.get(mine.state_key) if isinstance(mine, ModelCheckpoint) else None
+    own = noted.get(mine.state_key) if isinstance(mine, pl.callbacks.ModelCheckpoint) else None
     best = own or next(filter(None, noted.values()), None)
     if best is not None:
         beside = Path(latest).parent / Path(best).name  # the folder may have been moved

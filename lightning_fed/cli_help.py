@@ -5,7 +5,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
-import pytorch_lightning as pl
+from lightning_fed._lightning import pl
 
 __all__ = ["arrange", "plain", "plain_error"]
 

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 from lightning_fed import algorithms, callbacks, data, models, server
 from lightning_fed._lightning_cli import LightningArgumentParser
-from lightning_fed.one_package import advice_on_path
 from lightning_fed.cli_help import plain, plain_error
+from lightning_fed.one_package import advice_on_path
 
 __all__ = ["Parser"]
 

@@ -8,9 +8,8 @@ from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, TypeVar, cast
 
-import pytorch_lightning as pl
-
 from lightning_fed._compat import rank_zero_info
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 
 __all__ = ["arguments_of_environment", "defaults_of_environment"]
