@@ -1,11 +1,11 @@
 """Time and memory of a round against cohort, population, size of the model, processes, and clients that keep a state.
 
     python benchmarks/scale.py --axis all --results scale.jsonl
-    python benchmarks/scale.py --results scale.jsonl --render docs/performance.md
+    python benchmarks/scale.py --results scale.jsonl --render docs/benchmarks.md
 
 Each point runs in a process of its own and is one line of JSON. Its memory is the peak of what is resident, above what
 was resident after a small run of the same kind: imports and whatever else is made once are not in it.
-``docs/performance.md`` describes the problem and has the figures.
+``docs/benchmarks.md`` describes the problem and has the figures.
 """
 
 import argparse

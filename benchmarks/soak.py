@@ -6,7 +6,7 @@
 A linear classifier of 210 parameters, clients of two local steps, a TensorBoard log, and every hundred rounds a
 checkpoint and a validation. The slope of the resident memory is a least-squares fit over the last 80 % of the rounds:
 the first ones fill what is filled once, such as kept client states, traces and the allocator's pools.
-``docs/performance.md`` has figures.
+``docs/benchmarks.md`` has figures.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Seconds per federated round: lightning_fed beside a plain PyTorch loop and other federated simulators.
 
     python benchmarks/workloads.py --system lightning_fed --workload W1 --rounds 8 --json
-    python benchmarks/workloads.py --system all --workload W1 W2 --python fedjax=PATH --render docs/performance.md
+    python benchmarks/workloads.py --system all --workload W1 W2 --python fedjax=PATH --render docs/benchmarks.md
     python benchmarks/workloads.py --against CHECKOUT --workload W1 W1x10 W2 W4 --algorithm FedAvg Mime Scaffold
     python benchmarks/workloads.py --without tracing turns whole-steps+turns --workload W2 --algorithm FedAvg Mime
 
@@ -12,7 +12,7 @@ environment variable ``BENCHMARK_PYTHON_FEDJAX`` names their interpreter; what i
 ``--against`` compares lightning_fed with another checkout of it, in turns and on one core: ratios of seconds and of
 processor time, set-up and memory. ``--without`` does the same with mechanisms that are patched away, each by itself, or
 several that are joined by "+": what each of them buys. ``systems/ablations.py`` names them.
-``docs/performance.md`` describes the workloads.
+``docs/benchmarks.md`` describes the workloads.
 """
 
 import argparse
@@ -183,7 +183,7 @@ def _run_here(args: argparse.Namespace, workload: str, system: str, algorithm: s
     if importlib.util.find_spec(package) is None:
         reason = (
             f"{package} is not installed in {sys.executable}; name the interpreter of its environment by"
-            f" --python {system}=PATH (docs/performance.md says how to make one)"
+            f" --python {system}=PATH (docs/benchmarks.md says how to make one)"
         )
         print(f"{system} is skipped: {reason}.", file=sys.stderr)
         return {**named, "skipped": reason}

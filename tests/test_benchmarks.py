@@ -348,7 +348,7 @@ def test_soaks_are_written_to_a_page(scripts, tmp_path):
 
 
 def test_the_page_has_a_place_for_all_figures(scripts):
-    page = (BENCHMARKS.parent / "docs" / "performance.md").read_text()
+    page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text()
     for name in ("workloads", "scale", "soak", *(f"scale-{axis}" for axis in scripts("scale").AXES)):
         assert page.index(f"<!-- {name}:start -->") < page.index(f"<!-- {name}:end -->")
 
