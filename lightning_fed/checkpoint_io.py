@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import struct
 import zipfile
 import zlib
@@ -15,6 +16,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from lightning_fed._compat import rank_zero_warn
 from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 
@@ -169,10 +171,17 @@ def by_age(folder: Path) -> list[Path]:
 
 
 def link(file: Path, name: Path) -> None:
-    """Let a link lead to a file beside or below it, at no moment to nothing."""
+    """Let a link lead to a file beside or below it, at no moment to nothing.
+
+    Where the system makes no links (Windows without the right to, some network disks), a copy takes its place.
+    """
     part = name.with_name(f".{name.name}.{os.getpid()}{_PART}")
     part.unlink(missing_ok=True)
-    part.symlink_to(os.path.relpath(file, name.parent))
+    try:
+        part.symlink_to(os.path.relpath(file, name.parent))
+    except (OSError, NotImplementedError):
+        _copy(file, part)
+        rank_zero_warn(f"{name.parent} cannot hold symbolic links: {name.name} is a copy of the checkpoint instead.")
     os.replace(part, name)
     _flush_folder(name.parent)
 
@@ -220,6 +229,14 @@ def _write(checkpoint: dict[str, Any], stream: IO[bytes]) -> None:
         raise out.error
     stream.flush()
     os.fsync(stream.fileno())
+
+
+def _copy(file: Path, part: Path) -> None:
+    with file.open("rb") as source, part.open("wb") as stream:
+        _lock(stream)
+        shutil.copyfileobj(source, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _flush_folder(folder: Path) -> None:

@@ -132,6 +132,18 @@ def test_last_as_a_link_is_there_at_every_moment(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "last.ckpt").resolve().name == "epoch=2-step=3.ckpt"
 
 
+def test_last_is_a_copy_where_the_system_makes_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError("a required privilege is not held by the client")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    with pytest.warns(UserWarning, match="cannot hold symbolic links: last.ckpt is a copy"):
+        run(tmp_path, 3, keep=ModelCheckpoint(tmp_path, save_last="link"))
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    assert (tmp_path / "last.ckpt").read_bytes() == (tmp_path / "epoch=2-step=3.ckpt").read_bytes()
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_leftovers_go_and_a_save_under_way_stays(tmp_path: Path) -> None:
     (tmp_path / ".a.ckpt.77.part").write_bytes(b"half")
     with (tmp_path / ".b.ckpt.78.part").open("wb") as stream:
