@@ -33,6 +33,13 @@ def blocks(path: Path) -> list[tuple[int, str]]:
     return found
 
 
+def needed(path: Path, line: int) -> list[str]:
+    """Return the optional packages that a block needs, by the comment above it."""
+    above = path.read_text().splitlines()[line - 2] if line > 1 else ""
+    found = re.fullmatch(r"<!-- needs: (.+) -->", above)
+    return found[1].split(", ") if found else []
+
+
 def prose(path: Path) -> str:
     """Return a page without its fenced blocks and its code."""
     return re.sub(r"`[^`\n]*`", "`code`", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S))
@@ -45,7 +52,10 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-LONG = {f"docs/{name}.md" for name in ("data", "measures", "monitoring", "populations", "quickstart", "your_model")}
+LONG = {
+    f"docs/{name}.md"
+    for name in ("data", "export", "hugging_face", "measures", "monitoring", "populations", "quickstart", "your_model")
+}
 WITH_CODE = [p for p in PAGES if blocks(p)]
 
 
@@ -57,6 +67,10 @@ WITH_CODE = [p for p in PAGES if blocks(p)]
 def test_code_runs(path: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for line, code in blocks(path):
+        for package in needed(path, line):
+            pytest.importorskip(
+                package, reason=f'{path.name} needs {package} from its line {line}: pip install -e ".[pages]"'
+            )
         exec(compile("\n" * line + code, str(path), "exec"), namespace)
 
 
