@@ -58,38 +58,39 @@ class FederatedTrainer(pl.Trainer):
         server_optimizer: From parameters to the torch optimizer that takes the server's step; it sees the negative
             direction as the gradient. By default SGD with rate 1: the server takes the mean of the client models.
         server_lr_scheduler: From the server's optimizer to a torch scheduler of its rate, stepped once a round.
-        heterogeneity: Which clients do less than asked for, come too late, or are lost:
+        heterogeneity: Which clients do less work than asked for, are too late, or drop out:
             :class:`lightning_fed.server.SystemsHeterogeneity`.
         sampler: Who takes part: ``sampler(seed, round, population)`` or ``sampler(seed, round)`` returns client ids.
         gradient_sampler: The same for methods that average gradients over a cohort of its own (FedDANE).
         weighting: How messages are averaged: "examples", "uniform", "steps", or a function of
             (client_id, size, steps). By default the method's own.
-        aggregator: What stands in for these averages: a robust rule such as
-            :class:`lightning_fed.server.CoordinateMedian`, or :class:`lightning_fed.server.DifferentialPrivacy`. None
-            for the weighted means.
-        compression: What makes clients' messages small: :class:`lightning_fed.server.TopK` or
+        aggregator: Replaces these averages: a robust rule such as :class:`lightning_fed.server.CoordinateMedian`, or
+            :class:`lightning_fed.server.DifferentialPrivacy`. None for the weighted means.
+        compression: How clients' messages are compressed: :class:`lightning_fed.server.TopK` or
             :class:`lightning_fed.server.QSGD`. None to send them as they are.
-        engine: How the cohort is run. "sequential" trains one client after another through Lightning's own loop: any
-            module, any hook. "vectorized" steps clients at once through ``torch.func``, and refuses modules and hooks
-            that cannot be. "auto" takes "vectorized" where it can, and says which it took and why.
-        chunk_size: How many clients the vectorized engine runs at once; by default what suits model and machine.
+        engine: How the clients of a cohort are trained. "sequential" trains one after another through Lightning's own
+            loop: any module, any hook. "vectorized" trains several at once through ``torch.func``, and refuses modules
+            and hooks that it cannot run. "auto" takes "vectorized" when supported, otherwise "sequential", and says
+            which and why.
+        chunk_size: How many clients the vectorized engine trains at once; by default it depends on model and machine.
         seed: The seed of the cohorts, batch orders and random layers; by default that of ``seed_everything``, else 0.
-        buffers: What becomes of buffers such as BatchNorm's running statistics: "average", "server" or "local".
+        buffers: How buffers such as BatchNorm's running statistics are combined: "average" takes the mean over clients,
+            "server" drops clients' changes, "local" lets each client keep its own.
         local_optimizer_state: Whether clients start with a fresh local optimizer every round ("reset"), or keep its
             state, such as momentum, from the last round in which they took part ("keep").
         gradient_clip_on: What ``gradient_clip_val`` clips: the client's own gradient before the correction, or the
             corrected one.
-        on_client_error: What becomes of a client that fails: whose loader or ``training_step`` raises, whose loss or
-            update is not finite, or whose update is out of all proportion. "raise" stops the run and names the client,
-            the round, the local step and the cause. "drop" lets it leave the round, as if it had not been drawn; it is
-            warned of, counted and logged.
-        max_failed_share: The share of a round's clients, in (0, 1], that "drop" may drop; the run stops where more
-            fail, and where all do.
-        max_update_ratio: How many times the cohort's median norm a client's update may have, a median of mere rounding
-            aside; None for no limit.
-        client_states: Where what clients keep between their rounds lives. "memory" holds all of it, and copies it into
-            every checkpoint. "disk" appends it to files, to which checkpoints refer: memory then holds the states of
-            the clients at work. "auto" takes "disk" where states may come to more than 1 GiB, and says so.
+        on_client_error: What to do with a client that fails. A client fails if its loader or ``training_step`` raises,
+            if its loss or update is not finite, or if its update exceeds ``max_update_ratio``. "raise" stops the run
+            and names the client, the round, the local step and the cause. "drop" removes the client from the round, as
+            if it had not been drawn; a warning, the log and the summary report it.
+        max_failed_share: The largest share of a round's clients, in (0, 1], that "drop" may drop. The run stops if more
+            fail, or all.
+        max_update_ratio: The largest norm of a client's update, as a multiple of the cohort's median norm. If the
+            median is below rounding error, that error is used instead. None for no limit.
+        client_states: Where client states are kept between rounds. "memory" keeps them all in memory, and copies them
+            into every checkpoint. "disk" appends them to files, to which checkpoints refer; memory then holds only the
+            states of the clients in training. "auto" takes "disk" if the states may exceed 1 GiB, and says so.
         client_states_dir: The folder for "disk"; by default ``client_states`` beside the checkpoints.
         callbacks: Callbacks; see :class:`lightning_fed.FederatedCallback` for hooks of rounds and clients.
         max_epochs: Lightning's name for ``max_rounds``.
@@ -261,7 +262,7 @@ class FederatedTrainer(pl.Trainer):
             train_dataloaders: The data module, if it is given by position.
             val_dataloaders: Refused, since the data module has the validation set.
             datamodule: The data module: a :class:`lightning_fed.FederatedDataModule`.
-            ckpt_path: A checkpoint to go on from; "last" is the newest of the run, "best" and "hpc" as for Lightning.
+            ckpt_path: A checkpoint to resume from; "last" is the newest of the run, "best" and "hpc" as for Lightning.
             weights_only: Whether loading may only make tensors and plain containers; PyTorch's default, True, if None.
 
         Raises:
@@ -308,8 +309,8 @@ class FederatedTrainer(pl.Trainer):
     ) -> None:
         """Save a checkpoint of the last completed round; all processes must call it.
 
-        Nothing is saved after an exception between a round's server step and its end, where schedules and callbacks
-        have seen a part of the round only: a run that goes on from there would not be the same.
+        Nothing is saved after an exception between a round's server step and its end. Schedules and callbacks have then
+        seen only a part of the round, and a resumed run would differ.
 
         Args:
             filepath: Where, a path or a URL.

@@ -12,7 +12,7 @@ _LOGS_AS = {"on_round_start": "on_train_epoch_start", "on_round_end": "on_train_
 
 
 class FederatedCallback(pl.Callback):
-    """A Lightning callback that also hears of rounds and clients.
+    """A Lightning callback with hooks for rounds and clients as well.
 
     Reports are read-only. ``pl_module.log`` works in ``on_round_start`` and ``on_round_end``.
 
@@ -32,10 +32,11 @@ class FederatedCallback(pl.Callback):
         """
 
     def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
-        """Called when a round is begun again without clients that failed, whose work others had already rested on.
+        """Called when a round starts again without clients that failed.
 
-        Nothing of what clients did in the round counts, and their hooks are called again: whatever a callback has
-        gathered of them is to be forgotten. It happens with ``on_client_error="drop"`` only.
+        This happens only with ``on_client_error="drop"``, when the work of other clients depends on that of a failed
+        one. All clients of the round train again and their hooks are called again, so a callback must discard what it
+        has collected in this round.
 
         Args:
             trainer: The trainer.
@@ -48,8 +49,8 @@ class FederatedCallback(pl.Callback):
     ) -> None:
         """Called before a client's local work.
 
-        No ``on_client_end`` follows for a client that fails; :attr:`RoundReport.failed` says why. Where others rest on
-        what such a client did, the round is run again without it: see :meth:`on_round_restart`.
+        If the client fails, no ``on_client_end`` follows; :attr:`RoundReport.failed` has the reason. If other clients'
+        work depends on it, the round runs again without it: see :meth:`on_round_restart`.
 
         Args:
             trainer: The trainer.
@@ -63,7 +64,8 @@ class FederatedCallback(pl.Callback):
 
         Args:
             trainer: The trainer.
-            pl_module: The module; it holds the client's model, which has been sent: changing it changes nothing.
+            pl_module: The module; it holds the client's model. Changes to it are discarded, since the message is
+                complete.
             client_report: What the client did.
         """
 

@@ -68,7 +68,7 @@ class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
         self._clients_done = 0
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
-        """Tell how far the round has come, for rounds that take long."""
+        """Show the progress within the round, for long rounds."""
         self._clients_done += 1
         self.train_progress_bar.set_description(f"Rounds (client {self._clients_done} done)", refresh=False)
         self.train_progress_bar.update(0)

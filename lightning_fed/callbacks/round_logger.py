@@ -40,7 +40,7 @@ class RoundLogger(FederatedCallback):
     """
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let TensorBoard forget what an interrupted run wrote of rounds that are now done again."""
+        """Remove from TensorBoard what an interrupted run wrote about rounds that now run again."""
         done = trainer.fit_loop.round
         for logger in trainer.loggers if done and trainer.is_global_zero else ():
             if isinstance(logger, pl.loggers.TensorBoardLogger):

@@ -11,11 +11,12 @@ __all__ = ["SplitPicture"]
 
 
 class SplitPicture(FederatedCallback):
-    """Write who has what to TensorBoard when a fit starts: the figure of ``split_figure``, the table of ``skew_table``.
+    """Write the split of the data to TensorBoard when a fit starts.
 
-    They stand under ``split``, with the number of completed rounds as the step. A resumed fit writes them again, since
-    its logs usually go to a folder of their own. The run itself stays the same, bit for bit. Every client is visited
-    for its labels, which takes long where millions of them are built on demand.
+    These are the figure of ``split_figure`` and the table of ``skew_table``. Their tag is
+    ``split``, with the number of completed rounds as the step. A resumed fit writes them again, since its logs
+    usually go to a folder of their own. The run itself stays the same, bit for bit. Every client is visited for
+    its labels, which takes long where millions of them are built on demand.
 
     Args:
         max_clients: The bubbles of at most so many clients are drawn, evenly spaced among all.

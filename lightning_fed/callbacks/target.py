@@ -11,7 +11,7 @@ __all__ = ["TargetMetric"]
 
 
 class TargetMetric(FederatedCallback):
-    """Note the rounds and the bytes that it takes until a metric first reaches a target.
+    """Record the rounds and the bytes until a metric first reaches a target.
 
     When it does, it logs ``target/rounds``, ``target/bytes_up`` and ``target/bytes_down``, the totals of the run so
     far, once. A TensorBoard logger gets the rounds as ``hp_metric`` too, which is what its page of hyper-parameters

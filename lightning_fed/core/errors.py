@@ -10,14 +10,14 @@ class FederatedError(ValueError):
 
 
 class ClientError(FederatedError):
-    """A client that could not be trained; the message names the client, the round and the cause.
+    """A client could not be trained; the message names the client, the round and the cause.
 
     A user's own exception stays reachable as ``__cause__``.
 
     Args:
         message: The message.
-        culprit: The client that is to blame, which ``on_client_error="drop"`` drops; None where it may not be the
-            client's own fault.
+        culprit: The client that caused the error, which ``on_client_error="drop"`` drops; None if it may not be the
+            client's fault.
     """
 
     def __init__(self, message: str, culprit: ClientId | None = None) -> None:

@@ -103,8 +103,8 @@ class Cohort:
     """What a method may read about the round on the server.
 
     Attributes:
-        size: The distinct clients that completed, |S|.
-        population: The clients there are, N.
+        size: The number of distinct clients that completed, |S|.
+        population: The number of clients in the population, N.
         round: The round, from 0.
         grad: The cohort's mean full-batch gradients by point.
         loss: The population loss at ``x`` if :attr:`Algorithm.population_loss` is set.

@@ -43,12 +43,12 @@ class FederatedDataModule(pl.LightningDataModule):
     - ``clients``: one data set per client, as a list, a mapping id -> data set, or a :class:`FederatedDataset`;
     - ``train`` and ``partition``: one data set, and how to cut it into clients;
     - a subclass. It may build clients on demand, by giving ``num_clients`` (or ``client_ids``) and overriding
-      :meth:`client_dataset`: nothing then visits every client, so that a million of them cost nothing. Or it may load
-      data in ``setup`` and there set ``self.train`` and ``self.partition``, call :meth:`set_clients`, and set
-      ``self.val``, ``self.test`` and ``self.predict``.
+      :meth:`client_dataset`: then nothing visits every client, and a million of them cost nothing. Or it may load data
+      in ``setup`` and there set ``self.train`` and ``self.partition``, call :meth:`set_clients`, and set ``self.val``,
+      ``self.test`` and ``self.predict``.
 
     Any map-style data set will do. Batches of a ``TensorDataset``, or of a ``Subset`` of one, are indexed directly,
-    which is many times as fast as a ``DataLoader`` and gives the same batches.
+    which is many times faster than a ``DataLoader`` and gives the same batches.
 
     Args:
         clients: One data set per client.
@@ -78,7 +78,8 @@ class FederatedDataModule(pl.LightningDataModule):
             same.
 
     Raises:
-        FederatedError: If the arguments leave it open or contradictory who the clients are, or a value is not allowed.
+        FederatedError: If the arguments do not say who the clients are, or contradict each other, or a value is not
+            allowed.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -289,7 +290,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
         Args:
             client_id: One of ``client_ids``.
-            generator: Where the order of the examples should come from, or a resumed run differs.
+            generator: Draw the order of the examples from it; otherwise a resumed run differs.
 
         Returns:
             Any iterable of batches with a ``__len__``, its number of batches. If it is no ``DataLoader``, override
@@ -301,14 +302,14 @@ class FederatedDataModule(pl.LightningDataModule):
         """Return a client's own validation set, or None if it has none.
 
         Raises:
-            FederatedError: If that can be no client's id.
+            FederatedError: If ``client_id`` cannot be the id of a client.
         """
         return self.client_val.get(check_client_id(client_id))
 
     # What the server model is evaluated on
 
     def train_dataloader(self) -> NoReturn:
-        """Refuse: a federation has a loader for each client, and none for all."""
+        """Refuse: each client has its own loader, and there is none for all clients."""
         raise FederatedError(
             f"{type(self).__name__} has one loader for each client: train with FederatedTrainer. For a centralised"
             " baseline give Trainer.fit a DataLoader of the undivided training set."

@@ -64,7 +64,7 @@ class FederatedDataset:
         Args:
             dataset: A map-style data set of n examples.
             partition: A partition, or any callable from labels [n] to each client's indices; where the last tensor of a
-                ``TensorDataset`` holds real numbers to be predicted, a callable gets these.
+                ``TensorDataset`` holds real numbers to be predicted, a callable gets these numbers.
             labels: The class of each example [n]. By default the data set's ``targets`` or ``labels``, the last integer
                 tensor [n] of a ``TensorDataset``, the same of what a ``Subset`` selects from, or else the last element
                 of every example, which takes one pass over the data. They are looked for only if the partition needs
@@ -97,14 +97,14 @@ class FederatedDataset:
 
     @property
     def source(self) -> Dataset[Any] | None:
-        """The one data set of which every client's is a part, or None if there is none."""
+        """The data set from which all clients' data sets were cut, or None if there is none."""
         return None
 
     def indices(self, client_id: ClientId) -> Tensor:
         """Return the examples [n_i] of :attr:`source` that a client has, int64.
 
         Raises:
-            FederatedError: If the clients' data sets are no parts of one.
+            FederatedError: If the clients' data sets are not parts of one data set.
         """
         raise FederatedError("These clients have data sets of their own, not parts of one.")
 
@@ -126,7 +126,7 @@ class FederatedDataset:
         Classes are int64; where the last tensor of ``TensorDataset`` holds one real number per example, these are.
 
         Raises:
-            FederatedError: If a client's data set does not say.
+            FederatedError: If a client's data set has no targets that can be found.
         """
         return targets_of([self.dataset(client_id) for client_id in self.ids])
 

@@ -36,7 +36,7 @@ _MAX_PROPORTIONS = 2 * 10**7  # drawn in all, by every try together: a few secon
 
 
 class Partition(ABC):
-    """How one data set is dealt out to clients: a function from its labels to each client's indices.
+    """How one data set is divided among clients: a function from its labels to each client's indices.
 
     Subclasses write ``__call__``; any callable from labels to :data:`Parts` will do in its place. A partition carries
     its own seed, so that the clients stay the same when the trainer's seed changes.

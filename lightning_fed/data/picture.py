@@ -115,7 +115,7 @@ def skew_table(split: Split) -> SkewTable:
 
 
 def split_figure(split: Split, max_clients: int = 50) -> "Figure":
-    """Draw who has what, and the sizes.
+    """Draw which client has which examples, and the sizes.
 
     A bubble for each client and class has the number of examples for its area. Where real numbers are to be predicted,
     each client has a line from its least to its greatest, thick between the quartiles, with a dot at the median. The

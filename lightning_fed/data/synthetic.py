@@ -42,7 +42,7 @@ class Synthetic(FederatedDataModule):
     Args:
         alpha: The spread of u_k over the clients.
         beta: The spread of B_k, the mean of v_k, over the clients.
-        iid: Whether the clients share W, b and the law of x. Leave alpha and beta at 0 then.
+        iid: Whether the clients share W, b and the distribution of x. Leave alpha and beta at 0 then.
         num_clients: The number of clients N.
         spread: What alpha and beta are: "std" as in the authors' code, or "variance" as in the paper.
         test_fraction: The share of each client's examples in its test part, in (0, 0.9); 0.2 as in the paper, while the

@@ -38,7 +38,7 @@ class Spread:
 
 
 def spread(values: Sequence[float], mode: Literal["max", "min"] = "max") -> Spread:
-    """Summarise one metric over clients: its mean, how uneven it is, and how the worst off fare.
+    """Summarise one metric over clients: its mean, its spread, and the mean of the worst tenth.
 
     The mean of the worst 10 % and the spread are what Li et al., *Fair Resource Allocation in Federated Learning*, ICLR
     2020 (https://arxiv.org/abs/1905.10497), compare methods by.

@@ -29,9 +29,9 @@ def names_of(algorithm: Algorithm) -> list[str]:
 
 
 class Aggregator(ABC):
-    """How the messages of a cohort become one; see :mod:`lightning_fed.server.robust` and ``privacy``.
+    """A rule that combines the messages of a cohort into one; see :mod:`lightning_fed.server.robust` and ``privacy``.
 
-    It stands in for the mean of every message that :attr:`Algorithm.reduces` declares, and of full-batch gradients.
+    It replaces the mean of every message that :attr:`Algorithm.reduces` declares, and of full-batch gradients.
     """
 
     weighted: bool = True
@@ -80,7 +80,7 @@ class Aggregator(ABC):
         population: int,
         local_work: bool = True,
     ) -> Aggregation:
-        """Return what takes in the messages of a cohort; the arguments are those of :class:`Aggregation`."""
+        """Return the object that receives the messages of a cohort; the arguments are those of :class:`Aggregation`."""
 
     def __repr__(self) -> str:
         """Show the aggregator as it would be written."""

@@ -16,7 +16,7 @@ __all__ = ["QSGD", "Compressor", "TopK", "compress"]
 
 
 class Compressor(ABC):
-    """How a client's messages are made small.
+    """How a client's messages are compressed.
 
     Every message of more than one number is compressed, each on its own; one that is sent under two names, once. Those
     in ``Algorithm.uncompressed`` are sent as they are.

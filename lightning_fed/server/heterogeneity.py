@@ -23,11 +23,12 @@ class SystemsHeterogeneity:
       in Heterogeneous Networks* (FedProx), MLSys 2020 (https://arxiv.org/abs/1812.06127), section 5.2.
     - **deadline**: a client of relative speed :math:`v_i`, log-normal with median 1 and the same in every round, can do
       :math:`\lfloor v_i \cdot \text{deadline} \rfloor` steps.
-    - **dropout**: a client does its work and is never heard of again.
+    - **dropout**: a client does its work, but its message never arrives.
 
-    What becomes of stragglers and latecomers is the policy: "keep" takes their partial work, as FedProx does, "drop"
-    leaves them out of the round, as FedAvg does there. A client with no step at all is left out either way: it has no
-    weight, and keeps its state. K_i is always the number of steps taken, so every method stays exact.
+    ``policy`` says what happens to stragglers and to clients past the deadline: "keep" takes their partial work, as
+    FedProx does; "drop" leaves them out of the round, as FedAvg does there. A client with no step at all is left out
+    either way: it has no weight, and keeps its state. K_i is always the number of steps taken, so every method stays
+    exact.
 
     Note:
         The authors' code of FedProx never draws E and uses one seed for all clients of all rounds; here E is drawn as

@@ -30,7 +30,8 @@ class NormClipping(Aggregator):
     .. math::
         m \leftarrow \sum_i p_i \frac{m_i}{\max(1, \lVert m_i \rVert / M)}
 
-    A bad client still moves the mean, by :math:`p_i M` at the most. Messages are added up as they come, as without it.
+    A bad client still moves the mean, by :math:`p_i M` at most. Messages are added up as they arrive, as for the plain
+    mean.
 
     Args:
         max_norm: :math:`M > 0`. One number for methods that send a single message; for others a mapping with a number
@@ -59,7 +60,7 @@ class NormClipping(Aggregator):
         """Return the aggregator with a bound for every message of the method.
 
         Raises:
-            FederatedError: If bounds are missing, or there are others.
+            FederatedError: If bounds are missing, or there are bounds for messages that the method does not send.
         """
         names = names_of(algorithm)
         given = {names[0]: self.max_norm} if not isinstance(self.max_norm, dict) else self.max_norm
@@ -118,8 +119,8 @@ class ClippedAggregation(Aggregation):
 class RobustAggregator(Aggregator):
     """An aggregator that looks at all messages of a cohort at once.
 
-    A subclass gives :meth:`combine`, and :attr:`weighted` where clients may count unequally. All messages are then held
-    until the end of the round, whatever the chunk. Processes exchange them such that each combines columns of its own.
+    A subclass gives :meth:`combine`, and sets :attr:`weighted` if clients may count unequally. All messages are held
+    until the end of the round, whatever the chunk. With several processes, each combines some of the columns.
     """
 
     @abstractmethod
@@ -148,8 +149,8 @@ class CoordinateMedian(RobustAggregator):
     """The median of every coordinate.
 
     Yin et al., *Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates*, ICML 2018
-    (https://arxiv.org/abs/1803.01498), Definition 1. It holds as long as fewer than half of the cohort are bad. Clients
-    count alike; of an even number it is the mean of the two in the middle.
+    (https://arxiv.org/abs/1803.01498), Definition 1. It tolerates bad clients as long as they are fewer than half of
+    the cohort. Clients count alike. Of an even number of values it is the mean of the two in the middle.
 
     Example:
         >>> import torch
@@ -170,7 +171,7 @@ class TrimmedMean(RobustAggregator):
     r"""The mean of every coordinate without its largest and smallest values.
 
     Yin et al., ICML 2018 (https://arxiv.org/abs/1803.01498), Definition 2. Of S values of a coordinate the
-    :math:`\lfloor \beta S \rfloor` largest and as many of the smallest are left out: as many bad clients do no harm.
+    :math:`\lfloor \beta S \rfloor` largest and as many of the smallest are left out, so as many bad clients do no harm.
     Clients count alike.
 
     Args:
@@ -211,8 +212,8 @@ class GeometricMedian(RobustAggregator):
         \beta_i \leftarrow \frac{p_i}{\max(\nu, \lVert z - m_i \rVert)}, \qquad
         z \leftarrow \frac{\sum_i \beta_i m_i}{\sum_i \beta_i}
 
-    It holds as long as bad clients have less than half of the weight. Clients are weighted as the run's ``weighting``
-    says: they report their numbers of examples themselves, and ``weighting="uniform"`` does without.
+    It tolerates bad clients as long as they have less than half of the weight. Clients are weighted by the run's
+    ``weighting``. Clients report their own numbers of examples; ``weighting="uniform"`` does not depend on them.
 
     Args:
         iterations: The iterations, 3 in the paper. Each takes a part of the way: where bad messages are thousands of

@@ -222,9 +222,8 @@ class BernoulliSampler:
 class AvailabilitySampler(_CountingSampler):
     """Draw uniformly among the clients that are available at the time of day.
 
-    Every client lives at a longitude of its own, a function of (seed, client). At the hour of a round it is available
-    with a probability that swings between ``low`` and ``high`` over its day. Where fewer clients are available than
-    wanted, all of them take part.
+    Every client has a longitude, a function of (seed, client). Its probability of being available in a round varies
+    between ``low`` and ``high`` over its day. If fewer clients are available than wanted, all of them take part.
 
     Args:
         clients_per_round: How many at most, as a count or a share of the population.
@@ -251,7 +250,7 @@ class AvailabilitySampler(_CountingSampler):
         return self.cohort(seed, round, population, seed)
 
     def cohort(self, seed: int, round: int, population: Sequence[ClientId], run_seed: int) -> list[ClientId]:
-        """Return one of several cohorts of a round, by its own seed, of clients who live where the run's has them."""
+        """Return one of several cohorts of a round, drawn with its own seed; clients keep the longitudes of the run."""
         longitudes = torch.Generator().manual_seed(derive_seed(run_seed, Purpose.AVAILABILITY))
         phase = torch.rand(len(population), generator=longitudes, dtype=torch.float64)
         day = (1 + torch.cos(2 * math.pi * (round / self.rounds_per_day - phase))) / 2

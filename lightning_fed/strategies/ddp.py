@@ -19,10 +19,10 @@ __all__ = ["WithinClientStrategy", "adopt", "split_of"]
 class WithinClientStrategy(UnwrappedDDPStrategy):
     """Split every batch of a client among processes: ``FederatedTrainer(devices=4, strategy="ddp")``.
 
-    All processes train the same clients in step. Each takes its part of every batch, and the gradients are summed,
-    weighted by examples, in one reduction per gradient: right after backward, before clipping and before the method's
-    correction. Everything after that is the same in all processes. It is what Lightning's :class:`DDPStrategy` becomes
-    in a :class:`lightning_fed.FederatedTrainer`.
+    All processes train the same client at the same time. Each takes its part of every batch, and the gradients are
+    summed, weighted by examples, in one reduction per gradient: right after backward, before clipping and before the
+    method's correction. Everything after that is the same in all processes. Lightning's :class:`DDPStrategy` becomes
+    this strategy in a :class:`lightning_fed.FederatedTrainer`.
     """
 
     split = BatchSplit()
