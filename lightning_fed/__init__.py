@@ -8,10 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import lightning_fed.threads as _threads  # noqa: F401 - it notes the number of threads before a user sets one
-
 from lightning_fed._torchvision import declare_missing_operators
 from lightning_fed._version import __version__
-
 
 if TYPE_CHECKING:
     from lightning_fed.callbacks import FederatedCallback, RoundProgressBar, RunSummary
