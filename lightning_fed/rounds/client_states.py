@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from lightning_fed.server.disk_store import DiskClientStore
 from lightning_fed.server.leftovers import clean_after, note_run
 from lightning_fed.server.segments import Segment, owner
 from lightning_fed.server.server import Server
-from lightning_fed.server.versions import Reference, StoreFolder, Version, find_store, is_reference
+from lightning_fed.server.versions import Reference, StoreFolder, Version, find_store, is_reference, relative
 from lightning_fed.settings import Settings
 from lightning_fed.strategies.processes import Ranks
 
@@ -44,6 +44,7 @@ class ClientStatesPlace:
         self.trainer, self.where, self.wanted_folder = trainer, where, folder
         self.checkpoint: Path | None = None  # that is being written
         self._folder: StoreFolder | None = None
+        self._held = ExitStack()  # folders, while a checkpoint is written
         self._prefix = ""
         self._run: dict[str, str] = {}
         self._size = 1  # processes that share the clients
@@ -242,36 +243,36 @@ class ClientStatesPlace:
         version = folder.read(states["version"])
         if self.checkpoint is None:
             return _read_all(folder.path, version)
-        folder.acquire()
-        try:
-            return self._write(folder, saved["round"], version.run, version.clients, version.segments)
-        finally:
-            folder.release()
+        self._hold(folder)
+        return self._write(folder, saved["round"], version.run, version.clients, version.segments)
 
     def _write(
         self, folder: StoreFolder, round: int, run: Mapping[str, str], clients: int, segments: tuple[Segment, ...]
     ) -> Reference:
         """Write a version for the checkpoint that is being written, and return the reference to it."""
         assert self.checkpoint is not None
-        version = Version((_relative(self.checkpoint, folder.path),), run, clients, segments)
-        return {"path": _relative(folder.path, self.checkpoint.parent), "version": folder.write(round, version)}
+        version = Version((relative(self.checkpoint, folder.path),), run, clients, segments)
+        return {"path": relative(folder.path, self.checkpoint.parent), "version": folder.write(round, version)}
 
     @contextmanager
     def writing(self, checkpoint: str | os.PathLike[str]) -> Iterator[None]:
         """Let a checkpoint that is written inside refer to its states, and afterwards let go what none needs."""
         folder, path = self._folder, os.fspath(checkpoint)
-        borrowed = folder if folder is not None and not self._fits and self.trainer.is_global_zero else None
-        if borrowed is not None:
-            borrowed.acquire()
         self.checkpoint, self._unused = None if "://" in path else Path(os.path.abspath(path)), None
         try:
-            yield
-            if folder is not None and self._unused is not None:
-                folder.collect_if_due(self._unused)
+            with self._held:
+                if folder is not None and not self._fits and self.trainer.is_global_zero:
+                    self._hold(folder)
+                yield
+                if folder is not None and self._unused is not None:
+                    folder.collect_if_due(self._unused)
         finally:
             self.checkpoint = None
-            if borrowed is not None:
-                borrowed.release()
+
+    def _hold(self, folder: StoreFolder) -> None:
+        """Keep others out of a folder until the checkpoint is there: a version without one would be removed."""
+        folder.acquire()
+        self._held.callback(folder.release)
 
     def close(self, clients: ClientStore | None) -> None:
         """End a fit: forget a round that is not complete, remove what is needed no longer, and let other runs in."""
@@ -294,7 +295,3 @@ def _read_all(folder: Path, version: Version, is_mine: Callable[[int], bool] = l
     store = DiskClientStore(folder, "", version.clients, torch.device("cpu"))
     store.load_segments(list(version.segments), is_mine)
     return store.state_dict()
-
-
-def _relative(path: Path, folder: Path) -> str:
-    return Path(os.path.relpath(path, folder)).as_posix()

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.server.segments import INDEX, STATES, Segment, sync_folder
 
-__all__ = ["Reference", "StoreFolder", "Version", "find_store", "is_reference"]
+__all__ = ["Reference", "StoreFolder", "Version", "find_store", "is_reference", "relative"]
 
 _FORMAT = 1
 _GARBAGE = 8  # at most one in so many versions is garbage when a checkpoint has been saved
@@ -164,7 +164,7 @@ class StoreFolder:
 
     def register(self, name: str, checkpoint: Path) -> None:
         """Note where a version's checkpoint is, if it was moved without the folder or the folder without it."""
-        version, found = self.read(name), _relative(checkpoint, self.path)
+        version, found = self.read(name), relative(checkpoint, self.path)
         if found not in version.checkpoints:
             self._put(name, Version((*version.checkpoints, found), version.run, version.clients, version.segments))
 
@@ -286,7 +286,8 @@ def _referred_version(checkpoint: Path) -> str | None:
     return str(states["version"]) if is_reference(states) else ""
 
 
-def _relative(path: Path, folder: Path) -> str:
+def relative(path: Path, folder: Path) -> str:
+    """Return a path as it is seen from a folder."""
     return Path(os.path.relpath(path.absolute(), folder.absolute())).as_posix()
 
 

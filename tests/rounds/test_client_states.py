@@ -17,8 +17,10 @@ from torch import nn
 
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import FedAvg, FedDyn, Scaffold
+from lightning_fed.checkpoint_io import AtomicCheckpointIO
 from lightning_fed.cli import main
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.server import leftovers
 from lightning_fed.server.client_store import MemoryClientStore
 from lightning_fed.server.disk_store import DiskClientStore
 from lightning_fed.server.versions import StoreFolder, Version
@@ -236,6 +238,23 @@ def test_a_checkpoint_that_was_only_loaded_can_be_saved_again(tmp_path: Path) ->
     idle.fit(seeded(Net), data(sizes=SIZES), ckpt_path=tmp_path / "a.ckpt")  # nothing to do
     idle.save_checkpoint(tmp_path / "deep" / "b.ckpt")
     assert same(fit(load=tmp_path / "deep" / "b.ckpt", max_rounds=4), alone)
+
+
+def test_a_copied_checkpoint_keeps_its_states_while_an_older_store_is_cleared_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(max_rounds=2, save=tmp_path / "a.ckpt")
+    idle = trainer(algorithm=Scaffold(), max_rounds=2)
+    idle.fit(seeded(Net), data(sizes=SIZES), ckpt_path=tmp_path / "a.ckpt")
+    save = AtomicCheckpointIO.save_checkpoint
+
+    def clears_first(self: AtomicCheckpointIO, *args: Any, **kwargs: Any) -> None:
+        leftovers._clean(tmp_path / "client_states", 0, False, object(), os.getpid())
+        save(self, *args, **kwargs)
+
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", clears_first)
+    idle.save_checkpoint(tmp_path / "b.ckpt")
+    assert same(fit(load=tmp_path / "b.ckpt", max_rounds=4), fit("memory", max_rounds=4))
 
 
 def test_a_round_that_was_cut_off_leaves_nothing(tmp_path: Path) -> None:
