@@ -321,6 +321,10 @@ class FederatedOptimizer(Optimizer):
         ]
         return torch.cat(parts).to(self.flat.y.device)
 
+    def path_follows(self, lr_sum: float | Vector) -> bool:
+        """Whether :meth:`path_gradient` is the change of the parameters divided by the sum of the rates, one number."""
+        return self._was_plain and isinstance(lr_sum, float) and lr_sum != 0
+
     def path_gradient(self, work: LocalWork, x: Vector) -> Vector:
         """The mean corrected direction along the path, weighted by the rates; the plain mean where all were zero."""
         if not self._tracks and not self._was_plain:

@@ -39,6 +39,9 @@ class Algorithm:
     uncompressed: tuple[str, ...] = ()
     """Messages that the run's ``compression`` leaves as they are, such as a factor by which the method multiplies."""
 
+    aside: tuple[str, ...] = ()
+    """Messages that are not averaged: :meth:`implied` reads them."""
+
     default_weighting: str = "examples"
     """The run's weighting when the user sets none."""
 
@@ -102,6 +105,15 @@ class Algorithm:
     def finish(self, y: Vector, run: Run) -> Update:
         """Return a client's messages and its new kept state after the last local step."""
         return Update(send={"delta": run.delta})
+
+    def implied(self, send: State, server: State) -> State:
+        """Return the messages of :attr:`Update.implied`, with the bits that the client has.
+
+        Args:
+            send: The messages of a client that have travelled; of several clients stacked [S, ...].
+            server: The server state that clients read in the round.
+        """
+        return {}
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
         """Return a direction for the server optimizer, which sees its negative as the gradient, and the new state."""

@@ -28,7 +28,8 @@ class FedCM(Algorithm):
 
     Note:
         The first :math:`\Delta` is zero. A client divides by the sum of the rates of its own steps, :math:`\eta_l K_i`
-        at a constant rate. Weight decay belongs to g and is hence scaled by :math:`\alpha`. Clients count alike unless
+        at a constant rate. With plain SGD the server divides instead, and a client sends one vector and that sum.
+        Weight decay belongs to g and is hence scaled by :math:`\alpha`. Clients count alike unless
         the run's ``weighting`` says otherwise.
 
     Args:
@@ -47,6 +48,7 @@ class FedCM(Algorithm):
     """
 
     reduces: Mapping[str, str] = {"delta": "weighting", "gradient": "weighting"}
+    aside = ("lr_sum",)
     default_weighting = "uniform"
 
     def __init__(self, alpha: float, eta_g: float = 1.0, eta_g_mode: Literal["relative", "paper"] = "relative") -> None:
@@ -63,8 +65,16 @@ class FedCM(Algorithm):
         return self.alpha * g + (1 - self.alpha) * step.server["delta"]
 
     def finish(self, y: Vector, run: Run) -> Update:
-        """Send the change of the model and the mean direction along its path."""
-        return Update(send={"delta": run.delta, "gradient": run.path_gradient})
+        """Send the change of the model, and the mean direction along its path or what that is divided by."""
+        send = {"delta": run.delta, "gradient": run.path_gradient}
+        if not run.path_follows:
+            return Update(send)
+        lr_sum = torch.as_tensor(run.lr_sum, dtype=y.dtype, device=y.device)
+        return Update({**send, "lr_sum": lr_sum}, implied=("gradient",))
+
+    def implied(self, send: State, server: State) -> State:
+        """Return the mean direction along the path."""
+        return {"gradient": send["delta"] / -send["lr_sum"][..., None]}
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
         """Step by eta_g and renew Delta."""

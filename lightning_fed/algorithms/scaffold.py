@@ -30,8 +30,9 @@ class Scaffold(Algorithm):
     Note:
         The paper leaves :math:`c^0` and :math:`c_i^0` open: zero. The gradient of option i is full-batch. Option ii
         divides by the sum of the rates of the client's own steps, which is :math:`K_i \eta_l` at a constant rate; with
-        another local solver than SGD it takes the mean corrected gradient along the path. There is no weighted form:
-        clients count alike whatever the run's ``weighting``. :math:`\eta_g` is the server optimizer's rate.
+        another local solver than SGD it takes the mean corrected gradient along the path. With plain SGD one vector and
+        that sum travel: :math:`c_i^+ - c_i = (x - y_i) / (K_i \eta_l) - c`. There is no weighted form: clients count
+        alike whatever the run's ``weighting``. :math:`\eta_g` is the server optimizer's rate.
 
     Args:
         option: How the client's control variate is renewed: "ii" costs nothing more, "i" one pass over the client's
@@ -47,6 +48,7 @@ class Scaffold(Algorithm):
 
     reduces: Mapping[str, str] = {"delta": "uniform", "delta_c": "population"}
 
+    aside = ("lr_sum",)
     full_grad_for = "client"
 
     def __init__(self, option: Literal["ii", "i"] = "ii") -> None:
@@ -75,7 +77,15 @@ class Scaffold(Algorithm):
         else:
             change = run.path_gradient - run.server["c"]
             new = old + change
-        return Update(send={"delta": run.delta, "delta_c": change}, keep={"c_i": new})
+        send = {"delta": run.delta, "delta_c": change}
+        if self.option == "i" or not run.path_follows:
+            return Update(send, {"c_i": new})
+        lr_sum = torch.as_tensor(run.lr_sum, dtype=y.dtype, device=y.device)
+        return Update({**send, "lr_sum": lr_sum}, {"c_i": new}, implied=("delta_c",))
+
+    def implied(self, send: State, server: State) -> State:
+        """Return the change of c_i, in which c_i itself cancels."""
+        return {"delta_c": send["delta"] / -send["lr_sum"][..., None] - server["c"]}
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
         """Move c by |S|/N times the cohort's mean change of c_i."""

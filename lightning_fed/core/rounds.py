@@ -58,6 +58,8 @@ class Run:
         num_steps: The local steps taken, K_i.
         lr_sum: The sum of the learning rates over those steps (0-dim, or per coordinate [P] with several groups).
         path: Computes :attr:`path_gradient`.
+        path_follows: Whether :attr:`path_gradient` is ``-delta / lr_sum`` with one number ``lr_sum``, as for plain SGD
+            with one rate: the server can work it out from the other two.
     """
 
     x: Vector
@@ -72,6 +74,7 @@ class Run:
     num_steps: int | Tensor
     lr_sum: float | Tensor
     path: Callable[[], Vector]
+    path_follows: bool = False
 
     @property
     def path_gradient(self) -> Vector:
@@ -84,10 +87,18 @@ class Run:
 
 @dataclass(slots=True)
 class Update:
-    """What a client hands back: messages to average (``send``) and its new kept state (``keep``)."""
+    """What a client hands back.
+
+    Attributes:
+        send: Its messages.
+        keep: Its new kept state.
+        implied: The names of messages that need not travel, since :meth:`Algorithm.implied` gives the very same from
+            the others.
+    """
 
     send: State
     keep: State = field(default_factory=dict)
+    implied: tuple[str, ...] = ()
 
 
 class AdvanceSolver(Protocol):

@@ -95,6 +95,7 @@ class ChunkResult:
         solver: The local optimizer's states that they keep, if they do.
         buffers: The module's buffers after each client's work; none where no client changes any.
         faults: What is wrong with the clients of some rows, of which nothing may be used.
+        implied: The names of messages that need not travel.
     """
 
     participants: Sequence[Participant]
@@ -108,6 +109,7 @@ class ChunkResult:
     solver: Sequence[State] = field(default_factory=list)
     buffers: Sequence[State] = field(default_factory=list)
     faults: Mapping[int, ClientError] = field(default_factory=dict)
+    implied: tuple[str, ...] = ()
 
     @property
     def keeps_states_only(self) -> bool:

@@ -119,6 +119,7 @@ class ChunkReplies:
             yield reply(
                 clients + others,
                 send=result.send,
+                implied=result.implied,
                 reports=reports,
                 models=result.y if result.sends_delta else None,
                 changes=result.delta,
@@ -145,7 +146,7 @@ class ChunkReplies:
     def _compressed(self, compressor: Compressor, row: int, kept: State) -> tuple[State, int]:
         """Return what the server gets of a client's messages [1, ...], and its bytes; the client keeps the rest."""
         engine, index = self.engine, self.result.participants[row].index
-        send = {name: value[row] for name, value in self.result.send.items()}
+        send = {name: value[row] for name, value in self.result.send.items() if name not in engine.algorithm.aside}
         residuals = self.states.residuals(index, send) if compressor.error_feedback else {}
         stream = generator(engine.seed, Purpose.COMPRESSION, self.round, index)
         sent, residuals, size = compress(compressor, send, residuals, stream, engine.algorithm.uncompressed)

@@ -122,24 +122,26 @@ class CollectedMessages:
         self.reports: dict[ClientId, ClientReport] = {}
         self.is_spoiled = False
 
-    def add_reply(self, reply: Reply, rows: Sequence[int], failed: Failed) -> list[ClientId]:
+    def add_reply(self, reply: Reply, rows: Sequence[int], failed: Failed, server: State) -> list[ClientId]:
         """Add what clients send; return those whose messages, or whose rest, count.
 
         Args:
             reply: Their reply.
             rows: Those of its rows that are added, in the order of the sum.
             failed: Is told of clients that the aggregation refuses.
+            server: The server state that clients read in the round.
         """
+        send = self._averaged(reply, server)
         sending = {row for row in rows if self._is_done(reply.reports[row])}
         if len(sending) > 1 and type(self.aggregation).add is Aggregation.add:  # messages are summed, and nothing else
-            self._add_several(reply, sorted(sending))
+            self._add_several(reply, sorted(sending), send)
             sending = set()
         counted = []
         for row in rows:
             report = reply.reports[row]
             try:
                 if row in sending:
-                    self._add(reply, row)
+                    self._add(reply, row, send)
             except ClientError as error:
                 failed(error)
                 self.is_spoiled = True  # what it logged is among what others did
@@ -157,20 +159,29 @@ class CollectedMessages:
         """Return the clients whose messages count."""
         return [client_id for client_id, report in self.reports.items() if self._is_done(report)]
 
-    def _add_several(self, reply: Reply, rows: Sequence[int]) -> None:
+    def _averaged(self, reply: Reply, server: State) -> State:
+        """Return the messages that are averaged, with those that need not travel worked out where they did not."""
+        send = reply.send
+        if not (reply.implied or self.algorithm.aside):
+            return send
+        if not send.keys() >= set(reply.implied):
+            send = {**send, **self.algorithm.implied(send, server)}
+        return {name: value for name, value in send.items() if name not in self.algorithm.aside}
+
+    def _add_several(self, reply: Reply, rows: Sequence[int], messages: State) -> None:
         some = len(rows) < len(reply.clients)
-        send = {name: value[rows] if some else value for name, value in reply.send.items()}
+        send = {name: value[rows] if some else value for name, value in messages.items()}
         models = self._models_of(reply)
         steps = {reply.clients[row]: reply.reports[row].steps for row in rows}
         self.aggregation.add_all(steps, send, models[rows] if some and models is not None else models)
-        self.traffic.add_messages({name: value[rows[0]] for name, value in reply.send.items()}, len(rows))
+        self.traffic.add_messages(_travelled(reply, rows[0]), len(rows))
         self._add_buffers(reply, rows)
         self._note_drift(reply, rows)
 
-    def _add(self, reply: Reply, row: int) -> None:
-        send, models = {name: value[row] for name, value in reply.send.items()}, self._models_of(reply)
+    def _add(self, reply: Reply, row: int, messages: State) -> None:
+        send, models = {name: value[row] for name, value in messages.items()}, self._models_of(reply)
         if reply.message_bytes is None:
-            self.traffic.add_messages(send)
+            self.traffic.add_messages(_travelled(reply, row))
         else:
             self.traffic.add_bytes(reply.message_bytes)
         model = None if models is None else models[row]
@@ -273,3 +284,8 @@ class CollectedMessages:
         per_batch = 1 if self.algorithm.anchor_at is None else 2
         full: int = len(self.algorithm.full_grad_at) * sum(sizes.values())
         return per_batch * self.examples + full
+
+
+def _travelled(reply: Reply, row: int) -> State:
+    """Return the messages of one client that need to travel."""
+    return {name: value[row] for name, value in reply.send.items() if name not in reply.implied}

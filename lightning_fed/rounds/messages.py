@@ -64,6 +64,7 @@ class Reply:
         examples: The examples that each went through in its local epochs.
         loss: The sum of the loss over :attr:`loss_examples` examples of all these clients.
         loss_examples: How many these are.
+        implied: The names of messages that need not travel: the server works them out where they are left out.
         message_bytes: What the messages come to on their way, where they are compressed.
         server_read: The entries of the server state that clients have read so far in the round.
         cohort_grad_read: The mean gradients that they have read so far.
@@ -83,6 +84,7 @@ class Reply:
     examples: Sequence[int] = ()
     loss: float = 0.0
     loss_examples: int = 0
+    implied: tuple[str, ...] = ()
     message_bytes: int | None = None
     server_read: frozenset[str] = frozenset()
     cohort_grad_read: frozenset[str] = frozenset()

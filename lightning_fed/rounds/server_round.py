@@ -81,11 +81,6 @@ class ServerRound:
         self._task: Task | None = None
         self._order = ReplyOrder(())
 
-    @property
-    def takes_place(self) -> bool:
-        """Whether there is anything to do; noise is added also where nobody takes part."""
-        return bool(self.members) or self.settings.is_private
-
     def _aggregation_of(
         self, reduces: Mapping[str, str], members: Mapping[int, Participant], local_work: bool
     ) -> Aggregation:
@@ -97,7 +92,7 @@ class ServerRound:
 
     def phases(self) -> Iterator[Task]:
         """Yield what is asked of clients, one phase after the other; each is to be closed before the next."""
-        if self.takes_place:
+        if self.members or self.settings.is_private:  # noise is added also where nobody takes part
             if self._gradients is not None:
                 yield self._ask(GRADIENTS, self.gradient_members)
             if self.algorithm.population_loss:
@@ -162,7 +157,7 @@ class ServerRound:
             sound = {self.server.ids[index]: norm for index, norm in norms.items() if index not in reply.failed}
             self._norms.setdefault(point, {}).update(sound)
         if reply.phase == TRAIN:
-            return self._messages.add_reply(reply, rows, self.faults.add)
+            return self._messages.add_reply(reply, rows, self.faults.add, self.state)
         if reply.phase == LOSS:
             self._loss.add(reply)
             return [self.server.ids[reply.clients[row]] for row in rows]
@@ -193,14 +188,10 @@ class ServerRound:
             ClientError: If a client has not answered and is not to be dropped.
         """
         self._leave_out_missing()
-        collected = {GRADIENTS: self._gradients, LOSS: self._loss, TRAIN: self._messages}[self._phase]
+        assert self._task is not None
+        collected = {GRADIENTS: self._gradients, LOSS: self._loss, TRAIN: self._messages}[self._task.phase]
         assert collected is not None
         return {**collected.outline(), "failed": self.faults.causes, "norms": self._norms}
-
-    @property
-    def _phase(self) -> str:
-        assert self._task is not None
-        return self._task.phase
 
     def close_phase(self, outlines: Sequence[Mapping[str, Any]] = (), ranks: Exchange | None = None) -> bool:
         """Put together what has come, of all processes.
@@ -221,7 +212,8 @@ class ServerRound:
             point: {i: n for outline in outlines for i, n in outline["norms"].get(point, {}).items()}
             for point in self.algorithm.full_grad_at
         }
-        phase, self._task = self._phase, None
+        assert self._task is not None
+        phase, self._task = self._task.phase, None
         if phase == GRADIENTS and self._gradients is not None:
             return self._close_gradients(self._gradients, outlines, ranks)
         if phase == LOSS:

@@ -87,6 +87,7 @@ class SequentialEngine(Engine):
             asked=[0],
             solver=statistics,
             buffers=[buffers],
+            implied=update.implied,
         )
 
     def _train(self, inputs: RoundInputs, plan: WorkPlan) -> None:
@@ -172,6 +173,7 @@ class SequentialEngine(Engine):
             num_steps=work.num_steps,
             lr_sum=lr_sum,
             path=partial(self.optimizer.path_gradient, work, inputs.x),
+            path_follows=self.optimizer.path_follows(lr_sum),
         )
 
     def _check_steps(self, run: Run, plan: WorkPlan) -> None:

@@ -128,18 +128,22 @@ class ChunkWork:
 
     # ------------------------------------------------------------------ the end of the round
 
-    def finish(self) -> tuple[Tensor, State, State, bool]:
-        """Return changes ``y - x`` [S, P], messages and kept states [S, ...], and whether "delta" is the changes."""
+    def finish(self) -> tuple[Tensor, State, State, bool, tuple[str, ...]]:
+        """Return changes ``y - x`` [S, P], messages and kept states [S, ...], and what is to be said of the messages.
+
+        That is whether "delta" is the changes themselves, and which need not travel.
+        """
         read = self.step_inputs.read
         self.inputs.server.read |= read["server"]
         self.inputs.cohort_grad.read |= read["cohort_grad"]
         delta = torch.sub(self.y, self.inputs.x, out=self.memory.delta[: len(self.y)])
         if not overrides(self.algorithm, "finish"):
-            return delta, {"delta": delta}, {}, True
-        sends_delta = False
+            return delta, {"delta": delta}, {}, True, ()
+        sends_delta, implied = False, tuple[str, ...]()
+        follows = self.optimizer.is_plain and len(set(self.rates)) == 1 and self.rates[0] != 0
 
         def finish_one(y: Vector, change: Vector, own: dict[str, Any], path: dict[str, Tensor]) -> tuple[State, State]:
-            nonlocal sends_delta
+            nonlocal sends_delta, implied
             run = Run(
                 x=self.inputs.x,
                 delta=change,
@@ -147,10 +151,11 @@ class ChunkWork:
                 cohort_grad=self.inputs.cohort_grad,
                 mean_examples=self.inputs.mean_examples,
                 path=lambda: path["gradient"] if path else self._undeclared(),
+                path_follows=follows,
                 **own,
             )
             update: Update = self.algorithm.finish(y, run)
-            sends_delta = update.send.get("delta") is change
+            sends_delta, implied = update.send.get("delta") is change, update.implied
             return update.send, update.keep
 
         try:
@@ -164,7 +169,7 @@ class ChunkWork:
                 f"engine='vectorized' cannot run {type(self.algorithm).__name__}.finish for several clients at once"
                 f" ({error}). Use tensor operations only, or engine='sequential'."
             ) from error
-        return delta, send, keep, sends_delta
+        return delta, send, keep, sends_delta, implied
 
     def _own(self) -> dict[str, Any]:
         """Return what ``finish`` may read that is a client's own, stacked."""

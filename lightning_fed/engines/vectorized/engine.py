@@ -140,7 +140,7 @@ class VectorizedEngine(Engine):
             kept = [self.anchors.of(plan.participant.index) for plan in sorted_plans]
             self.schedule.run(inputs, sorted_plans, work, means, is_staggered, kept)
             self.changes.check_work()
-            delta, send, keep, sends_delta = work.finish()
+            delta, send, keep, sends_delta, implied = work.finish()
         seconds = (time.perf_counter() - started) / len(plans)
         reports = self._reports([plan.participant for plan in sorted_plans], means, delta, seconds)
         asked = sorted(range(len(plans)), key=order.__getitem__)
@@ -156,6 +156,7 @@ class VectorizedEngine(Engine):
             reports=reports,
             asked=asked,
             faults=faults,
+            implied=implied,
         )
 
     def _work_of(
