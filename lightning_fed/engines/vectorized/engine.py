@@ -133,10 +133,8 @@ class VectorizedEngine(Engine):
         order = sorted(range(len(plans)), key=lambda i: -lengths[i])
         sorted_plans = [plans[i] for i in order]
         with self._errors_of(sorted_plans, inputs.round):
-            work, means = (
-                self._work_of(inputs, sorted_plans, stack_states(clients, order), clip),
-                ChunkMeans(len(plans)),
-            )
+            work = self._work_of(inputs, sorted_plans, stack_states(clients, order), clip)
+            means = ChunkMeans(len(plans))
             kept = [self.anchors.of(plan.participant.index) for plan in sorted_plans]
             self.schedule.run(inputs, sorted_plans, work, means, is_staggered, kept)
             self.changes.check_work()
