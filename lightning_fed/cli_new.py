@@ -9,6 +9,7 @@ from string import Template
 
 from jsonargparse import ArgumentParser
 
+from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 
 __all__ = ["create", "new"]
@@ -40,6 +41,8 @@ def new(args: list[str] | None = None) -> None:
 def create(name: str) -> Path:
     """Write a project into a new folder of the working directory, and return the folder.
 
+    It imports Lightning from the package that is in use.
+
     Args:
         name: The name of the folder, and of the module in it.
 
@@ -57,7 +60,7 @@ def create(name: str) -> Path:
     try:
         for template in sorted(_TEMPLATES.glob("*.in")):
             file = folder / template.name.removesuffix(".in").replace("project", name)
-            file.write_text(Template(template.read_text()).substitute(name=name))
+            file.write_text(Template(template.read_text()).substitute(name=name, lightning=pl.__name__))
         _write_digits(folder / "data")
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +28,18 @@ def test_a_new_project_trains_and_its_test_passes(
     assert "test_acc" in capsys.readouterr().out
     tested = runpy.run_path(f"test_{NAME}.py")
     tested["test_a_few_rounds_learn_something"](tmp_path)
+
+
+@pytest.mark.parametrize("lightning", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_new_project_imports_lightning_from_the_package_in_use(
+    lightning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli_new, "pl", SimpleNamespace(__name__=lightning))
+    folder = cli_new.create("unlike_any_module")
+    for file in ("unlike_any_module.py", "test_unlike_any_module.py"):
+        assert f"import {lightning} as pl" in (folder / file).read_text()
+    assert f"class_path: {lightning}.callbacks.ModelCheckpoint" in (folder / "config.yaml").read_text()
 
 
 @pytest.mark.thorough
