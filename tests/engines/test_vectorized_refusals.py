@@ -348,7 +348,7 @@ def test_methods_without_local_work_try_the_module_out_too(sizes: tuple[int, ...
             return super().forward(self.memory(x[:, None])[0][:, 0])
 
     alone = {"algorithm": ServerOnly(), "local_epochs": None, "clients_per_round": 3}
-    refused(Recurrent, r"changes the attribute 'memory._flat_weight", data(sizes), **alone)
+    refused(Recurrent, r"runs its layer 'memory' \(LSTM\) for one client at a time only", data(sizes), **alone)
     t = trainer(engine="auto", max_rounds=1, **alone)
     t.fit(Recurrent(), data(sizes))
     assert isinstance(t.fit_loop._engine, SequentialEngine)

@@ -93,6 +93,12 @@ class Trial:
                 raise self._refusal(f"it changes the buffer {name!r}")
         self._check_metrics(before)
         if (attribute := changed(before.attributes, marks(self.module))) is not None:
+            owner, _, name = attribute.rpartition(".")
+            layer = self.module.get_submodule(owner) if name.startswith("_flat_weight") else None
+            if isinstance(layer, nn.RNNBase):  # whose kernel of the CPU has no form for several clients
+                raise self._refusal(
+                    f"PyTorch runs its layer {owner!r} ({type(layer).__name__}) for one client at a time only"
+                )
             raise self._refusal(f"it changes the attribute {attribute!r}")
         if foreign_state() != before.foreign:
             raise self._refusal("it draws from Python's or NumPy's generator, once for all clients; draw from torch's")
