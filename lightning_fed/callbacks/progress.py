@@ -32,10 +32,9 @@ class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
         check_flags("RoundProgressBar", leave=leave)
         super().__init__(refresh_rate, process_position, leave)
 
+    # nothing to do per batch, and Lightning skips what is not there
     on_train_batch_start = pl.Callback.on_train_batch_start
-    on_train_batch_end = (
-        pl.Callback.on_train_batch_end
-    )  # nothing to do per batch, and Lightning skips what is not there
+    on_train_batch_end = pl.Callback.on_train_batch_end
 
     def init_train_tqdm(self) -> Tqdm:
         """Return the bar over rounds."""

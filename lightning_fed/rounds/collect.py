@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BufferMean
-from lightning_fed.core.errors import ClientError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.rounds.messages import Reply
@@ -165,7 +165,13 @@ class CollectedMessages:
         if not (reply.implied or self.algorithm.aside):
             return send
         if not send.keys() >= set(reply.implied):
-            send = {**send, **self.algorithm.implied(send, server)}
+            try:
+                send = {**send, **self.algorithm.implied(send, server)}
+            except KeyError as error:
+                raise FederatedError(
+                    f"A reply leaves out {sorted(reply.implied)}, and {error} as well, from which"
+                    f" {type(self.algorithm).__name__} would work it out. Send one of them."
+                ) from error
         return {name: value for name, value in send.items() if name not in self.algorithm.aside}
 
     def _add_several(self, reply: Reply, rows: Sequence[int], messages: State) -> None:

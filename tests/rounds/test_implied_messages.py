@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_fed import FederatedError
 from lightning_fed.algorithms import Algorithm, FedCM, Scaffold
 from lightning_fed.rounds.collect import CollectedMessages
 from lightning_fed.rounds.messages import Reply
@@ -51,6 +52,17 @@ def test_the_server_has_the_clients_bits(
     derived, _ = outcome(engine, algorithm, precision=precision)
     assert left_out
     assert all(torch.equal(a, b) for a, b in zip(plain, derived, strict=True))
+
+
+def test_a_reply_without_either_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = CollectedMessages.add_reply
+
+    def bare(self: CollectedMessages, reply: Reply, *args: Any) -> Any:
+        return add(self, replace(reply, send={"delta": reply.send["delta"]}), *args)
+
+    monkeypatch.setattr(CollectedMessages, "add_reply", bare)
+    with pytest.raises(FederatedError, match=r"leaves out \['delta_c'\], and 'lr_sum' as well, .* Scaffold would"):
+        outcome("sequential", Scaffold())
 
 
 @pytest.mark.parametrize("engine", ENGINES)
