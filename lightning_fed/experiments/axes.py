@@ -5,8 +5,8 @@ from typing import Any
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.experiments.experiment import Axis, Label
-from lightning_fed.experiments.outputs import check_label
 from lightning_fed.experiments.overrides import Config, overlay
+from lightning_fed.experiments.reading_claims import check_label
 from lightning_fed.experiments.yaml_files import check_keys, unknown
 
 __all__ = ["check_overrides", "make_tune_axis", "read_axis", "read_labels", "read_tuned", "revise"]

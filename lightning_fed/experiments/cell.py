@@ -157,6 +157,7 @@ def made_with() -> dict[str, str]:
         "python": platform.python_version(),
         "system": platform.system(),
         "processor": _processor(),
+        "cores": str(os.cpu_count()),
         **gpu,
         "date": datetime.now(timezone.utc).date().isoformat(),
     }

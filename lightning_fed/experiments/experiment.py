@@ -8,7 +8,10 @@ from typing import Any, Literal, TypeAlias
 from lightning_fed.experiments.overrides import Config
 from lightning_fed.experiments.quantities import Metric, Quantity
 
-__all__ = ["METHOD", "Axis", "Claim", "Experiment", "Figure", "Label", "Place", "Scale", "Table", "Tune"]
+__all__ = [
+    "METHOD", "Axis", "Claim", "Departure", "Difference", "Experiment", "Figure", "Label", "Mark", "Place", "Scale",
+    "Table", "Tune",
+]  # fmt: skip
 
 METHOD = "method"
 """The axis that every experiment has."""
@@ -51,6 +54,38 @@ class Tune:
 
 
 @dataclass(frozen=True)
+class Departure:
+    """Something that an experiment does otherwise than its paper.
+
+    Args:
+        what: What it is about.
+        paper: How the paper has it.
+        here: How it is here.
+        why: The reason.
+    """
+
+    what: str
+    paper: str
+    here: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A number of the paper's, drawn as a faint line across a figure.
+
+    Args:
+        at: The part of the grid that it is about.
+        y: The number.
+        label: What it is called in the legend.
+    """
+
+    at: Place
+    y: float
+    label: str
+
+
+@dataclass(frozen=True)
 class Figure:
     """A figure: panels in rows and columns, with lines in them.
 
@@ -68,6 +103,7 @@ class Figure:
         ylim: What the vertical axis shows.
         at: The part of the grid that is drawn.
         rounds: The first rounds whose paths are drawn.
+        marks: Numbers of the paper's.
     """
 
     name: str
@@ -83,6 +119,7 @@ class Figure:
     ylim: tuple[float, float] | None
     at: Place
     rounds: int = 1
+    marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,6 +132,7 @@ class Table:
         columns: The axis whose labels are its columns, if any.
         values: The quantities, a column each within every other column.
         at: The part of the grid that it shows.
+        paper: The paper's numbers for the first quantity, by the labels of the rows and then of the column.
     """
 
     name: str
@@ -102,6 +140,22 @@ class Table:
     columns: str | None
     values: tuple[Quantity, ...]
     at: Place
+    paper: Mapping[tuple[Label, ...], float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a quantity loses or gains from one label of an axis to another.
+
+    Args:
+        axis: The axis.
+        of: The label whose value counts positive.
+        minus: The label whose value is taken from it.
+    """
+
+    axis: str
+    of: Label
+    minus: Label
 
 
 @dataclass(frozen=True)
@@ -109,28 +163,36 @@ class Claim:
     """An inequality that a paper states.
 
     Args:
-        says: The paper's sentence.
+        says: What the paper states, in our words.
+        source: Where it states it; empty for a control.
+        paper: The paper's numbers, if it gives any.
         terms: Factor and label of each side; the label is None for a number alone.
         signs: What stands between the sides: "<", "<=", ">", ">=" or "~".
         quantity: What is compared.
         compare: The axis of the labels.
         mean_over: The axes over whose labels the quantity is averaged before it is compared.
+        difference: The axis along which the quantity's difference is compared, and not the quantity.
         at: The part of the grid where it is claimed.
         within: How much sides joined by "~" may differ, as a share of the larger.
         scales: The scales at which it is judged; all if empty.
         found: What an inquiry came to where it does not hold; empty if there was none.
+        controls: Inequalities that look into it, judged beside it and not counted.
     """
 
     says: str
+    source: str
+    paper: str
     terms: tuple[tuple[float, Label | None], ...]
     signs: tuple[str, ...]
     quantity: Quantity
     compare: str
     mean_over: tuple[str, ...]
+    difference: Difference | None
     at: Place
     within: float
     scales: tuple[str, ...]
     found: str
+    controls: tuple["Claim", ...]
 
     @property
     def text(self) -> str:
@@ -145,7 +207,7 @@ class Scale:
 
     Args:
         name: Its name.
-        changed: What differs from the paper, a sentence.
+        departures: What only this scale does otherwise than the paper.
         overrides: Overrides on top of every cell.
         seeds: The number of seeds, if not the experiment's.
         axes: The labels that are kept, by axis, each with what is put on top of it.
@@ -153,7 +215,7 @@ class Scale:
     """
 
     name: str
-    changed: str = ""
+    departures: tuple[Departure, ...] = ()
     overrides: Mapping[str, Any] = field(default_factory=dict)
     seeds: int | None = None
     axes: Mapping[str, Axis] = field(default_factory=dict)
@@ -171,11 +233,13 @@ class Experiment:
         paper: Whose claim it is.
         item: The figure or table of the paper.
         notes: What the paper leaves open, and how that is settled.
+        departures: What it does otherwise than the paper, at every scale.
         base: The configuration that every cell starts from.
         axes: The dimensions of its grid, the methods last.
         skip: Parts of the grid that are left out.
         tune: What is tuned; None if nothing is.
         seeds: The number of seeds.
+        is_random: Whether anything is drawn, so that seeds differ.
         metrics: The metrics by name.
         figures: What is drawn.
         tables: What is tabled.
@@ -189,16 +253,28 @@ class Experiment:
     paper: str
     item: str
     notes: str
+    departures: tuple[Departure, ...]
     base: Config
     axes: Mapping[str, Axis]
     skip: tuple[Place, ...]
     tune: Tune | None
     seeds: int
+    is_random: bool
     metrics: Mapping[str, Metric]
     figures: tuple[Figure, ...]
     tables: tuple[Table, ...]
     claims: tuple[Claim, ...]
     scales: Mapping[str, Scale]
+
+    @property
+    def quantities(self) -> list[Quantity]:
+        """Every quantity that its tables, claims, figures and choices are made of."""
+        claims = [part for claim in self.claims for part in (claim, *claim.controls)]
+        found = [quantity for table in self.tables for quantity in table.values]
+        found += [claim.quantity for claim in claims]
+        found += [y for figure in self.figures for y in figure.y if isinstance(y, Quantity)]
+        found += [] if self.tune is None else [self.tune.by]
+        return list(dict.fromkeys(found))
 
 
 def _side(factor: float, label: Label | None) -> str:

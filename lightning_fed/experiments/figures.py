@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.experiments.experiment import Figure as Plan
-from lightning_fed.experiments.experiment import Label
+from lightning_fed.experiments.experiment import Label, Mark
 from lightning_fed.experiments.grid import Point
 from lightning_fed.experiments.places import is_within
 from lightning_fed.experiments.quantities import Curve, Metric, Quantity, cost
@@ -78,6 +78,8 @@ def draw(plan: Plan, results: Results) -> "Figure":
             elif points:
                 _draw_curve(axes, plan, panel, results, points[0], label, style)
                 diverged += [label] if _has_diverged(results, points[0]) else []
+        for mark in plan.marks:
+            _draw_mark(axes, plan, panel, mark, styles)
         _set_up(axes, plan, panel, panels)
         if diverged:
             text = f"diverged: {', '.join(diverged)}"
@@ -99,7 +101,7 @@ def draw_best(results: Results, by: Quantity, ranked: Sequence[Point]) -> "Figur
     """
     figure, ((axes,),) = new_figure(1, 1)
     for style, point in enumerate(ranked[: len(COLORS)]):
-        x, rows = _aligned(results.records(point), by.metric.name, "rounds")
+        x, rows = _aligned(results.records(point), by.metric, "rounds")
         if x:
             axes.plot(x, [fmean(row) for row in rows], label=str(point), **_look(style))
     axes.set(xlabel="rounds", ylabel=by.metric.label)
@@ -147,13 +149,22 @@ def _draw_curve(
 ) -> None:
     """Draw a metric over the rounds, or over what was spent."""
     assert isinstance(panel.y, Metric)
-    x, rows = _aligned(results.records(point), panel.y.name, plan.x)
+    x, rows = _aligned(results.records(point), panel.y, plan.x)
     middle = [fmean(row) for row in rows]
     marker = "o" if len(x) == 1 else None
     axes.plot(x, middle, label=label, marker=marker, **_look(style))
     low, high = _band(rows, plan.band)
     if low != high:
         axes.fill_between(x, low, high, color=COLORS[style % len(COLORS)], alpha=0.18, linewidth=0)
+
+
+def _draw_mark(axes: "Axes", plan: Plan, panel: Panel, mark: Mark, styles: Mapping[Label, int]) -> None:
+    """Draw a number of the paper's across a panel that has what it is about, in the colour of its line."""
+    if not any(is_within(point.by_axis, mark.at) for point in panel.points):
+        return
+    labels = mark.at.get(plan.lines, ())
+    colour = COLORS[styles[labels[0]] % len(COLORS)] if len(labels) == 1 and labels[0] in styles else "0.4"
+    axes.axhline(mark.y, color=colour, linewidth=0.9, linestyle=(0, (1, 3)), alpha=0.7, label=mark.label)
 
 
 def _has_diverged(results: Results, point: Point) -> bool:
@@ -194,9 +205,9 @@ def _are_numbers(labels: Sequence[Label]) -> bool:
         return False
 
 
-def _aligned(records: Sequence[Record], metric: str, x: str) -> tuple[list[float], list[list[float]]]:
+def _aligned(records: Sequence[Record], metric: Metric, x: str) -> tuple[list[float], list[list[float]]]:
     """Return the horizontal positions, and each one's values for all seeds, where every seed has a finite one."""
-    curves: list[Curve] = [record.series.get(metric, {}) for record in records]
+    curves: list[Curve] = [metric.of(record.series) for record in records]
     if not curves:
         return [], []
     rounds = [n for n in curves[0] if all(math.isfinite(curve.get(n, math.nan)) for curve in curves)]

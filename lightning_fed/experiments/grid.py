@@ -101,6 +101,12 @@ class Grid:
         """The labels of every axis."""
         return {name: tuple(axis.choices) for name, axis in self.axes.items()}
 
+    @property
+    def reads_files(self) -> bool:
+        """Whether some cell's data come from a folder of data sets."""
+        cells = (next(self.cells(point, self.tuned(point)[0], range(1))) for point in self.points)
+        return any("root" in (self.config(cell)["data"].get("init_args") or {}) for cell in cells)
+
     def tuned(self, point: Point) -> list[tuple[tuple[str, Label], ...]]:
         """Return the combinations of tuned values that a point has, a single empty one if it has none."""
         axes = self._tune_axes(point)

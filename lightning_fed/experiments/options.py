@@ -8,7 +8,10 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
-__all__ = ["add_run_options", "command_line", "default_jobs"]
+from lightning_fed.experiments.grid import Grid
+from lightning_fed.experiments.reading import PAPERS
+
+__all__ = ["add_run_options", "command_line", "default_jobs", "reproduce_command"]
 
 _MACHINES = ("--out", "--jobs")
 _PLACES = ("--data-root",)
@@ -51,6 +54,20 @@ def command_line(command: str, args: Sequence[str]) -> str:
             is_elsewhere = value.endswith((".yaml", ".yml")) and Path(value).is_absolute()
             kept.append(option + shlex.quote(Path(value).name if is_elsewhere else value))
     return " ".join([f"lightning-fed {command}", *kept])
+
+
+def reproduce_command(grid: Grid) -> str:
+    """Return the command that makes a grid's page, without what is the machine's own.
+
+    Args:
+        grid: The grid.
+    """
+    experiment = grid.experiment
+    name = experiment.name if experiment.file.parent == PAPERS else experiment.file.name
+    options = [] if grid.scale.name == "full" else [f"--scale {grid.scale.name}"]
+    options += [f"--seeds {grid.seeds}"] if grid.seeds != (grid.scale.seeds or experiment.seeds) else []
+    options += ["--data-root DATA"] if grid.reads_files else []
+    return " ".join(["lightning-fed reproduce", name, *options])
 
 
 def default_jobs() -> int:

@@ -39,11 +39,17 @@ class Metric:
         name: The tag.
         mode: Whether it is good where it is high or low.
         label: What to call it in figures and tables.
+        factor: What its values are multiplied with wherever they are shown or compared: 100 if they are in percent.
     """
 
     name: str
     mode: Literal["max", "min"]
     label: str
+    factor: float = 1.0
+
+    def of(self, series: Series) -> Curve:
+        """Return the curve of a run, in this unit; empty if it did not log it."""
+        return {n: self.factor * value for n, value in series.get(self.name, {}).items()}
 
     @property
     def worst(self) -> float:
@@ -101,12 +107,12 @@ class Quantity:
         Raises:
             FederatedError: If the run did not log what it takes.
         """
-        curve = series.get(self.metric.name)
+        curve = self.metric.of(series)
         if not curve:
             raise FederatedError(
                 f"{self.metric.name} was not logged; there is {', '.join(sorted(series)) or 'nothing'}."
             )
-        values = [self.metric.worst if math.isnan(value) else value for value in curve.values()]
+        values = [_or(value, self.metric.worst) for value in curve.values()]
         if self.is_cost:
             reached = next((n for n, v in zip(curve, values, strict=True) if self.metric.reaches(v, self.number)), None)
             return math.inf if reached is None else cost(series, self.kind)[reached]
@@ -118,6 +124,28 @@ class Quantity:
             return max(values) if self.metric.mode == "max" else min(values)
         window = {"final": 1, "last": int(self.number), "mean": len(values)}[self.kind]
         return sum(values[-window:]) / len(values[-window:])
+
+    def rests_on(self, series: Series) -> set[int]:
+        """Return the rounds whose values alone give :meth:`of`, the last one always among them."""
+        curve = self.metric.of(series)
+        rounds = sorted(curve)
+        kept = set(rounds[-1:])
+        if self.kind == "mean":
+            return set(rounds)
+        if self.kind == "last":
+            return set(rounds[-int(self.number) :])
+        if self.kind == "round":
+            return kept | {int(self.number)}
+        if self.kind == "best":
+            best = max if self.metric.mode == "max" else min
+            return kept | set(rounds and [best(rounds, key=lambda n: _or(curve[n], self.metric.worst))])
+        if self.is_cost:
+            return kept | set([n for n in rounds if self.metric.reaches(curve[n], self.number)][:1])
+        return kept
+
+
+def _or(value: float, instead: float) -> float:
+    return instead if math.isnan(value) else value
 
 
 def cost(series: Series, kind: str) -> dict[int, float]:

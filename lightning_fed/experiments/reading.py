@@ -4,15 +4,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_fed.core.arguments import check_count
+from lightning_fed.core.arguments import check_count, check_flags
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.experiments.axes import check_overrides, make_tune_axis, read_axis, read_labels, read_tuned
 from lightning_fed.experiments.experiment import METHOD, Axis, Experiment, Scale, Tune
-from lightning_fed.experiments.outputs import read_claims, read_figures, read_tables
+from lightning_fed.experiments.outputs import read_figures, read_tables
 from lightning_fed.experiments.overrides import Config, overlay
 from lightning_fed.experiments.places import read_skip
 from lightning_fed.experiments.quantities import Metric, parse_quantity
-from lightning_fed.experiments.yaml_files import check_keys, read_yaml, unknown
+from lightning_fed.experiments.reading_claims import ClaimReader, read_departures
+from lightning_fed.experiments.yaml_files import check_keys, read_text, read_yaml, unknown
 
 __all__ = ["PAPERS", "find_experiment", "read_base", "read_experiment", "read_metrics"]
 
@@ -20,8 +21,8 @@ PAPERS = Path(__file__).parent.parent / "papers"
 """The experiments that come with the package."""
 
 _KEYS = (
-    "title", "paper", "item", "notes", "base", "methods", "axes", "skip", "tune", "seeds", "metrics", "figures",
-    "tables", "claims", "scales",
+    "title", "paper", "item", "notes", "departures", "random", "base", "methods", "axes", "skip", "tune", "seeds",
+    "metrics", "figures", "tables", "claims", "scales",
 )  # fmt: skip
 _REQUIRED = ("title", "paper", "item", "base", "methods", "metrics", "scales")
 
@@ -61,21 +62,22 @@ def read_experiment(path: Path) -> Experiment:
               for name, scale in _mapping(where, found, "scales").items()}  # fmt: skip
     if "full" not in scales:
         raise FederatedError(f"{where}: scales lacks full, the paper's own scale; write `full: {{}}`.")
-    outputs = (found.get(name) for name in ("figures", "tables", "claims"))
-    figures, tables, claims = outputs
+    check_flags(where, random=found.get("random", True))
     experiment = Experiment(
         name=path.stem,
         file=path,
         **{name: _text(where, found, name) for name in ("title", "paper", "item", "notes")},
+        departures=read_departures(f"{where}: departures", found.get("departures")),
         base=read_base(f"{where}: base", found["base"], path.parent),
         axes=axes,
         skip=read_skip(f"{where}: skip", found.get("skip"), labels),
         tune=_read_tune(f"{where}: tune", found.get("tune"), metrics),
         seeds=check_count(where, "seeds", found.get("seeds", 1)),
+        is_random=found.get("random", True),
         metrics=metrics,
-        figures=read_figures(f"{where}: figures", figures, labels, metrics),
-        tables=read_tables(f"{where}: tables", tables, labels, metrics),
-        claims=read_claims(f"{where}: claims", claims, labels, metrics, tuple(scales)),
+        figures=read_figures(f"{where}: figures", found.get("figures"), labels, metrics),
+        tables=read_tables(f"{where}: tables", found.get("tables"), labels, metrics),
+        claims=ClaimReader(labels, metrics, tuple(scales)).read(f"{where}: claims", found.get("claims")),
         scales=scales,
     )
     _check_tuned(where, experiment)
@@ -104,10 +106,12 @@ def read_metrics(where: str, found: Any) -> dict[str, Metric]:
     metrics = {}
     for name, entry in check_keys(where, found, list(found) if isinstance(found, Mapping) else ()).items():
         place = f"{where}.{name}"
-        checked = check_keys(place, entry, ("mode", "label"), ("mode",))
+        checked = check_keys(place, entry, ("mode", "label", "percent"), ("mode",))
         if checked["mode"] not in ("max", "min"):
             raise FederatedError(f"{place}: mode must be max or min, found {checked['mode']!r}.")
-        metrics[str(name)] = Metric(str(name), checked["mode"], str(checked.get("label", name)))
+        check_flags(place, percent=checked.get("percent", False))
+        label = str(checked.get("label", name))
+        metrics[str(name)] = Metric(str(name), checked["mode"], label, 100.0 if checked.get("percent") else 1.0)
     if not metrics:
         raise FederatedError(f"{where}: name at least one metric, such as val_acc: {{mode: max}}.")
     return metrics
@@ -131,10 +135,10 @@ def _read_tune(where: str, found: Any, metrics: Mapping[str, Metric]) -> Tune | 
 
 
 def _read_scale(where: str, name: str, found: Any, axes: Mapping[str, Axis]) -> Scale:
-    checked = check_keys(where, found or {}, ("changed", "overrides", "seeds", "methods", "axes", "tune"))
-    changed = checked.get("changed", "")
-    if not isinstance(changed, str) or (name != "full" and not changed):
-        raise FederatedError(f"{where}: say in `changed` what differs from the paper.")
+    checked = check_keys(where, found or {}, ("departures", "overrides", "seeds", "methods", "axes", "tune"))
+    departures = read_departures(f"{where}.departures", checked.get("departures"))
+    if name != "full" and not departures:
+        raise FederatedError(f"{where}: say in `departures` what differs from the paper: {{what, paper, here, why}}.")
     kept = dict(_mapping(where, checked, "axes"))
     if "methods" in checked:
         kept[METHOD] = checked["methods"]
@@ -144,7 +148,7 @@ def _read_scale(where: str, name: str, found: Any, axes: Mapping[str, Axis]) -> 
     seeds = checked.get("seeds")
     return Scale(
         name=name,
-        changed=changed.strip(),
+        departures=departures,
         overrides=check_overrides(f"{where}.overrides", checked.get("overrides") or {}),
         seeds=None if seeds is None else check_count(where, "seeds", seeds),
         axes={str(axis): _read_kept(f"{where}.{axis}", entry, axes[axis]) for axis, entry in kept.items()},
@@ -204,7 +208,7 @@ def _mapping(where: str, found: Mapping[str, Any], name: str) -> Mapping[str, An
 
 
 def _text(where: str, found: Mapping[str, Any], name: str) -> str:
-    value = found.get(name, "")
-    if not isinstance(value, str) or (name in _REQUIRED and not value.strip()):
-        raise FederatedError(f"{where}: {name} must be a text, found {value!r}.")
-    return " ".join(value.split())
+    value = read_text(f"{where}: {name}", found.get(name, ""))
+    if name in _REQUIRED and not value:
+        raise FederatedError(f"{where}: {name} must not be empty.")
+    return value

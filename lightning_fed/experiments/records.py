@@ -12,7 +12,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.experiments.overrides import Config
 from lightning_fed.experiments.quantities import Series
 
-__all__ = ["Record", "read_record", "read_series", "write_record", "write_rounds"]
+__all__ = ["Record", "number_text", "read_record", "read_series", "write_record", "write_rounds"]
 
 _ABOUT, _ROUNDS = "cell.json", "rounds.csv"
 
@@ -81,7 +81,7 @@ def write_rounds(path: Path, series: Series) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["round", *tags])
-        writer.writerows([n, *(_shown(series[tag].get(n)) for tag in tags)] for n in rounds)
+        writer.writerows([n, *(number_text(series[tag].get(n)) for tag in tags)] for n in rounds)
 
 
 def read_series(path: Path) -> dict[str, dict[int, float]]:
@@ -97,8 +97,8 @@ def read_series(path: Path) -> dict[str, dict[int, float]]:
     return series
 
 
-def _shown(value: float | None) -> str:
-    """Return a number as text, with as many digits as it needs."""
+def number_text(value: float | None) -> str:
+    """Return a number as it is kept: integers whole, others with seven digits, which are those of float32."""
     if value is None:
         return ""
-    return str(int(value)) if math.isfinite(value) and value == int(value) and abs(value) < 2**53 else repr(value)
+    return str(int(value)) if math.isfinite(value) and value == int(value) and abs(value) < 2**53 else f"{value:.7g}"

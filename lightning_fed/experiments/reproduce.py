@@ -7,19 +7,21 @@ from jsonargparse import ArgumentParser
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.experiments.checking import check_outputs
+from lightning_fed.experiments.experiment import Figure
 from lightning_fed.experiments.figures import draw, new_figure, save
 from lightning_fed.experiments.grid import Grid
-from lightning_fed.experiments.options import add_run_options, command_line
+from lightning_fed.experiments.options import add_run_options, reproduce_command
 from lightning_fed.experiments.paths import draw_paths
+from lightning_fed.experiments.published import PublishedCells, publish
 from lightning_fed.experiments.reading import PAPERS, find_experiment, read_experiment
 from lightning_fed.experiments.results import Results
 from lightning_fed.experiments.run_grid import run_grid
 from lightning_fed.experiments.store import Store
-from lightning_fed.experiments.tables import write_choices, write_series
+from lightning_fed.experiments.tables import write_choices
 from lightning_fed.experiments.verdict import verdict
 from lightning_fed.experiments.workers import make_workers
 
-__all__ = ["draw_figures", "reproduce"]
+__all__ = ["draw_figures", "page", "reproduce", "write_page"]
 
 
 def reproduce(args: Sequence[str]) -> None:
@@ -44,27 +46,67 @@ def reproduce(args: Sequence[str]) -> None:
     if experiment.figures:
         new_figure(1, 1)  # refused without matplotlib, and better now than after hours
     out = Path(options.out or Path("reproduced") / experiment.name / options.scale)
-    with Store(out) as store:
-        results = run_grid(grid, store, make_workers(options.jobs), options.data_root)
-        write_series(out / f"{experiment.name}_rounds.csv", results)
-        write_choices(out / f"{experiment.name}_choices.csv", results)
-        text = verdict(results, command_line("reproduce", args), draw_figures(results, out))
-        (out / f"{experiment.name}.md").write_text(text, encoding="utf-8")
+    if options.published is None:
+        with Store(out) as store:
+            results = run_grid(grid, store, make_workers(options.jobs), options.data_root)
+            publish(results, out)
+            write_choices(out / f"{experiment.name}_choices.csv", results)
+            draw_paths_of(results, out)
+    text = write_page(grid, out if options.published is None else Path(options.published), out)
     print(f"{text}\nwritten to {out}")
 
 
+def write_page(grid: Grid, published: Path, out: Path) -> str:
+    """Write the page of an experiment, and its figures but those of paths, from what was published; return its text.
+
+    Args:
+        grid: The grid.
+        published: The folder of what was published.
+        out: Where page and figures go.
+
+    Raises:
+        FederatedError: If nothing was published there.
+    """
+    results = Results(grid, PublishedCells(grid, published))
+    out.mkdir(parents=True, exist_ok=True)
+    draw_figures(results, out)
+    text = page(results)
+    (out / f"{grid.experiment.name}.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def page(results: Results) -> str:
+    """Return the page of an experiment.
+
+    Args:
+        results: The finished cells.
+    """
+    figures = [_picture(results, plan) for plan in results.grid.experiment.figures]
+    return verdict(results, reproduce_command(results.grid), figures)
+
+
 def draw_figures(results: Results, out: Path) -> list[str]:
-    """Draw the figures of an experiment, and return the names of their files.
+    """Draw the figures of an experiment that are made of curves, and return the names of their files.
 
     Args:
         results: The finished cells.
         out: Where they go.
     """
-    names = []
+    plans = [plan for plan in results.grid.experiment.figures if plan.kind != "paths"]
+    for plan in plans:
+        save(draw(plan, results), out / _picture(results, plan))
+    return [_picture(results, plan) for plan in plans]
+
+
+def draw_paths_of(results: Results, out: Path) -> None:
+    """Draw the figures of clients' paths, which need what the cells of a store kept and is not published."""
     for plan in results.grid.experiment.figures:
-        names.append(f"{results.grid.experiment.name}_{plan.name}.png")
-        save(draw_paths(plan, results) if plan.kind == "paths" else draw(plan, results), out / names[-1])
-    return names
+        if plan.kind == "paths":
+            save(draw_paths(plan, results), out / _picture(results, plan))
+
+
+def _picture(results: Results, plan: Figure) -> str:
+    return f"{results.grid.experiment.name}_{plan.name}.png"
 
 
 def _parser() -> ArgumentParser:
@@ -76,6 +118,9 @@ def _parser() -> ArgumentParser:
     parser.add_argument("name", type=str, nargs="?", help="An experiment of --list, or the path of a YAML file.")
     parser.add_argument("--scale", type=str, default="full", help="full, small, or another one of the file's.")
     add_run_options(parser, "reproduced/NAME/SCALE")
+    parser.add_argument(
+        "--published", type=str, help="Run nothing: make the page of what was published in this folder."
+    )
     parser.add_argument("--list", action="store_true", help="Show the experiments that there are.")
     return parser
 

@@ -1,19 +1,18 @@
 """What a grid came to: the values chosen for each point, and quantities with their mean over seeds."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Protocol
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.experiments.experiment import Label
 from lightning_fed.experiments.grid import Cell, Grid, Point, name_of
 from lightning_fed.experiments.quantities import Quantity, cost
 from lightning_fed.experiments.records import Record
-from lightning_fed.experiments.runner import Job
-from lightning_fed.experiments.store import Store
 
-__all__ = ["Candidate", "Estimate", "Results", "Tuned", "choose", "shown"]
+__all__ = ["Candidate", "Cells", "Estimate", "Results", "Tuned", "choose", "shown"]
 
 Tuned = tuple[tuple[str, Label], ...]
 
@@ -86,22 +85,37 @@ def choose(candidates: list[Candidate]) -> Candidate | None:
     return min(sound, key=lambda c: c.rank, default=None)
 
 
+class Cells(Protocol):
+    """Where the cells of a grid are found: in the store of a command, or in what was published of it."""
+
+    def record(self, cell: Cell) -> Record | None:
+        """Return a cell's record; None if it is not finished."""
+
+    def failure(self, cell: Cell) -> str | None:
+        """Return why a cell failed, None if it was not run."""
+
+
 class Results:
     """The finished cells of a grid.
 
     Args:
         grid: The grid.
-        store: Where its cells are kept.
-        jobs: The job of each cell.
+        finished: Where its cells are found.
     """
 
-    def __init__(self, grid: Grid, store: Store, jobs: Mapping[Cell, Job]) -> None:
-        self.grid, self.store, self.jobs = grid, store, jobs
+    def __init__(self, grid: Grid, finished: Cells) -> None:
+        self.grid = grid
+        self.record, self.failure = finished.record, finished.failure
         self._candidates: dict[Point, list[Candidate]] = {}
 
-    def record(self, cell: Cell) -> Record | None:
-        """Return a cell's record; None if it is not finished."""
-        return self.store.get(self.jobs[cell].key) if cell in self.jobs else None
+    def asked(self) -> Iterator[Cell]:
+        """Yield every cell that the results rest on: those that decide on tuned values, and all seeds of the chosen."""
+        seen = dict[Cell, None]()
+        for point in self.grid.points:
+            for tuned in self.grid.tuned(point):
+                seen |= dict.fromkeys(self.grid.cells(point, tuned, range(self.grid.choice_seeds)))
+            seen |= dict.fromkeys(self.cells(point))
+        yield from seen
 
     def candidates(self, point: Point) -> list[Candidate]:
         """Return what was tried at a point, with what it scored; empty if nothing is tuned there."""
@@ -136,7 +150,7 @@ class Results:
         if not cells:
             diverged = all(c.estimate.is_diverged for c in self.candidates(point))
             if diverged:
-                return Estimate(quantity, (quantity.worst,), is_diverged=True)
+                return Estimate(quantity, (quantity.worst,) * self.grid.seeds, is_diverged=True)
             return Estimate(quantity, missing="every tuned value failed or diverged")
         return self._estimate(cells, quantity)
 
@@ -150,7 +164,9 @@ class Results:
         for cell in cells:
             record = self.record(cell)
             if record is None:
-                return Estimate(quantity, missing=f"{cell} {self._why_missing(cell)}")
+                cause = self.failure(cell)
+                why = "was not run" if cause is None else f"failed: {cause}"
+                return Estimate(quantity, missing=f"{cell} {why}")
             is_diverged |= record.status == "diverged"
             try:
                 values.append(quantity.worst if record.status == "diverged" else quantity.of(record.series))
@@ -158,10 +174,6 @@ class Results:
                 return Estimate(quantity, missing=f"{cell}: {error}")
             limit = max(limit, _most(record, quantity))
         return Estimate(quantity, tuple(values), limit=limit, is_diverged=is_diverged)
-
-    def _why_missing(self, cell: Cell) -> str:
-        cause = self.store.failure(self.jobs[cell].key) if cell in self.jobs else None
-        return "was not run" if cause is None else f"failed: {cause}"
 
     def choice_rows(self) -> list[dict[str, str]]:
         """Return every tuned combination with what it scored, and whether it was chosen."""

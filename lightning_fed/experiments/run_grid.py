@@ -3,17 +3,40 @@
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 
 from lightning_fed.experiments.configuration import Configurations
 from lightning_fed.experiments.experiment import Experiment
 from lightning_fed.experiments.grid import Cell, Grid
+from lightning_fed.experiments.records import Record
 from lightning_fed.experiments.results import Results
 from lightning_fed.experiments.runner import Job, check_jobs, make_jobs, probe_jobs, run_jobs
 from lightning_fed.experiments.store import Store
 from lightning_fed.experiments.workers import TaskRunner
 
-__all__ = ["check_cells", "jobs_of", "run_grid", "stopping_cleanly"]
+__all__ = ["StoredCells", "check_cells", "jobs_of", "run_grid", "stopping_cleanly"]
+
+
+@dataclass(frozen=True)
+class StoredCells:
+    """The cells of a grid that a store has.
+
+    Args:
+        store: The store.
+        jobs: The job of each cell.
+    """
+
+    store: Store
+    jobs: Mapping[Cell, Job]
+
+    def record(self, cell: Cell) -> Record | None:
+        """Return a cell's record; None if it is not finished."""
+        return self.store.get(self.jobs[cell].key) if cell in self.jobs else None
+
+    def failure(self, cell: Cell) -> str | None:
+        """Return why a cell failed, None if it was not run."""
+        return self.store.failure(self.jobs[cell].key) if cell in self.jobs else None
 
 
 def run_grid(grid: Grid, store: Store, workers: TaskRunner, data_root: str | None = None) -> Results:
@@ -30,7 +53,7 @@ def run_grid(grid: Grid, store: Store, workers: TaskRunner, data_root: str | Non
         SystemExit: On Ctrl-C; what is finished is kept.
     """
     configurations, jobs = Configurations(), dict[Cell, Job]()
-    results = Results(grid, store, jobs)
+    results = Results(grid, StoredCells(store, jobs))
     seeds = range(grid.choice_seeds)
     first = chain.from_iterable(grid.cells(point, tuned, seeds) for point in grid.points for tuned in grid.tuned(point))
     with stopping_cleanly(jobs, store, workers):
@@ -94,8 +117,5 @@ def stopping_cleanly(jobs: Mapping[Cell, Job], store: Store, workers: TaskRunner
 
 def _costs(experiment: Experiment) -> set[str]:
     """Return what runs are measured by in an experiment, beside rounds."""
-    quantities = [quantity for table in experiment.tables for quantity in table.values]
-    quantities += [claim.quantity for claim in experiment.claims]
-    quantities += [] if experiment.tune is None else [experiment.tune.by]
     drawn = {figure.x for figure in experiment.figures if figure.x in ("gradients", "bytes")}
-    return {quantity.kind for quantity in quantities if quantity.is_cost} | drawn
+    return {quantity.kind for quantity in experiment.quantities if quantity.is_cost} | drawn

@@ -13,7 +13,7 @@ from lightning_fed.experiments.experiment import Axis
 from lightning_fed.experiments.grid import Cell, Grid, Point
 from lightning_fed.experiments.quantities import Quantity
 from lightning_fed.experiments.results import Results
-from lightning_fed.experiments.run_grid import check_cells, jobs_of, stopping_cleanly
+from lightning_fed.experiments.run_grid import StoredCells, check_cells, jobs_of, stopping_cleanly
 from lightning_fed.experiments.runner import Job, run_jobs
 from lightning_fed.experiments.store import Store
 from lightning_fed.experiments.workers import TaskRunner
@@ -146,7 +146,7 @@ def run_search(
     study = optuna.create_study(direction="maximize" if search.by.mode == "max" else "minimize", sampler=sampler)
     space = {name: _distribution(optuna, axis, ranges.get(name)) for name, axis in grid.axes.items()}
     configurations, jobs = Configurations(), dict[Cell, Job]()
-    results = Results(grid, store, jobs)
+    results = Results(grid, StoredCells(store, jobs))
     with stopping_cleanly(jobs, store, workers):
         check_cells(grid, _cells(grid, _cover(grid)), configurations, store, workers, data_root)
         grid.points = []

@@ -120,11 +120,13 @@ def _read(where: str, entry: Mapping[str, Any], base: Config) -> tuple[Experimen
         paper="",
         item="",
         notes="",
+        departures=(),
         base=base,
         axes=axes,
         skip=read_skip(f"{where}: skip", entry.get("skip"), labels),
         tune=None,
         seeds=check_count(where, "seeds", entry.get("seeds", 1)),
+        is_random=True,
         metrics=metrics,
         figures=read_figures(f"{where}: figures", entry.get("figures"), labels, metrics),
         tables=read_tables(f"{where}: tables", entry.get("tables"), labels, metrics),
@@ -174,10 +176,12 @@ def _table(results: Results, by: Quantity) -> tuple[list[str], list[list[str]]]:
 
 def _log_hyper_parameters(results: Results, folder: Path) -> None:
     """Write a TensorBoard run for every cell that has none yet: its labels and final metrics, and its curves."""
-    for cell, job in results.jobs.items():
+    for cell in results.asked():
         record = results.record(cell)
-        name = "_".join([re.sub(r"[^\w.-]+", "_", str(cell)), job.key[:6]])
-        if record is None or (folder / name).is_dir():
+        if record is None:
+            continue
+        name = "_".join([re.sub(r"[^\w.-]+", "_", str(cell)), record.folder.name[:6]])
+        if (folder / name).is_dir():
             continue
         logger = pl.loggers.TensorBoardLogger(folder, name=name, version="", default_hp_metric=False)
         logger.log_hyperparams(_hyper_parameters(cell), _final(results, record))

@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_fed.experiments.experiment import Label, Table
 from lightning_fed.experiments.grid import Point
 from lightning_fed.experiments.places import is_within
-from lightning_fed.experiments.results import Results
+from lightning_fed.experiments.results import Results, shown
 
 __all__ = ["markdown", "rows_of", "write_choices", "write_series"]
 
@@ -33,7 +33,9 @@ def rows_of(table: Table, results: Results) -> tuple[list[str], list[list[str]]]
         for column, value in product(columns, table.values):
             wanted = dict(zip(table.rows, labels, strict=True)) | ({table.columns: column} if column else {})
             found = next((p for p in points if all(p.by_axis[a] == label for a, label in wanted.items() if a)), None)
-            cells.append("" if found is None else str(results.estimate(found, value)))
+            number = table.paper.get((*labels, *([column] if column else []))) if value == table.values[0] else None
+            paper = "" if number is None else f" (paper {shown(number)})"
+            cells.append("" if found is None else f"{results.estimate(found, value)}{paper}")
         rows.append([*labels, *cells])
     return [*table.rows, *heads], rows
 
@@ -53,7 +55,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def write_series(path: Path, results: Results) -> None:
     """Write every logged value of every round of every finished cell: a row per cell and round."""
-    cells = [(cell, record) for cell in results.jobs if (record := results.record(cell)) is not None]
+    cells = [(cell, record) for cell in results.asked() if (record := results.record(cell)) is not None]
     tags = sorted({tag for _, record in cells for tag in record.series})
     axes = list(results.grid.axes)
     tuned = list(dict.fromkeys(name for cell, _ in cells for name, _ in cell.tuned))

@@ -1,11 +1,10 @@
 """The verdict on an experiment, in Markdown: what holds and what does not, with the numbers, and how it was run."""
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from lightning_fed.experiments.claims import Judgement, judge
-from lightning_fed.experiments.experiment import Claim
+from lightning_fed.experiments.claims import Judgement, Verdict, judge
+from lightning_fed.experiments.experiment import Claim, Departure
 from lightning_fed.experiments.grid import Point, name_of
 from lightning_fed.experiments.records import Record
 from lightning_fed.experiments.results import Results
@@ -13,8 +12,17 @@ from lightning_fed.experiments.tables import markdown, rows_of
 
 __all__ = ["losses", "means", "overall", "verdict"]
 
-_MARKS = {"holds": "holds", "does not hold": "**does not hold**", "not judged": "not judged"}
-_OTHERS = {"does not hold": "not, at least somewhere", "not judged": "could not be judged"}
+_MARKS = {"does not hold": "**does not hold**", "undecided": "*undecided*"}
+_COUNTED: dict[Verdict, str] = {
+    "holds": "hold",
+    "does not hold": "do not hold, at least somewhere",
+    "undecided": "undecided",
+    "not judged": "could not be judged",
+}
+_RULE = (
+    "The sides of a claim are compared seed by seed. A difference whose mean over seeds is within two of its standard"
+    " errors is undecided."
+)
 _SHOWN = 12  # judgements of one claim, or failures, that are listed
 
 
@@ -28,10 +36,11 @@ def verdict(results: Results, command: str, figures: Sequence[str]) -> str:
     """
     experiment = results.grid.experiment
     judged = [(claim, judge(claim, results)) for claim in experiment.claims]
-    parts = [f"# {experiment.title}", f"{experiment.paper}, {experiment.item}.", *_changes(results)]
+    parts = [f"# {experiment.title}", f"{experiment.paper}, {experiment.item}.", *_departures(results)]
     parts += [f"![{name}]({name})" for name in figures]
     if judged:
-        parts += ["## Claims", _summary(judged), *(_claim(claim, found) for claim, found in judged)]
+        parts += ["## Claims", _summary(judged), *([_RULE] if experiment.is_random else [])]
+        parts += [_claim(claim, found, results) for claim, found in judged]
     for table in experiment.tables:
         parts += [f"## {table.name.replace('_', ' ').capitalize()}", markdown(*rows_of(table, results))]
     parts += [*_choices(results), *losses(results)]
@@ -41,41 +50,62 @@ def verdict(results: Results, command: str, figures: Sequence[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def overall(found: Sequence[Judgement]) -> str:
+def overall(found: Sequence[Judgement]) -> Verdict:
     """Return the verdict on a claim: it holds if it holds wherever it was judged."""
     verdicts = {judgement.verdict for judgement in found}
-    if "does not hold" in verdicts:
-        return "does not hold"
-    return "holds" if "holds" in verdicts else "not judged"
+    order: tuple[Verdict, ...] = ("does not hold", "undecided", "holds")
+    return next((verdict for verdict in order if verdict in verdicts), "not judged")
 
 
-def _changes(results: Results) -> list[str]:
-    scale, seeds = results.grid.scale, results.grid.experiment.seeds
-    stated = "At full scale." if scale.name == "full" else f"At the scale `{scale.name}`:"
-    asked = results.grid.seeds
-    fewer = f"{asked} seed{'s' * (asked > 1)} instead of {seeds}." if asked < (scale.seeds or seeds) else ""
-    return [" ".join(filter(None, (stated, scale.changed, fewer)))]
+def _departures(results: Results) -> Iterator[str]:
+    """Yield the scale, and what is done otherwise than in the paper."""
+    grid, experiment = results.grid, results.grid.experiment
+    departures = [*experiment.departures, *grid.scale.departures]
+    wanted = grid.scale.seeds or experiment.seeds
+    if grid.seeds < wanted:
+        departures.append(Departure("seeds", "", f"{grid.seeds}, where the file has {wanted}", "the command's --seeds"))
+    if not departures and grid.scale.name == "full":
+        yield "At full scale."
+        return
+    yield f"At the scale `{grid.scale.name}`. Departures from the paper:"
+    yield markdown(["what", "the paper", "here", "why"], [[d.what, d.paper, d.here, d.why] for d in departures])
 
 
 def _summary(judged: Sequence[tuple[Claim, Sequence[Judgement]]]) -> str:
     counts = Counter(overall(found) for _, found in judged)
-    parts = [f"{counts['holds']} of {len(judged)} hold"]
-    parts += [f"{counts[name]} {words}" for name, words in _OTHERS.items() if counts[name]]
-    return f"{', '.join(parts)}."
+    parts = [f"{counts[name]} {words}" for name, words in _COUNTED.items() if counts[name]]
+    return f"Of {len(judged)} claim{'s' * (len(judged) > 1)}: {', '.join(parts)}."
 
 
-def _claim(claim: Claim, found: Sequence[Judgement]) -> str:
-    of = ", ".join([claim.quantity.label, *(f"mean over {axis}" for axis in claim.mean_over)])
-    lines = [f"- {claim.says}", f"  `{claim.text}` in {of}: {_MARKS[overall(found)]}."]
+def _claim(claim: Claim, found: Sequence[Judgement], results: Results) -> str:
+    lines = [f"- {claim.says} ({claim.source})", *_judged(claim, found)]
+    if claim.found and overall(found) != "holds":
+        lines += ["", f"  {claim.found}"]
+    for control in claim.controls:
+        looked = _judged(control, judge(control, results))
+        lines += ["", f"  Control: {control.says}", *looked]
+    return "\n".join(lines)
+
+
+def _judged(claim: Claim, found: Sequence[Judgement]) -> list[str]:
+    """Return the inequality with its verdict, and below it the numbers."""
+    parts = [claim.quantity.label]
+    if claim.difference is not None:
+        parts.append(f"{claim.difference.of} minus {claim.difference.minus}")
+    of = ", ".join([*parts, *(f"mean over {axis}" for axis in claim.mean_over)])
+    paper = f" The paper: {claim.paper}." if claim.paper else ""
+    lines = [f"  `{claim.text}` in {of}: {_mark(overall(found))}.{paper}"]
     for judgement in found[:_SHOWN]:
         place = f"{judgement.where}: " if judgement.where else ""
-        mark = f" ({_MARKS[judgement.verdict]})" if len(found) > 1 else ""
+        mark = f" ({_mark(judgement.verdict)})" if len(found) > 1 else ""
         lines.append(f"  - {place}{judgement.numbers}{mark}")
     if len(found) > _SHOWN:
         lines.append(f"  - and {len(found) - _SHOWN} more")
-    if claim.found and overall(found) == "does not hold":
-        lines += ["", f"  {claim.found}"]
-    return "\n".join(lines)
+    return lines
+
+
+def _mark(verdict: Verdict) -> str:
+    return _MARKS.get(verdict, verdict)
 
 
 def _choices(results: Results) -> Iterator[str]:
@@ -90,20 +120,25 @@ def _choices(results: Results) -> Iterator[str]:
             rows.append([*point.by_axis.values(), chosen, score, _at_end(results, point)])
     if tune is not None and rows:
         yield "## Tuned values"
+        ends = sum(bool(row[-1]) for row in rows)
         few = results.grid.choice_seeds < results.grid.seeds
         seeds = f", on {results.grid.choice_seeds} of the {results.grid.seeds} seeds" if few else ""
-        yield f"Chosen for each row by the best {tune.by.label}{seeds}."
+        yield f"Chosen for each row by the best {tune.by.label}{seeds}." + (
+            f" **{ends} of {len(rows)} have a value at an end of its list**: a better one may lie beyond."
+            if ends
+            else ""
+        )
         yield markdown([*results.grid.axes, "chosen", tune.by.label, "at an end of its list"], rows)
 
 
 def _at_end(results: Results, point: Point) -> str:
-    """Return the tuned names whose chosen value is the first or last of at least three."""
+    """Return the tuned names whose chosen value is the first or last of several."""
     best = results.chosen(point)
     tried = [dict(candidate.tuned) for candidate in results.candidates(point)]
     ends = []
     for name, label in best or ():
         values = list(dict.fromkeys(tuned[name] for tuned in tried))
-        if len(values) > 2 and label in (values[0], values[-1]):
+        if len(values) > 1 and label in (values[0], values[-1]):
             ends.append(name)
     return ", ".join(ends)
 
@@ -111,12 +146,12 @@ def _at_end(results: Results, point: Point) -> str:
 def losses(results: Results) -> Iterator[str]:
     """Yield what diverged and what failed."""
     diverged, failed = [], []
-    for cell, job in results.jobs.items():
+    for cell in results.asked():
         record = results.record(cell)
-        if record is not None and record.status == "diverged":
-            diverged.append(f"- {cell}: after {max((n for c in record.series.values() for n in c), default=0)} rounds")
-        elif record is None:
-            failed.append(f"- {cell}: {results.store.failure(job.key) or 'not run'}")
+        if record is None:
+            failed.append(f"- {cell}: {results.failure(cell) or 'not run'}")
+        elif record.status == "diverged":
+            diverged.append(f"- {cell}")
     for title, lines in (("Diverged", diverged), ("Failed", failed)):
         if lines:
             more = [f"- and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
@@ -126,11 +161,13 @@ def losses(results: Results) -> Iterator[str]:
 
 def means(results: Results) -> list[str]:
     """Return how many cells there were, what they took, and what they were run with."""
-    records = {job.key: r for cell, job in results.jobs.items() if (r := results.record(cell)) is not None}
+    found = [record for cell in results.asked() if (record := results.record(cell)) is not None]
+    records = list({id(record): record for record in found}.values())  # cells with the same settings are one
     if not records:
         return ["No cell is finished."]
-    took, seeds = _took(list(records.values())), results.grid.seeds
-    return [f"{len(records)} cells, {took}; {seeds} seed{'s' * (seeds > 1)}.", *_made_with(list(records.values()))]
+    seeds = results.grid.seeds
+    drawn = f"{seeds} seed{'s' * (seeds > 1)}" if results.grid.experiment.is_random else "nothing is random"
+    return [f"{len(records)} cells, {_took(records)}; {drawn}.", *_made_with(records)]
 
 
 def _took(records: Sequence[Record]) -> str:
@@ -157,4 +194,4 @@ def _made_with(records: Sequence[Record]) -> list[str]:
     dates = sorted(found.pop("date", []))
     days = dates[0] if len(set(dates)) == 1 else f"{dates[0]} to {dates[-1]}" if dates else ""
     text = ", ".join(f"{name} {' and '.join(values)}" for name, values in found.items())
-    return [f"{text}; {os.cpu_count()} cores; {days}."]
+    return [f"{text}; {days}."]

@@ -10,7 +10,7 @@ import yaml
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["check_keys", "read_yaml", "unknown"]
+__all__ = ["as_list", "check_keys", "read_text", "read_yaml", "unknown"]
 
 
 class _Loader(yaml.SafeLoader):
@@ -68,6 +68,22 @@ def check_keys(where: str, found: Any, allowed: Iterable[str], required: Iterabl
     if missing := [key for key in required if key not in found]:
         raise FederatedError(f"{where} lacks {', '.join(missing)}.")
     return dict(found)
+
+
+def read_text(where: str, found: Any) -> str:
+    """Return a text with single spaces.
+
+    Raises:
+        FederatedError: If it is something else.
+    """
+    if not isinstance(found, str):
+        raise FederatedError(f"{where} must be a text, found {found!r}. Put numbers in quotes.")
+    return " ".join(found.split())
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a list as it is, and anything else as a list of it alone."""
+    return value if isinstance(value, list) else [value]
 
 
 def unknown(where: str, kind: str, name: Any, allowed: Iterable[str]) -> FederatedError:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
+LESS = [{"what": "rounds", "paper": "3", "here": "one", "why": "it is quicker"}]
+
 TINY: dict[str, Any] = {
     "title": "Two quadratics",
     "paper": "A paper",
@@ -24,7 +26,8 @@ TINY: dict[str, Any] = {
         "SCAFFOLD": {"trainer.algorithm": "lightning_fed.algorithms.Scaffold"},
     },
     "metrics": {"val_distance": {"mode": "min", "label": "distance"}},
-    "scales": {"full": {}, "small": {"changed": "one round", "overrides": {"trainer.max_rounds": 1}}},
+    "random": False,
+    "scales": {"full": {}, "small": {"departures": LESS, "overrides": {"trainer.max_rounds": 1}}},
 }
 
 

@@ -14,15 +14,17 @@ from lightning_fed.experiments.axes import read_axis
 from lightning_fed.experiments.checking import check_outputs
 from lightning_fed.experiments.configuration import Configurations
 from lightning_fed.experiments.grid import Grid
-from lightning_fed.experiments.outputs import read_claims, read_figures
+from lightning_fed.experiments.outputs import read_figures
 from lightning_fed.experiments.quantities import Metric
 from lightning_fed.experiments.reading import read_experiment
+from lightning_fed.experiments.reading_claims import ClaimReader
 from lightning_fed.experiments.yaml_files import read_yaml
 
 Write = Callable[..., Path]
 LR = {"key": "model.init_args.lr", "values": [0.1, 0.2]}
 TUNE = {"by": "final", "grid": {"lr": LR}}
-CLAIM = {"says": "So.", "claim": "SCAFFOLD < FedAvg", "quantity": "final"}
+LESS = [{"what": "rounds", "paper": "3", "here": "one", "why": "it is quicker"}]
+CLAIM = {"says": "So.", "source": "Table 1", "claim": "SCAFFOLD < FedAvg", "quantity": "final"}
 
 
 @pytest.mark.parametrize(
@@ -80,14 +82,26 @@ CLAIM = {"says": "So.", "claim": "SCAFFOLD < FedAvg", "quantity": "final"}
         ({"claims": [{**CLAIM, "claim": "__import__('os') < 1"}]}, "no label"),
         ({"claims": [{**CLAIM, "quantity": "rounds to x"}]}, "no quantity"),
         ({"claims": [{**CLAIM, "compare": "G"}]}, "no axis 'G'"),
-        ({"claims": [{**CLAIM, "at": {"method": "FedAvg"}}]}, "the axis that the claim compares"),
+        ({"claims": [{**CLAIM, "at": {"method": "FedAvg"}}]}, "method is compared, .* Name it once"),
         ({"claims": [{**CLAIM, "scales": ["huge"]}]}, "no scale 'huge'"),
         ({"claims": [{**CLAIM, "mean_over": "G"}]}, r"claims\[1\].mean_over: there is no axis 'G'"),
         ({"claims": [{**CLAIM, "mean_over": [["G"]]}]}, "no axis"),
-        ({"claims": [{**CLAIM, "mean_over": ["method"]}]}, "mean_over names method, the axis that the claim compares"),
+        ({"claims": [{**CLAIM, "mean_over": ["method"]}]}, "method is compared, .* Name it once"),
         ({"claims": [{**CLAIM, "within": 2}]}, "between 0 and 1"),
-        ({"scales": {"small": {"changed": "x"}}}, "lacks full"),
-        ({"scales": {"full": {}, "small": {}}}, "say in `changed`"),
+        ({"claims": [{k: v for k, v in CLAIM.items() if k != "source"}]}, r"claims\[1\] lacks source"),
+        ({"claims": [{**CLAIM, "paper": 0.5}]}, r"claims\[1\].paper must be a text, found 0.5. Put numbers in quotes"),
+        ({"claims": [{**CLAIM, "controls": [CLAIM]}]}, r"controls\[1\]: there is no key 'source'"),
+        ({"claims": [{**CLAIM, "difference": {"method": ["FedAvg", "SCAFFOLD"]}}]}, "method is compared, .* once"),
+        ({"claims": [{**CLAIM, "difference": {"method": ["FedAvg"]}}]}, "an axis and two of its labels"),
+        ({"departures": [{"what": "rounds"}]}, r"departures\[1\] lacks paper, here, why"),
+        ({"departures": "rounds"}, "departures must be a list"),
+        ({"random": "no"}, "random must be True or False"),
+        ({"metrics": {"val_acc": {"mode": "max", "percent": 100}}}, "percent must be True or False"),
+        ({"tables": {"t": {"value": "final", "paper": {"FedAv": 1}}}}, "no label of method 'FedAv'"),
+        ({"tables": {"t": {"value": "final", "paper": {"FedAvg": "1"}}}}, "the paper's number must be a finite number"),
+        ({"figures": {"f": {"marks": [{"at": {"method": "FedAvg"}}]}}}, r"marks\[1\] lacks y"),
+        ({"scales": {"small": {"departures": LESS}}}, "lacks full"),
+        ({"scales": {"full": {}, "small": {}}}, "say in `departures`"),
         ({"scales": {"full": {"methods": ["FedAvgg"]}}}, "Did you mean 'FedAvg'"),
         ({"scales": {"full": {"axes": {"K": [1]}}}}, "no axis 'K'"),
     ],
@@ -196,7 +210,7 @@ def test_a_scales_list_is_for_the_grid_and_leaves_what_labels_say_of_their_own(w
         "another name": {"tune": {"server lr": own}},
     }
     axes = {"rate": {"fixed": {"tune": {"lr": [0.5]}}, "free": {}}}
-    scales = {"full": {}, "small": {"changed": "x", "tune": {"lr": [0.3], "server lr": [4, 5]}}}
+    scales = {"full": {}, "small": {"departures": LESS, "tune": {"lr": [0.3], "server lr": [4, 5]}}}
     experiment = read_experiment(write(methods=methods, axes=axes, tune=TUNE, scales=scales))
 
     def tuned(scale: str) -> dict[str, list[Any]]:
@@ -221,7 +235,7 @@ def test_a_scale_says_what_a_label_tunes(write: Write) -> None:
     kept = {"SGD": sgd, "FedAvg": None, "FedProx": {"tune": {"mu": mu}}}
     axes = {"a": {"x": {}, "y": {}}}
     small = {
-        "changed": "x",
+        "departures": LESS,
         "methods": kept,
         "axes": {"a": {"y": {"tune": {"lr": [0.4]}}, "x": {}}},
         "tune": {"lr": [0.3], "beta": [6]},
@@ -264,14 +278,14 @@ def test_a_label_that_is_not_refused_is_read_as_itself_in_a_claim(label: str) ->
         axis = read_axis("axes.x", "x", {label: {}, "b": {}})
     except FederatedError:
         assume(False)
-    entry = {"says": "", "claim": f"{label} < b <= {label}", "quantity": "final", "compare": "x"}
+    entry = {"says": "", "source": "Table 1", "claim": f"{label} < b <= {label}", "quantity": "final", "compare": "x"}
     metrics = {"loss": Metric("loss", "min", "loss")}
-    (claim,) = read_claims("", [entry], {"x": tuple(axis.choices)}, metrics, ())
+    (claim,) = ClaimReader({"x": tuple(axis.choices)}, metrics, ()).read("", [entry])
     assert claim.terms == ((1.0, label), (1.0, "b"), (1.0, label))
 
 
 def test_a_scale_keeps_what_it_names(write: Write) -> None:
-    scales = {"full": {}, "small": {"changed": "less", "methods": ["FedAvg"], "seeds": 1, "tune": {"lr": [0.3]}}}
+    scales = {"full": {}, "small": {"departures": LESS, "methods": ["FedAvg"], "seeds": 1, "tune": {"lr": [0.3]}}}
     experiment = read_experiment(write(scales=scales, seeds=3, tune=TUNE))
     grid = Grid(experiment, "small")
     assert [str(p) for p in grid.points] == ["method FedAvg"]

@@ -1,5 +1,6 @@
 """Cells are run once, whatever happens in between; what diverges or fails leaves the others alone."""
 
+import gzip
 import json
 import multiprocessing
 import os
@@ -111,7 +112,7 @@ def test_cells_alike_are_one_cell(write: Write, tmp_path: Path) -> None:
     methods = {"FedAvg": {}, "the same": {}}
     results, ran = run(write(methods=methods), tmp_path / "out")
     assert len(ran) == 1
-    assert len(results.jobs) == 2
+    assert len(list(results.asked())) == 2
 
 
 @pytest.mark.thorough
@@ -210,7 +211,7 @@ def test_what_a_killed_cell_left_is_cleared_away_and_a_damaged_one_is_named(writ
     cells = tmp_path / "out" / "cells"
     (cells / ".half").mkdir()
     (cells / ".half" / "rounds.csv").write_text("round,")
-    key = next(iter(results.jobs.values())).key
+    key = results.records(results.grid.points[0])[0].folder.name
     (cells / key / "cell.json").write_text("{")
     with pytest.raises(FederatedError, match=f"{key} is damaged.*Delete it"):
         run(write(), tmp_path / "out")[0].records(results.grid.points[0])
@@ -270,11 +271,12 @@ def test_cells_recorded_without_cpu_time_count_with_their_wall_time(write: Write
         return means(results)[0]
 
     new, old = {"seconds": 100.4, "cpu_seconds": 7.2}, {"seconds": 130.4}
-    assert means_with([new, new]) == "2 cells, 14 seconds of CPU time in all; 1 seed."
+    assert means_with([new, new]) == "2 cells, 14 seconds of CPU time in all; nothing is random."
     assert (
-        means_with([new, old]) == "2 cells, 7 seconds of CPU time, and 130 seconds of wall time for 1 of them; 1 seed."
+        means_with([new, old])
+        == "2 cells, 7 seconds of CPU time, and 130 seconds of wall time for 1 of them; nothing is random."
     )
-    assert means_with([old, old]) == "2 cells, 261 seconds of wall time in all; 1 seed."
+    assert means_with([old, old]) == "2 cells, 261 seconds of wall time in all; nothing is random."
 
 
 def fork(patch: pytest.MonkeyPatch) -> None:
@@ -368,8 +370,20 @@ def test_inline_keeps_a_data_set_from_files_for_the_next_cell(tmp_path: Path) ->
 def test_the_command_writes_everything(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}}
     claims = [
-        {"says": "SCAFFOLD wins.", "claim": "SCAFFOLD < FedAvg", "quantity": "final", "at": {"G": 10}},
-        {"says": "FedAvg wins.", "claim": "FedAvg < SCAFFOLD", "quantity": "final", "at": {"G": 10}},
+        {
+            "says": "SCAFFOLD wins.",
+            "source": "Table 1",
+            "claim": "SCAFFOLD < FedAvg",
+            "quantity": "final",
+            "at": {"G": 10},
+        },
+        {
+            "says": "FedAvg wins.",
+            "source": "Table 1",
+            "claim": "FedAvg < SCAFFOLD",
+            "quantity": "final",
+            "at": {"G": 10},
+        },
     ]
     figures = {"curves": {"columns": "G", "log": ["y"]}, "by_G": {"x": "G", "y": "final"}}
     tables = {"final": {"columns": "G", "value": ["final", "rounds to 0.5"]}}
@@ -384,7 +398,7 @@ def test_the_command_writes_everything(write: Write, tmp_path: Path, capsys: pyt
         "holds.",
         "**does not hold**",
         "## Diverged",
-        "1 seed instead of 2",
+        "| seeds |  | 1, where the file has 2 | the command's --seeds |",
         "lightning-fed reproduce tiny.yaml --seeds 1",
     ):
         assert part in text, part
@@ -393,12 +407,41 @@ def test_the_command_writes_everything(write: Write, tmp_path: Path, capsys: pyt
         assert (out / name).read_bytes()[:4] == b"\x89PNG"
         assert 5_000 < (out / name).stat().st_size < 200_000
         assert f"({name})" in text
-    rows = (out / "tiny_rounds.csv").read_text().splitlines()
-    assert rows[0].startswith("G,method,lr,seed,chosen,status,round,")
-    assert sum(",finished,30," in row for row in rows) == 4
+    rows = gzip.decompress((out / "tiny_rounds.csv.gz").read_bytes()).decode().splitlines()
+    assert rows[0] == "cell,round,val_distance"
+    assert sum(row.split(",")[1] == "30" for row in rows) == 4
+    cells = (out / "tiny_cells.csv").read_text().splitlines()
+    assert cells[0].startswith("cell,name,settings,status,cause,")
+    assert sum(",finished," in row for row in cells) == sum(",diverged," in row for row in cells) == 4
     choices = (out / "tiny_choices.csv").read_text().splitlines()
     assert len(choices) == 1 + 8
     assert sum(row.endswith(",yes") for row in choices) == 4
+
+
+def test_a_page_is_made_again_from_what_is_published_and_nothing_runs(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim = {"says": "So it is.", "source": "Table 1", "claim": "SCAFFOLD < FedAvg", "quantity": "final"}
+    settings = {"figures": {"curves": {}}, "tables": {"final": {"value": "final"}}}
+    args = ["reproduce", str(write(claims=[claim], **settings)), "--jobs", "0", "--out"]
+    main([*args, str(tmp_path / "out")])
+    text = (tmp_path / "out" / "tiny.md").read_text()
+    again = [*args, str(tmp_path / "again"), "--published", str(tmp_path / "out")]
+    main(again)
+    assert (tmp_path / "again" / "tiny.md").read_text() == text
+    assert not (tmp_path / "again" / "cells").exists()
+    write(claims=[{**claim, "says": "It is otherwise."}], **settings)
+    main(again)
+    assert (tmp_path / "again" / "tiny.md").read_text() == text.replace("So it is.", "It is otherwise.")
+    write(claims=[claim], seeds=2, **settings)  # of which one was never run
+    main(again)
+    assert "- method FedAvg, seed 1: not run" in (tmp_path / "again" / "tiny.md").read_text()
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="Nothing of tiny is published in .*nowhere"):
+        main([*args, str(tmp_path / "again"), "--published", str(tmp_path / "nowhere")])
+    (tmp_path / "out" / "tiny_rounds.csv.gz").write_bytes(b"no gzip")
+    with pytest.raises(SystemExit, match="Nothing of tiny is published|is damaged"):
+        main(again)
 
 
 @pytest.mark.parametrize(
