@@ -1,7 +1,7 @@
 """What a run is between rounds: how it starts, what its checkpoints hold, and how it ends."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,17 @@ from lightning_fed._lightning import pl
 from lightning_fed.checks import check_hyper_parameters, check_module, check_trainer
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.batch_hooks import time_by_rounds
+from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.inspection import Inspection
 from lightning_fed.restoring import Schedules, notes_of, start_server
 from lightning_fed.rounds.client_states import ClientStatesPlace
+from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.cohort import CohortSampling, cohort_seed
 from lightning_fed.rounds.faults import FailureWarnings
 from lightning_fed.rounds.prepare import population_of, prepare_clients, prepare_module
 from lightning_fed.rounds.round import Rounds
+from lightning_fed.server.population import Population
 from lightning_fed.server.server import Server
 from lightning_fed.settings import Settings
 from lightning_fed.stopping import Stop
@@ -49,6 +52,8 @@ class RunState(Inspection, _FitLoop):
         self._schedules: Schedules | None = None  # of the previous fit
         self._plateau_round = 0
         self._work_notes: dict[str, str] = {}
+        self.clients_elsewhere: Callable[[PreparedModule, Population], ClientWork] | None = None  # than in this process
+        self.sites: dict[str, Any] = {}  # of clients elsewhere: which run they know, and the versions of their states
         self._failure_warnings = FailureWarnings()
         self._gave_up = False  # whether engine="auto" has left the vectorized engine for the sequential one
         self._stop = Stop.NO  # what any process was asked for in this round
@@ -82,6 +87,7 @@ class RunState(Inspection, _FitLoop):
         transport = self.settings.transport()
         noted = {"transport": transport, "work": self._work_notes, "gave_up": self._gave_up}
         noted["steps_taken"] = self.steps_taken
+        noted |= {"sites": self.sites} if self.sites else {}
         return {**self._state.state_dict(client_states), "metrics": metrics, **noted}
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
@@ -125,7 +131,10 @@ class RunState(Inspection, _FitLoop):
             settings, self.population, cohort_seed(trainer, settings, self.population, self._state.seed)
         )
         engine = "sequential" if settings.engine == "auto" and self._gave_up else settings.engine
-        self.clients = prepare_clients(prepared, self.population, engine)
+        if self.clients_elsewhere is None:
+            self.clients = prepare_clients(prepared, self.population, engine)
+        else:
+            self.clients = self.clients_elsewhere(prepared, self.population)
         self._rounds = Rounds(self._state, sampling, self.clients, self._ranks)
         self._plateau_round = self._state.round
         self.set_progress(self._state.round)
@@ -142,6 +151,7 @@ class RunState(Inspection, _FitLoop):
         if restored is not None:
             self._gave_up = bool(restored.get("gave_up"))
             self.steps_taken = int(restored["steps_taken"])
+            self._check_sites(restored.get("sites", {}))
         if previous is not None and self.prepared.module is not self._module:
             raise FederatedError(
                 f"This trainer has already run {previous.round} rounds on another model. Make a new FederatedTrainer,"
@@ -152,6 +162,19 @@ class RunState(Inspection, _FitLoop):
         server = start_server(self.prepared, self.kept_states, self._ranks, self._work_notes, restored, previous)
         self._module = self.prepared.module
         return server
+
+    def _check_sites(self, sites: Mapping[str, Any]) -> None:
+        """Refuse to go on without what clients keep on their sites.
+
+        Raises:
+            FederatedError: If there are such clients, and they are to work here.
+        """
+        kept = sites.get("versions") or {}
+        if kept and self.clients_elsewhere is None:
+            raise FederatedError(
+                f"The checkpoint {self.trainer.ckpt_path} is of a run with real clients, {len(kept)} of which keep"
+                " states on their sites: a simulation cannot go on without them. Go on with FederatedServer.load."
+            )
 
     def set_progress(self, round: int) -> None:
         """Set every counter from the round: the one source of truth."""

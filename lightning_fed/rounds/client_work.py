@@ -10,7 +10,7 @@ import torch
 
 from lightning_fed.callbacks.base import call_round_hook, hears
 from lightning_fed.core.errors import ClientError
-from lightning_fed.core.types import ClientId, State
+from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.core.watched import Watched
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.client_errors import NamesClient
@@ -22,7 +22,7 @@ from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.client_state import ClientStates
 from lightning_fed.settings import Settings
 
-__all__ = ["ClientWork"]
+__all__ = ["ClientWork", "gradients_together"]
 
 _TOGETHER = 2**16  # numbers in the gradients of clients that answer at once
 
@@ -154,7 +154,7 @@ class ClientWork:
 
     def _answer_gradients(self, task: Task, clients: Sequence[int]) -> Iterator[Reply]:
         """Yield replies of clients, of several in one where the model is small."""
-        asked, most = set(task.clients), max(1, _TOGETHER // len(task.x))
+        asked, most = set(task.clients), gradients_together(task.x)
         ready: list[tuple[int, State]] = []
         for plan, gradients in self._gradients.each(self._inputs_of(task), self._work_of(task, clients)):
             index = plan.participant.index
@@ -270,6 +270,15 @@ class ClientWork:
         server, cohort_grad = self._read
         read: dict[str, Any] = {"server_read": frozenset(server), "cohort_grad_read": frozenset(cohort_grad)}
         return Reply(task.round, task.phase, clients, **read, **parts)
+
+
+def gradients_together(x: Vector) -> int:
+    """Return how many clients' gradients are summed at once, which decides on the last bits of a sum.
+
+    Args:
+        x: The parameters [P].
+    """
+    return max(1, _TOGETHER // len(x))
 
 
 def _examples(plan: WorkPlan) -> int:

@@ -14,7 +14,7 @@ from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.population import Population
 from lightning_fed.settings import Settings, cut
 
-__all__ = ["LocalPlans"]
+__all__ = ["LocalPlans", "limited"]
 
 _TRIED = 10  # clients whose data cannot be made, before the first round
 
@@ -115,7 +115,7 @@ class RoundPlans:
                 rank_zero_warn(f"Client {client_id!r} is empty: it is left out of round {self.round}.")
             return None
         if length not in self._work:
-            num_batches = _limited(length, self._limit)
+            num_batches = limited(length, self._limit)
             steps = self.settings.steps(num_batches, self._accumulated)
             self._work[length] = steps, cut(steps, num_batches, self._accumulated)
         steps, epochs = self._work[length]
@@ -150,7 +150,7 @@ class RoundPlans:
                 raise
 
 
-def _limited(num_batches: int, limit: int | float) -> int:
+def limited(num_batches: int, limit: int | float) -> int:
     """Apply ``limit_train_batches`` to a client's epoch: a count, or a share of at least one batch."""
     if isinstance(limit, int):
         return min(num_batches, limit)

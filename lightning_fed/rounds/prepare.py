@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from lightning_fed._compat import TrainerFn, TrainerState, call, rank_zero_warn
 from lightning_fed._lightning import pl
 from lightning_fed.checks import (
@@ -14,7 +16,7 @@ from lightning_fed.checks import (
     check_trainer,
 )
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.types import ClientId
+from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.datamodule import FederatedDataModule, check_ids
 from lightning_fed.engines.autocast import check_lstm
 from lightning_fed.engines.batch_hooks import time_by_rounds
@@ -33,14 +35,20 @@ from lightning_fed.server.sampling import check_count
 __all__ = ["ClientsOutsideFit", "population_of", "prepare_clients", "prepare_module"]
 
 
-def population_of(trainer: pl.Trainer) -> Population:
+def population_of(trainer: pl.Trainer, among: Sequence[ClientId] | None = None) -> Population:
     """Return the clients of the trainer's data module.
+
+    Args:
+        trainer: The trainer.
+        among: The ids of all clients of the run, of which the data module has some; its own by default.
 
     Raises:
         FederatedError: If ids or sizes cannot be, or samplers draw more clients than there are.
     """
     data: FederatedDataModule = trainer.datamodule
     check_ids(data)
+    if among is not None:
+        return Population(among, data.client_size)
     population = Population(data.client_ids, data.client_size, data.known_sizes)
     if empty := population.empty:
         shown = ", ".join(repr(i) for i in empty[:5]) + (", ..." if len(empty) > 5 else "")
@@ -101,6 +109,7 @@ class ClientsOutsideFit:
         module: The module.
         datamodule: The data module: the ids of all clients, and the data of some.
         clients: Those whose data is here; all of them by default.
+        among: The ids of all clients, where the data module knows only those that are here.
 
     Raises:
         FederatedError: If settings, module or data cannot be federated, or if there are several processes.
@@ -119,6 +128,7 @@ class ClientsOutsideFit:
         module: pl.LightningModule,
         datamodule: pl.LightningDataModule,
         clients: Sequence[ClientId] | None = None,
+        among: Sequence[ClientId] | None = None,
     ) -> None:
         self.trainer: Any = trainer
         self._loop: Any = trainer.fit_loop
@@ -132,7 +142,7 @@ class ClientsOutsideFit:
         self._is_ready = False
         try:
             self._set_up(module, datamodule)
-            self.work = self._prepare(clients)
+            self.work = self._prepare(clients, among)
             self._is_ready = True
         except BaseException:
             self.close()
@@ -142,6 +152,7 @@ class ClientsOutsideFit:
         """Do what Lightning does before a fit loop runs."""
         trainer = self.trainer
         check_trainer(trainer)
+        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, pl.callbacks.ProgressBar)]  # of a fit
         trainer.strategy._lightning_module = module
         trainer.state.fn, trainer.training = TrainerFn.FITTING, True
         trainer._data_connector.attach_data(module, datamodule=datamodule)
@@ -157,16 +168,33 @@ class ClientsOutsideFit:
         trainer.strategy.setup(trainer)
         call._call_lightning_module_hook(trainer, "on_fit_start")
 
-    def _prepare(self, clients: Sequence[ClientId] | None) -> ClientWork:
+    def _prepare(self, clients: Sequence[ClientId] | None, among: Sequence[ClientId] | None) -> ClientWork:
         loop = self._loop
-        loop.population = population_of(self.trainer)
+        loop.population = population_of(self.trainer, among)
         loop.prepared = prepare_module(self.trainer)
         self.trainer._logger_connector.reset_results()
         loop.clients = prepare_clients(loop.prepared, loop.population, loop.settings.engine, clients)
         call._call_lightning_module_hook(self.trainer, "on_train_start")
         work: ClientWork = loop.clients
+        self._buffers: State = loop.prepared.buffers.read()
         self._here = {loop.population.index_of(client_id) for client_id in work.plans.clients}
         return work
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        device: torch.device = self._loop.prepared.flat.y.device
+        return device
+
+    @property
+    def buffers(self) -> State:
+        """The buffers that the module began with."""
+        return self._buffers
+
+    def index_of(self, client_id: ClientId) -> int:
+        """Return a client's stored index."""
+        index: int = self._loop.population.index_of(client_id)
+        return index
 
     def hello(self, clients: Sequence[ClientId], round: int = 0) -> list[Participant]:
         """Return those of some clients that can take part, with their sizes and the steps of their work.
@@ -219,6 +247,12 @@ class ClientsOutsideFit:
         self._loop.prepared.set_round(task.round, plateaus)
         self.work.begin(task.round, self.work.members(task, clients))
         self._round = task.round
+
+    def forget_round(self) -> None:
+        """Begin the round anew with the next task: a client has failed in the middle of it."""
+        self._round = None
+        self.work.end()
+        self.trainer._logger_connector.reset_results()
 
     def close(self) -> None:
         """Do what Lightning does after a fit: the module is then free for others."""

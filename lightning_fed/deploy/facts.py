@@ -1,0 +1,73 @@
+"""What server and sites must agree on before the first round, and what of it differs."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fed._lightning import pl
+from lightning_fed._version import __version__
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.settings import Settings
+
+__all__ = ["check_facts", "facts_of"]
+
+
+def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
+    """Return what a server and its sites must have in common, in words.
+
+    Args:
+        trainer: A :class:`lightning_fed.FederatedTrainer`.
+        module: The module, as its constructor made it.
+    """
+    loop: Any = trainer.fit_loop
+    settings: Settings = loop.settings
+    parameters = [f"{n} {list(p.shape)} {p.dtype}" for n, p in module.named_parameters() if p.requires_grad]
+    work = settings.work()
+    return {
+        "version of lightning_fed": __version__,
+        "method": type(settings.algorithm).__name__,
+        "method options": repr(sorted(settings.algorithm.options().items())),
+        "trained parameters": f"{len(parameters)} with the checksum {_checksum(parameters)}",
+        "buffers at the start": _checksum(f"{name} {_digest(value)}" for name, value in module.named_buffers()),
+        "seed": str(settings.seed),
+        "local_epochs": work["local_epochs"],
+        "local_steps": work["local_steps"],
+        "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
+        "limit_train_batches": str(trainer.limit_train_batches),
+        "gradient_clip_val": str(trainer.gradient_clip_val),
+        "precision": str(trainer.precision),
+        "treatment of buffers": settings.buffers,
+        "local_optimizer_state": "keep" if settings.keeps_solver else "reset",
+        "compression": repr(settings.compression),
+    }
+
+
+def check_facts(mine: Mapping[str, str], servers: Mapping[str, str], client: object) -> None:
+    """Refuse to work for a server that has agreed on something else.
+
+    Args:
+        mine: The site's.
+        servers: The server's.
+        client: The client's id.
+
+    Raises:
+        FederatedError: Naming what differs.
+    """
+    for name in sorted({*mine, *servers}):
+        if mine.get(name) != servers.get(name):
+            raise FederatedError(
+                f"The site of client {client!r} does not run what the server runs: its {name} is {mine.get(name)}, the"
+                f" server's is {servers.get(name)}. Start both with the same model and the same trainer arguments."
+            )
+
+
+def _checksum(texts: Iterable[str]) -> str:
+    return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
+
+
+def _digest(value: Tensor) -> str:
+    own = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{list(value.shape)} {value.dtype} {hashlib.blake2b(own.numpy().tobytes(), digest_size=8).hexdigest()}"

@@ -1,0 +1,213 @@
+"""Clients that answer from elsewhere, as the rounds of a fit see them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.rounds import ClientReport
+from lightning_fed.core.types import ClientId, State
+from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.deploy.handoff import Handoff
+from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
+from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.rounds.client_work import ClientWork, gradients_together
+from lightning_fed.rounds.local_plans import LocalPlans, limited
+from lightning_fed.rounds.messages import GRADIENTS, Reply, Task
+from lightning_fed.server.aggregation import Participant
+from lightning_fed.server.client_state import ClientStates
+from lightning_fed.server.population import Population
+
+__all__ = ["Announced", "Asked", "RemoteClients", "RemoteData"]
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What a site has said of a client's data.
+
+    Attributes:
+        size: Its number of examples.
+        batches: Its batches in a local epoch.
+        batch_size: The examples in a full one.
+    """
+
+    size: int
+    batches: int
+    batch_size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A phase that waits for replies.
+
+    Attributes:
+        task: What is asked.
+        attempt: How often this round was begun before.
+    """
+
+    task: Task
+    attempt: int
+
+
+class RemoteData(FederatedDataModule):
+    """The clients of a server that has none of their data.
+
+    Args:
+        announced: What is known of each client, by id.
+        val: The server's own validation set, if it has one.
+    """
+
+    def __init__(self, announced: Mapping[ClientId, Announced], val: Any = None) -> None:
+        sizes = {known.batch_size for known in announced.values() if known.batch_size}
+        super().__init__(batch_size=min(sizes, default=1))
+        self.client_ids = list(announced)
+        self.val = val
+        self._announced = announced
+
+    @property
+    def known_sizes(self) -> list[int]:
+        """Each client's number of examples, in the order of ``client_ids``."""
+        return [known.size for known in self._announced.values()]
+
+    def client_size(self, client_id: ClientId) -> int:
+        """Return a client's number of examples."""
+        return self._announced[client_id].size
+
+    def client_batches(self, client_id: ClientId) -> NoReturn:
+        """Refuse to hand out what is not here.
+
+        Raises:
+            FederatedError: Always.
+        """
+        raise FederatedError(
+            f"The data of client {client_id!r} are on its site. What looks at clients' data from the server, such as a"
+            " callback that measures gradients, works in a simulation only: leave it out of callbacks."
+        )
+
+
+class _NoEngine(Engine):
+    """Stands where a simulation has its engine."""
+
+    name = "elsewhere"
+
+    def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
+        """Yield nothing: nobody is trained here."""
+        yield from ()
+
+    def run(
+        self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
+    ) -> ChunkResult:
+        """Refuse to train.
+
+        Raises:
+            FederatedError: Always.
+        """
+        raise FederatedError("The clients of this run are trained on their sites.")
+
+
+class RemoteClients(ClientWork):
+    """Hand tasks to whoever drives the run, and yield the replies that it is given.
+
+    Args:
+        prepared: The module.
+        population: The clients.
+        announced: What sites have said of them.
+        handoff: Between the fit and its driver.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedModule,
+        population: Population,
+        announced: Mapping[ClientId, Announced],
+        handoff: Handoff,
+    ) -> None:
+        super().__init__(
+            _NoEngine(prepared), LocalPlans(prepared.trainer, prepared.settings, population), prepared.settings
+        )
+        self._announced, self._handoff, self._attempt = announced, handoff, -1
+        self._replied: dict[ClientId, tuple[ClientReport, int]] = {}  # with the examples that each went through
+
+    def hello(
+        self, drawn: Mapping[ClientId, int], round: int, failed: Callable[[ClientError], None] | None = None
+    ) -> list[Participant]:
+        """Return those of the clients drawn that have examples; see :meth:`ClientWork.hello`."""
+        trainer, members = self.trainer, []
+        self._attempt = -1
+        for client_id, count in drawn.items():
+            known = self._announced[client_id]
+            if known.size:
+                batches = limited(known.batches, trainer.limit_train_batches)
+                steps = self.settings.steps(batches, trainer.accumulate_grad_batches)
+                index = self.plans.population.index_of(client_id)
+                members.append(Participant(client_id, index, known.size, count, steps))
+        return members
+
+    def begin(self, round: int, members: Sequence[Participant]) -> None:
+        """Begin a round, or begin it again."""
+        self._attempt += 1
+        self._replied = {}
+
+    def end(self) -> None:
+        """Let go of the round."""
+
+    def chunks(self, task: Task, clients: Sequence[int]) -> list[Sequence[int]]:
+        """Return all clients: they are asked at once."""
+        return [clients] if clients else []
+
+    def answer(self, task: Task, clients: Sequence[int], states: ClientStates) -> Iterator[Reply]:
+        """Yield the replies that the driver hands in, until it closes the phase.
+
+        Gradients of small models are put together as a simulation puts them together: their sum has its bits.
+        """
+        most = gradients_together(task.x) if task.phase == GRADIENTS else 1
+        waiting: dict[int, Reply] = {}
+        while (reply := self._handoff.pause(Asked(task, self._attempt))) is not None:
+            if most > 1:
+                waiting[reply.clients[0]] = reply
+                continue
+            yield reply
+            for report, examples in zip(reply.reports, reply.examples, strict=True):
+                self._replied[report.client_id] = report, examples
+        group: list[Reply] = []
+        for index in clients:
+            reply = waiting.get(index)
+            if group and (reply is None or reply.failed or len(group) == most):
+                yield _joined(group)
+                group = []
+            if reply is not None and reply.failed:
+                yield reply
+            elif reply is not None:
+                group.append(reply)
+        if group:
+            yield _joined(group)
+
+    def end_training(self) -> None:
+        """Log what the clients have logged, as the engine of a simulation does while they work."""
+        results = self.trainer.fit_loop.epoch_loop._results
+        for client_id in sorted(self._replied, key=self.plans.population.index_of):
+            report, examples = self._replied[client_id]
+            for name, value in report.metrics.items():
+                flags = {"on_step": False, "on_epoch": True, "batch_size": examples}
+                results.log("training_step", name, torch.tensor(value), **flags)
+
+    def call_end_hooks(self, clients: Sequence[ClientId]) -> None:
+        """Call no hook: a client's model is not here."""
+
+
+def _joined(replies: Sequence[Reply]) -> Reply:
+    """Return the gradients of several clients as one reply."""
+    if len(replies) == 1:
+        return replies[0]
+    first = replies[0]
+    points = {point for reply in replies for point in reply.norms}
+    return replace(
+        first,
+        clients=[reply.clients[0] for reply in replies],
+        send={name: torch.cat([reply.send[name] for reply in replies]) for name in first.send},
+        norms={point: {i: n for reply in replies for i, n in reply.norms.get(point, {}).items()} for point in points},
+        server_read=frozenset().union(*(reply.server_read for reply in replies)),
+        cohort_grad_read=frozenset().union(*(reply.cohort_grad_read for reply in replies)),
+    )

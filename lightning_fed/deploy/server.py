@@ -1,0 +1,302 @@
+"""The server of a run whose clients are elsewhere: a state machine that any transport can drive."""
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_fed._lightning import pl
+from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.rounds import RoundReport
+from lightning_fed.core.types import ClientId, State
+from lightning_fed.data.partition import check_client_ids
+from lightning_fed.deploy.facts import facts_of
+from lightning_fed.deploy.handoff import Handoff
+from lightning_fed.deploy.message import FORMAT, HELLO, Message, check_message, reply_of, shared_part
+from lightning_fed.deploy.remote import Announced, Asked, RemoteClients, RemoteData
+from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.rounds.client_work import ClientWork
+from lightning_fed.rounds.messages import TRAIN
+from lightning_fed.server.population import Population
+
+__all__ = ["FederatedServer"]
+
+
+class FederatedServer:
+    """Run the server's half of a :class:`lightning_fed.FederatedTrainer`'s rounds; clients answer from elsewhere.
+
+    It is driven by whatever carries messages::
+
+        while tasks := server.tasks():
+            for reply in transport.exchange(tasks.values()):  # in any order
+                server.receive(reply)
+            report = server.close_phase()  # of the round, after its last phase
+
+    The rounds are those of ``trainer.fit``: callbacks, loggers, checkpoints and validation on the server's own data
+    work as in a simulation, and the parameters have its bits. Before the first round, all clients are to say hello.
+
+    Args:
+        trainer: The trainer, with the arguments of a simulation; of one process.
+        model: The module; it holds the server's parameters when all rounds are done.
+        client_ids: The clients' ids, in the order of their stored indices.
+        val: A validation set of the server's own, as the argument of
+            :class:`lightning_fed.FederatedDataModule`.
+
+    Raises:
+        FederatedError: If the trainer runs several processes or has run rounds before, or ids are no ids.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, model: pl.LightningModule, client_ids: Sequence[ClientId], val: Any = None
+    ) -> None:
+        self.trainer: Any = trainer
+        self.model = model
+        self.client_ids = list(check_client_ids(type(self).__name__, client_ids))
+        loop: Any = trainer.fit_loop
+        self._loop = loop
+        several, rounds = trainer.world_size > 1, loop.round
+        if several or rounds:
+            found = f"{trainer.world_size} processes" if several else f"{rounds} rounds done"
+            raise FederatedError(
+                f"A server takes a trainer of one process that has run no round, found {found}. Make a new"
+                " FederatedTrainer with devices=1."
+            )
+        self._facts, self._val = facts_of(trainer, model), val
+        self._index = {client_id: index for index, client_id in enumerate(self.client_ids)}
+        self._announced: dict[ClientId, Announced] = {}
+        self._checkpoint: str | None = None
+        self._run, self._versions = secrets.token_hex(8), dict[int, int]()
+        self._fit = Handoff(self._run_fit)
+        self._asked: Asked | None = None  # the phase at hand, after hello
+        self._shared: State = {}  # the tensors of its task
+        self._answered: set[ClientId] = set()
+        self._is_greeting = True
+        self._report: RoundReport | None = None
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a checkpoint, of a simulation or of such a server, before the first phase is closed.
+
+        Args:
+            path: The checkpoint.
+
+        Raises:
+            FederatedError: If the run has begun.
+        """
+        if not self._is_greeting or self._answered:
+            raise FederatedError("A checkpoint is loaded before the first message is received.")
+        noted = _sites_in(os.fspath(path))
+        self._checkpoint = os.fspath(path)
+        self._run, self._versions = noted.get("run", self._run), dict(noted.get("versions", {}))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the checkpoint of the last completed round, the one that a simulation writes.
+
+        Args:
+            path: Where it goes.
+
+        Raises:
+            FederatedError: Before the first round has begun.
+        """
+        if self._is_greeting:
+            raise FederatedError("There is nothing to save before the clients have said hello.")
+        self.trainer.save_checkpoint(os.fspath(path))
+
+    # ------------------------------------------------------------------ what is asked
+
+    @property
+    def phase(self) -> str | None:
+        """The phase at hand; None when all rounds are done."""
+        if self._is_greeting:
+            return HELLO
+        return None if self._asked is None else self._asked.task.phase
+
+    def tasks(self) -> dict[ClientId, Message]:
+        """Return what is asked of each client in the phase at hand; nothing when all rounds are done."""
+        if self._is_greeting:
+            return {client_id: self._greeting(client_id) for client_id in self.client_ids}
+        if self._asked is None:
+            return {}
+        return {self.client_ids[index]: self._message(self._asked, index) for index in self._asked.task.clients}
+
+    def _greeting(self, client_id: ClientId) -> Message:
+        header = {**self._header(client_id, HELLO, 0, 0), "facts": self._facts, "clients": self.client_ids}
+        return Message(header)
+
+    def _header(self, client_id: ClientId, phase: str, round: int, attempt: int) -> dict[str, Any]:
+        return {
+            "format": FORMAT, "run": self._run, "phase": phase, "round": round, "attempt": attempt, "client": client_id,
+        }  # fmt: skip
+
+    def _message(self, asked: Asked, index: int) -> Message:
+        task, client_id = asked.task, self.client_ids[index]
+        header = {
+            **self._header(client_id, task.phase, task.round, asked.attempt),
+            "steps": task.steps.get(index),
+            "mean_examples": None if task.mean_examples != task.mean_examples else task.mean_examples,
+            "plateaus": self._plateaus(),
+            "state": self._versions.get(index, 0),
+        }
+        kept: State = {}
+        if task.phase == TRAIN and index not in self._versions:
+            kept = self._loop.state.clients.get(index) or {}
+        held = {f"keep.{name}": value.detach().cpu().clone() for name, value in kept.items()}
+        return Message(header, {**self._shared, **held})
+
+    def _plateaus(self) -> list[dict[str, Any]]:
+        configs = self.trainer.lr_scheduler_configs
+        return [config.scheduler.state_dict() for config in configs if config.reduce_on_plateau]
+
+    # ------------------------------------------------------------------ what comes back
+
+    def receive(self, message: Message) -> None:
+        """Take in a reply of the phase at hand; replies may come in any order, and a second copy changes nothing.
+
+        Args:
+            message: The reply.
+
+        Raises:
+            FederatedError: If it is of another run, phase or client, comes too late, or holds what cannot be. The round
+                goes on without it, and the client may answer again.
+            ClientError: If the client has failed and is not to be dropped; the run ends.
+        """
+        check_message(message, "The server")
+        header, phase = message.header, self.phase
+        client_id = header.get("client")
+        who = f"The reply of client {client_id!r}"
+        if not isinstance(client_id, (int, str)) or client_id not in self._index:
+            raise FederatedError(f"{who} is of no client of this run.")
+        if header["run"] != self._run:
+            raise FederatedError(f"{who} is of run {header['run']}, and this is run {self._run}.")
+        task = None if self._asked is None else self._asked.task
+        at = (HELLO, 0, 0) if task is None or self._asked is None else (task.phase, task.round, self._asked.attempt)
+        if phase is None or (header["phase"], header["round"], header["attempt"]) != at:
+            now = "all rounds are done" if phase is None else f"{at[0]!r} of round {at[1]} (attempt {at[2]}) is at hand"
+            found = f"{header['phase']!r} of round {header['round']} (attempt {header['attempt']})"
+            raise FederatedError(f"{who} is to {found}, and {now}.")
+        if client_id in self._answered:
+            return
+        if task is None:
+            self._announced[client_id] = _announced(who, header)
+        else:
+            index = self._index[client_id]
+            if index not in task.clients:
+                raise FederatedError(f"{who}: it was not asked in this phase.")
+            self._go_on(reply_of(message, index, task))
+        self._answered.add(client_id)
+
+    def missing(self) -> list[ClientId]:
+        """Return the clients that are asked in the phase at hand and have not answered."""
+        if self._is_greeting:
+            return [client_id for client_id in self.client_ids if client_id not in self._answered]
+        asked = () if self._asked is None else self._asked.task.clients
+        return [self.client_ids[i] for i in asked if self.client_ids[i] not in self._answered]
+
+    def close_phase(self) -> RoundReport | None:
+        """Go on to the next phase.
+
+        Clients that have not answered leave the round with ``on_client_error="drop"``; such that have not said hello
+        take part in no round.
+
+        Returns:
+            The report of the round, after its last phase; else None.
+
+        Raises:
+            FederatedError: If clients have not answered and are not to be dropped; they may still do so.
+            ClientError: If too many are missing; the run ends.
+        """
+        if (missing := self.missing()) and not self._loop.settings.drops_failed:
+            shown = ", ".join(map(repr, missing[:5])) + (", ..." if len(missing) > 5 else "")
+            raise FederatedError(
+                f"{len(missing)} clients have not answered to {self.phase!r}: {shown}. Wait for them, or let the run go"
+                " on without them by on_client_error='drop'."
+            )
+        self._report = None
+        if self._is_greeting:
+            for client_id in missing:
+                self._announced[client_id] = Announced(0, 0, None)
+            self._is_greeting = False
+        self._answered = set()
+        self._go_on(None)
+        return self._report
+
+    def _go_on(self, reply: Any) -> None:
+        """Let the rounds go on with a reply, or, given None, without those that are missing."""
+        before, self._asked = self._asked, None  # which stays so if the run ends with an error
+        self._asked = self._fit.resume(reply)
+        if self._asked is None or before is None or self._asked.task is not before.task:
+            self._answered = set()
+            self._shared = {} if self._asked is None else shared_part(self._asked.task, self._loop.state.moved_buffers)
+
+    # ------------------------------------------------------------------ the rounds
+
+    def _run_fit(self) -> None:
+        trainer = self.trainer
+        announced = {client_id: self._announced[client_id] for client_id in self.client_ids}
+
+        def elsewhere(prepared: PreparedModule, population: Population) -> ClientWork:
+            return RemoteClients(prepared, population, announced, self._fit)
+
+        self._loop.clients_elsewhere = elsewhere
+        self._loop.sites = {"run": self._run, "versions": self._versions}
+        trainer.callbacks.insert(0, _Reports(self))
+        trainer.fit(self.model, RemoteData(announced, self._val), ckpt_path=self._checkpoint)
+
+    def end_round(self, report: RoundReport) -> None:
+        """Take note of a completed round."""
+        self._report = report
+        if self._loop.settings.clients_keep_state:
+            for client_id in report.clients:
+                self._versions[self._index[client_id]] = report.round + 1
+
+    def close(self) -> None:
+        """End the run where it is."""
+        self._fit.close()
+        self._asked = None
+
+    def __enter__(self) -> "FederatedServer":
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+
+class _Reports(FederatedCallback):
+    """Tell a server of completed rounds, before any checkpoint is written."""
+
+    def __init__(self, server: FederatedServer) -> None:
+        self._server = server
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
+        """Tell of one."""
+        self._server.end_round(round_report)
+
+
+def _sites_in(path: str) -> dict[str, Any]:
+    """Return what a checkpoint notes of sites.
+
+    Raises:
+        FederatedError: If it is no checkpoint of federated rounds.
+    """
+    try:
+        saved = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+        noted: dict[str, Any] = saved["loops"]["fit_loop"]["state_dict"].get("sites", {})
+    except Exception as error:
+        raise FederatedError(f"{path} is no checkpoint of federated rounds: {type(error).__name__}: {error}") from error
+    return noted
+
+
+def _announced(who: str, header: Mapping[str, Any]) -> Announced:
+    size, batches, batch_size = (header.get(name) for name in ("size", "batches", "batch_size"))
+    for name, value in (("size", size), ("batches", batches)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise FederatedError(f"{who} says that its {name} is {value!r}.")
+    assert isinstance(size, int)
+    assert isinstance(batches, int)
+    return Announced(size, batches, batch_size if isinstance(batch_size, int) else None)

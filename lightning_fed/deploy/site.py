@@ -1,0 +1,161 @@
+"""A site of a run: one client's data, or those of several, and what they keep."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_fed._lightning import pl
+from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.types import ClientId, State
+from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.data.partition import check_client_ids
+from lightning_fed.deploy.facts import check_facts, facts_of
+from lightning_fed.deploy.message import HELLO, Message, check_message, reply_to, task_in
+from lightning_fed.deploy.site_states import SiteStates
+from lightning_fed.rounds.messages import TRAIN
+from lightning_fed.rounds.prepare import ClientsOutsideFit
+from lightning_fed.server.client_store import MemoryClientStore
+from lightning_fed.settings import Settings
+
+__all__ = ["FederatedSite"]
+
+
+class FederatedSite:
+    """Answer a server's tasks with data that stay here.
+
+    A task may come twice, also after the process was killed: the same task has the same answer. What clients keep from
+    round to round is on this site's own disk; only the method's messages leave it.
+
+    Args:
+        trainer: A trainer with the arguments that the server's has; of one process.
+        model: The module, as the server's constructor makes it.
+        data: A data module with the clients of this site; it need not know of others.
+        client_id: The client, or a list of clients.
+        state_dir: A folder for what they keep, of this site alone.
+
+    Raises:
+        FederatedError: If the trainer, the folder or the ids cannot be used.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        model: pl.LightningModule,
+        data: FederatedDataModule,
+        client_id: ClientId | Sequence[ClientId],
+        state_dir: str | os.PathLike[str],
+    ) -> None:
+        one = isinstance(client_id, (int, str))
+        self.client_ids = list(check_client_ids(type(self).__name__, [client_id] if one else client_id))
+        self._trainer, self._model, self._data = trainer, model, data
+        self._facts = facts_of(trainer, model)
+        self._buffers = {name: value.detach().clone() for name, value in model.named_buffers()}
+        self._states = SiteStates(Path(state_dir))
+        self._clients: ClientsOutsideFit | None = None
+        self._agreed = self._states.agreed()
+
+    def answer(self, task: Message) -> Message:
+        """Return the reply to a task.
+
+        Args:
+            task: The task.
+
+        Raises:
+            FederatedError: If it is of another run, method, model or version, for another client, or if it rests on
+                what this site does not have.
+        """
+        check_message(task, "A site")
+        client_id = task.header.get("client")
+        if client_id not in self.client_ids:
+            here = ", ".join(map(repr, self.client_ids))
+            raise FederatedError(f"A task for client {client_id!r} has come to the site of {here}.")
+        if task.header["phase"] == HELLO:
+            return self._hello(task)
+        if self._agreed is None or self._agreed["run"] != task.header["run"]:
+            known = "none" if self._agreed is None else self._agreed["run"]
+            raise FederatedError(
+                f"A task of run {task.header['run']} has come to the site of client {client_id!r}, which has said hello"
+                f" to run {known}. Let the server say hello first."
+            )
+        return self._work(task, self._here(self._agreed))
+
+    def _hello(self, task: Message) -> Message:
+        header, client_id = task.header, task.client
+        check_facts(self._facts, header["facts"], client_id)
+        agreed = {"run": header["run"], "clients": list(header["clients"])}
+        for own in self.client_ids:
+            if own not in agreed["clients"]:
+                raise FederatedError(f"The server has no client {own!r}. Its client_ids must name all clients.")
+        if self._agreed != agreed:
+            self._states.agree(agreed)
+            self._agreed = agreed
+            self._leave()
+        batches = self._here(agreed).trainer.datamodule.client_batches(client_id)
+        facts = {
+            "size": batches.size,
+            "batches": batches.num_batches() if batches.size else 0,
+            "batch_size": self._data.batch_size,
+        }
+        kept = {name: header[name] for name in ("format", "run", "phase", "round", "attempt", "client")}
+        return Message({**kept, **facts})
+
+    def _here(self, agreed: dict[str, Any]) -> ClientsOutsideFit:
+        """Return what answers for the clients, made ready at the first task."""
+        if self._clients is None:
+            self._clients = ClientsOutsideFit(
+                self._trainer, self._model, self._data, self.client_ids, among=agreed["clients"]
+            )
+        return self._clients
+
+    def _work(self, message: Message, clients: ClientsOutsideFit) -> Message:
+        client_id, header = message.client, message.header
+        index = clients.index_of(client_id)
+        device = clients.device
+        task, sent = task_in(message, index, clients.buffers, device)
+        version, store = int(header["state"]), MemoryClientStore()
+        kept = sent or self._states.read(client_id, index, version)
+        if kept:
+            store.stage(index, {name: value.to(device) for name, value in kept.items()})
+            store.commit()
+        try:
+            replies = clients.answer(task, clients.states(task, store), header["plateaus"])
+            message_of = [reply_to(message, reply) for reply in replies]
+        except ClientError as error:
+            clients.forget_round()
+            return reply_to(message, None, error)
+        if len(message_of) != 1:
+            raise FederatedError(f"Client {client_id!r} has {len(message_of)} replies to one task.")
+        if task.phase == TRAIN and "failed" not in message_of[0].header:
+            store.commit()
+            self._keep(client_id, index, version, task.round + 1, store.get(index) or {})
+        return message_of[0]
+
+    def _keep(self, client_id: ClientId, index: int, before: int, version: int, state: State) -> None:
+        loop: Any = self._trainer.fit_loop
+        settings: Settings = loop.settings
+        if settings.clients_keep_state:
+            self._states.write(index, before, version, state)
+        elif state:
+            raise FederatedError(
+                f"{type(settings.algorithm).__name__}.finish keeps {sorted(state)} for client {client_id!r} without an"
+                " init_client that says what a new client has: the server would not ask for it. Override init_client."
+            )
+
+    def _leave(self) -> None:
+        if self._clients is not None:
+            self._clients.close()
+            self._clients = None
+
+    def close(self) -> None:
+        """Let go of the module and of the folder."""
+        self._leave()
+        self._states.close()
+
+    def __enter__(self) -> "FederatedSite":
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()

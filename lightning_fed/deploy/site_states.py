@@ -1,0 +1,130 @@
+"""What clients of a site keep, on the site's own disk: the last two versions of each, written at once or not at all."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId, State
+
+__all__ = ["SiteStates"]
+
+_AGREED = "agreed.json"
+
+
+class SiteStates:
+    """A folder with what a site has agreed on, and with its clients' states.
+
+    The version of a state is the number of the round after which it holds, counted from 1; 0 is that of a client that
+    has not taken part yet, which has none.
+
+    Args:
+        folder: The folder, which is made if it is not there.
+
+    Raises:
+        FederatedError: If it cannot be used, or another process uses it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(folder / ".lock", timeout=0)
+            self._lock.acquire()
+        except Timeout as error:
+            raise FederatedError(
+                f"Another process works with the site's folder {folder}. End it, or give another state_dir."
+            ) from error
+        except OSError as error:
+            raise FederatedError(f"The site's folder {folder} cannot be used: {error.strerror or error}.") from error
+        for left in folder.glob(".*.new"):  # of a process that was killed
+            left.unlink()
+
+    def close(self) -> None:
+        """Let another process use the folder."""
+        self._lock.release()
+
+    def agreed(self) -> dict[str, Any] | None:
+        """Return what was agreed on, None before the first hello.
+
+        Raises:
+            FederatedError: If it is damaged.
+        """
+        path = self.folder / _AGREED
+        if not path.is_file():
+            return None
+        try:
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise FederatedError(f"{path} is damaged: {error}. Delete the folder, and start the run anew.") from error
+        return found
+
+    def agree(self, found: dict[str, Any]) -> None:
+        """Keep what was agreed on."""
+        self._write(self.folder / _AGREED, json.dumps(found, indent=1).encode())
+
+    def read(self, client: ClientId, index: int, version: int) -> State | None:
+        """Return a client's state of a version; None for a new client.
+
+        Args:
+            client: The client.
+            index: Its stored index.
+            version: The version.
+
+        Raises:
+            FederatedError: If it is not here, or damaged.
+        """
+        if version == 0:
+            return None
+        path = self._path(index, version)
+        if not path.is_file():
+            held = ", ".join(map(str, self._versions(index))) or "none"
+            raise FederatedError(
+                f"Client {client!r} is asked to go on from what it kept after {version} rounds, and {self.folder} has"
+                f" versions {held}. Give the site the state_dir that it had, or start the run anew."
+            )
+        try:
+            state: State = load(path.read_bytes())
+        except SafetensorError as error:
+            raise FederatedError(f"{path} is damaged ({error}). Restore it, or start the run anew.") from error
+        return state
+
+    def write(self, index: int, before: int, version: int, state: State) -> None:
+        """Keep a client's new state and the one that it came from, and no other.
+
+        Args:
+            index: The client's stored index.
+            before: The version that it came from.
+            version: The new version.
+            state: The new state.
+        """
+        own = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+        self._write(self._path(index, version), save(own))
+        for held in self._versions(index):
+            if held not in (before, version):
+                self._path(index, held).unlink()
+
+    def _path(self, index: int, version: int) -> Path:
+        return self.folder / f"{index}.{version}.state"
+
+    def _versions(self, index: int) -> list[int]:
+        return sorted(int(path.name.split(".")[1]) for path in self.folder.glob(f"{index}.*.state"))
+
+    def _write(self, path: Path, content: bytes) -> None:
+        work = path.with_name(f".{path.name}.new")
+        with work.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(work, path)
+        if os.name == "posix":  # the new name, too, is there after a power cut
+            folder = os.open(self.folder, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)

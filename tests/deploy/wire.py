@@ -1,0 +1,139 @@
+"""A run over sites in one process: every message is made bytes on its way, and comes in any order."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed.algorithms import (
+    Adam,
+    Algorithm,
+    CMime,
+    FedAvg,
+    FedCM,
+    FedDane,
+    FedDyn,
+    FedProx,
+    Mime,
+    MimeLite,
+    MimeMVR,
+    Scaffold,
+    ServerOnly,
+    SGDm,
+)
+from lightning_fed.core.rounds import RoundReport
+from lightning_fed.deploy import FederatedServer, FederatedSite, Message
+from lightning_fed.server import FedAdam
+from tests.deploy.site_models import Net, model
+from tests.helpers.training import clients, trainer
+
+SIZES = (15, 8, 22, 6)
+METHODS: dict[str, Callable[[], Algorithm]] = {
+    "ServerOnly": ServerOnly,
+    "FedAvg": FedAvg,
+    "FedProx": partial(FedProx, mu=0.1),
+    "FedProx adaptive": partial(FedProx, mu=0.1, adaptive=True),
+    "FedDane": partial(FedDane, mu=0.1),
+    "FedDane own": partial(FedDane, mu=0.1, grad_cohort="own"),
+    "Scaffold i": partial(Scaffold, option="i"),
+    "Scaffold ii": Scaffold,
+    "Mime": Mime,
+    "MimeLite Adam": partial(MimeLite, base=Adam()),
+    "C-Mime": partial(CMime, base=SGDm(beta=0.9)),
+    "MimeMVR": partial(MimeMVR, a=0.1),
+    "FedCM": partial(FedCM, alpha=0.1),
+    "FedDyn": partial(FedDyn, alpha=0.1),
+}
+
+
+def make_trainer(method: str, **options: Any) -> FederatedTrainer:
+    algorithm = METHODS[method]()
+    wanted: dict[str, Any] = {
+        "algorithm": algorithm,
+        "engine": "sequential",
+        "max_rounds": 5,
+        "clients_per_round": 3,
+        "local_epochs": 2 if algorithm.local_work else None,
+        "limit_val_batches": 0,
+        **({"server_optimizer": partial(FedAdam, lr=0.03)} if method == "FedAvg" else {}),
+        **options,
+    }
+    return trainer(**wanted)
+
+
+def make_data(ids: Sequence[int] = range(len(SIZES))) -> FederatedDataModule:
+    return FederatedDataModule(clients={i: clients(SIZES)[i] for i in ids}, batch_size=4)
+
+
+class Wire:
+    """The sites of a run, and what carries messages.
+
+    Args:
+        folder: Where sites keep states.
+        make: Makes a trainer.
+        make_model: Makes the module.
+        seed: Of the order in which replies come.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        make: Callable[[], FederatedTrainer],
+        make_model: Callable[[], Net] = model,
+        seed: int = 0,
+    ) -> None:
+        self.folder, self.make, self.make_model, self.order = folder, make, make_model, random.Random(seed)
+        self.sites: dict[int, FederatedSite] = {}
+
+    def server(self, module: Net | None = None, **options: Any) -> FederatedServer:
+        return FederatedServer(self.make(), module or self.make_model(), range(len(SIZES)), **options)
+
+    def site(self, client: int) -> FederatedSite:
+        if client not in self.sites:
+            data, folder = make_data([client]), self.folder / str(client)
+            self.sites[client] = FederatedSite(self.make(), self.make_model(), data, client, folder)
+        return self.sites[client]
+
+    def answer(self, task: Message) -> Message:
+        arrived = Message.from_bytes(task.to_bytes())
+        return Message.from_bytes(self.site(int(task.client)).answer(arrived).to_bytes())
+
+    def exchange(self, tasks: Mapping[Any, Message]) -> Iterator[Message]:
+        asked = list(tasks.values())
+        self.order.shuffle(asked)
+        for task in asked:
+            yield self.answer(task)
+
+    def phase(self, server: FederatedServer) -> RoundReport | None:
+        for reply in self.exchange(server.tasks()):
+            server.receive(reply)
+        return server.close_phase()
+
+    def run(self, server: FederatedServer, rounds: int | None = None) -> list[RoundReport]:
+        reports: list[RoundReport] = []
+        while (rounds is None or len(reports) < rounds) and server.phase is not None:
+            if (report := self.phase(server)) is not None:
+                reports.append(report)
+        return reports
+
+    def kill(self, client: int | None = None) -> None:
+        """Let sites be gone, as after SIGKILL: nothing of them is left but their folders."""
+        for name in list(self.sites) if client is None else [client]:
+            if (site := self.sites.pop(name, None)) is not None:
+                site._states.close()  # the lock of a process that has ended is nobody's
+
+
+def simulated(
+    make: Callable[[], FederatedTrainer], make_model: Callable[[], Net] = model, **fit: Any
+) -> FederatedTrainer:
+    fitted = make()
+    fitted.fit(make_model(), make_data(), **fit)
+    return fitted
+
+
+def parameters(module: Any) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()
