@@ -1,7 +1,7 @@
 """What callbacks may ask of a run, without leaving a trace in it, and log of it."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches import ClientBatches
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.evaluation.client_evaluation import ClientEvaluation, validation_batches
+from lightning_fed.evaluation.client_evaluation import ClientEvaluation
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.round import Rounds
 from lightning_fed.rounds.server_round import ServerRound
@@ -43,6 +43,8 @@ class Inspection:
     prepared: PreparedModule | None = None  # while a fit is running, or clients work without one
     rounds_elsewhere = 0  # done in processes that a launcher started, and that have ended
     clients: ClientWork
+    ask_sites: Callable[[str, int, Sequence[ClientId]], dict[ClientId, dict[str, float]]] | None = None
+    """Where clients are on sites of their own, what measures them there: given what, local steps, and whom."""
     _rounds: Rounds | None = None
     _ranks = Ranks()  # that share the clients
     _shown: Vector | None = None  # the parameters [P] that hooks find in the module; none while clients are at work
@@ -160,15 +162,32 @@ class Inspection:
         Raises:
             FederatedError: If the client has no validation set, or ``validation_step`` logs nothing.
         """
-        train, index = self._client(client_id)
+        assert self.population is not None
+        index = self.population.index_of(client_id)
         check_one_of("evaluate_client", "on", on, ("val", "train"))
         steps = check_count("evaluate_client", "steps", steps, least=0)
-        examples = train if on == "train" else validation_batches(self.trainer.datamodule, client_id)
         state = self.state
         with self._leaving_the_module():
-            return ClientEvaluation(self._engine).run(
-                state.shown(), state.buffers, examples, train, steps, self.round, index
+            return ClientEvaluation(self._engine).of_client(
+                state.shown(), state.buffers, client_id, index, on, steps, self.round
             )
+
+    def evaluate_clients(
+        self, client_ids: Sequence[ClientId], on: str = "val", steps: int = 0
+    ) -> dict[ClientId, dict[str, float]]:
+        """Return :meth:`evaluate_client` of several clients, by client; those on sites of their own are asked at once.
+
+        Of clients on sites, such that do not answer and are not to be waited for are left out.
+        """
+        if self.ask_sites is not None:
+            return self.ask_sites(on, steps, client_ids)
+        return {client_id: self.evaluate_client(client_id, on, steps) for client_id in client_ids}
+
+    def training_losses(self, client_ids: Sequence[ClientId]) -> dict[ClientId, float]:
+        """Return :meth:`training_loss` of several clients, by client; see :meth:`evaluate_clients`."""
+        if self.ask_sites is not None:
+            return {client_id: found["loss"] for client_id, found in self.ask_sites("loss", 0, client_ids).items()}
+        return {client_id: self.training_loss(client_id) for client_id in client_ids}
 
     def _check_vectors(self, owner: str, **vectors: Any) -> None:
         size = self.state.x.numel()

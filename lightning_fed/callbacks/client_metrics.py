@@ -102,7 +102,9 @@ class ClientAccuracy(ClientMeasure):
         loop = trainer.fit_loop
         if not self.is_due(loop.round):
             return
-        self.table = {i: loop.evaluate_client(i, self.on, self.steps) for i in self.measured}
+        self.table = loop.evaluate_clients(self.measured, self.on, self.steps)
+        if not self.table:
+            return  # no site has answered
         for i, logged in self.table.items():
             if self.monitor not in logged:
                 raise FederatedError(

@@ -35,8 +35,8 @@ class TrainingLoss(WeightedMeasure):
         loop = trainer.fit_loop
         if not self.is_due(loop.round):
             return
-        weights = [self.weight(trainer, i) for i in self.measured]
-        losses = [loop.training_loss(i) for i in self.measured]
-        loop.log_round(
-            {"population/train_loss": sum(w * f for w, f in zip(weights, losses, strict=True)) / sum(weights)}
-        )
+        losses = loop.training_losses(self.measured)
+        weights = {i: self.weight(trainer, i) for i in losses}
+        if weights:  # else no site has answered
+            total = sum(weights[i] * losses[i] for i in losses)
+            loop.log_round({"population/train_loss": total / sum(weights.values())})

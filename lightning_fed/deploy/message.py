@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,12 +11,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.core.rounds import ClientReport
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
-from lightning_fed.rounds.messages import TRAIN, Reply, Task
+from lightning_fed.rounds.messages import Task
 
-__all__ = ["FORMAT", "HELLO", "Message", "check_message", "reply_of", "reply_to", "task_in"]
+__all__ = ["FORMAT", "HELLO", "MEASURE", "Message", "address", "check_message", "parts_of", "shared_part", "task_in"]
 
 FORMAT = 1
 """Of messages, one more with every change that an older version could not read."""
@@ -24,9 +23,11 @@ FORMAT = 1
 HELLO = "hello"
 """The phase before the first round, in which sites say how many examples they have."""
 
+MEASURE = "measure"
+"""Between rounds: what a callback on the server measures of clients."""
+
 _HEADER = "message"
 _PARTS = ("server", "cohort_grad", "buffers", "keep")
-_REPORT = ("size", "steps", "loss", "update_norm", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,11 @@ class Message:
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise FederatedError(f"These {len(content):,} bytes are no message: {error}.") from error
         return Message(header, tensors)
+
+
+def address(task: Message) -> dict[str, Any]:
+    """Return what a reply has of its task's header."""
+    return {name: task.header[name] for name in ("format", "run", "phase", "round", "attempt", "client")}
 
 
 def check_message(message: Message, who: str) -> None:
@@ -125,7 +131,7 @@ def task_in(message: Message, index: int, buffers: State, device: torch.device) 
     Raises:
         FederatedError: If it holds none.
     """
-    header, parts = message.header, _parts(message, device)
+    header, parts = message.header, parts_of(message, device)
     if "x" not in message.tensors:
         raise FederatedError(f"The task for client {message.client!r} has no parameters x.")
     steps = header.get("steps")
@@ -143,148 +149,11 @@ def task_in(message: Message, index: int, buffers: State, device: torch.device) 
     return task, parts["keep"]
 
 
-def _parts(message: Message, device: torch.device) -> dict[str, State]:
+def parts_of(message: Message, device: torch.device) -> dict[str, State]:
+    """Return the tensors of a message by what they are part of: "server", "send" and so on."""
     parts: dict[str, State] = {part: {} for part in (*_PARTS, "send")}
     for name, value in message.tensors.items():
         part, dot, own = name.partition(".")
         if dot and part in parts:
             parts[part][own] = value.to(device)
     return parts
-
-
-# ---------------------------------------------------------------------- replies
-
-
-def reply_to(task: Message, reply: Reply | None, error: ClientError | None = None) -> Message:
-    """Return a client's reply as a message, without what the server can work out.
-
-    Args:
-        task: The task.
-        reply: The reply, of this client alone; None if it failed.
-        error: Why it failed.
-    """
-    header = {name: task.header[name] for name in ("format", "run", "phase", "round", "attempt", "client")}
-    if error is None and reply is not None and reply.failed:
-        error = next(iter(reply.failed.values()))
-    if reply is None or error is not None:
-        return Message({**header, "failed": str(error)})
-    first, same = dict[tuple[int, torch.Size], str](), dict[str, str]()
-    tensors = {}
-    for name, value in reply.send.items():
-        if name in reply.implied:
-            continue
-        once = first.setdefault((value.data_ptr(), value.shape), name)
-        if once != name:  # one tensor under two names travels once
-            same[name] = once
-        elif name == "delta" and reply.models is not None:  # which is what is summed, and gives the change as well
-            tensors["model"] = _own(reply.models[0])
-        else:
-            tensors[f"send.{name}"] = _own(value[0])
-    for name, value in (reply.buffers[0] if reply.buffers else {}).items():
-        tensors[f"buffers.{name}"] = _own(value)
-    report = reply.reports[0] if reply.reports else None
-    facts = {
-        "norms": {point: next(iter(of.values())) for point, of in reply.norms.items() if of},
-        "report": None if report is None else {name: getattr(report, name) for name in _REPORT},
-        "metrics": {} if report is None else {name: float(value) for name, value in report.metrics.items()},
-        "examples": reply.examples[0] if reply.examples else 0,
-        "loss": reply.loss,
-        "loss_examples": reply.loss_examples,
-        "implied": list(reply.implied),
-        "same": same,
-        "message_bytes": reply.message_bytes,
-        "server_read": sorted(reply.server_read),
-        "cohort_grad_read": sorted(reply.cohort_grad_read),
-    }
-    return Message({**header, **facts}, tensors)
-
-
-def _own(value: Tensor) -> Tensor:
-    return value.detach().cpu().clone()
-
-
-def reply_of(message: Message, index: int, task: Task) -> Reply:
-    """Return the reply that a message holds.
-
-    Args:
-        message: The message.
-        index: The client's stored index.
-        task: What was asked.
-
-    Raises:
-        FederatedError: If it holds none, or something in it cannot be.
-    """
-    client, header, x = message.client, message.header, task.x
-    who = f"The reply of client {client!r} to {task.phase!r} of round {task.round}"
-    base = Reply(task.round, task.phase, (index,))
-    if header.get("failed") is not None:
-        return replace(base, failed={index: ClientError(f"Client {client!r} has failed: {header['failed']}", client)})
-    parts = _parts(message, x.device)
-    for name, value in message.tensors.items():
-        _check_tensor(who, name, value, x, task.buffers)
-    try:
-        norms = {str(point): {index: float(norm)} for point, norm in header["norms"].items()}
-        reply = replace(
-            base,
-            norms=norms,
-            loss=float(header["loss"]),
-            loss_examples=int(header["loss_examples"]),
-            implied=tuple(map(str, header["implied"])),
-            server_read=frozenset(map(str, header["server_read"])) & task.server.keys(),
-            cohort_grad_read=frozenset(map(str, header["cohort_grad_read"])) & task.cohort_grad.keys(),
-            message_bytes=None if header["message_bytes"] is None else int(header["message_bytes"]),
-        )
-        report, examples = _report(client, header) if task.phase == TRAIN else None, int(header["examples"])
-        same = {str(name): str(other) for name, other in header["same"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FederatedError(f"{who} is no reply: {type(error).__name__}: {error}.") from error
-    send = {name: value[None] for name, value in parts["send"].items()}
-    if report is None:
-        return replace(reply, send=send)
-    model = message.tensors.get("model")
-    models = None if model is None else model.to(x.device)[None]
-    if models is not None:
-        send["delta"] = models - x
-    changes = send["delta"] if models is not None else None
-    if changes is None and not report.steps:
-        changes = torch.zeros_like(x)[None]  # nobody moves without a step
-    for name, other in same.items():
-        if other not in send:
-            raise FederatedError(f"{who} says that {name!r} is the same as {other!r}, which it has not.")
-        send[name] = send[other]
-    return replace(
-        reply,
-        send=send,
-        reports=(report,),
-        models=models,
-        changes=changes,
-        buffers=(parts["buffers"],) if parts["buffers"] else (),
-        examples=(examples,),
-    )
-
-
-def _report(client: ClientId, header: Mapping[str, Any]) -> ClientReport:
-    found, metrics = header["report"], {str(name): float(value) for name, value in header["metrics"].items()}
-    numbers = {name: float(found[name]) for name in ("loss", "update_norm", "seconds")}
-    return ClientReport(client, int(found["size"]), int(found["steps"]), metrics=metrics, **numbers)
-
-
-def _check_tensor(who: str, name: str, value: Tensor, x: Tensor, buffers: State) -> None:
-    """Refuse a tensor that cannot be a message of the method, or a buffer of the module.
-
-    Raises:
-        FederatedError: Naming it.
-    """
-    part, _, own = name.partition(".")
-    if part == "buffers":
-        like = buffers.get(own)
-        if like is None or value.shape != like.shape or value.dtype != like.dtype:
-            raise FederatedError(f"{who} has a buffer {own!r} that the module does not have in this shape and type.")
-    elif part not in ("send", "model"):
-        raise FederatedError(f"{who} has a tensor {name!r}, which no reply has.")
-    elif value.shape not in (x.shape, torch.Size(())) or (part == "model" and value.shape != x.shape):
-        raise FederatedError(f"{who} has {name!r} of shape {list(value.shape)}, where {list(x.shape)} is expected.")
-    elif value.is_floating_point() and value.dtype != x.dtype and value.shape == x.shape:
-        raise FederatedError(f"{who} has {name!r} of {value.dtype}, where {x.dtype} is expected.")
-    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-        raise FederatedError(f"{who} has {name!r} with numbers that are not finite. Look at its data and rates.")

@@ -11,6 +11,7 @@ from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.deploy.handoff import Handoff
+from lightning_fed.deploy.message import MEASURE
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.rounds.client_work import ClientWork, gradients_together
@@ -19,6 +20,7 @@ from lightning_fed.rounds.messages import GRADIENTS, Reply, Task
 from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.client_state import ClientStates
 from lightning_fed.server.population import Population
+from lightning_fed.server.server import Server
 
 __all__ = ["Announced", "Asked", "RemoteClients", "RemoteData"]
 
@@ -31,11 +33,13 @@ class Announced:
         size: Its number of examples.
         batches: Its batches in a local epoch.
         batch_size: The examples in a full one.
+        val_size: Its validation examples.
     """
 
     size: int
     batches: int
     batch_size: int | None
+    val_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +48,15 @@ class Asked:
 
     Attributes:
         task: What is asked.
-        attempt: How often this round was begun before.
+        attempt: How often this round was begun before; of measurements, how many there were before in the round.
+        what: What is measured, if anything is: "loss", "val" or "train".
+        steps: The local steps before it is.
     """
 
     task: Task
     attempt: int
+    what: str = ""
+    steps: int = 0
 
 
 class RemoteData(FederatedDataModule):
@@ -74,6 +82,11 @@ class RemoteData(FederatedDataModule):
     def client_size(self, client_id: ClientId) -> int:
         """Return a client's number of examples."""
         return self._announced[client_id].size
+
+    def client_val_dataset(self, client_id: ClientId) -> Any:
+        """Return what has the length of a client's validation set, None if it has none."""
+        size = self._announced[client_id].val_size
+        return range(size) if size else None
 
     def client_batches(self, client_id: ClientId) -> NoReturn:
         """Refuse to hand out what is not here.
@@ -128,6 +141,7 @@ class RemoteClients(ClientWork):
             _NoEngine(prepared), LocalPlans(prepared.trainer, prepared.settings, population), prepared.settings
         )
         self._announced, self._handoff, self._attempt = announced, handoff, -1
+        self._measured_in, self._measured = -1, 0  # the round, and the measurements in it
         self._replied: dict[ClientId, tuple[ClientReport, int]] = {}  # with the examples that each went through
 
     def hello(
@@ -183,6 +197,26 @@ class RemoteClients(ClientWork):
                 group.append(reply)
         if group:
             yield _joined(group)
+
+    def measure(self, what: str, steps: int, client_ids: Sequence[ClientId]) -> dict[ClientId, dict[str, float]]:
+        """Return what sites measure of clients at the server model; those that do not answer are left out.
+
+        Args:
+            what: "loss" for the mean training loss, or "val" or "train" for what ``validation_step`` logs there.
+            steps: Local steps before that.
+            client_ids: The clients.
+        """
+        loop: Any = self.trainer.fit_loop
+        server: Server = loop.state
+        if self._measured_in != server.round:
+            self._measured_in, self._measured = server.round, 0
+        self._measured += 1
+        indices = tuple(map(self.plans.population.index_of, client_ids))
+        task = Task(server.round, MEASURE, indices, {}, server.shown(), {}, buffers=server.buffers)
+        found: dict[ClientId, dict[str, float]] = {}
+        while (reply := self._handoff.pause(Asked(task, self._measured - 1, what, steps))) is not None:
+            found |= {report.client_id: dict(report.metrics) for report in reply.reports}
+        return {client_id: found[client_id] for client_id in client_ids if client_id in found}
 
     def end_training(self) -> None:
         """Log what the clients have logged, as the engine of a simulation does while they work."""

@@ -15,8 +15,9 @@ from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.partition import check_client_ids
 from lightning_fed.deploy.facts import facts_of
 from lightning_fed.deploy.handoff import Handoff
-from lightning_fed.deploy.message import FORMAT, HELLO, Message, check_message, reply_of, shared_part
+from lightning_fed.deploy.message import FORMAT, HELLO, MEASURE, Message, check_message, shared_part
 from lightning_fed.deploy.remote import Announced, Asked, RemoteClients, RemoteData
+from lightning_fed.deploy.replies import reply_of
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.messages import TRAIN
@@ -76,8 +77,6 @@ class FederatedServer:
         self._is_greeting = True
         self._report: RoundReport | None = None
 
-    # ------------------------------------------------------------------ checkpoints
-
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint, of a simulation or of such a server, before the first phase is closed.
 
@@ -105,8 +104,6 @@ class FederatedServer:
         if self._is_greeting:
             raise FederatedError("There is nothing to save before the clients have said hello.")
         self.trainer.save_checkpoint(os.fspath(path))
-
-    # ------------------------------------------------------------------ what is asked
 
     @property
     def phase(self) -> str | None:
@@ -140,6 +137,7 @@ class FederatedServer:
             "mean_examples": None if task.mean_examples != task.mean_examples else task.mean_examples,
             "plateaus": self._plateaus(),
             "state": self._versions.get(index, 0),
+            **({"what": asked.what, "local_steps": asked.steps} if asked.what else {}),
         }
         kept: State = {}
         if task.phase == TRAIN and index not in self._versions:
@@ -150,8 +148,6 @@ class FederatedServer:
     def _plateaus(self) -> list[dict[str, Any]]:
         configs = self.trainer.lr_scheduler_configs
         return [config.scheduler.state_dict() for config in configs if config.reduce_on_plateau]
-
-    # ------------------------------------------------------------------ what comes back
 
     def receive(self, message: Message) -> None:
         """Take in a reply of the phase at hand; replies may come in any order, and a second copy changes nothing.
@@ -215,14 +211,15 @@ class FederatedServer:
                 f"{len(missing)} clients have not answered to {self.phase!r}: {shown}. Wait for them, or let the run go"
                 " on without them by on_client_error='drop'."
             )
-        self._report = None
         if self._is_greeting:
             for client_id in missing:
                 self._announced[client_id] = Announced(0, 0, None)
             self._is_greeting = False
-        self._answered = set()
         self._go_on(None)
-        return self._report
+        if self.phase == MEASURE:
+            return None  # by callbacks at the end of the round, which is not quite over
+        report, self._report = self._report, None
+        return report
 
     def _go_on(self, reply: Any) -> None:
         """Let the rounds go on with a reply, or, given None, without those that are missing."""
@@ -232,14 +229,14 @@ class FederatedServer:
             self._answered = set()
             self._shared = {} if self._asked is None else shared_part(self._asked.task, self._loop.state.moved_buffers)
 
-    # ------------------------------------------------------------------ the rounds
-
     def _run_fit(self) -> None:
         trainer = self.trainer
         announced = {client_id: self._announced[client_id] for client_id in self.client_ids}
 
         def elsewhere(prepared: PreparedModule, population: Population) -> ClientWork:
-            return RemoteClients(prepared, population, announced, self._fit)
+            clients = RemoteClients(prepared, population, announced, self._fit)
+            self._loop.ask_sites = clients.measure
+            return clients
 
         self._loop.clients_elsewhere = elsewhere
         self._loop.sites = {"run": self._run, "versions": self._versions}
@@ -293,10 +290,11 @@ def _sites_in(path: str) -> dict[str, Any]:
 
 
 def _announced(who: str, header: Mapping[str, Any]) -> Announced:
-    size, batches, batch_size = (header.get(name) for name in ("size", "batches", "batch_size"))
-    for name, value in (("size", size), ("batches", batches)):
+    counts = {}
+    for name in ("size", "batches", "val_size"):
+        value = header.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise FederatedError(f"{who} says that its {name} is {value!r}.")
-    assert isinstance(size, int)
-    assert isinstance(batches, int)
-    return Announced(size, batches, batch_size if isinstance(batch_size, int) else None)
+        counts[name] = value
+    batch_size = header.get("batch_size")
+    return Announced(**counts, batch_size=batch_size if isinstance(batch_size, int) else None)

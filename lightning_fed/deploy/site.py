@@ -9,12 +9,14 @@ from lightning_fed._lightning import pl
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.data.examples import size_of
 from lightning_fed.data.partition import check_client_ids
 from lightning_fed.deploy.facts import check_facts, facts_of
-from lightning_fed.deploy.message import HELLO, Message, check_message, reply_to, task_in
+from lightning_fed.deploy.message import HELLO, MEASURE, Message, address, check_message, task_in
+from lightning_fed.deploy.replies import reply_to
 from lightning_fed.deploy.site_states import SiteStates
 from lightning_fed.rounds.messages import TRAIN
-from lightning_fed.rounds.prepare import ClientsOutsideFit
+from lightning_fed.rounds.outside_fit import ClientsOutsideFit
 from lightning_fed.server.client_store import MemoryClientStore
 from lightning_fed.settings import Settings
 
@@ -92,13 +94,14 @@ class FederatedSite:
             self._agreed = agreed
             self._leave()
         batches = self._here(agreed).trainer.datamodule.client_batches(client_id)
+        val = self._data.client_val_dataset(client_id)
         facts = {
             "size": batches.size,
             "batches": batches.num_batches() if batches.size else 0,
             "batch_size": self._data.batch_size,
+            "val_size": 0 if val is None else size_of(val),
         }
-        kept = {name: header[name] for name in ("format", "run", "phase", "round", "attempt", "client")}
-        return Message({**kept, **facts})
+        return Message({**address(task), **facts})
 
     def _here(self, agreed: dict[str, Any]) -> ClientsOutsideFit:
         """Return what answers for the clients, made ready at the first task."""
@@ -113,6 +116,10 @@ class FederatedSite:
         index = clients.index_of(client_id)
         device = clients.device
         task, sent = task_in(message, index, clients.buffers, device)
+        if task.phase == MEASURE:
+            what, steps, plateaus = header["what"], header["local_steps"], header["plateaus"]
+            found = clients.measure(client_id, what, steps, task.x, task.buffers, task.round, plateaus)
+            return Message({**address(message), "measured": found})
         version, store = int(header["state"]), MemoryClientStore()
         kept = sent or self._states.read(client_id, index, version)
         if kept:

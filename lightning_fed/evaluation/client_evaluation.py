@@ -60,6 +60,28 @@ class ClientEvaluation:
         self.trainer = engine.trainer
         self.seed = derive_seed(engine.seed, Purpose.MEASUREMENT)
 
+    def of_client(
+        self, x: Vector, buffers: State, client_id: ClientId, index: int, on: str, steps: int, round: int
+    ) -> dict[str, float]:
+        """Return what ``validation_step`` logs on a client's examples.
+
+        Args:
+            x: The parameters [P].
+            buffers: The buffers to start from.
+            client_id: The client.
+            index: Its stored index.
+            on: "val" for its validation set, "train" for its training set.
+            steps: The local steps of fine-tuning; 0 evaluates ``x`` itself.
+            round: The completed rounds.
+
+        Raises:
+            FederatedError: If it has no validation set, or ``validation_step`` logs nothing.
+        """
+        data = self.trainer.datamodule
+        train = data.client_batches(client_id)
+        examples = train if on == "train" else validation_batches(data, client_id)
+        return self.run(x, buffers, examples, train, steps, round, index)
+
     def run(
         self,
         x: Vector,

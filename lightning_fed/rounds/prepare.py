@@ -1,38 +1,27 @@
 """What is made ready before clients can work: the module, the population, the engine; in a fit, and without one."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-
-from lightning_fed._compat import TrainerFn, TrainerState, call, rank_zero_warn
+from lightning_fed._compat import rank_zero_warn
 from lightning_fed._lightning import pl
 from lightning_fed.checks import (
     check_algorithm_fits,
     check_buffers,
-    check_module,
     check_optimizers,
     check_schedulers,
-    check_trainer,
 )
-from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.types import ClientId, State
+from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule, check_ids
 from lightning_fed.engines.autocast import check_lstm
-from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.engines.choice import make_engine
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.method_checks import check_method
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.local_plans import LocalPlans
-from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
-from lightning_fed.server.aggregation import Participant
-from lightning_fed.server.client_state import ClientStates, ExpectedState
-from lightning_fed.server.client_store import ClientStore
 from lightning_fed.server.population import Population
 from lightning_fed.server.sampling import check_count
 
-__all__ = ["ClientsOutsideFit", "population_of", "prepare_clients", "prepare_module"]
+__all__ = ["population_of", "prepare_clients", "prepare_module"]
 
 
 def population_of(trainer: pl.Trainer, among: Sequence[ClientId] | None = None) -> Population:
@@ -96,182 +85,3 @@ def prepare_clients(
     plans = LocalPlans(prepared.trainer, settings, population, clients)
     check_lstm(prepared.trainer, prepared.flat, plans.some())
     return ClientWork(make_engine(engine, settings.chunk_size, prepared, plans.some), plans, settings)
-
-
-class ClientsOutsideFit:
-    """Answer tasks for clients, with module, data, strategy and precision set up as for a fit, and none running.
-
-    Rounds may come in any order, and as often as one likes. The hooks that begin and end a fit are called of the module
-    and the data module; of callbacks, those of clients and batches are.
-
-    Args:
-        trainer: A :class:`lightning_fed.FederatedTrainer` with the settings of the run, which runs no fit besides.
-        module: The module.
-        datamodule: The data module: the ids of all clients, and the data of some.
-        clients: Those whose data is here; all of them by default.
-        among: The ids of all clients, where the data module knows only those that are here.
-
-    Raises:
-        FederatedError: If settings, module or data cannot be federated, or if there are several processes.
-
-    Example::
-
-        with ClientsOutsideFit(trainer, module, datamodule, ["site 3"]) as site:
-            (member,) = site.hello(["site 3"])
-            for reply in site.answer(task, site.states(task, store)):
-                ...  # valid until the next one
-    """
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        datamodule: pl.LightningDataModule,
-        clients: Sequence[ClientId] | None = None,
-        among: Sequence[ClientId] | None = None,
-    ) -> None:
-        self.trainer: Any = trainer
-        self._loop: Any = trainer.fit_loop
-        if self._loop.round or trainer.world_size > 1:
-            found = f"{trainer.world_size} processes" if trainer.world_size > 1 else f"{self._loop.round} rounds done"
-            raise FederatedError(
-                f"Clients work outside a fit with a trainer of one process that has run none, found {found}. Make a new"
-                " FederatedTrainer with devices=1."
-            )
-        self._round: int | None = None  # that has begun
-        self._is_ready = False
-        try:
-            self._set_up(module, datamodule)
-            self.work = self._prepare(clients, among)
-            self._is_ready = True
-        except BaseException:
-            self.close()
-            raise
-
-    def _set_up(self, module: pl.LightningModule, datamodule: pl.LightningDataModule) -> None:
-        """Do what Lightning does before a fit loop runs."""
-        trainer = self.trainer
-        check_trainer(trainer)
-        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, pl.callbacks.ProgressBar)]  # of a fit
-        trainer.strategy._lightning_module = module
-        trainer.state.fn, trainer.training = TrainerFn.FITTING, True
-        trainer._data_connector.attach_data(module, datamodule=datamodule)
-        check_module(trainer)
-        time_by_rounds(trainer)
-        trainer.strategy.connect(module)
-        trainer._callback_connector._attach_model_callbacks()
-        trainer._callback_connector._attach_model_logging_functions()
-        trainer.strategy.setup_environment()
-        trainer._data_connector.prepare_data()
-        call._call_setup_hook(trainer)
-        call._call_configure_model(trainer)
-        trainer.strategy.setup(trainer)
-        call._call_lightning_module_hook(trainer, "on_fit_start")
-
-    def _prepare(self, clients: Sequence[ClientId] | None, among: Sequence[ClientId] | None) -> ClientWork:
-        loop = self._loop
-        loop.population = population_of(self.trainer, among)
-        loop.prepared = prepare_module(self.trainer)
-        self.trainer._logger_connector.reset_results()
-        loop.clients = prepare_clients(loop.prepared, loop.population, loop.settings.engine, clients)
-        call._call_lightning_module_hook(self.trainer, "on_train_start")
-        work: ClientWork = loop.clients
-        self._buffers: State = loop.prepared.buffers.read()
-        self._here = {loop.population.index_of(client_id) for client_id in work.plans.clients}
-        return work
-
-    @property
-    def device(self) -> torch.device:
-        """Where the module is."""
-        device: torch.device = self._loop.prepared.flat.y.device
-        return device
-
-    @property
-    def buffers(self) -> State:
-        """The buffers that the module began with."""
-        return self._buffers
-
-    def index_of(self, client_id: ClientId) -> int:
-        """Return a client's stored index."""
-        index: int = self._loop.population.index_of(client_id)
-        return index
-
-    def hello(self, clients: Sequence[ClientId], round: int = 0) -> list[Participant]:
-        """Return those of some clients that can take part, with their sizes and the steps of their work.
-
-        Raises:
-            ClientError: If the data of one cannot be made.
-        """
-        return self.work.hello(dict.fromkeys(clients, 1), round)
-
-    def states(self, task: Task, store: ClientStore) -> ClientStates:
-        """Return what the clients of a task keep.
-
-        Args:
-            task: The task.
-            store: Where it is kept; committed by whoever has sent the replies.
-        """
-        algorithm, prepared = self.work.algorithm, self._loop.prepared
-        own = {name: value.to("meta") for name, value in algorithm.init_client(task.x).items()}
-        ids, num_parameters = self._loop.population.ids, len(prepared.flat.params)
-        expected = ExpectedState(type(algorithm).__name__, own, prepared.buffers.server, num_parameters, ids)
-        return ClientStates(algorithm, task.x, store, expected)
-
-    def answer(self, task: Task, states: ClientStates, plateaus: Sequence[Mapping[str, Any]] = ()) -> Iterator[Reply]:
-        """Yield the replies of the clients that a task names and that are here.
-
-        Args:
-            task: What is asked.
-            states: What these clients keep; what they keep from now on is put there.
-            plateaus: The states of schedules that follow a metric; see
-                :meth:`lightning_fed.engines.prepared.PreparedModule.set_round`.
-
-        Raises:
-            ClientError: If a client fails and is not to be dropped.
-            FederatedError: If learning rates of the round are not known.
-        """
-        clients = [index for index in task.clients if index in self._here]
-        self._begin(task, clients, plateaus)
-        for chunk in self.work.chunks(task, clients):
-            for reply in self.work.answer(task, chunk, states):
-                yield reply
-                self.work.call_end_hooks([report.client_id for report in reply.reports])
-        if task.phase == TRAIN:
-            self.work.end_training()
-            self._round = None
-        self.trainer._logger_connector.reset_results()
-
-    def _begin(self, task: Task, clients: Sequence[int], plateaus: Sequence[Mapping[str, Any]]) -> None:
-        if task.phase == LOSS or task.round == self._round:
-            return  # a client's local work goes on from the gradients that it has taken in this round
-        self._loop.prepared.set_round(task.round, plateaus)
-        self.work.begin(task.round, self.work.members(task, clients))
-        self._round = task.round
-
-    def forget_round(self) -> None:
-        """Begin the round anew with the next task: a client has failed in the middle of it."""
-        self._round = None
-        self.work.end()
-        self.trainer._logger_connector.reset_results()
-
-    def close(self) -> None:
-        """Do what Lightning does after a fit: the module is then free for others."""
-        trainer = self.trainer
-        if trainer.state.fn is None:
-            return
-        if self._is_ready:
-            call._call_lightning_module_hook(trainer, "on_train_end")
-        trainer._teardown()
-        if self._is_ready:
-            call._call_lightning_module_hook(trainer, "on_fit_end")
-            call._call_teardown_hook(trainer)
-        trainer.state = TrainerState()
-        self._is_ready = False
-
-    def __enter__(self) -> "ClientsOutsideFit":
-        """Return itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()

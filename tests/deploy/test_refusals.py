@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_fed.callbacks import GradientDissimilarity
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.deploy import FederatedServer, FederatedSite, Message
 from tests.deploy.site_models import Net, model
@@ -214,9 +215,7 @@ def test_two_processes_do_not_share_a_sites_folder(tmp_path: Path) -> None:
 
 
 def test_a_callback_that_looks_at_clients_data_is_refused_on_the_server(tmp_path: Path) -> None:
-    from lightning_fed.callbacks import TrainingLoss
-
-    wire = Wire(tmp_path, partial(make_trainer, "FedAvg", callbacks=[TrainingLoss()]))
+    wire = Wire(tmp_path, partial(make_trainer, "FedAvg", callbacks=[GradientDissimilarity()]))
     with wire.server() as server, pytest.raises(FederatedError, match="are on its site"):
         wire.run(server)
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_fed import FederatedTrainer
+from lightning_fed.callbacks import ClientAccuracy, PersonalizedAccuracy, TrainingLoss
 from lightning_fed.server import (
     QSGD,
     BernoulliSampler,
@@ -18,7 +19,7 @@ from lightning_fed.server import (
     TopK,
 )
 from tests.deploy.site_models import Net, model
-from tests.deploy.wire import METHODS, Wire, make_trainer, parameters, simulated
+from tests.deploy.wire import METHODS, Wire, make_data, make_trainer, parameters, simulated
 
 
 def logged_by(trainer: FederatedTrainer) -> dict[str, float]:
@@ -95,3 +96,56 @@ def test_the_server_clips_and_adds_the_noise(tmp_path: Path) -> None:
         assert len(wire.run(server)) == 5
     assert server.trainer.fit_loop.epsilon > 0
     assert "train_loss" not in server.trainer.callback_metrics  # of which nothing is to be known
+
+
+class Validated(Net):
+    """A network with a validation step."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_acc", (self.net(x).argmax(1) == y).float().mean())
+
+
+def validated() -> Validated:
+    torch.manual_seed(0)
+    return Validated()
+
+
+def test_sites_measure_what_the_servers_callbacks_ask_for(tmp_path: Path) -> None:
+    def make() -> FederatedTrainer:
+        measures = [ClientAccuracy(), PersonalizedAccuracy(local_steps=2, every_n_rounds=2), TrainingLoss()]
+        return make_trainer("FedProx adaptive", callbacks=measures, limit_val_batches=1.0)
+
+    expected, module = make(), validated()
+    expected.fit(validated(), make_data(with_val=True))
+    wire = Wire(tmp_path, make, validated, with_val=True)
+    with wire.server(module) as server:
+        phases = []
+        while server.phase is not None:
+            phases.append((server.phase, wire.phase(server)))
+    told = [report is not None for _, report in phases]
+    assert [name for name, _ in phases[:7]] == ["hello", "loss", "train", "measure", "measure", "loss", "train"]
+    assert [index for index, is_told in enumerate(told) if is_told][:1] == [4]  # when all is measured
+    assert sum(told) == 5
+    assert torch.equal(parameters(module), parameters(expected.lightning_module))
+    found, wanted = logged_by(server.trainer), logged_by(expected)
+    assert {"clients/val_acc/p10", "personalized/val_acc/mean", "population/train_loss"} <= found.keys()
+    assert {name: found.get(name) for name in wanted if not name.startswith("val_acc")} == pytest.approx(
+        {name: value for name, value in wanted.items() if not name.startswith("val_acc")}
+    )
+
+
+def test_a_measure_goes_on_without_clients_that_do_not_answer(tmp_path: Path) -> None:
+    def make() -> FederatedTrainer:
+        return make_trainer("FedAvg", callbacks=[TrainingLoss()], on_client_error="drop", max_rounds=2)
+
+    wire = Wire(tmp_path, make)
+    with wire.server() as server:
+        while server.phase is not None:
+            tasks = server.tasks()
+            left_out = tasks if server.trainer.fit_loop.round == 1 else {1: None}
+            is_measure = server.phase == "measure"
+            for reply in wire.exchange({i: t for i, t in tasks.items() if not (is_measure and i in left_out)}):
+                server.receive(reply)
+            server.close_phase()
+    assert server.trainer.callback_metrics["population/train_loss"] > 0  # of the first round; of the second is none

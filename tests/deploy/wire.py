@@ -65,8 +65,9 @@ def make_trainer(method: str, **options: Any) -> FederatedTrainer:
     return trainer(**wanted)
 
 
-def make_data(ids: Sequence[int] = range(len(SIZES))) -> FederatedDataModule:
-    return FederatedDataModule(clients={i: clients(SIZES)[i] for i in ids}, batch_size=4)
+def make_data(ids: Sequence[int] = range(len(SIZES)), with_val: bool = False) -> FederatedDataModule:
+    own = {i: clients(SIZES)[i] for i in ids}
+    return FederatedDataModule(clients=own, client_val=own if with_val else None, batch_size=4)
 
 
 class Wire:
@@ -77,6 +78,7 @@ class Wire:
         make: Makes a trainer.
         make_model: Makes the module.
         seed: Of the order in which replies come.
+        with_val: Whether clients have validation sets.
     """
 
     def __init__(
@@ -85,7 +87,9 @@ class Wire:
         make: Callable[[], FederatedTrainer],
         make_model: Callable[[], Net] = model,
         seed: int = 0,
+        with_val: bool = False,
     ) -> None:
+        self.with_val = with_val
         self.folder, self.make, self.make_model, self.order = folder, make, make_model, random.Random(seed)
         self.sites: dict[int, FederatedSite] = {}
 
@@ -94,7 +98,7 @@ class Wire:
 
     def site(self, client: int) -> FederatedSite:
         if client not in self.sites:
-            data, folder = make_data([client]), self.folder / str(client)
+            data, folder = make_data([client], self.with_val), self.folder / str(client)
             self.sites[client] = FederatedSite(self.make(), self.make_model(), data, client, folder)
         return self.sites[client]
 

@@ -22,7 +22,7 @@ from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.cohort import CohortSampling
 from lightning_fed.rounds.faults import Faults
 from lightning_fed.rounds.messages import Reply, Task
-from lightning_fed.rounds.prepare import ClientsOutsideFit
+from lightning_fed.rounds.outside_fit import ClientsOutsideFit
 from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.server.client_state import ClientStates
 from lightning_fed.server.client_store import MemoryClientStore
