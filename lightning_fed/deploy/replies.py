@@ -19,13 +19,16 @@ __all__ = ["reply_of", "reply_to"]
 _REPORT = ("size", "steps", "loss", "update_norm", "seconds")
 
 
-def reply_to(task: Message, reply: Reply | None, error: ClientError | None = None) -> Message:
+def reply_to(
+    task: Message, reply: Reply | None, error: ClientError | None = None, bound: float | None = None
+) -> Message:
     """Return a client's reply as a message, without what the server can work out.
 
     Args:
         task: The task.
         reply: The reply, of this client alone; None if it failed.
         error: Why it failed.
+        bound: The largest norm of a message, in a run with differential privacy: nothing else is then said of the work.
     """
     header = address(task)
     if error is None and reply is not None and reply.failed:
@@ -40,6 +43,8 @@ def reply_to(task: Message, reply: Reply | None, error: ClientError | None = Non
         once = first.setdefault((value.data_ptr(), value.shape), name)
         if once != name:  # one tensor under two names travels once
             same[name] = once
+        elif bound is not None:
+            tensors[f"send.{name}"] = _own(value[0] * min(1.0, bound / max(float(value[0].norm()), bound)))
         elif name == "delta" and reply.models is not None:  # which is what is summed, and gives the change as well
             tensors["model"] = _own(reply.models[0])
         else:
@@ -47,6 +52,8 @@ def reply_to(task: Message, reply: Reply | None, error: ClientError | None = Non
     for name, value in (reply.buffers[0] if reply.buffers else {}).items():
         tensors[f"buffers.{name}"] = _own(value)
     report = reply.reports[0] if reply.reports else None
+    if report is not None and bound is not None:
+        report = ClientReport(report.client_id, report.size, report.steps, math.nan, {}, math.nan, 0.0)
     facts = {
         "norms": {point: next(iter(of.values())) for point, of in reply.norms.items() if of},
         "report": None if report is None else {name: getattr(report, name) for name in _REPORT},

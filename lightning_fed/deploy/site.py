@@ -18,6 +18,7 @@ from lightning_fed.deploy.site_states import SiteStates
 from lightning_fed.rounds.messages import TRAIN
 from lightning_fed.rounds.outside_fit import ClientsOutsideFit
 from lightning_fed.server.client_store import MemoryClientStore
+from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.settings import Settings
 
 __all__ = ["FederatedSite"]
@@ -51,6 +52,8 @@ class FederatedSite:
         one = isinstance(client_id, (int, str))
         self.client_ids = list(check_client_ids(type(self).__name__, [client_id] if one else client_id))
         self._trainer, self._model, self._data = trainer, model, data
+        loop: Any = trainer.fit_loop
+        self._settings: Settings = loop.settings
         self._facts = facts_of(trainer, model)
         self._buffers = {name: value.detach().clone() for name, value in model.named_buffers()}
         self._states = SiteStates(Path(state_dir))
@@ -121,13 +124,15 @@ class FederatedSite:
             found = clients.measure(client_id, what, steps, task.x, task.buffers, task.round, plateaus)
             return Message({**address(message), "measured": found})
         version, store = int(header["state"]), MemoryClientStore()
-        kept = sent or self._states.read(client_id, index, version)
+        kept = sent or self._states.read(header["run"], client_id, index, version)
         if kept:
             store.stage(index, {name: value.to(device) for name, value in kept.items()})
             store.commit()
         try:
             replies = clients.answer(task, clients.states(task, store), header["plateaus"])
-            message_of = [reply_to(message, reply) for reply in replies]
+            privacy = self._settings.aggregator
+            bound = privacy.max_norm if isinstance(privacy, DifferentialPrivacy) else None
+            message_of = [reply_to(message, reply, bound=bound) for reply in replies]
         except ClientError as error:
             clients.forget_round()
             return reply_to(message, None, error)
@@ -135,17 +140,16 @@ class FederatedSite:
             raise FederatedError(f"Client {client_id!r} has {len(message_of)} replies to one task.")
         if task.phase == TRAIN and "failed" not in message_of[0].header:
             store.commit()
-            self._keep(client_id, index, version, task.round + 1, store.get(index) or {})
+            self._keep(message, index, version, task.round + 1, store.get(index) or {})
         return message_of[0]
 
-    def _keep(self, client_id: ClientId, index: int, before: int, version: int, state: State) -> None:
-        loop: Any = self._trainer.fit_loop
-        settings: Settings = loop.settings
-        if settings.clients_keep_state:
-            self._states.write(index, before, version, state)
+    def _keep(self, task: Message, index: int, before: int, version: int, state: State) -> None:
+        if self._settings.clients_keep_state:
+            self._states.write(task.header["run"], index, before, version, state)
         elif state:
+            name = type(self._settings.algorithm).__name__
             raise FederatedError(
-                f"{type(settings.algorithm).__name__}.finish keeps {sorted(state)} for client {client_id!r} without an"
+                f"{name}.finish keeps {sorted(state)} for client {task.client!r} without an"
                 " init_client that says what a new client has: the server would not ask for it. Override init_client."
             )
 

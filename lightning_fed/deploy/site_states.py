@@ -20,8 +20,8 @@ _AGREED = "agreed.json"
 class SiteStates:
     """A folder with what a site has agreed on, and with its clients' states.
 
-    The version of a state is the number of the round after which it holds, counted from 1; 0 is that of a client that
-    has not taken part yet, which has none.
+    The states of every run have a folder of their own in it. The version of a state is the number of the round after
+    which it holds, counted from 1; 0 is that of a client that has not taken part yet, which has none.
 
     Args:
         folder: The folder, which is made if it is not there.
@@ -42,7 +42,7 @@ class SiteStates:
             ) from error
         except OSError as error:
             raise FederatedError(f"The site's folder {folder} cannot be used: {error.strerror or error}.") from error
-        for left in folder.glob(".*.new"):  # of a process that was killed
+        for left in folder.rglob(".*.new"):  # of a process that was killed
             left.unlink()
 
     def close(self) -> None:
@@ -66,12 +66,14 @@ class SiteStates:
 
     def agree(self, found: dict[str, Any]) -> None:
         """Keep what was agreed on."""
+        (self.folder / str(found["run"])).mkdir(exist_ok=True)
         self._write(self.folder / _AGREED, json.dumps(found, indent=1).encode())
 
-    def read(self, client: ClientId, index: int, version: int) -> State | None:
+    def read(self, run: str, client: ClientId, index: int, version: int) -> State | None:
         """Return a client's state of a version; None for a new client.
 
         Args:
+            run: The run.
             client: The client.
             index: Its stored index.
             version: The version.
@@ -81,9 +83,9 @@ class SiteStates:
         """
         if version == 0:
             return None
-        path = self._path(index, version)
+        path = self._path(run, index, version)
         if not path.is_file():
-            held = ", ".join(map(str, self._versions(index))) or "none"
+            held = ", ".join(map(str, self._versions(run, index))) or "none"
             raise FederatedError(
                 f"Client {client!r} is asked to go on from what it kept after {version} rounds, and {self.folder} has"
                 f" versions {held}. Give the site the state_dir that it had, or start the run anew."
@@ -94,26 +96,27 @@ class SiteStates:
             raise FederatedError(f"{path} is damaged ({error}). Restore it, or start the run anew.") from error
         return state
 
-    def write(self, index: int, before: int, version: int, state: State) -> None:
+    def write(self, run: str, index: int, before: int, version: int, state: State) -> None:
         """Keep a client's new state and the one that it came from, and no other.
 
         Args:
+            run: The run.
             index: The client's stored index.
             before: The version that it came from.
             version: The new version.
             state: The new state.
         """
         own = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-        self._write(self._path(index, version), save(own))
-        for held in self._versions(index):
+        self._write(self._path(run, index, version), save(own))
+        for held in self._versions(run, index):
             if held not in (before, version):
-                self._path(index, held).unlink()
+                self._path(run, index, held).unlink()
 
-    def _path(self, index: int, version: int) -> Path:
-        return self.folder / f"{index}.{version}.state"
+    def _path(self, run: str, index: int, version: int) -> Path:
+        return self.folder / run / f"{index}.{version}.state"
 
-    def _versions(self, index: int) -> list[int]:
-        return sorted(int(path.name.split(".")[1]) for path in self.folder.glob(f"{index}.*.state"))
+    def _versions(self, run: str, index: int) -> list[int]:
+        return sorted(int(path.name.split(".")[1]) for path in (self.folder / run).glob(f"{index}.*.state"))
 
     def _write(self, path: Path, content: bytes) -> None:
         work = path.with_name(f".{path.name}.new")
@@ -123,7 +126,7 @@ class SiteStates:
             os.fsync(file.fileno())
         os.replace(work, path)
         if os.name == "posix":  # the new name, too, is there after a power cut
-            folder = os.open(self.folder, os.O_RDONLY)
+            folder = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(folder)
             finally:

@@ -172,7 +172,7 @@ def test_a_site_refuses_tasks_that_are_not_for_it(tmp_path: Path) -> None:
         with pytest.raises(FederatedError, match="has no client 2. Its client_ids must name all"):
             site.answer(changed(hello(server), clients=[0, 1]))
         wire.run(server)
-        for path in (tmp_path / "2").glob("*.state"):
+        for path in (tmp_path / "2").rglob("*.state"):
             path.unlink()
         task = changed(hello(server) if server.phase == "hello" else wire_task(wire, tmp_path), state=4)
         with pytest.raises(FederatedError, match="asked to go on from what it kept after 4 rounds, and .* none"):

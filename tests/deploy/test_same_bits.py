@@ -87,13 +87,25 @@ def test_buffers_are_treated_as_in_the_simulation(buffers: str, tmp_path: Path) 
     assert_same_run(partial(make_trainer, "Scaffold ii", buffers=buffers), tmp_path, normalised)
 
 
-def test_the_server_clips_and_adds_the_noise(tmp_path: Path) -> None:
+def private(**options: Any) -> FederatedTrainer:
     pytest.importorskip("opacus", reason="no Opacus, which accounts for privacy")
-    privacy = DifferentialPrivacy(max_norm=0.5, noise_multiplier=1.0, delta=1e-3)
-    options: dict[str, Any] = {"clients_per_round": None, "sampler": BernoulliSampler(0.5), "aggregator": privacy}
-    wire = Wire(tmp_path, partial(make_trainer, "FedProx", **options))
+    privacy = DifferentialPrivacy(max_norm=0.01, noise_multiplier=1.0, delta=1e-3)
+    drawn: dict[str, Any] = {"clients_per_round": None, "sampler": BernoulliSampler(0.5)}
+    return make_trainer("FedProx", aggregator=privacy, **drawn, **options)
+
+
+def test_sites_clip_and_say_no_more_and_the_server_adds_the_noise(tmp_path: Path) -> None:
+    wire = Wire(tmp_path, private)
     with wire.server() as server:
-        assert len(wire.run(server)) == 5
+        while server.phase is not None:
+            for reply in wire.exchange(server.tasks()):
+                server.receive(reply)
+                if server.phase == "train":
+                    assert set(reply.tensors) == {"send.delta"}
+                    assert float(reply.tensors["send.delta"].norm()) == pytest.approx(0.01)
+                    assert reply.header["metrics"] == {}
+                    assert str(reply.header["report"]["loss"]) == "nan"
+            server.close_phase()
     assert server.trainer.fit_loop.epsilon > 0
     assert "train_loss" not in server.trainer.callback_metrics  # of which nothing is to be known
 
