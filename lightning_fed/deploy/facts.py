@@ -21,9 +21,18 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
     Args:
         trainer: A :class:`lightning_fed.FederatedTrainer`.
         module: The module, as its constructor made it.
+
+    Raises:
+        FederatedError: If a callback changes the local work as the run goes on.
     """
     loop: Any = trainer.fit_loop
     settings: Settings = loop.settings
+    for callback in trainer.callbacks:
+        if isinstance(callback, pl.callbacks.GradientAccumulationScheduler):
+            raise FederatedError(
+                "GradientAccumulationScheduler changes the local work from round to round, of which sites do not hear."
+                " Set accumulate_grad_batches=... for all rounds."
+            )
     parameters = [f"{n} {list(p.shape)} {p.dtype}" for n, p in module.named_parameters() if p.requires_grad]
     work = settings.work()
     return {

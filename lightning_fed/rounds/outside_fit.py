@@ -29,7 +29,8 @@ class ClientsOutsideFit:
     """Answer tasks for clients, with module, data, strategy and precision set up as for a fit, and none running.
 
     Rounds may come in any order, and as often as one likes. The hooks that begin and end a fit are called of the module
-    and the data module; of callbacks, those of clients and batches are.
+    and the data module, and the module's that begin and end an epoch around each client's work in a round; of
+    callbacks, those of clients and batches are.
 
     Args:
         trainer: A :class:`lightning_fed.FederatedTrainer` with the settings of the run, which runs no fit besides.
@@ -65,7 +66,8 @@ class ClientsOutsideFit:
                 f"Clients work outside a fit with a trainer of one process that has run none, found {found}. Make a new"
                 " FederatedTrainer with devices=1."
             )
-        self._round: int | None = None  # that has begun
+        self._round: int | None = None  # whose hooks have been called
+        self._has_begun = False  # the clients' work in it
         self._is_ready = False
         try:
             self._set_up(module, datamodule)
@@ -165,6 +167,7 @@ class ClientsOutsideFit:
                 self.work.call_end_hooks([report.client_id for report in reply.reports])
         if task.phase == TRAIN:
             self.work.end_training()
+            call._call_lightning_module_hook(self.trainer, "on_train_epoch_end")
             self._round = None
         self.trainer._logger_connector.reset_results()
 
@@ -202,11 +205,13 @@ class ClientsOutsideFit:
         return {"loss": float(engine.loss_at(x, batches, round, index)) / batches.size}
 
     def _begin(self, task: Task, clients: Sequence[int], plateaus: Sequence[Mapping[str, Any]]) -> None:
-        if task.phase == LOSS or task.round == self._round:
-            return  # a client's local work goes on from the gradients that it has taken in this round
-        self._loop.prepared.set_round(task.round, plateaus)
-        self.work.begin(task.round, self.work.members(task, clients))
-        self._round = task.round
+        if task.round != self._round:
+            self._loop.prepared.set_round(task.round, plateaus)
+            call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
+            self._round, self._has_begun = task.round, False
+        if task.phase != LOSS and not self._has_begun:
+            self.work.begin(task.round, self.work.members(task, clients))
+            self._has_begun = True  # local work goes on from the gradients that clients have taken in this round
 
     def forget_round(self) -> None:
         """Begin the round anew with the next task: a client has failed in the middle of it."""

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch import nn
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.callbacks import ClientAccuracy, PersonalizedAccuracy, TrainingLoss
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.server import (
     QSGD,
     BernoulliSampler,
@@ -161,3 +163,29 @@ def test_a_measure_goes_on_without_clients_that_do_not_answer(tmp_path: Path) ->
                 server.receive(reply)
             server.close_phase()
     assert server.trainer.callback_metrics["population/train_loss"] > 0  # of the first round; of the second is none
+
+
+class Cooling(Net):
+    """A network whose loss has a temperature that falls from round to round."""
+
+    def on_train_epoch_start(self) -> None:
+        self.temperature = 0.5**self.current_epoch
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) / self.temperature
+
+
+def cooling() -> Cooling:
+    torch.manual_seed(0)
+    return Cooling()
+
+
+@pytest.mark.parametrize("method", ["Mime", "FedProx adaptive"])
+def test_hooks_of_epochs_are_called_on_sites(method: str, tmp_path: Path) -> None:
+    assert_same_run(partial(make_trainer, method), tmp_path, cooling)
+
+
+def test_local_work_that_a_callback_changes_is_refused(tmp_path: Path) -> None:
+    scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 2: 2})
+    with pytest.raises(FederatedError, match="GradientAccumulationScheduler changes the local work"):
+        Wire(tmp_path, partial(make_trainer, "FedAvg", callbacks=[scheduler])).server()
