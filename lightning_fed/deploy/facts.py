@@ -27,7 +27,8 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
     """
     loop: Any = trainer.fit_loop
     settings: Settings = loop.settings
-    for callback in trainer.callbacks:
+    callbacks: list[pl.Callback] = loop.trainer.callbacks
+    for callback in callbacks:
         if isinstance(callback, pl.callbacks.GradientAccumulationScheduler):
             raise FederatedError(
                 "GradientAccumulationScheduler changes the local work from round to round, of which sites do not hear."
