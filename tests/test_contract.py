@@ -26,10 +26,12 @@ from lightning_fed.algorithms import (
     Algorithm,
     BaseOptimizer,
     CMime,
+    FedACG,
     FedAvg,
     FedCM,
     FedDane,
     FedDyn,
+    FedExP,
     FedNova,
     FedProx,
     Mime,
@@ -37,6 +39,7 @@ from lightning_fed.algorithms import (
     MimeMVR,
     RMSProp,
     Scaffold,
+    ScaffoldM,
     ServerOnly,
     SGDm,
     Yogi,
@@ -112,6 +115,11 @@ METHODS: dict[str, Method] = {
     "FedDyn inverse": Method(FedDyn(2.0, "inverse_size"), None, "partial"),
     "FedDyn inverse mean": Method(FedDyn(2.0, "inverse_size", "mean"), None, "partial"),
     "FedNova": Method(FedNova(), sgd, "never"),
+    "FedExP": Method(FedExP(), None, "never"),
+    "FedExP cohort": Method(FedExP(0.1, "cohort", 0.9), None, "never"),
+    "FedACG": Method(FedACG(0.5, 0.1), None, "never"),
+    "ScaffoldM": Method(ScaffoldM(0.7, gamma=0.9), None, "partial"),
+    "ScaffoldM paper": Method(ScaffoldM(0.7, gamma=0.1, gamma_mode="paper"), None, "partial"),
     "MimeMVR eq15": Method(MimeMVR(0.5), None, "full"),
     "MimeMVR lemma9": Method(MimeMVR(0.5, "lemma9"), None, "full"),
     "MimeMVR current": Method(MimeMVR(0.5, "current"), None, "full"),
@@ -143,6 +151,9 @@ USUAL = [
     "FedCM paper",
     "FedDyn inverse mean",
     "FedNova",
+    "FedExP",
+    "FedACG",
+    "ScaffoldM",
     "MimeMVR eq15",
     "MimeMVR zeros",
     "Mime of the user's Adam",
@@ -227,6 +238,9 @@ NEUTRAL: dict[str, tuple[Method, dict[str, Any], bool]] = {
     "MimeLite SGD": (Method(MimeLite(SGD())), {}, True),
     "MimeLite SGDm(0)": (Method(MimeLite(SGDm(0.0))), {}, True),
     "FedNova": (Method(FedNova()), {}, False),
+    "FedACG(0, 0)": (Method(FedACG(0.0, 0.0)), {}, True),
+    "FedExP of large eps, at first": (Method(FedExP(1e9)), {"max_rounds": 1}, True),
+    "ScaffoldM(1) at first": (Method(ScaffoldM(1.0)), {"max_rounds": 1, "weighting": None}, True),
     "FedAvg normalized": (Method(FedAvg("normalized")), {"server_optimizer": partial(sgd, lr=K * LR)}, False),
     "Scaffold i at first": (Method(Scaffold("i")), {"max_rounds": 1, "weighting": None}, True),
     "Scaffold ii at first": (Method(Scaffold()), {"max_rounds": 1, "weighting": None}, True),
@@ -259,13 +273,15 @@ PAIRS = {
     "C-Mime over SGD is Mime": (METHODS["CMime SGD"], METHODS["Mime SGD"]),
     "Mime of torch's SGD is Mime over SGDm": (METHODS["Mime of the user's SGDm"], METHODS["Mime SGDm heavy ball"]),
     "Mime of torch's Adam is Mime over Adam": (METHODS["Mime of the user's Adam"], METHODS["Mime Adam"]),
+    "FedACG without momentum is FedProx": (Method(FedACG(0.0, 0.2)), Method(FedProx(0.2))),
     "MimeLite of torch's Adam is the same": (METHODS["MimeLite of the user's Adam"], METHODS["MimeLite Adam"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", few(PAIRS, ["MimeMVR(1) is Mime over SGD", "Mime of torch's Adam is Mime over Adam"]))
 def test_two_methods_are_one(name: str) -> None:
-    one, other = (fit(method, classifier(method), data(), clients_per_round=3) for method in PAIRS[name])
+    settings = {"clients_per_round": 3, "weighting": "uniform"} if "FedProx" in name else {"clients_per_round": 3}
+    one, other = (fit(method, classifier(method), data(), **settings) for method in PAIRS[name])
     close(one, other)
 
 

@@ -1,15 +1,18 @@
 """Federated methods, each the formula of its paper in one file, and the base optimizers that Mime can mimic."""
 
 from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.algorithms.fedacg import FedACG
 from lightning_fed.algorithms.fedavg import FedAvg
 from lightning_fed.algorithms.fedcm import FedCM
 from lightning_fed.algorithms.feddane import FedDane
 from lightning_fed.algorithms.feddyn import FedDyn
+from lightning_fed.algorithms.fedexp import FedExP
 from lightning_fed.algorithms.fednova import FedNova
 from lightning_fed.algorithms.fedprox import FedProx
 from lightning_fed.algorithms.mime import CMime, Mime, MimeLite
 from lightning_fed.algorithms.mime_mvr import MimeMVR
 from lightning_fed.algorithms.scaffold import Scaffold
+from lightning_fed.algorithms.scaffold_m import ScaffoldM
 from lightning_fed.algorithms.server_only import ServerOnly
 from lightning_fed.core.base_optimizers import SGD, Adagrad, Adam, BaseOptimizer, RMSProp, SGDm, Yogi
 
@@ -20,10 +23,12 @@ __all__ = [
     "Algorithm",
     "BaseOptimizer",
     "CMime",
+    "FedACG",
     "FedAvg",
     "FedCM",
     "FedDane",
     "FedDyn",
+    "FedExP",
     "FedNova",
     "FedProx",
     "Mime",
@@ -32,6 +37,7 @@ __all__ = [
     "RMSProp",
     "SGDm",
     "Scaffold",
+    "ScaffoldM",
     "ServerOnly",
     "Yogi",
 ]

@@ -62,8 +62,10 @@ class Method:
         options: Those of them that the class itself takes.
         base: Who takes the base optimizer: "server" (it is the server optimizer), "method" or nobody.
         local_work: Whether clients take local steps.
-        states: Where the states that a case may store are found here: "server", "clients" or "optimizer" (the
-            server's), and under which name.
+        states: Where the states that a case may store are found here: "server", "clients", "optimizer" (the
+            server's) or "shown" (the parameters that are validated), and under which name.
+        renamed: The class's names of options that have others in the format.
+        is_shown: Whether a case expects the parameters that are shown, which are not the run's x.
     """
 
     name: str
@@ -73,6 +75,8 @@ class Method:
     base: str | None = None
     local_work: bool = True
     states: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    is_shown: bool = False
 
 
 _OF_SERVER = {"m": ("server", "m"), "v": ("server", "v")}
@@ -115,6 +119,29 @@ METHODS = {
         ("alpha", "eta_g", "eta_g_mode"),
         states={"delta": ("server", "delta")},
     ),
+    "fedexp": Method(
+        "FedExP",
+        ("eps",),
+        ("eps_scaling", "eps_decay", "weighting"),
+        ("eps", "eps_scaling", "eps_decay"),
+        states={"eval": ("shown", ""), "eta_g": ("server", "eta_g")},
+    ),
+    "fedavg_m": Method(  # which is FedCM
+        "FedCM",
+        ("beta", "gamma", "gamma_mode"),
+        options=("beta", "gamma", "gamma_mode"),
+        renamed={"beta": "alpha", "gamma": "eta_g", "gamma_mode": "eta_g_mode"},
+        states={"g": ("server", "delta")},
+    ),
+    "scaffold_m": Method(
+        "ScaffoldM",
+        ("beta", "gamma", "gamma_mode"),
+        options=("beta", "gamma", "gamma_mode"),
+        states={"c": ("server", "c"), "c_clients": ("clients", "c_i"), "g": ("server", "g")},
+    ),
+    "fedacg": Method(
+        "FedACG", ("lam", "beta"), ("weighting",), ("lam", "beta"), is_shown=True, states={"m": ("server", "m")}
+    ),
     "feddyn": Method(
         "FedDyn", ("alpha",), ("alpha_scaling",), ("alpha", "alpha_scaling"), states={"dual": ("clients", "d_i")}
     ),
@@ -131,11 +158,13 @@ class Setup:
         algorithm: Makes the method, anew for every trainer.
         arguments: The other arguments of the trainer that depend on the method.
         states: Where the states that the case stores are found; see :class:`Method`.
+        is_shown: Whether the case expects the parameters that are shown.
     """
 
     algorithm: Callable[[], Any]
     arguments: dict[str, Any]
     states: Mapping[str, tuple[str, str]]
+    is_shown: bool
 
 
 def takes_full_batches(algorithm: str, hp: Mapping[str, Any]) -> bool:
@@ -180,9 +209,10 @@ def translate(case: Case) -> Setup:
         arguments["server_optimizer"] = server_optimizer(server_base, case.hp.get("server_lr", 1.0))
     states = {name: place for name, place in method.states.items() if name in case.states()}
     algorithm = built(lightning_fed.algorithms, method.name)
+    options = {method.renamed.get(name, name): value for name, value in options.items()}
     if method.base == "method":
-        return Setup(lambda: algorithm(base=base_optimizer(case.hp["base"]), **options), arguments, states)
-    return Setup(lambda: algorithm(**options), arguments, states)
+        return Setup(lambda: algorithm(base=base_optimizer(case.hp["base"]), **options), arguments, states, False)
+    return Setup(lambda: algorithm(**options), arguments, states, method.is_shown)
 
 
 def built(module: Any, name: str) -> Any:

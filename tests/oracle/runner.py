@@ -1,6 +1,6 @@
 """Runs a case through the real trainer and collects what the server holds after every round."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,18 @@ class Recorder(FederatedCallback):
     """Keeps the server parameters and the wanted states after every round.
 
     Args:
-        states: Where each state is found; see :class:`Method`.
+        setup: What the case asks for.
     """
 
-    def __init__(self, states: Mapping[str, tuple[str, str]]) -> None:
-        self.places = states
+    def __init__(self, setup: Setup) -> None:
+        self.places, self.is_shown = setup.states, setup.is_shown
         self.parameters: dict[int, Tensor] = {}
         self.states: dict[int, dict[str, Tensor]] = {}
 
     def on_round_end(self, trainer: Any, pl_module: pl.LightningModule, round_report: Any) -> None:
         """Copy what the module and the server hold."""
-        flat = torch.nn.utils.parameters_to_vector(pl_module.parameters())
+        shown = torch.nn.utils.parameters_to_vector(pl_module.parameters())
+        flat = shown if self.is_shown else trainer.fit_loop.state.x
         self.parameters[round_report.round] = flat.detach().clone()
         states = {name: read_state(trainer, *place) for name, place in self.places.items()}
         server = {f"server {name}": value for name, value in trainer.fit_loop.server.items()}
@@ -40,6 +41,8 @@ class Recorder(FederatedCallback):
 def read_state(trainer: Any, where: str, name: str) -> Tensor:
     """Return a state after the last completed round: of the server, of all clients [N, P], or of its optimizer."""
     state = trainer.fit_loop.state
+    if where == "shown":
+        return state.shown()
     if where == "server":
         return trainer.fit_loop.server[name]
     if where == "clients":
@@ -99,7 +102,7 @@ def run_resumed(case: Case, setup: Setup, checkpoint: Path) -> Result:
 def _fit(
     case: Case, setup: Setup, variant: Variant, max_rounds: int, checkpoint: Path | None = None
 ) -> tuple[Recorder, FederatedTrainer]:
-    recorder = Recorder(setup.states)
+    recorder = Recorder(setup)
     trainer = FederatedTrainer(
         algorithm=setup.algorithm(),
         max_rounds=max_rounds,

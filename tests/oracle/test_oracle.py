@@ -13,7 +13,7 @@ import torch
 
 from .cases import Case, load_case, load_index
 from .conftest import WORST
-from .methods import takes_full_batches, takes_population_loss, translate
+from .methods import METHODS, takes_full_batches, takes_population_loss, translate
 from .runner import Variant, run, run_resumed
 
 TOLERANCE = 1e-9
@@ -31,7 +31,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if folder is None:
         pytest.skip("no oracle cases: run `pytest tests/oracle --oracle-cases DIR`, DIR with a cases.json")
     applies = APPLIES.get(metafunc.function.__name__, lambda entry: True)
-    entries = [entry for entry in load_index(Path(folder)) if applies(entry)]
+    entries = [entry for entry in entries_of(Path(folder)) if applies(entry)]
     cases, met = [], set()
     for entry in entries:  # all cases of a test but test_case go the same ways, if their methods do
         kind = entry["algorithm"], entry["hp"].get("option"), "adaptive" in entry["hp"]
@@ -39,6 +39,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         met.add(kind)
         cases.append(pytest.param(entry, id=entry["id"], marks=pytest.mark.thorough if known else ()))
     metafunc.parametrize("entry", cases)
+
+
+def entries_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the entries of a folder, and of ``next`` in it those of methods that there are."""
+    later = load_index(folder / "next") if (folder / "next").is_dir() else []
+    own = [{**entry, "file": f"next/{entry['file']}"} for entry in later if entry["algorithm"] in METHODS]
+    return [*load_index(folder), *own]
 
 
 @pytest.fixture

@@ -133,4 +133,4 @@ def test_fednova(weighting: str) -> None:
     hp = {**DECAYED, "weighting": weighting}
     case = Case(**vars(reference.make_case("fednova", hp, l2=0.2)))
     for variant in (PLAIN, Variant(decay_in_optimizer=True)):
-        compare(case, Setup(FedNova, {"local_epochs": 1, "weighting": weighting}, {}), variant)
+        compare(case, Setup(FedNova, {"local_epochs": 1, "weighting": weighting}, {}, False), variant)

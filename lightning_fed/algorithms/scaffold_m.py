@@ -1,0 +1,98 @@
+"""SCAFFOLD-M: control variates and the server's momentum in every local step."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.base_optimizers import choice, number
+from lightning_fed.core.rounds import Cohort, Run, Step, Update
+from lightning_fed.core.types import State, Vector
+
+__all__ = ["ScaffoldM"]
+
+
+class ScaffoldM(Algorithm):
+    r"""Stochastic controlled averaging with client-level momentum.
+
+    Cheng, Huang, Wu and Yuan, *Momentum Benefits Non-IID Federated Learning Simply and Provably*, ICLR 2024
+    (https://arxiv.org/abs/2306.16504), Algorithm 2. The same with FedAvg, their FedAvg-M, is
+    :class:`lightning_fed.algorithms.FedCM` with :math:`\alpha = \beta`.
+
+    .. math::
+        y_i &\leftarrow y_i - \eta_l \left( \beta (g_i(y_i) - c_i + c) + (1 - \beta) g \right) \\
+        c_i^+ &= \tfrac{1}{K_i} \sum_k g_i(y_{i,k}), \qquad
+        g \leftarrow \tfrac{1}{|S|} \sum_{i \in S} \frac{x - y_i}{\eta_l K_i} \\
+        x &\leftarrow x - \gamma g \;\text{(paper)} \quad\text{or}\quad
+        x + \tfrac{\gamma}{|S|} \sum_{i \in S} (y_i - x) \;\text{(relative)}, \qquad
+        c \leftarrow c + \tfrac{1}{N} \sum_{i \in S} (c_i^+ - c_i)
+
+    Note:
+        c, :math:`c_i` and g begin at zero. :math:`c_i^+` is the mean of the client's own gradients, without correction.
+        There is no weighted form: clients count alike whatever the run's ``weighting``.
+
+    Args:
+        beta: The weight :math:`\beta` of the corrected gradient, in (0, 1]; 1 is SCAFFOLD with these :math:`c_i`.
+        gamma: The server's step :math:`\gamma`, positive.
+        gamma_mode: What :math:`\gamma` multiplies: "paper", g itself; "relative", the mean change of the clients, so
+            that 1 lands on their mean.
+
+    Raises:
+        FederatedError: If a hyper-parameter is out of range or unknown.
+
+    Example:
+        >>> ScaffoldM(beta=0.2)
+        ScaffoldM(beta=0.2, gamma=1.0, gamma_mode='relative')
+    """
+
+    reduces: Mapping[str, str] = {"delta": "uniform", "gradient": "uniform", "delta_c": "population"}
+    aside = ("lr_sum",)
+
+    def __init__(self, beta: float, gamma: float = 1.0, gamma_mode: Literal["relative", "paper"] = "relative") -> None:
+        self.beta = number(self, "beta", beta, "(0, 1]")
+        self.gamma = number(self, "gamma", gamma, "(0, inf)")
+        self.gamma_mode = choice(self, "gamma_mode", gamma_mode, "relative", "paper")
+
+    def init_server(self, x: Vector) -> State:
+        """Return c = 0 and g = 0."""
+        return {"c": torch.zeros_like(x), "g": torch.zeros_like(x)}
+
+    def init_client(self, x: Vector) -> State:
+        """Return c_i = 0."""
+        return {"c_i": torch.zeros_like(x)}
+
+    def init_local(self, x: Vector, server: State, client: State) -> State:
+        """Return the sum of no gradient yet."""
+        return {"sum": torch.zeros_like(x)}
+
+    def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
+        """Return beta (g - c_i + c) + (1 - beta) times the momentum."""
+        corrected = g - step.client["c_i"] + step.server["c"]
+        return self.beta * corrected + (1 - self.beta) * step.server["g"]
+
+    def advance(self, g: Tensor, step: Step) -> State:
+        """Add the client's own gradient."""
+        return {"sum": step.local["sum"] + g}
+
+    def finish(self, y: Vector, run: Run) -> Update:
+        """Send the change of the model, its mean direction and the change of c_i, and keep the new c_i."""
+        new = run.local["sum"] / run.num_steps
+        send = {"delta": run.delta, "gradient": run.path_gradient, "delta_c": new - run.client["c_i"]}
+        if not run.path_follows:
+            return Update(send, {"c_i": new})
+        lr_sum = torch.as_tensor(run.lr_sum, dtype=y.dtype, device=y.device)
+        return Update({**send, "lr_sum": lr_sum}, {"c_i": new}, implied=("gradient",))
+
+    def implied(self, send: State, server: State) -> State:
+        """Return the mean direction along the path."""
+        return {"gradient": send["delta"] / -send["lr_sum"][..., None]}
+
+    def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
+        """Step by gamma, renew g, and move c by |S|/N times the cohort's mean change of c_i."""
+        if self.gamma_mode == "paper":
+            direction = -self.gamma * mean["gradient"]
+        else:
+            direction = mean["delta"] if self.gamma == 1 else self.gamma * mean["delta"]
+        return direction, {"c": server["c"] + mean["delta_c"], "g": mean["gradient"]}
