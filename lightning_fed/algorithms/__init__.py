@@ -11,6 +11,7 @@ from lightning_fed.algorithms.fednova import FedNova
 from lightning_fed.algorithms.fedprox import FedProx
 from lightning_fed.algorithms.mime import CMime, Mime, MimeLite
 from lightning_fed.algorithms.mime_mvr import MimeMVR
+from lightning_fed.algorithms.scaffnew import Scaffnew
 from lightning_fed.algorithms.scaffold import Scaffold
 from lightning_fed.algorithms.scaffold_m import ScaffoldM
 from lightning_fed.algorithms.server_only import ServerOnly
@@ -36,6 +37,7 @@ __all__ = [
     "MimeMVR",
     "RMSProp",
     "SGDm",
+    "Scaffnew",
     "Scaffold",
     "ScaffoldM",
     "ServerOnly",

@@ -61,6 +61,9 @@ class Algorithm:
     grad_cohort: str = "same"
     """Who takes the full-batch gradients that are averaged: the training cohort ("same") or its "own" cohort."""
 
+    needs_everyone: bool = False
+    """Whether all clients must take part in every round, with the same number of local steps."""
+
     population_loss: bool = False
     """Whether :attr:`Cohort.loss` is wanted: the mean loss over all clients at x, in eval mode."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from lightning_fed._compat import rank_zero_info, rank_zero_warn
 from lightning_fed._lightning import pl
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.core.types import ClientId
 from lightning_fed.server.aggregation import Participant
@@ -57,6 +58,8 @@ class CohortSampling:
         members = ask(drawn)
         if settings.heterogeneity is not None:
             members = self._completed(members, round)
+        if algorithm.needs_everyone:
+            self._check_everyone(members, round)
         gradient_members: Sequence[Participant] = ()
         if algorithm.full_grad_at:
             gradient_members = members
@@ -67,6 +70,22 @@ class CohortSampling:
                 members = ()  # without the cohort's gradient there is no step to take
         there = {member.client_id for member in members}
         return DrawnCohort(members, gradient_members, [client_id for client_id in drawn if client_id not in there])
+
+    def _check_everyone(self, members: Sequence[Participant], round: int) -> None:
+        """Refuse a cohort that is not all clients, alike in their steps, to a method that needs it.
+
+        Raises:
+            FederatedError: Naming the method and what was found.
+        """
+        name, steps = type(self.settings.algorithm).__name__, sorted({member.steps for member in members})
+        if self.settings.drops_failed:
+            raise FederatedError(f"{name} needs all clients in every round: leave on_client_error at 'raise'.")
+        if len(members) < len(self.population) or len(steps) > 1:
+            different = " or ".join(map(str, steps[:1] + steps[1:][-1:]))
+            raise FederatedError(
+                f"{name} needs all clients in every round, with the same number of local steps; in round {round} there"
+                f" are {len(members)} of {len(self.population)}, with {different} steps. Set clients_per_round=1.0 and local_steps."
+            )
 
     def _ids(self, sampler: Sampler, seed: int, round: int) -> dict[ClientId, int]:
         """Draw ids, with how often each came up."""

@@ -139,6 +139,7 @@ METHODS = {
         options=("beta", "gamma", "gamma_mode"),
         states={"c": ("server", "c"), "c_clients": ("clients", "c_i"), "g": ("server", "g")},
     ),
+    "scaffnew": Method("Scaffnew", ("prob",), options=("prob",)),
     "fedacg": Method(
         "FedACG", ("lam", "beta"), ("weighting",), ("lam", "beta"), is_shown=True, states={"m": ("server", "m")}
     ),

@@ -1,0 +1,68 @@
+"""Scaffnew: proximal skipping, in which everybody takes the same number of corrected steps between two means."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.base_optimizers import number
+from lightning_fed.core.rounds import Run, Step, Update
+from lightning_fed.core.types import State, Vector
+
+__all__ = ["Scaffnew"]
+
+
+class Scaffnew(Algorithm):
+    r"""Local gradient steps with control variates that are exact at the optimum.
+
+    Mishchenko, Malinovsky, Stich and Richtárik, *ProxSkip: Yes! Local Gradient Steps Provably Lead to Communication
+    Acceleration! Finally!*, ICML 2022 (https://arxiv.org/abs/2202.09357), Algorithm 2.
+
+    .. math::
+        y_i \leftarrow y_i - \eta_l \left( g_i(y_i) - h_i \right), \qquad
+        x \leftarrow \tfrac{1}{N} \sum_i y_i, \qquad
+        h_i \leftarrow h_i + \tfrac{p}{\eta_l} (x - y_i)
+
+    Note:
+        In the paper a coin that shows heads with probability p, the same for everybody, ends the local steps; a run has
+        the ``local_steps`` that it is given, of which :math:`1 / p` is the expected number. Everybody takes part in
+        every round, with the same number of steps: all else is refused. :math:`h_i` begins at zero, and a client renews
+        it when it gets the next x. :math:`\eta_l` is the mean of the rates of the client's own steps. There is no
+        weighted form. A step in the direction assumes the server optimizer SGD(lr=1).
+
+    Args:
+        prob: p, in (0, 1].
+
+    Raises:
+        FederatedError: If it is out of range.
+
+    Example:
+        >>> Scaffnew(prob=0.1)
+        Scaffnew(prob=0.1)
+    """
+
+    reduces: Mapping[str, str] = {"delta": "uniform"}
+    needs_everyone = True
+    uses_path_gradient = False
+
+    def __init__(self, prob: float) -> None:
+        self.prob = number(self, "prob", prob, "(0, 1]")
+
+    def init_client(self, x: Vector) -> State:
+        """Return h_i = 0, which nothing is to be added to."""
+        return {"h_i": torch.zeros_like(x), "y_i": x.clone(), "scale": torch.zeros_like(x)}
+
+    def init_local(self, x: Vector, server: State, client: State) -> State:
+        """Return the h_i of the round, now that the mean of the last one is known."""
+        return {"h_i": client["h_i"] + client["scale"] * (x - client["y_i"])}
+
+    def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
+        """Return g - h_i."""
+        return g - step.local["h_i"]
+
+    def finish(self, y: Vector, run: Run) -> Update:
+        """Send the change of the model, and keep what the next h_i is made of."""
+        scale = self.prob * run.num_steps / torch.as_tensor(run.lr_sum, dtype=y.dtype, device=y.device)
+        kept = {"h_i": run.local["h_i"], "y_i": y.clone(), "scale": scale.expand_as(y).clone()}
+        return Update({"delta": run.delta}, kept)
