@@ -81,10 +81,10 @@ class CohortSampling:
         if self.settings.drops_failed:
             raise FederatedError(f"{name} needs all clients in every round: leave on_client_error at 'raise'.")
         if len(members) < len(self.population) or len(steps) > 1:
-            different = " or ".join(map(str, steps[:1] + steps[1:][-1:]))
+            found = f"{steps[0]} to {steps[-1]} steps" if steps else "no steps"
             raise FederatedError(
                 f"{name} needs all clients in every round, with the same number of local steps; in round {round} there"
-                f" are {len(members)} of {len(self.population)}, with {different} steps. Set clients_per_round=1.0 and local_steps."
+                f" are {len(members)} of {len(self.population)}, with {found}. Set clients_per_round=1.0 and local_steps."
             )
 
     def _ids(self, sampler: Sampler, seed: int, round: int) -> dict[ClientId, int]:

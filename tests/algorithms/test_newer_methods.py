@@ -89,7 +89,7 @@ def test_scaffnew_renews_h_with_the_next_x():
     ("options", "why"),
     [
         ({"clients_per_round": 2}, "there are 2 of 3"),
-        ({"clients_per_round": 1.0, "local_steps": None, "local_epochs": 1}, "3 of 3, with 2 or 3 steps"),
+        ({"clients_per_round": 1.0, "local_steps": None, "local_epochs": 1}, "3 of 3, with 2 to 3 steps"),
         ({"clients_per_round": 1.0, "on_client_error": "drop"}, "leave on_client_error at 'raise'"),
     ],
 )
