@@ -84,7 +84,8 @@ class CohortSampling:
             found = f"{steps[0]} to {steps[-1]} steps" if steps else "no steps"
             raise FederatedError(
                 f"{name} needs all clients in every round, with the same number of local steps; in round {round} there"
-                f" are {len(members)} of {len(self.population)}, with {found}. Set clients_per_round=1.0 and local_steps."
+                f" are {len(members)} of {len(self.population)}, with {found}. Set clients_per_round=1.0 and"
+                " local_steps."
             )
 
     def _ids(self, sampler: Sampler, seed: int, round: int) -> dict[ClientId, int]:
