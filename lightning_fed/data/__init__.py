@@ -7,7 +7,7 @@ from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.dataset import FederatedDataset
 from lightning_fed.data.digits import Digits
 from lightning_fed.data.folders import ClientFolder, ClientImages
-from lightning_fed.data.image_transforms import Flatten, Normalize, RandomCrop, RandomFlip, ToFloat
+from lightning_fed.data.image_transforms import Flatten, Normalize, RandomCrop, RandomFlip, Shrink, ToFloat
 from lightning_fed.data.leaf import FEMNIST, LeafDataModule
 from lightning_fed.data.mnist import EMNIST, MNIST
 from lightning_fed.data.partition import ByKey, Dirichlet, Iid, Partition, Shards
@@ -61,6 +61,7 @@ __all__ = [
     "Sentiment140",
     "Shakespeare",
     "Shards",
+    "Shrink",
     "Similarity",
     "SkewTable",
     "Synthetic",

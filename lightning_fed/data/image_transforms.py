@@ -1,4 +1,4 @@
-"""Functions of whole batches of images [B, C, H, W]: from bytes to floats, and random crops and flips."""
+"""Functions of whole batches of images [B, C, H, W]: from bytes to floats, to fewer pixels, random crops and flips."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fed.core.arguments import check_count, check_numbers
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["Flatten", "Normalize", "RandomCrop", "RandomFlip", "ToFloat"]
+__all__ = ["Flatten", "Normalize", "RandomCrop", "RandomFlip", "Shrink", "ToFloat"]
 
 
 class _OfImages(ABC):
@@ -102,6 +102,30 @@ class Normalize(_OfImages):
         floats = _to_float(images)
         mean, std = (floats.new_tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
         return (floats - mean).div_(std)
+
+
+class Shrink(_OfImages):
+    """Replace every square of pixels by its mean, as floats; uint8 becomes float32 in [0, 1] first.
+
+    Args:
+        factor: Height and width of a square; divides height and width of the images.
+
+    Raises:
+        FederatedError: If it is no positive integer; in a call, if it does not divide the sizes.
+
+    Example:
+        >>> Shrink(2)(torch.tensor([[[[1.0, 3.0, 5.0, 5.0], [2.0, 2.0, 5.0, 9.0]]]]))
+        tensor([[[[2., 6.]]]])
+    """
+
+    def __init__(self, factor: int) -> None:
+        self.factor = check_count(type(self).__name__, "factor", factor, least=1)
+
+    def _change(self, images: Tensor, *generator: torch.Generator) -> Tensor:
+        height, width = images.shape[2:]
+        if height % self.factor or width % self.factor:
+            raise FederatedError(f"{self!r} cannot cut images of {height} x {width} pixels into whole squares.")
+        return F.avg_pool2d(_to_float(images), self.factor)
 
 
 class Flatten(_OfImages):

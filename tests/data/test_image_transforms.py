@@ -14,7 +14,7 @@ from torchvision import transforms
 from lightning_fed import FederatedTrainer
 from lightning_fed.algorithms import FedProx, Mime, MimeLite
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data import FederatedDataModule, Flatten, Iid, Normalize, RandomCrop, RandomFlip, ToFloat
+from lightning_fed.data import FederatedDataModule, Flatten, Iid, Normalize, RandomCrop, RandomFlip, Shrink, ToFloat
 
 
 def generator(seed=0):
@@ -82,6 +82,19 @@ def test_normalisation_is_torchvisions_to_the_bit():
     assert Normalize([0.5], [0.5])(floats.double()).dtype == torch.float64
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
+def test_a_smaller_image_has_the_mean_of_each_square(dtype):
+    batch = images(3, height=4, width=6, dtype=dtype)
+    kept = batch.clone()
+    small = Shrink(2)(batch)
+    pixels = batch / 255 if dtype == torch.uint8 else batch
+    expected = pixels.reshape(3, 3, 2, 2, 3, 2).mean(dim=(3, 5))
+    assert small.dtype == expected.dtype
+    torch.testing.assert_close(small, expected)
+    assert batch.equal(kept)
+    assert Shrink(1)(batch).equal(pixels)
+
+
 Pair = namedtuple("Pair", "images labels")
 
 
@@ -96,7 +109,9 @@ def test_the_images_of_a_batch_are_its_first_part(kind):
     assert ToFloat()(images(2)).equal(images(2) / 255)
 
 
-@pytest.mark.parametrize("function", [RandomCrop(2), RandomFlip(), ToFloat(), Normalize([0.5], [0.2]), Flatten()])
+@pytest.mark.parametrize(
+    "function", [RandomCrop(2), RandomFlip(), ToFloat(), Normalize([0.5], [0.2]), Flatten(), Shrink(1)]
+)
 def test_images_stay_on_their_device(function):
     stream = [generator()] if isinstance(function, (RandomCrop, RandomFlip)) else []
     assert function(images(3).to("meta"), *stream).device.type == "meta"
@@ -111,6 +126,8 @@ def test_images_stay_on_their_device(function):
         (lambda: Normalize([0.5], [0.0]), "must be positive"),
         (lambda: RandomCrop(padding=-1), r"RandomCrop\(padding=-1\)"),
         (lambda: Normalize([0.5] * 3, [1.0] * 3)(images(2, channels=2)), "for 3 channels, and the images have 2"),
+        (lambda: Shrink(0), r"Shrink.* factor"),
+        (lambda: Shrink(2)(images(2)), r"Shrink\(factor=2\) cannot cut images of 5 x 7 pixels"),
         (lambda: ToFloat()({"x": images(2)}), "ToFloat found dict where"),
         (lambda: ToFloat()([]), "ToFloat found list where"),
         (lambda: Flatten()(torch.zeros(2, 3)), r"Flatten found shape \[2, 3\] where"),
