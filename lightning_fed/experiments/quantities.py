@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from lightning_fed.core.errors import FederatedError
@@ -25,7 +26,7 @@ COSTS = {
 """What a run can be measured by, with the tags that are added up over the rounds."""
 
 _GRAMMAR = re.compile(
-    r"(?P<kind>final|best|mean)"
+    r"(?P<kind>final|best|mean|setbacks)"
     r"|(?P<window>last|round)\s+(?P<count>\d+)"
     r"|(?P<cost>rounds|gradients|bytes)\s+to\s+(?P<target>[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)"
 )
@@ -67,8 +68,8 @@ class Quantity:
 
     Args:
         text: How it is written.
-        kind: "final", "best", "mean", "last" and "round" of the metric; "rounds", "gradients" and "bytes" until it
-            reaches a target.
+        kind: "final", "best", "mean", "last" and "round" of the metric; "setbacks", all its changes for the worse, from
+            each value to the next, added up; "rounds", "gradients" and "bytes" until it reaches a target.
         metric: The metric.
         number: The target, how many of the last values are averaged, or the round.
     """
@@ -86,7 +87,7 @@ class Quantity:
     @property
     def mode(self) -> Literal["max", "min"]:
         """Whether it is good where it is high or low."""
-        return "min" if self.is_cost else self.metric.mode
+        return "min" if self.is_cost or self.kind == "setbacks" else self.metric.mode
 
     @property
     def worst(self) -> float:
@@ -98,7 +99,8 @@ class Quantity:
         """What to call it in figures and tables."""
         if self.is_cost:
             return f"{self.kind} to {self.metric.label} {self.number:g}"
-        window = {"last": f"last {self.number:g}", "round": f"round {self.number:g}"}.get(self.kind, self.kind)
+        named = {"last": f"last {self.number:g}", "round": f"round {self.number:g}", "setbacks": "setbacks in"}
+        window = named.get(self.kind, self.kind)
         return f"{window} {self.metric.label}"
 
     def of(self, series: Series) -> float:
@@ -122,6 +124,11 @@ class Quantity:
             return values[list(curve).index(int(self.number))]
         if self.kind == "best":
             return max(values) if self.metric.mode == "max" else min(values)
+        if self.kind == "setbacks":
+            if not all(map(math.isfinite, values)):
+                return math.inf
+            for_the_worse = -1 if self.metric.mode == "max" else 1
+            return sum(max(for_the_worse * (after - before), 0.0) for before, after in pairwise(values))
         window = {"final": 1, "last": int(self.number), "mean": len(values)}[self.kind]
         return sum(values[-window:]) / len(values[-window:])
 
@@ -130,7 +137,7 @@ class Quantity:
         curve = self.metric.of(series)
         rounds = sorted(curve)
         kept = set(rounds[-1:])
-        if self.kind == "mean":
+        if self.kind in ("mean", "setbacks"):
             return set(rounds)
         if self.kind == "last":
             return set(rounds[-int(self.number) :])
@@ -194,8 +201,8 @@ def parse_quantity(where: str, text: object, metrics: Mapping[str, Metric]) -> Q
     rest = text[match.end() :] if match and isinstance(text, str) else ""
     if match is None or (rest and not rest[0].isspace()):
         raise FederatedError(
-            f"{where}: {text!r} is no quantity. Write 'final', 'best', 'mean', 'last N', 'round N', 'rounds to V',"
-            " 'gradients to V' or 'bytes to V', and then the metric unless it is the first."
+            f"{where}: {text!r} is no quantity. Write 'final', 'best', 'mean', 'setbacks', 'last N', 'round N',"
+            " 'rounds to V', 'gradients to V' or 'bytes to V', and then the metric unless it is the first."
         )
     name = rest.strip() or next(iter(metrics))
     if name not in metrics:

@@ -11,7 +11,7 @@ from lightning_fed.experiments.quantities import Metric, parse_quantity
 METRICS = {"loss": Metric("loss", "min", "loss"), "acc": Metric("acc", "max", "accuracy", 100.0)}
 TEXTS = [
     "final", "best", "mean", "last 5", "last 1000", "rounds to 2.5", "gradients to 2.5", "bytes to 2.5", "final acc",
-    "best acc", "last 3 acc", "rounds to 60 acc",
+    "best acc", "last 3 acc", "rounds to 60 acc", "setbacks", "setbacks acc",
 ]  # fmt: skip
 
 

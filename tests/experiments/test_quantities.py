@@ -8,10 +8,15 @@ from lightning_fed import FederatedError
 from lightning_fed.experiments.quantities import Metric, cost, parse_quantity
 from lightning_fed.experiments.results import Estimate
 
-METRICS = {"val_acc": Metric("val_acc", "max", "accuracy"), "val_loss": Metric("val_loss", "min", "loss")}
+METRICS = {
+    "val_acc": Metric("val_acc", "max", "accuracy"),
+    "val_loss": Metric("val_loss", "min", "loss"),
+    "other": Metric("other", "min", "other loss"),
+}
 SERIES = {
     "val_acc": {2: 0.5, 4: 0.8, 6: 0.7},
     "val_loss": {2: 3.0, 4: math.nan, 6: 1.0},
+    "other": {2: 3.0, 4: 5.0, 6: 1.0, 8: 1.5},
     "round/gradients": dict.fromkeys(range(1, 7), 10.0),
     "comm/bytes_up": dict.fromkeys(range(1, 7), 1.0),
     "comm/bytes_down": dict.fromkeys(range(1, 7), 2.0),
@@ -30,6 +35,9 @@ SERIES = {
         ("final val_loss", 1.0),
         ("best val_loss", 1.0),
         ("round 4 val_loss", math.inf),
+        ("setbacks", 0.1),
+        ("setbacks other", 2.5),
+        ("setbacks val_loss", math.inf),
         ("mean val_loss", math.inf),  # what is not a number is worse than anything
         ("rounds to 0.75", 4),
         ("rounds to .5 val_acc", 2),
