@@ -35,8 +35,8 @@ class _Cifar(ImageDataModule):
         partition: Partition | PartitionFunction,
         batch_size: int,
         val_fraction: float,
-        transform: BatchTransform | Sequence[BatchTransform] | None,
-        augment: bool | BatchAugmentation | Sequence[BatchAugmentation],
+        transform: Sequence[BatchTransform] | BatchTransform | None,
+        augment: bool | Sequence[BatchAugmentation] | BatchAugmentation,
     ) -> None:
         if augment is None:
             raise FederatedError(f"{type(self).__name__}(augment=None): augment must be False for none at all.")
@@ -140,8 +140,8 @@ class CIFAR10(_Cifar):
         val_fraction: float = 0.0,
         source: Literal["original", "jpeg"] = "original",
         seed: int = 0,
-        transform: BatchTransform | Sequence[BatchTransform] | None = None,
-        augment: bool | BatchAugmentation | Sequence[BatchAugmentation] = True,
+        transform: Sequence[BatchTransform] | BatchTransform | None = None,
+        augment: bool | Sequence[BatchAugmentation] | BatchAugmentation = True,
     ) -> None:
         self.source = check_one_of("CIFAR10", "source", source, ["original", "jpeg"])
         if download and source == "jpeg":
@@ -219,8 +219,8 @@ class CIFAR100(_Cifar):
         batch_size: int = 50,
         val_fraction: float = 0.0,
         seed: int = 0,
-        transform: BatchTransform | Sequence[BatchTransform] | None = None,
-        augment: bool | BatchAugmentation | Sequence[BatchAugmentation] = True,
+        transform: Sequence[BatchTransform] | BatchTransform | None = None,
+        augment: bool | Sequence[BatchAugmentation] | BatchAugmentation = True,
     ) -> None:
         super().__init__(
             root=root,

@@ -112,8 +112,8 @@ class FederatedDataModule(pl.LightningDataModule):
         num_workers: int = 0,
         pin_memory: bool = False,
         client_val: Mapping[ClientId, AnyDataset] | None = None,
-        transform: BatchTransform | Sequence[BatchTransform] | None = None,
-        augment: BatchAugmentation | Sequence[BatchAugmentation] | None = None,
+        transform: Sequence[BatchTransform] | BatchTransform | None = None,
+        augment: Sequence[BatchAugmentation] | BatchAugmentation | None = None,
     ) -> None:
         super().__init__()
         name = type(self).__name__

@@ -85,8 +85,8 @@ class ClientFolder(_Folders):
         root: str,
         batch_size: int = 32,
         cache_size: int = 64,
-        transform: BatchTransform | Sequence[BatchTransform] | None = None,
-        augment: BatchAugmentation | Sequence[BatchAugmentation] | None = None,
+        transform: Sequence[BatchTransform] | BatchTransform | None = None,
+        augment: Sequence[BatchAugmentation] | BatchAugmentation | None = None,
     ) -> None:
         super().__init__(batch_size=batch_size, transform=transform, augment=augment)
         check_paths("ClientFolder", root=root)

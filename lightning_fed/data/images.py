@@ -56,8 +56,8 @@ class ImageDataModule(StoredDataModule):
         batch_size: int,
         val_fraction: float,
         flatten: bool,
-        transform: BatchTransform | Sequence[BatchTransform] | None,
-        augment: BatchAugmentation | Sequence[BatchAugmentation] | None,
+        transform: Sequence[BatchTransform] | BatchTransform | None,
+        augment: Sequence[BatchAugmentation] | BatchAugmentation | None,
     ) -> None:
         owner = type(self).__name__
         whole = chain(owner, "transform", transform)

@@ -107,8 +107,8 @@ class MNIST(_IdxImages):
         val_fraction: float = 0.0,
         seed: int = 0,
         flatten: bool = False,
-        transform: BatchTransform | Sequence[BatchTransform] | None = None,
-        augment: BatchAugmentation | Sequence[BatchAugmentation] | None = None,
+        transform: Sequence[BatchTransform] | BatchTransform | None = None,
+        augment: Sequence[BatchAugmentation] | BatchAugmentation | None = None,
     ) -> None:
         super().__init__(
             root=root,
@@ -195,8 +195,8 @@ class EMNIST(_IdxImages):
         black_on_white: bool = False,
         seed: int = 0,
         flatten: bool = False,
-        transform: BatchTransform | Sequence[BatchTransform] | None = None,
-        augment: BatchAugmentation | Sequence[BatchAugmentation] | None = None,
+        transform: Sequence[BatchTransform] | BatchTransform | None = None,
+        augment: Sequence[BatchAugmentation] | BatchAugmentation | None = None,
     ) -> None:
         self.split = check_one_of("EMNIST", "split", split, list(_CLASSES))
         self.classes = list(_CLASSES[self.split])

@@ -9,6 +9,7 @@ import yaml
 from PIL import Image
 
 from lightning_fed import data
+from lightning_fed.cli import main
 from lightning_fed.cli_data import picture
 from lightning_fed.data import FederatedDataModule, Partition
 from tests.data.test_datamodule import from_configuration
@@ -94,6 +95,23 @@ def test_a_partition_is_what_it_would_be_in_python(name):
     )
     assert repr(made.partition) == repr(getattr(data, name)(**init_args))
     assert made.num_clients == 20
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        "lightning_fed.data.ToFloat",
+        ["lightning_fed.data.ToFloat", {"class_path": "lightning_fed.data.Shrink", "init_args": {"factor": 2}}],
+    ],
+)
+def test_transforms_are_saved_as_they_were_written(transform, tmp_path, capsys):
+    section = {"class_path": "lightning_fed.data.CIFAR100", "init_args": {"transform": transform}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": section, "model": "lightning_fed.models.ResNet"}))
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", str(tmp_path / "config.yaml"), "--print_config"])
+    saved = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]["transform"]
+    classes = [{"class_path": entry} if isinstance(entry, str) else entry for entry in np.atleast_1d(transform)]
+    assert np.atleast_1d(saved).tolist() == classes
 
 
 def test_none_is_left_out():
