@@ -71,9 +71,9 @@ def thinned(
         costs: What figures measure it by, beside what the quantities do.
     """
     kept: dict[str, dict[int, float]] = {}
-    for name, metric in metrics.items():
+    for name in metrics:
         own = sorted(series.get(name, {}))
-        rounds = {n for quantity in quantities if quantity.metric == metric for n in quantity.rests_on(series)}
+        rounds = {n for quantity in quantities if name in quantity.tags for n in quantity.rests_on(series)}
         if is_drawn:
             shown = range(min(len(own), _DRAWN))
             rounds |= {own[i * (len(own) - 1) // max(len(shown) - 1, 1)] for i in shown}

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.experiments.stability import climb, settled
 from lightning_fed.experiments.yaml_files import unknown
 
 __all__ = ["COSTS", "Curve", "Metric", "Quantity", "Series", "cost", "parse_quantity"]
@@ -25,9 +26,11 @@ COSTS = {
 }
 """What a run can be measured by, with the tags that are added up over the rounds."""
 
+_TRAIN_LOSS = "population/train_loss"  # which says when a run has settled
+
 _GRAMMAR = re.compile(
-    r"(?P<kind>final|best|mean|setbacks)"
-    r"|(?P<window>last|round)\s+(?P<count>\d+)"
+    r"(?P<kind>final|best|mean|setbacks|settled)"
+    r"|(?P<window>last|round|climb)\s+(?P<count>\d+)"
     r"|(?P<cost>rounds|gradients|bytes)\s+to\s+(?P<target>[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)"
 )
 
@@ -68,10 +71,11 @@ class Quantity:
 
     Args:
         text: How it is written.
-        kind: "final", "best", "mean", "last" and "round" of the metric; "setbacks", all its changes for the worse, from
-            each value to the next, added up; "rounds", "gradients" and "bytes" until it reaches a target.
+        kind: "final", "best", "mean", "last", "round" and "settled" of the metric; "setbacks", all its changes for the
+            worse, from each value to the next, added up; "climb", the largest one over a number of rounds; "rounds",
+            "gradients" and "bytes" until it reaches a target.
         metric: The metric.
-        number: The target, how many of the last values are averaged, or the round.
+        number: The target, how many of the last values are averaged, the round, or the rounds of a climb.
     """
 
     text: str
@@ -87,7 +91,7 @@ class Quantity:
     @property
     def mode(self) -> Literal["max", "min"]:
         """Whether it is good where it is high or low."""
-        return "min" if self.is_cost or self.kind == "setbacks" else self.metric.mode
+        return "min" if self.is_cost or self.kind in ("setbacks", "climb") else self.metric.mode
 
     @property
     def worst(self) -> float:
@@ -99,9 +103,19 @@ class Quantity:
         """What to call it in figures and tables."""
         if self.is_cost:
             return f"{self.kind} to {self.metric.label} {self.number:g}"
-        named = {"last": f"last {self.number:g}", "round": f"round {self.number:g}", "setbacks": "setbacks in"}
+        named = {
+            "last": f"last {self.number:g}",
+            "round": f"round {self.number:g}",
+            "setbacks": "setbacks in",
+            "climb": f"greatest climb in {self.number:g} rounds of",
+        }
         window = named.get(self.kind, self.kind)
         return f"{window} {self.metric.label}"
+
+    @property
+    def tags(self) -> frozenset[str]:
+        """The metrics that it is made of."""
+        return frozenset({self.metric.name, _TRAIN_LOSS} if self.kind == "settled" else {self.metric.name})
 
     def of(self, series: Series) -> float:
         """Return the value for one run, which is infinite where a target is not reached.
@@ -124,6 +138,10 @@ class Quantity:
             return values[list(curve).index(int(self.number))]
         if self.kind == "best":
             return max(values) if self.metric.mode == "max" else min(values)
+        if self.kind == "settled":
+            return values[list(curve).index(_last(curve, self._settled(series)[0]))]
+        if self.kind == "climb":
+            return climb(dict(zip(curve, values, strict=True)), int(self.number), self.metric.mode)[0]
         if self.kind == "setbacks":
             if not all(map(math.isfinite, values)):
                 return math.inf
@@ -139,6 +157,12 @@ class Quantity:
         kept = set(rounds[-1:])
         if self.kind in ("mean", "setbacks"):
             return set(rounds)
+        if self.kind == "settled" and rounds:
+            end, shown = self._settled(series)
+            return kept | shown | {_last(curve, end)}
+        if self.kind == "climb":
+            sound = {n: _or(curve[n], self.metric.worst) for n in rounds}
+            return kept | climb(sound, int(self.number), self.metric.mode)[1]
         if self.kind == "last":
             return set(rounds[-int(self.number) :])
         if self.kind == "round":
@@ -149,6 +173,16 @@ class Quantity:
         if self.is_cost:
             return kept | set([n for n in rounds if self.metric.reaches(curve[n], self.number)][:1])
         return kept
+
+    def _settled(self, series: Series) -> tuple[int, set[int]]:
+        if not series.get(_TRAIN_LOSS):
+            raise FederatedError(f"{_TRAIN_LOSS} was not logged, so it is not known when the run has settled.")
+        return settled(series[_TRAIN_LOSS])
+
+
+def _last(curve: Curve, end: int) -> int:
+    """Return the last round of a curve up to another, or its first one."""
+    return max((n for n in curve if n <= end), default=min(curve))
 
 
 def _or(value: float, instead: float) -> float:
@@ -201,12 +235,15 @@ def parse_quantity(where: str, text: object, metrics: Mapping[str, Metric]) -> Q
     rest = text[match.end() :] if match and isinstance(text, str) else ""
     if match is None or (rest and not rest[0].isspace()):
         raise FederatedError(
-            f"{where}: {text!r} is no quantity. Write 'final', 'best', 'mean', 'setbacks', 'last N', 'round N',"
-            " 'rounds to V', 'gradients to V' or 'bytes to V', and then the metric unless it is the first."
+            f"{where}: {text!r} is no quantity. Write 'final', 'best', 'mean', 'settled', 'setbacks', 'climb N',"
+            " 'last N', 'round N', 'rounds to V', 'gradients to V' or 'bytes to V', and then the metric unless it is"
+            " the first."
         )
     name = rest.strip() or next(iter(metrics))
     if name not in metrics:
         raise unknown(where, "metric", name, metrics)
+    if match["kind"] == "settled" and _TRAIN_LOSS not in metrics:
+        raise FederatedError(f"{where}: {text!r} needs {_TRAIN_LOSS} among the metrics, which says when a run settles.")
     number = float(match["target"] or match["count"] or 0)
     if match["window"] and number < 1:
         raise FederatedError(f"{where}: {text!r} must count at least 1.")

@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 from lightning_fed.experiments.published import thinned
 from lightning_fed.experiments.quantities import Metric, parse_quantity
 
-METRICS = {"loss": Metric("loss", "min", "loss"), "acc": Metric("acc", "max", "accuracy", 100.0)}
+LOSS = "population/train_loss"
+METRICS = {LOSS: Metric(LOSS, "min", "loss"), "acc": Metric("acc", "max", "accuracy", 100.0)}
 TEXTS = [
     "final", "best", "mean", "last 5", "last 1000", "rounds to 2.5", "gradients to 2.5", "bytes to 2.5", "final acc",
-    "best acc", "last 3 acc", "rounds to 60 acc", "setbacks", "setbacks acc",
+    "best acc", "last 3 acc", "rounds to 60 acc", "setbacks", "setbacks acc", "climb 10", "climb 3 acc",
+    "settled", "settled acc",
 ]  # fmt: skip
 
 
@@ -25,24 +27,24 @@ def test_every_quantity_is_the_same_from_the_thinned_curves(
     values: list[float], text: str, every: int, is_drawn: bool
 ) -> None:
     series = {
-        "loss": {every * (i + 1): value for i, value in enumerate(values)},
+        LOSS: {every * (i + 1): value for i, value in enumerate(values)},
         "acc": {every * (i + 1): value / 5 for i, value in enumerate(values)},
         **{tag: {n: float(n) for n in range(1, every * len(values) + 1)} for tag in COSTS},
     }
     quantity = parse_quantity("", text, METRICS)
     small = thinned(series, METRICS, [quantity], is_drawn)
     assert quantity.of(small) == quantity.of(series)
-    assert small["loss"].items() <= series["loss"].items() or math.isnan(sum(values))
+    assert small[LOSS].items() <= series[LOSS].items() or math.isnan(sum(values))
 
 
 COSTS = ("round/gradients", "comm/bytes_up", "comm/bytes_down")
 
 
 def test_a_curve_that_is_drawn_keeps_a_hundred_rounds_and_another_only_what_it_takes() -> None:
-    series = {"loss": {n: 1 / n for n in range(1, 1001)}, "client/drift": dict.fromkeys(range(1, 1001), 1.0)}
+    series = {LOSS: {n: 1 / n for n in range(1, 1001)}, "client/drift": dict.fromkeys(range(1, 1001), 1.0)}
     quantity = parse_quantity("", "final", METRICS)
-    assert sorted(thinned(series, METRICS, [quantity], is_drawn=True)) == ["loss"]
-    drawn = thinned(series, METRICS, [quantity], is_drawn=True)["loss"]
+    assert sorted(thinned(series, METRICS, [quantity], is_drawn=True)) == [LOSS]
+    drawn = thinned(series, METRICS, [quantity], is_drawn=True)[LOSS]
     assert len(drawn) == 100
     assert (min(drawn), max(drawn)) == (1, 1000)
-    assert thinned(series, METRICS, [quantity], is_drawn=False)["loss"] == {1000: 1 / 1000}
+    assert thinned(series, METRICS, [quantity], is_drawn=False)[LOSS] == {1000: 1 / 1000}

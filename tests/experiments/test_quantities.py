@@ -21,6 +21,7 @@ SERIES = {
     "comm/bytes_up": dict.fromkeys(range(1, 7), 1.0),
     "comm/bytes_down": dict.fromkeys(range(1, 7), 2.0),
 }
+LOSS = "population/train_loss"
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,10 @@ SERIES = {
         ("rounds to 1e0 val_loss", 6),
         ("gradients to 0.75", 40),
         ("bytes to 0.75", 12),
+        ("climb 2", 0.1),
+        ("climb 4", -0.2),
+        ("climb 1", 0.0),  # no two values are one round apart
+        ("climb 2 other", 2.0),
     ],
 )
 def test_a_quantity_is_the_number_it_says(text: str, value: float) -> None:
@@ -66,6 +71,37 @@ def test_a_quantity_is_the_number_it_says(text: str, value: float) -> None:
 def test_what_is_no_quantity_is_refused_by_name(text: object, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         parse_quantity("here", text, METRICS)
+
+
+@pytest.mark.parametrize(
+    ("loss", "round"),
+    [
+        ({1: 3.0, 2: 2.0, 3: 2.00009, 4: 1.0}, 3),  # it has converged
+        ({1: 3.0, 2: 2.0, 3: 2.00011, 4: 1.0}, 4),  # it has not
+        ({1: 3.0, 3: 3.0, 4: 1.0}, 4),  # it is not known what it was in between
+        ({n: 0.2 * n for n in range(1, 15)}, 11),  # it has grown by 2 in ten rounds
+        ({n: 0.09 * n for n in range(1, 15)}, 14),  # and by 0.9
+        ({1: math.nan, 2: 2.0}, 2),
+    ],
+)
+def test_a_run_has_settled_where_its_loss_converges_or_begins_to_diverge(loss: dict[int, float], round: int) -> None:
+    metrics = {**METRICS, LOSS: Metric(LOSS, "min", "loss")}
+    series = {LOSS: loss, "val_acc": {n: float(n) for n in range(1, 20)}}
+    assert parse_quantity("here", "settled val_acc", metrics).of(series) == round
+    assert parse_quantity("here", "settled", metrics).of({**series, "val_acc": {2: 0.5, 99: 0.9}}) == 0.5
+
+
+def test_settling_needs_the_training_loss() -> None:
+    with pytest.raises(FederatedError, match=f"needs {LOSS} among the metrics"):
+        parse_quantity("here", "settled", METRICS)
+    with pytest.raises(FederatedError, match=f"{LOSS} was not logged"):
+        parse_quantity("here", "settled", {**METRICS, LOSS: Metric(LOSS, "min", "loss")}).of(SERIES)
+
+
+def test_a_climb_is_good_where_it_is_low() -> None:
+    quantity = parse_quantity("here", "climb 10", METRICS)
+    assert (quantity.mode, quantity.worst) == ("min", math.inf)
+    assert quantity.label == "greatest climb in 10 rounds of accuracy"
 
 
 def test_what_was_not_logged_is_named() -> None:

@@ -1,0 +1,54 @@
+"""How far a curve climbs the wrong way, and when a run has settled."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+__all__ = ["climb", "settled"]
+
+_CONVERGED = 1e-4  # a smaller change of the loss from one round to the next
+_DIVERGED = 1.0  # a larger growth of the loss in ten rounds
+
+
+def climb(curve: Mapping[int, float], rounds: int, mode: Literal["max", "min"]) -> tuple[float, set[int]]:
+    """Return by how much a value is worse than that a number of rounds before, at most, and the two rounds.
+
+    It is negative if the curve only gets better, and 0, with no rounds, if no two values are that far apart.
+
+    Example:
+        >>> climb({1: 3.0, 2: 2.0, 3: 2.5, 4: 2.2}, 1, "min")
+        (0.5, {2, 3})
+    """
+    ends = [(_worse(curve[n - rounds], value, mode), n) for n, value in curve.items() if n - rounds in curve]
+    if not ends:
+        return 0.0, set()
+    worst, end = max(ends)
+    return worst, {end - rounds, end}
+
+
+def settled(loss: Mapping[int, float]) -> tuple[int, set[int]]:
+    """Return the round after which a run has settled, and those that show it.
+
+    It is the first in which the loss has converged, having changed by less than 0.0001 since the round before, or has
+    begun to diverge, being larger by more than 1 than ten rounds before; or else the last. This is the rule of Li et
+    al., *Federated Optimization in Heterogeneous Networks* (FedProx), MLSys 2020 (https://arxiv.org/abs/1812.06127),
+    appendix C.3.2.
+
+    Args:
+        loss: The training loss by the number of completed rounds, which must not be empty.
+
+    Example:
+        >>> settled({1: 3.0, 2: 2.0, 3: 2.00005, 4: 1.0})
+        (3, {2, 3})
+    """
+    for n in sorted(loss):
+        if n - 1 in loss and abs(loss[n] - loss[n - 1]) < _CONVERGED:
+            return n, {n - 1, n}
+        if n - 10 in loss and loss[n] - loss[n - 10] > _DIVERGED:
+            return n, {n - 10, n}
+    return max(loss), {max(loss)}
+
+
+def _worse(before: float, after: float, mode: Literal["max", "min"]) -> float:
+    if before == after:  # both may be infinite
+        return 0.0
+    return after - before if mode == "min" else before - after
