@@ -1,8 +1,11 @@
-"""Problems whose optimum is known: scalar quadratics and linear least squares, in float64."""
+"""Problems whose optimum is known: quadratics and linear least squares, in float64."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_fed.core.arguments import check_count, check_number, check_numbers, check_seed
@@ -16,31 +19,34 @@ _MAX_NUMBERS = 10**8  # float64, in memory
 
 
 class Quadratics(FederatedDataModule):
-    r"""Scalar quadratics with a chosen dissimilarity of gradients and Hessians.
+    r"""Quadratics with a chosen dissimilarity of gradients and Hessians.
 
     Client i, counted from 0, minimises
 
     .. math:: f_i(x) = \tfrac12 a_i x^2 + b_i x, \qquad b_i = (-1)^i\, G,
 
-    so that the mean f over the clients is least at 0. With ``a=(2, 0)`` these are the two functions behind the lower
-    bound for FedAvg in SCAFFOLD (Karimireddy et al., ICML 2020, arXiv:1910.06378, theorem II); ``a=(3, 1)`` has the
-    same dissimilarities, and f itself the smoothness 2 (Mime, Karimireddy et al., NeurIPS 2021, arXiv:2008.03606).
+    so that the mean f over the clients is least at 0. In d dimensions, :math:`a_i` lists the d second derivatives of a
+    diagonal Hessian, and each coordinate of :math:`b_i` is :math:`(-1)^i\, G / \sqrt d`. With ``a=(2, 0)`` these are
+    the two functions behind the lower bound for FedAvg in SCAFFOLD (Karimireddy et al., ICML 2020, arXiv:1910.06378,
+    theorem II); ``a=(3, 1)`` has the same dissimilarities, and f itself the smoothness 2 (Mime, Karimireddy et al.,
+    NeurIPS 2021, arXiv:2008.03606).
 
-    An example is a row (a_i, b_ij) of two float64 numbers, as :class:`lightning_fed.models.Quadratic` takes them: half
-    of a client's rows have b_i + ``noise`` and half b_i - ``noise``, so that their mean is f_i itself and the gradient
-    of one row has the standard deviation ``noise``. ``val`` and ``test`` are all rows, whose mean loss is f.
+    An example is a row (a_i, b_ij) of two float64 numbers, or vectors [d], as :class:`lightning_fed.models.Quadratic`
+    takes them. In half of a client's rows G is larger by ``noise``, in the other half smaller, so that their mean is
+    f_i itself and the gradient of one row has the standard deviation ``noise``. ``val`` and ``test`` are all rows,
+    whose mean loss is f.
 
     Args:
-        a: The clients' second derivatives, an even number of them with a positive mean.
-        G: The gradient of each client at the optimum, in absolute value.
+        a: The second derivatives of an even number of clients, a number or a list each, with a positive mean.
+        G: The norm of each client's gradient at the optimum.
         rows: Rows of each client.
         noise: The standard deviation of a row's gradient; needs an even number of rows.
         batch_size: Rows in a batch; by default all of a client's, so that gradients are exact.
 
     Attributes:
-        optimum: Where f is least: 0.
+        optimum: Where f is least: 0, in every coordinate.
         G: The gradient dissimilarity: the root mean square of the clients' gradients at the optimum.
-        delta: The Hessian dissimilarity: the largest distance of a client's second derivative from their mean.
+        delta: The Hessian dissimilarity: the largest distance of a second derivative from its mean over the clients.
 
     Raises:
         FederatedError: If an argument is not allowed.
@@ -55,34 +61,26 @@ class Quadratics(FederatedDataModule):
 
     def __init__(
         self,
-        a: Sequence[float] = (2.0, 0.0),
+        a: Sequence[float] | Sequence[Sequence[float]] = (2.0, 0.0),
         G: float = 10.0,  # noqa: N803
         rows: int = 1,
         noise: float = 0.0,
         batch_size: int | None = None,
     ) -> None:
-        self.a = check_numbers("Quadratics", "a", a)
+        hessians = _second_derivatives(a)
+        self.a = hessians.tolist()
         self.G = check_number("Quadratics", "G", G, least=0)
         self.noise = check_number("Quadratics", "noise", noise, least=0)
         self.rows = check_count("Quadratics", "rows", rows, most=_MAX_NUMBERS)
-        if not self.a or len(self.a) % 2 or sum(self.a) <= 0:
-            raise FederatedError(
-                f"Quadratics(a={a!r}): a must hold an even number of second derivatives, one per client, with a"
-                " positive mean, such as (2.0, 0.0)."
-            )
         if self.noise and self.rows % 2:
             raise FederatedError(
                 f"Quadratics(rows={rows!r}, noise={noise!r}): noise needs an even number of rows, half above the"
                 " client's own b and half below."
             )
         self.optimum = 0.0
-        mean = sum(self.a) / len(self.a)
-        self.delta = max(abs(value - mean) for value in self.a)
+        self.delta = float((hessians - hessians.mean(0)).abs().max())
         signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(self.rows)[: self.rows]
-        clients = [
-            TensorDataset(torch.full_like(signs, value), (-1) ** i * self.G + self.noise * signs)
-            for i, value in enumerate(self.a)
-        ]
+        clients = [_client(a_i, (-1) ** i * self.G + self.noise * signs) for i, a_i in enumerate(hessians)]
         pooled = _pool(clients)
         super().__init__(clients=clients, val=pooled, test=pooled, batch_size=_batch_size(batch_size, self.rows))
 
@@ -167,6 +165,30 @@ class LeastSquares(FederatedDataModule):
         x = random.uniform(1 / (1 + d), 1, self.dim) * random.standard_normal((self.samples, self.dim))
         y = x @ w_i + self.noise * random.standard_normal((self.samples, 1))
         return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+
+
+def _second_derivatives(a: Any) -> Tensor:
+    """Return the clients' second derivatives [N] or [N, d], float64."""
+    check = partial(check_numbers, "Quadratics", "a")
+    are_lists = isinstance(a, Sequence) and all(isinstance(row, Sequence) and not isinstance(row, str) for row in a)
+    rows: list[Any] = [check(row) for row in a] if are_lists else check(a)
+    if not rows or len(rows) % 2 or len({len(row) if isinstance(row, list) else 0 for row in rows}) > 1:
+        raise FederatedError(
+            f"Quadratics(a={a!r}): a must hold an even number of second derivatives, one per client, such as"
+            " (2.0, 0.0), or equally many for each client, such as [[2.0, 1.0], [0.0, 1.0]]."
+        )
+    found = torch.tensor(rows, dtype=torch.float64)
+    if not found.numel() or not (found.mean(0) > 0).all():
+        raise FederatedError(
+            f"Quadratics(a={a!r}): the mean of a over the clients must be positive, in each coordinate."
+        )
+    return found
+
+
+def _client(a: Tensor, slopes: Tensor) -> TensorDataset:
+    """Return the rows of a client: its second derivatives [n, *a], and [n, *a] of the norms in ``slopes`` [n]."""
+    rows = a.expand(len(slopes), *a.shape).contiguous()
+    return TensorDataset(rows, (slopes / a.numel() ** 0.5).reshape(-1, *[1] * a.ndim).expand_as(rows).contiguous())
 
 
 def _pool(clients: Sequence[TensorDataset]) -> TensorDataset:

@@ -129,15 +129,16 @@ class LinearRegression(_KnownOptimum):
 class Quadratic(_KnownOptimum):
     """One float64 parameter x, with the mean of a x^2 / 2 + b x over the rows (a, b) of a batch as loss, and SGD.
 
-    It logs ``train_loss``, ``val_loss`` and ``test_loss``, and ``val_distance`` if the optimum is given.
+    With a list of starts x is a vector [d], a and b are [B, d], and the loss is summed over the coordinates. It logs
+    ``train_loss``, ``val_loss`` and ``test_loss``, and ``val_distance`` if the optimum is given.
 
     Args:
-        x0: Where x starts.
+        x0: Where x starts: a number, or one for each coordinate.
         lr: The learning rate of the local steps.
-        optimum: Where the loss is least. ``val_distance`` is the distance of x from it.
+        optimum: Where the loss is least, in every coordinate. ``val_distance`` is the distance of x from it.
 
     Raises:
-        FederatedError: If the learning rate is not allowed.
+        FederatedError: If an argument is not allowed, or rows have another number of coordinates than x.
 
     Example:
         >>> model = Quadratic(x0=3.0)
@@ -145,18 +146,25 @@ class Quadratic(_KnownOptimum):
         [12.0, -3.0]
     """
 
-    def __init__(self, x0: float = 1.0, lr: float = 0.1, optimum: float | None = None) -> None:
+    def __init__(self, x0: float | Sequence[float] = 1.0, lr: float = 0.1, optimum: float | None = None) -> None:
         super().__init__()
         self.save_hyperparameters()
         check_number(type(self).__name__, "lr", lr, least=0)
-        x = check_number(type(self).__name__, "x0", x0)
+        owner, is_list = type(self).__name__, isinstance(x0, Sequence) and not isinstance(x0, str)
+        x = check_numbers(owner, "x0", x0) if is_list else check_number(owner, "x0", x0)
         if optimum is not None:
             check_number(type(self).__name__, "optimum", optimum)
         self.x = nn.Parameter(torch.tensor(x, dtype=torch.float64))
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the loss of each row [B]."""
-        return 0.5 * a * self.x.square() + b * self.x
+        if a.shape[1:] != self.x.shape or b.shape != a.shape:  # others might broadcast
+            raise FederatedError(
+                f"Quadratic got rows of shapes {list(a.shape)} and {list(b.shape)} for x of shape {list(self.x.shape)}:"
+                " give x0 as many numbers as a client's second derivatives."
+            )
+        losses = 0.5 * a * self.x.square() + b * self.x
+        return losses.reshape(len(losses), -1).sum(1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return SGD."""

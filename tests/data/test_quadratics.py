@@ -36,6 +36,23 @@ def test_rows_are_float64_and_exact_without_noise():
     assert {t.dtype for client in rows for t in client} == {torch.float64}
 
 
+def test_several_dimensions_have_the_same_dissimilarities():
+    data = Quadratics(a=[[1.0, 0.3], [1.0, -0.1]], G=2.0, rows=2, noise=1.0)
+    assert data.delta == pytest.approx(0.2)
+    for (a, b), row, mean in zip(tensors(data), ([1.0, 0.3], [1.0, -0.1]), (2.0, -2.0), strict=True):
+        assert a.tolist() == [row, row]
+        assert b.mean(0).norm() == pytest.approx(data.G)
+        assert torch.allclose(b.mean(0) * 2**0.5, torch.tensor(mean, dtype=torch.float64))
+        assert (b - b.mean(0)).norm(dim=1).tolist() == pytest.approx([data.noise] * 2)
+
+
+def test_each_dimension_is_a_quadratic_of_its_own():
+    options = {"algorithm": Scaffold(), "local_steps": 3, "max_rounds": 4, "clients_per_round": 2}
+    both = fit(Quadratic(x0=[1.0, -2.0], lr=0.1), Quadratics(a=[[2.0, 3.0], [0.0, 1.0]], G=2.0), **options)
+    for x, x0, a in zip(both, (1.0, -2.0), ((2.0, 0.0), (3.0, 1.0)), strict=True):
+        assert x.item() == pytest.approx(fit(Quadratic(x0=x0, lr=0.1), Quadratics(a, G=2**0.5), **options).item())
+
+
 def test_noise_is_the_standard_deviation_of_a_rows_gradient():
     for (_, b), mean in zip(tensors(Quadratics(G=5.0, rows=6, noise=2.0)), (5.0, -5.0), strict=True):
         assert (b.mean(), b.std(correction=0)) == (mean, 2)
@@ -126,7 +143,10 @@ def test_scaffold_reaches_the_least_squares_optimum_where_fedavg_does_not():
     [
         (Quadratics, {"a": (1.0, 2.0, 3.0)}, "even number of second derivatives"),
         (Quadratics, {"a": ()}, "even number of second derivatives"),
-        (Quadratics, {"a": (1.0, -1.0)}, "positive mean"),
+        (Quadratics, {"a": (1.0, -1.0)}, "must be positive"),
+        (Quadratics, {"a": ((1.0, 2.0), (1.0, -2.0))}, "must be positive, in each coordinate"),
+        (Quadratics, {"a": ((1.0, 2.0), (1.0,))}, "equally many for each client"),
+        (Quadratics, {"a": ((1.0, 2.0), 1.0)}, "a must be a finite number"),
         (Quadratics, {"a": (float("inf"), 1.0)}, "a=inf"),
         (Quadratics, {"G": -1.0}, "G=-1.0"),
         (Quadratics, {"noise": 1.0}, "noise needs an even number of rows"),
