@@ -449,7 +449,7 @@ def test_a_page_is_made_again_from_what_is_published_and_nothing_runs(
     [
         (["scaffold_quadratic"], "Did you mean 'scaffold_quadratics'"),
         ([], "name an experiment"),
-        (["scaffold_quadratics", "--scale", "smal"], "Did you mean 'small'"),
+        (["scaffold_quadratics", "--scale", "ful"], "Did you mean 'full'"),
         (["nowhere.yaml"], "nowhere.yaml cannot be read"),
     ],
     ids=str,
