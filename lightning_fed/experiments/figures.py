@@ -180,15 +180,16 @@ def _draw_quantity(
     """Draw a quantity against an axis of the grid; what is infinite leaves a gap."""
     assert isinstance(panel.y, Quantity)
     labels = [point.by_axis[plan.x] for point in points]
-    x = _positions(labels, list(results.grid.labels[plan.x]))
+    shown = [label for label in results.grid.labels[plan.x] if label in plan.at.get(plan.x, (label,))]
+    x = _positions(labels, shown)
     estimates = [results.estimate(point, panel.y) for point in points]
     middle = [e.mean if math.isfinite(e.mean) else math.nan for e in estimates]
     axes.plot(x, middle, label=label, marker="o", markersize=4, **_look(style))
     low, high = _band([e.values if math.isfinite(e.mean) else (math.nan,) for e in estimates], plan.band)
     if low != high:
         axes.fill_between(x, low, high, color=COLORS[style % len(COLORS)], alpha=0.18, linewidth=0)
-    if not _are_numbers(list(results.grid.labels[plan.x])):
-        axes.set_xticks(range(len(results.grid.labels[plan.x])), results.grid.labels[plan.x])
+    if not _are_numbers(shown):
+        axes.set_xticks(range(len(shown)), shown)
 
 
 def _positions(labels: Sequence[Label], known: Sequence[Label]) -> list[float]:

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_fed.experiments.claims import judge
 from lightning_fed.experiments.experiment import Claim
+from lightning_fed.experiments.figures import draw
 from lightning_fed.experiments.grid import Cell, Grid
 from lightning_fed.experiments.reading import read_experiment
 from lightning_fed.experiments.reading_claims import ClaimReader
@@ -337,3 +338,19 @@ def test_a_metric_in_percent_is_so_everywhere(write: Any, tmp_path: Path) -> Non
     results = results_of(Grid(experiment), tmp_path, lambda _: [0.5, 0.625, 0.6])
     assert [judge(claim, results)[0].numbers for claim in experiment.claims] == ["60 > 55", "2 < 3"]
     assert "| FedAvg | 62.5 |" in verdict(results, "", [])
+
+
+def test_labels_that_a_figure_leaves_out_have_no_place_on_its_axis(write: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    steps: dict[str, Any] = {"0.1": {}, "0.3": {}, "best": {}}
+    figures = {name: {"y": "final", "x": "step", "at": {"step": shown}} for name, shown in SHOWN.items()}
+    experiment = read_experiment(write(axes={"step": steps}, figures=figures))
+    results = results_of(Grid(experiment), tmp_path / "o", lambda cell: [1.0])
+    found = {}
+    for plan in experiment.figures:
+        (axes,) = draw(plan, results).axes
+        found[plan.name] = list(axes.get_lines()[0].get_xdata())
+    assert found == {"numbers": [0.1, 0.3], "words": [0, 1]}
+
+
+SHOWN = {"numbers": ["0.1", "0.3"], "words": ["0.3", "best"]}
