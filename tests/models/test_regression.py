@@ -91,3 +91,8 @@ def test_what_does_not_fit_is_refused():
         LinearRegression(0)
     with pytest.raises(FederatedError, match=r"Quadratic\(lr=nan\)"):
         Quadratic(lr=float("nan"))
+    for x0, rows in ((1.0, torch.ones(3, 2)), ([1.0, 2.0], torch.ones(2)), ([1.0, 2.0], torch.ones(3, 3))):
+        with pytest.raises(FederatedError, match="give x0 as many numbers"):
+            Quadratic(x0=x0)(rows, rows)
+    with pytest.raises(FederatedError, match="Quadratic.*x0"):
+        Quadratic(x0=[1.0, "far"])
