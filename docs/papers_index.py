@@ -13,13 +13,14 @@ KINDS = {"hold": "hold", "do not hold": "fail", "undecided": "undecided", "could
 INTRODUCTION = """\
 # Results
 
-What `lightning-fed reproduce` makes of the figures and tables of the papers: a page each, with the paper's numbers beside
-ours, every departure from the paper, what was tuned, command, versions, hardware and date. Each page is computed from two
-small files beside it (`NAME_cells.csv`, `NAME_rounds.csv.gz`), and a test computes all of them again.
+What `lightning-fed reproduce` makes of the figures and tables of the papers: a page each, with the paper's numbers
+beside ours, every departure from the paper, what was tuned, command, versions, hardware and date. Each page is computed
+from two small files beside it (`NAME_cells.csv`, `NAME_rounds.csv.gz`), and a test computes all of them again.
 [Reproducing papers](../reproducing.md) describes the command and its files.
 
 A claim holds, fails, or is undecided: the difference is within two standard errors of the paired difference over seeds.
-Claims that fail or are undecided are shown as such, with what we found out. "Full" is the paper's scale without any departure.
+Claims that fail or are undecided are shown as such, with what we found out. "Full" is the paper's scale without any
+departure.
 """
 
 
@@ -85,9 +86,11 @@ def _row(row: dict[str, str], pages: dict[str, Page]) -> str:
     if name in pages:
         page = pages[name]
         told = ", ".join(f"{page.counts[kind]} {kind}" for kind in KINDS.values() if page.counts[kind])
-        note = f"; {row['note']}" if "note" in row else ""
-        return f"| {row['item']} | [{name}]({name}.md){note} | {page.scale} | {told} |"
-    return f"| {row['item']} | {row['why']} | - | - |"
+        return f"| {row['item']} | [{name}]({name}.md) | {page.scale} | {told} |"
+    if name is None:
+        return f"| {row['item']} | {row['why']} | - | - |"
+    why = row.get("why", "not run at this version yet")
+    return f"| {row['item']} | {why}: `lightning-fed reproduce {name} --data-root DATA` | - | - |"
 
 
 if __name__ == "__main__":
