@@ -1,4 +1,4 @@
-"""The command line: ``lightning-fed fit | validate | test | predict | new | data | reproduce | sweep | compare``."""
+"""The command line: Lightning's ``fit``, ``validate``, ``test`` and ``predict``, and commands of our own."""
 
 import os
 import sys
@@ -32,12 +32,14 @@ _EVALUATED = (
 _ABOUT = (
     "Train an ordinary LightningModule across clients: `lightning-fed fit --config FILE`."
     " `lightning-fed new NAME` writes a small project to start from,"
-    " `lightning-fed data --config FILE` draws how the data is dealt out to them; `lightning-fed reproduce`, `sweep`"
-    " and `compare` run a paper's experiment, run a grid of your own, and put runs side by side."
+    " `lightning-fed data --config FILE` draws how the data is dealt out; `lightning-fed diagnose --config FILE`"
+    " says why it does not converge, `lightning-fed reproduce`, `sweep` and `compare` run a paper's experiment, run a"
+    " grid of your own, and put runs side by side."
 )
 _OWN = {
     "new": "Write a small project to start from.",
     "data": "Print how much the clients of a configuration differ, and draw who has what.",
+    "diagnose": "Measure the clients of a configuration, and say why it does not converge.",
     "reproduce": "Run an experiment of a paper.",
     "sweep": "Run a grid over a configuration, or search it.",
     "compare": "Put runs side by side.",
@@ -195,6 +197,10 @@ def _own_command(name: str) -> Callable[[list[str]], None]:
         from lightning_fed.cli_new import new
 
         return new
+    if name == "diagnose":
+        from lightning_fed.diagnosis import diagnose
+
+        return diagnose
     from lightning_fed import experiments
 
     return {"reproduce": experiments.reproduce, "sweep": experiments.sweep, "compare": experiments.compare}[name]

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from lightning_fed._lightning import pl
 from lightning_fed.core.arguments import check_count, check_one_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.seeds import preserved_random_state
+from lightning_fed.core.seeds import Purpose, derive_seed, generator, preserved_random_state, seed_global
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches import ClientBatches
 from lightning_fed.engines.base import Engine
@@ -148,6 +149,23 @@ class Inspection:
         self._check_vectors("hessian_vector", point=point, vector=vector)
         with self._leaving_the_module(), preserved_random_state(point.device):
             return self._engine.hessian_vector_at(point, vector, batches, self.round, index)
+
+    def batch_gradients(self, client_id: ClientId, point: Vector, most: int) -> Iterator[Vector]:
+        """Yield the gradients [P] at a point [P] of the first batches of a client's local epoch, at most so many.
+
+        They leave no trace, and are a function of (seed, round, client); no fit trains on batches in this order.
+
+        Raises:
+            FederatedError: If there is no such client, or the point is no vector of the model's size.
+        """
+        batches, index = self._client(client_id)
+        self._check_vectors("batch_gradients", point=point)
+        engine, place = self._engine, (Purpose.MEASUREMENT, self.round, index)
+        for number, (batch, size) in enumerate(islice(batches.epoch(generator(engine.seed, *place)), most)):
+            with self._leaving_the_module(), preserved_random_state(point.device):
+                seed_global(derive_seed(derive_seed(engine.seed, *place), Purpose.TRAINING, number), point.device)
+                gradient = engine.gradients.full(point, [(batch, size)], size, engine.optimizer.decay)
+            yield gradient
 
     def evaluate_client(self, client_id: ClientId, on: str = "val", steps: int = 0) -> dict[str, float]:
         """Return what ``validation_step`` logs of the server model on one client's own examples, by name.

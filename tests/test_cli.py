@@ -335,6 +335,7 @@ def test_a_command_that_is_not_there_is_answered_with_those_that_are(
         ("swep", "sweep"),
         thorough("compar", "compare"),
         thorough("dta", "data"),
+        thorough("diagnos", "diagnose"),
         thorough("reproduc", "reproduce"),
     ],
 )
@@ -342,7 +343,7 @@ def test_all_commands_are_listed_and_meant(word: str, meant: str, capsys: pytest
     with pytest.raises(SystemExit):
         main([word])
     answer = capsys.readouterr().err
-    assert "'fit', 'validate', 'test', 'predict', 'new', 'data', 'reproduce', 'sweep', 'compare'" in answer
+    assert "'fit', 'validate', 'test', 'predict', 'new', 'data', 'diagnose', 'reproduce', 'sweep', 'compare'" in answer
     assert f"Did you mean {meant} instead of {word}?" in answer
 
 
@@ -354,13 +355,14 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
         *FederatedCLI.subcommands(),
         "new",
         "data",
+        "diagnose",
         "reproduce",
         "sweep",
         "compare",
     ]
 
 
-@pytest.mark.parametrize("command", ["data", "reproduce", "sweep", "compare"])
+@pytest.mark.parametrize("command", ["data", "diagnose", "reproduce", "sweep", "compare"])
 def test_help_shows_types_by_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])

@@ -28,8 +28,8 @@ FLOORS = {
     "run_state": 9,
     "loop": 10, "connectors": 10,
     "trainer": 11,
-    "cli_help": 3, "cli_parser": 4, "experiments": 12, "deploy": 12, "cli": 13,
-    "__init__": 14, "__main__": 14,
+    "cli_help": 3, "cli_parser": 4, "experiments": 12, "deploy": 12, "diagnosis": 13, "cli": 14,
+    "__init__": 15, "__main__": 15,
 }  # fmt: skip
 PURE = (
     "core",
