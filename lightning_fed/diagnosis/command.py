@@ -1,5 +1,6 @@
 """The command ``lightning-fed diagnose``: why does it not converge, and what suits these clients?"""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def diagnose(args: Sequence[str]) -> None:
     if out is not None and out.suffix not in _FORMATS:
         raise FederatedError(f"--out {out}: the report is written as Markdown or JSON. Use a name such as report.md.")
     config, left_out = read_config(options.config)
+    print(f"Measuring the clients, and running {options.rounds} rounds at each of five step sizes.", file=sys.stderr)
     trials = Trials(config, options.ckpt_path, options.rounds, options.clients, options.hessian_clients)
     findings, notes = _findings(trials, options.best_loss)
     if left_out:

@@ -76,24 +76,21 @@ def _suggestions(f: Findings) -> Section:
     m, t = f.measured, f.theory
     corrected = "; this method corrects it" if corrects_drift(f.algorithm) else ""
     useful = f"{_number(t.useful_steps)} to {_number(t.useful_steps_mean)}"
-    rows = [
-        ("K = L/delta", useful, f"local steps that help where drift is corrected, with either delta; here {t.K:.3g}"),
-        ("1/L", _number(t.ceiling), f"ceiling of the step size on f; here {_number(m.rate)}"),
-        ("1/(L + delta)", _number(t.client_ceiling), "the same on a client whose curvature is the largest possible"),
-        ("drift", _number(m.drift), f"error of FedAvg's mean gradient in a round, measured; it stays{corrected}"),
-        ("its bound", _number(t.drift_bound), "eta (K - 1)/2 delta G, for small steps"),
-        (
-            "of a gradient of",
-            _number(m.progress),
-            "mean along the same steps on f; FedAvg rests where it equals the drift",
-        ),
-        ("noise of batches", _number(t.batches), "error of the mean gradient in a round; averages out over rounds"),
-        ("noise of drawing", _number(t.drawing), "the same, from who takes part"),
-        ("G^2/(L T^2)", _number(t.lower_bound), f"FedAvg's error after T = {t.T:.0f} rounds on the worst such clients"),
-        ("MimeMVR step size", _number(t.mvr_rate), "the largest that its theorem IV allows; cautious by its constants"),
-        ("MimeMVR a", _number(t.mvr_a), "1536 (eta delta K)^2, with that step size"),
-    ]
-    return "What the theory suggests", rows
+    rows: dict[str, tuple[str | float, str]] = {
+        "K = L/delta": (useful, f"local steps that help where drift is corrected, by either delta; here {t.K:.3g}"),
+        "1/L": (t.ceiling, f"ceiling of the step size on f; here {_number(m.rate)}"),
+        "1/(L + delta)": (t.client_ceiling, "the same on a client whose curvature is the largest possible"),
+        "drift": (m.drift, f"error of FedAvg's mean gradient in a round, on {m.few} clients; it stays{corrected}"),
+        "of a gradient of": (m.progress, "the same steps on f; FedAvg rests about where |grad f| is the drift"),
+        "its bound": (t.drift_bound, "eta (K - 1)/2 delta G, to first order in eta"),
+        "noise of batches": (t.batches, "error of the mean gradient in a round; averages out over rounds"),
+        "noise of drawing": (t.drawing, "the same, from who takes part"),
+        "G^2/(L T^2)": (t.lower_bound, f"FedAvg's error after T = {_number(t.T)} rounds on the worst such clients"),
+        "MimeMVR step size": (t.mvr_rate, "the largest that its theorem IV allows; cautious by its constants"),
+        "MimeMVR a": (t.mvr_a, "1536 (eta delta K)^2, with that step size"),
+    }
+    shown = [(name, v if isinstance(v, str) else _number(v), meaning) for name, (v, meaning) in rows.items()]
+    return "What the theory suggests", shown
 
 
 def _steps(trials: Sequence[Trial]) -> Section:
@@ -103,8 +100,9 @@ def _steps(trials: Sequence[Trial]) -> Section:
         course = " ".join(_number(loss) for loss in trial.losses)
         change = "diverges" if math.isinf(trial.change) else f"{100 * trial.change:+.1f} %"
         here = ", as configured" if trial.factor == 1 else ""
-        cosine = "" if math.isnan(trial.cosine) else f"; cosine with -grad f {trial.cosine:.2f}"
+        cosine = "" if math.isnan(trial.cosine) else f"; cosine {trial.cosine:.2f}"
         rows.append((f"{_number(trial.rate)}{here}", change, f"loss {course}{cosine}"))
+    rows.append(("cosine", "", "of the way that the model has gone, with -grad f at its start"))
     return f"Five step sizes, {rounds} rounds each", rows
 
 

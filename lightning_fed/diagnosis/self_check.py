@@ -12,24 +12,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from lightning_fed import algorithms
 from lightning_fed._lightning import pl
-from lightning_fed.algorithms import (
-    SGD,
-    Algorithm,
-    CMime,
-    FedAvg,
-    FedCM,
-    FedDane,
-    FedDyn,
-    FedNova,
-    FedProx,
-    Mime,
-    MimeLite,
-    MimeMVR,
-    Scaffold,
-    ServerOnly,
-    SGDm,
-)
+from lightning_fed.algorithms import Algorithm
 from lightning_fed.callbacks import FederatedCallback
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
@@ -43,7 +28,7 @@ _A, _G, _START, _RATE, _STEPS, _ROUNDS = (3.0, 1.0, 0.5, 1.5), 2.0, 1.0, 0.1, 3,
 _CLIENTS = list(zip(_A, (_G, -_G) * 2, strict=True))
 _TOLERANCE = 1e-9
 
-Path = Iterator[float]  # x after each round
+Course = Iterator[float]  # x after each round
 
 
 @dataclass(frozen=True)
@@ -158,29 +143,29 @@ def _gradient(x: float) -> float:
     return _mean([a * x + b for a, b in _CLIENTS])
 
 
-def _fedavg(method: Any, x: float = _START) -> Path:
+def _fedavg(method: Any, x: float = _START) -> Course:
     unit = _STEPS * _RATE if getattr(method, "pseudo_grad", "raw") == "normalized" else 1.0
     while True:
         yield (x := x + (_mean([_end(a, b, x) for a, b in _CLIENTS]) - x) / unit)
 
 
-def _fedprox(method: Any, x: float = _START) -> Path:
+def _fedprox(method: Any, x: float = _START) -> Course:
     while True:
         yield (x := _mean([_end(a + method.mu, b - method.mu * x, x) for a, b in _CLIENTS]))
 
 
-def _feddane(method: Any, x: float = _START) -> Path:
+def _feddane(method: Any, x: float = _START) -> Course:
     mu = method.mu
     while True:
         yield (x := _mean([_end(a + mu, _gradient(x) - (a + mu) * x, x) for a, _ in _CLIENTS]))
 
 
-def _server_only(method: Any, x: float = _START) -> Path:
+def _server_only(method: Any, x: float = _START) -> Course:
     while True:
         yield (x := x - _gradient(x))
 
 
-def _scaffold(method: Any, x: float = _START) -> Path:
+def _scaffold(method: Any, x: float = _START) -> Course:
     own = [0.0] * len(_CLIENTS)
     while True:
         c = _mean(own)
@@ -192,19 +177,19 @@ def _scaffold(method: Any, x: float = _START) -> Path:
         yield (x := _mean(ends))
 
 
-def _mime(method: Any, x: float = _START) -> Path:
-    beta = method.base.beta if type(method.base) is SGDm else 0.0
+def _mime(method: Any, x: float = _START) -> Course:
+    beta = method.base.beta if type(method.base) is algorithms.SGDm else 0.0
     weight = 1 - beta if beta and method.base.momentum_form == "ema" else 1.0
     m = 0.0
     while True:
         c = _gradient(x)
-        constant = [c - a * x if isinstance(method, Mime) else b for a, b in _CLIENTS]
+        constant = [c - a * x if isinstance(method, algorithms.Mime) else b for a, b in _CLIENTS]
         ends = [_end(weight * a, weight * k + beta * m, x) for (a, _), k in zip(_CLIENTS, constant, strict=True)]
         m = weight * c + beta * m
         yield (x := _mean(ends))
 
 
-def _mime_mvr(method: Any, x: float = _START) -> Path:
+def _mime_mvr(method: Any, x: float = _START) -> Course:
     w, before = method.a, x
     m = _gradient(x) if method.m0 == "grad" else 0.0
     while True:
@@ -216,7 +201,7 @@ def _mime_mvr(method: Any, x: float = _START) -> Path:
         yield x
 
 
-def _fedcm(method: Any, x: float = _START) -> Path:
+def _fedcm(method: Any, x: float = _START) -> Course:
     w, momentum = method.alpha, 0.0
     while True:
         end = _mean([_end(w * a, w * b + (1 - w) * momentum, x) for a, b in _CLIENTS])
@@ -225,7 +210,7 @@ def _fedcm(method: Any, x: float = _START) -> Path:
         yield x
 
 
-def _feddyn(method: Any, x: float = _START) -> Path:
+def _feddyn(method: Any, x: float = _START) -> Course:
     own, w = [0.0] * len(_CLIENTS), method.alpha
     while True:
         ends = [_end(a + w, b + w * (d - x), x) for (a, b), d in zip(_CLIENTS, own, strict=True)]
@@ -233,28 +218,28 @@ def _feddyn(method: Any, x: float = _START) -> Path:
         yield (x := _mean(ends) + _mean(own))
 
 
-_FORMULAS: dict[type, Callable[[Any], Path] | None] = {
-    FedAvg: _fedavg,
-    FedNova: _fedavg,  # all take as many steps
-    FedProx: _fedprox,
-    FedDane: _feddane,
-    ServerOnly: _server_only,
-    Scaffold: _scaffold,
-    CMime: None,
-    Mime: _mime,
-    MimeLite: _mime,
-    MimeMVR: _mime_mvr,
-    FedCM: _fedcm,
-    FedDyn: _feddyn,
+_FORMULAS: dict[type, Callable[[Any], Course] | None] = {
+    algorithms.FedAvg: _fedavg,
+    algorithms.FedNova: _fedavg,  # all take as many steps
+    algorithms.FedProx: _fedprox,
+    algorithms.FedDane: _feddane,
+    algorithms.ServerOnly: _server_only,
+    algorithms.Scaffold: _scaffold,
+    algorithms.CMime: None,
+    algorithms.Mime: _mime,
+    algorithms.MimeLite: _mime,
+    algorithms.MimeMVR: _mime_mvr,
+    algorithms.FedCM: _fedcm,
+    algorithms.FedDyn: _feddyn,
 }
 
 
-def _formula_of(algorithm: Algorithm) -> tuple[str, Path | None]:
+def _formula_of(algorithm: Algorithm) -> tuple[str, Course | None]:
     """Return the class whose formula a method must follow, and the formula, if there is one."""
     known = next((klass for klass in type(algorithm).__mro__ if klass in _FORMULAS), None)
     build = _FORMULAS.get(known) if known is not None else None
     if known is None or build is None:
         return "", None
-    is_affine = type(getattr(algorithm, "base", None)) in (type(None), SGD, SGDm)
+    is_affine = type(getattr(algorithm, "base", None)) in (type(None), algorithms.SGD, algorithms.SGDm)
     is_fixed = getattr(algorithm, "adaptive", None) is None
     return known.__name__, build(algorithm) if is_affine and is_fixed else None

@@ -19,7 +19,7 @@ class Theory:
     Attributes:
         K: The local steps of a client, their mean.
         S: The clients of a round, their mean number.
-        T: The rounds that are left.
+        T: The rounds that are left; of a run that is done, all.
         useful_steps: :math:`L / \delta`: the local steps that help a method which corrects the drift.
         useful_steps_mean: The same with the mean of the clients' distances for :math:`\delta`.
         ceiling: :math:`1 / L`.

@@ -55,7 +55,7 @@ class Trial(WeightedMeasure):
         rate: The step size.
         losses: The mean training loss of the clients measured, before the first round and after each.
         stopped: Why it ended before its time.
-        cosine: Of the first round's step of x with the negative gradient.
+        cosine: Of the way that x has gone, with the negative gradient at its start.
         cohorts: The numbers of clients that took part.
         steps: The mean numbers of their local steps.
         found: What was measured.
@@ -103,9 +103,8 @@ class Trial(WeightedMeasure):
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
         """Note the loss, and who did how much."""
-        if len(self.losses) == 1:
-            step = trainer.fit_loop.state.x - self._x0
-            self.cosine = float(torch.nn.functional.cosine_similarity(step, self._downhill, dim=0))
+        way = trainer.fit_loop.state.x - self._x0
+        self.cosine = float(torch.nn.functional.cosine_similarity(way, self._downhill, dim=0))
         self.losses.append(self._loss(trainer))
         if round_report.cohort:
             self.cohorts.append(len(round_report.cohort))
@@ -146,6 +145,8 @@ def read_config(paths: Sequence[str]) -> tuple[Config, list[str]]:
         config = overlay(config, {name: part for name, part in found.items() if name in _PARTS and part is not None})
     given = (config.get("trainer") or {}).get("callbacks") or []
     names = [str(one.get("class_path") if isinstance(one, dict) else one).rpartition(".")[2] for one in given]
+    if not isinstance(config.get("seed_everything"), int) or isinstance(config["seed_everything"], bool):
+        config["seed_everything"] = 0  # all trials start from one model
     kept = [one for one, name in zip(given, names, strict=True) if name not in _WATCHERS]
     left_out = [name for name in names if name in _WATCHERS]
     return overlay(config, {"trainer": {**_PLAIN, "callbacks": kept}}), left_out
@@ -166,7 +167,7 @@ class Trials:
         trials: The trials by factor, in order.
         measured: What was measured.
         settings: How rounds are run.
-        rounds_left: The rounds of the run that are left; None if there is no limit.
+        rounds_left: The rounds of the run that are left, all if it is done; None if there is no limit.
         data: The data module.
 
     Raises:
@@ -211,8 +212,8 @@ class Trials:
             saved = trainer.strategy.checkpoint_io.load_checkpoint(self._ckpt_path).get("loops") or {}
             reached = int(saved.get("fit_loop", {}).get("state_dict", {}).get("round", 0))
         planned = trainer.max_rounds
-        self.rounds_left = None if planned is None or planned < 0 else max(0, planned - reached)
-        if self.rounds_left is not None and self.rounds_left < self._rounds:
+        self.rounds_left = None if planned is None or planned < 0 else max(0, planned - reached) or planned
+        if planned is not None and 0 <= planned < reached + self._rounds:
             trainer.max_rounds = reached + self._rounds
 
 

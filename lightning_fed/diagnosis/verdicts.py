@@ -96,8 +96,8 @@ def _faults(f: Findings) -> Iterator[Verdict]:
         yield Verdict(
             "likely",
             cause,
-            f"At the smallest step size, {smallest.rate:.3g}, the first round moves the model uphill: the cosine of its"
-            f" step with the negative gradient is {smallest.cosine:.2f}. Look for a reversed sign in"
+            f"At the smallest step size, {smallest.rate:.3g}, the model goes uphill: the cosine of its way with the"
+            f" negative gradient is {smallest.cosine:.2f}. Look for a reversed sign in"
             f" {type(f.algorithm).__name__} or in the server's optimizer.",
         )
 
