@@ -2,6 +2,7 @@
 
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias
@@ -49,7 +50,7 @@ def _clients(f: Findings) -> Section:
     lower = "" if m.few == m.population else f" of {m.few} clients, so a lower bound"
     rows = [
         ("f", _number(m.loss), "mean training loss"),
-        ("|grad f|", _number(m.gradient), "what a step can gain from"),
+        ("gradient", _number(m.gradient), "norm of grad f: what a step can gain from"),
         ("G", _with_error(m.G), "how far clients' gradients are from their mean (root mean square)"),
         ("B", _number(m.B), "clients' gradients (root mean square) over their mean; 1: all alike"),
         ("noise", _with_error(m.noise), "how far the gradient of a batch is from its client's (root mean square)"),
@@ -81,7 +82,7 @@ def _suggestions(f: Findings) -> Section:
         "1/L": (t.ceiling, f"ceiling of the step size on f; here {_number(m.rate)}"),
         "1/(L + delta)": (t.client_ceiling, "the same on a client whose curvature is the largest possible"),
         "drift": (m.drift, f"error of FedAvg's mean gradient in a round, on {m.few} clients; it stays{corrected}"),
-        "of a gradient of": (m.progress, "the same steps on f; FedAvg rests about where |grad f| is the drift"),
+        "of a gradient of": (m.progress, "the same steps on f; FedAvg rests where this has fallen to the drift"),
         "its bound": (t.drift_bound, "eta (K - 1)/2 delta G, to first order in eta"),
         "noise of batches": (t.batches, "error of the mean gradient in a round; averages out over rounds"),
         "noise of drawing": (t.drawing, "the same, from who takes part"),
@@ -111,8 +112,13 @@ def as_text(found: Sequence[Section], check: str, verdicts: Sequence[Verdict]) -
     lines = []
     for title, rows in found:
         lines += [title, *(f"  {name:<20}{value:<18} {meaning}".rstrip() for name, value, meaning in rows), ""]
-    lines += ["Self-check", f"  {check}", "", "Verdicts, best evidence first"]
-    return "\n".join(lines + [f"  {n}. {v.cause} ({v.evidence}): {v.text}" for n, v in enumerate(verdicts, 1)])
+    lines += ["Self-check", _wrapped("  ", check), "", "Verdicts, best evidence first"]
+    lines += [_wrapped(f"  {n}. ", f"{v.cause} ({v.evidence}): {v.text}") for n, v in enumerate(verdicts, 1)]
+    return "\n".join(lines)
+
+
+def _wrapped(start: str, text: str) -> str:
+    return textwrap.fill(text, 110, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)
 
 
 def as_markdown(found: Sequence[Section], check: str, verdicts: Sequence[Verdict]) -> str:

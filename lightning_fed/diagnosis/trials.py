@@ -31,7 +31,7 @@ FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0)
 
 _PARTS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
 _UNUSED = ("ckpt_path", "weights_only")  # that a saved configuration has
-_WATCHERS = {*callbacks.__all__, "ModelCheckpoint", "OnExceptionCheckpoint", "EarlyStopping", "LearningRateMonitor"}
+_WATCHERS = ("Checkpoint", "EarlyStopping", "ProgressBar", "Summary", "Monitor", "Timer", *callbacks.__all__)
 _PLAIN: Config = {  # one process, no validation, and only as many rounds as are asked for
     "strategy": "auto", "devices": 1, "num_nodes": 1, "limit_val_batches": 0, "fast_dev_run": False,
     "max_steps": -1, "max_time": None, "min_epochs": None, "min_steps": None, "profiler": None,
@@ -144,11 +144,12 @@ def read_config(paths: Sequence[str]) -> tuple[Config, list[str]]:
             raise unknown(path, "key of a configuration", name, _PARTS)
         config = overlay(config, {name: part for name, part in found.items() if name in _PARTS and part is not None})
     given = (config.get("trainer") or {}).get("callbacks") or []
+    given = given if isinstance(given, list) else [given]
     names = [str(one.get("class_path") if isinstance(one, dict) else one).rpartition(".")[2] for one in given]
     if not isinstance(config.get("seed_everything"), int) or isinstance(config["seed_everything"], bool):
         config["seed_everything"] = 0  # all trials start from one model
-    kept = [one for one, name in zip(given, names, strict=True) if name not in _WATCHERS]
-    left_out = [name for name in names if name in _WATCHERS]
+    kept = [one for one, name in zip(given, names, strict=True) if not name.endswith(_WATCHERS)]
+    left_out = [name for name in names if name.endswith(_WATCHERS)]
     return overlay(config, {"trainer": {**_PLAIN, "callbacks": kept}}), left_out
 
 

@@ -19,7 +19,7 @@ _KNOWING = (Scaffold, FedDyn)  # what each client's gradient is, so that who is 
 
 _UPHILL = -0.5  # cosine with the negative gradient
 _NOTICEABLE = 1.5  # how many times as much the loss falls
-_SHARE = 0.5  # of the way that local steps on f lead, at which the drift slows the run
+_DRIFTING, _DRIFTED = 0.25, 0.5  # of the way that local steps on f lead
 _FEW_CLASSES = 0.5  # total variation distance of a client's labels from all
 _BALANCED, _SKEWED = 0.75, 0.5  # of the classes, as many equal ones would have the same entropy
 
@@ -134,20 +134,20 @@ def _course(trial: Trial) -> str:
 
 def _drift(f: Findings) -> Iterator[Verdict]:
     m, t = f.measured, f.theory
-    if corrects_drift(f.algorithm) or not m.drift > _SHARE * m.progress:
+    missed = m.drift / m.progress if m.progress else math.nan
+    if corrects_drift(f.algorithm) or not missed > _DRIFTING:
         return
     noise = max(t.batches, t.drawing)
-    dominates = m.drift > noise
     skew = f.skew.label_distance if f.skew is not None else math.nan
     source = f" Their labels differ (distance {skew:.2f} of 1), which is a source of it." if skew > _FEW_CLASSES else ""
     yield Verdict(
-        "likely" if dominates else "possible",
+        "likely" if missed > _DRIFTED else "possible",
         "clients drift",
-        f"After {min(t.K, 50):.3g} local steps of {m.rate:.3g} the clients' mean is {m.drift / m.progress:.2g} times as"
-        f" far from where the same steps on f lead as these lead at all. That is an error of {m.drift:.3g} in the mean"
-        f" gradient, {'above' if dominates else 'below'} the noise ({noise:.3g}), and does not average out.{source}"
-        " Take a method that corrects it (Scaffold; Mime where clients seldom come back), fewer local steps, or smaller"
-        " ones.",
+        f"After {min(t.K, 50):.3g} local steps of {m.rate:.3g} the clients' mean misses the point to which the same"
+        f" steps on f lead by {missed:.2g} of the way there. That is an error of {m.drift:.3g} in the mean gradient,"
+        f" {'above' if m.drift > noise else 'below'} the noise of a round ({noise:.3g}); unlike noise, it does not"
+        f" average out.{source} Take a method that corrects it (Scaffold; Mime where clients seldom come back), fewer"
+        " local steps, or smaller ones.",
     )
 
 
