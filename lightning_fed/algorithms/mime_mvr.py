@@ -34,6 +34,11 @@ class MimeMVR(Algorithm):
         Equations 14 and 15 mix x and :math:`x^-`, while the paper's Lemma 9 needs :math:`x^-` in both places; and the
         first m is undefined. Both are named options.
 
+        The paper's theorem IV takes :math:`\eta \le \min(\frac{1}{15 K} (F S / (T \delta^2 G^2))^{1/3}, \frac1L,
+        \frac{1}{40 \delta K})` and :math:`a = 1536\, \eta^2 \delta^2 K^2`, with :math:`F = f(x^0) - f^*`, S clients
+        taking K local steps in each of T rounds, L the smoothness of f, and G and :math:`\delta` the dissimilarities of
+        the clients' gradients and Hessians. ``lightning-fed diagnose`` measures them and computes both.
+
     Args:
         a: The weight of the new gradient, :math:`a` in [0, 1].
         anchor: Where A and C lie: "eq15", A = x and C = :math:`x^-`; "lemma9", both at :math:`x^-`; "current", both at

@@ -146,7 +146,7 @@ def _drift(f: Findings) -> Iterator[Verdict]:
         f"After {min(t.K, 50):.3g} local steps of {m.rate:.3g} the clients' mean misses the point to which the same"
         f" steps on f lead by {missed:.2g} of the way there. That is an error of {m.drift:.3g} in the mean gradient,"
         f" {'above' if m.drift > noise else 'below'} the noise of a round ({noise:.3g}); unlike noise, it does not"
-        f" average out.{source} Take a method that corrects it (Scaffold; Mime where clients seldom come back), fewer"
+        f" average out.{source} Try a method that corrects it (Scaffold; Mime where clients seldom come back), fewer"
         " local steps, or smaller ones.",
     )
 
