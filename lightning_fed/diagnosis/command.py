@@ -39,7 +39,7 @@ def diagnose(args: Sequence[str]) -> None:
     if out is not None and out.suffix not in _FORMATS:
         raise FederatedError(f"--out {out}: the report is written as Markdown or JSON. Use a name such as report.md.")
     config, left_out = read_config(options.config)
-    print(f"Measuring the clients, and running {options.rounds} rounds at each of five step sizes.", file=sys.stderr)
+    print("Measuring the clients, and trying five step sizes.", file=sys.stderr)
     trials = Trials(config, options.ckpt_path, options.rounds, options.clients, options.hessian_clients)
     findings, notes = _findings(trials, options.best_loss)
     if left_out:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, TypeAlias
 
 from lightning_fed.diagnosis.trials import Trial
-from lightning_fed.diagnosis.verdicts import Findings, Verdict, corrects_drift
+from lightning_fed.diagnosis.verdicts import Findings, Verdict, corrects_drift, plural
 from lightning_fed.experiments.tables import markdown
 
 __all__ = ["Section", "as_json", "as_markdown", "as_text", "sections"]
@@ -104,7 +104,7 @@ def _steps(trials: Sequence[Trial]) -> Section:
         cosine = "" if math.isnan(trial.cosine) else f"; cosine {trial.cosine:.2f}"
         rows.append((f"{_number(trial.rate)}{here}", change, f"loss {course}{cosine}"))
     rows.append(("cosine", "", "of the way that the model has gone, with -grad f at its start"))
-    return f"Five step sizes, {rounds} rounds each", rows
+    return f"Five step sizes, {plural(rounds, 'round')} each", rows
 
 
 def as_text(found: Sequence[Section], check: str, verdicts: Sequence[Verdict]) -> str:

@@ -18,7 +18,7 @@ from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.stored import StoredDataModule
 from lightning_fed.diagnosis.measurement import Measured, mean_gradient, measure, stepping
-from lightning_fed.experiments.configuration import CellParts, refusal_in
+from lightning_fed.experiments.configuration import CellParts, Configurations, refusal_in
 from lightning_fed.experiments.overrides import Config, overlay
 from lightning_fed.experiments.workers import quietly
 from lightning_fed.experiments.yaml_files import read_yaml, unknown
@@ -112,7 +112,8 @@ class Trial(WeightedMeasure):
 
     def _shares(self, trainer: pl.Trainer) -> dict[ClientId, float]:
         weights = {i: self.weight(trainer, i) for i in self.measured}
-        return {i: weight / sum(weights.values()) for i, weight in weights.items()}
+        total = sum(weights.values())
+        return {i: weight / total for i, weight in weights.items()}
 
     def _loss(self, trainer: pl.Trainer) -> float:
         return sum(share * trainer.fit_loop.training_loss(i) for i, share in self._shares(trainer).items())
@@ -135,7 +136,7 @@ def read_config(paths: Sequence[str]) -> tuple[Config, list[str]]:
     """Return stacked configurations as the trials run them, and the callbacks that they leave out.
 
     Raises:
-        FederatedError: If a file cannot be read, or has an unknown key.
+        FederatedError: If a file cannot be read, or trainer, model and data cannot be made of them.
     """
     config: Config = {}
     for path in paths:
@@ -146,11 +147,13 @@ def read_config(paths: Sequence[str]) -> tuple[Config, list[str]]:
     given = (config.get("trainer") or {}).get("callbacks") or []
     given = given if isinstance(given, list) else [given]
     names = [str(one.get("class_path") if isinstance(one, dict) else one).rpartition(".")[2] for one in given]
-    if not isinstance(config.get("seed_everything"), int) or isinstance(config["seed_everything"], bool):
-        config["seed_everything"] = 0  # all trials start from one model
     kept = [one for one, name in zip(given, names, strict=True) if not name.endswith(_WATCHERS)]
     left_out = [name for name in names if name.endswith(_WATCHERS)]
-    return overlay(config, {"trainer": {**_PLAIN, "callbacks": kept}}), left_out
+    if not isinstance(config.get("seed_everything"), int) or isinstance(config["seed_everything"], bool):
+        config["seed_everything"] = 0  # all trials start from one model
+    config = overlay(config, {"trainer": {**_PLAIN, "callbacks": kept}})
+    Configurations().check(" ".join(paths), config)
+    return config, left_out
 
 
 class Trials:
@@ -180,7 +183,7 @@ class Trials:
     data: pl.LightningDataModule | None = None
 
     def __init__(self, config: Config, ckpt_path: str | None, rounds: int, clients: int, hessian_clients: int) -> None:
-        self._sizes, self._rounds = (rounds, clients, hessian_clients), rounds
+        self._sizes = (rounds, clients, hessian_clients)
         with tempfile.TemporaryDirectory() as folder, quietly():
             self._ckpt_path = _newest(config, ckpt_path) if ckpt_path in ("last", "best") else ckpt_path
             config = overlay(config, {"trainer.default_root_dir": folder})
@@ -193,6 +196,11 @@ class Trials:
         assert isinstance(trainer, FederatedTrainer)
         self._make_room(trainer)
         self.settings = trainer.fit_loop.settings
+        if self.settings.is_private:
+            raise FederatedError(
+                f"A diagnosis measures single clients, which aggregator={self.settings.aggregator!r} is there to hide."
+                " Diagnose the configuration without it, on data that may be looked at."
+            )
         if not isinstance(self.data, StoredDataModule):  # which is the same for every fit
             self.data = parts.datamodule
         trial = Trial(factor, *self._sizes, "examples" if self.settings.weighting == "examples" else "uniform")
@@ -214,8 +222,8 @@ class Trials:
             reached = int(saved.get("fit_loop", {}).get("state_dict", {}).get("round", 0))
         planned = trainer.max_rounds
         self.rounds_left = None if planned is None or planned < 0 else max(0, planned - reached) or planned
-        if planned is not None and 0 <= planned < reached + self._rounds:
-            trainer.max_rounds = reached + self._rounds
+        if planned is not None and 0 <= planned < reached + self._sizes[0]:
+            trainer.max_rounds = reached + self._sizes[0]
 
 
 def _newest(config: Config, which: str) -> str:

@@ -11,7 +11,7 @@ from lightning_fed.diagnosis.self_check import SelfCheck
 from lightning_fed.diagnosis.theory import Theory
 from lightning_fed.diagnosis.trials import Trial
 
-__all__ = ["Findings", "Verdict", "corrects_drift", "verdicts"]
+__all__ = ["Findings", "Verdict", "corrects_drift", "plural", "verdicts"]
 
 _EVIDENCE = ("certain", "likely", "possible")
 _CORRECTING = (Scaffold, Mime, MimeMVR, FedDane, FedDyn)
@@ -65,6 +65,16 @@ def corrects_drift(algorithm: Algorithm) -> bool:
     return isinstance(algorithm, _CORRECTING)
 
 
+def plural(number: int, what: str) -> str:
+    """Return a number of things, in words.
+
+    Example:
+        >>> plural(1, "round"), plural(5, "round")
+        ('1 round', '5 rounds')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def verdicts(findings: Findings) -> list[Verdict]:
     """Return what may be the matter, best evidence first; one verdict at least."""
     found = [
@@ -87,6 +97,8 @@ def _faults(f: Findings) -> Iterator[Verdict]:
     cause = "there is a fault"
     if f.check.is_fault:
         yield Verdict("certain", cause, f.check.text)
+    if not math.isfinite(f.measured.loss):
+        yield Verdict("certain", cause, f"The training loss is {f.measured.loss} at this model, before any step.")
     if f.measured.gradient == 0:
         yield Verdict(
             "certain", cause, "The gradient of the training loss is 0: nothing of the model is trained by it."
@@ -105,8 +117,8 @@ def _faults(f: Findings) -> Iterator[Verdict]:
 def _step_size(f: Findings) -> Iterator[Verdict]:
     here = next(trial for trial in f.trials if trial.factor == 1)
     best = min(f.trials, key=lambda trial: trial.change)
-    rounds = len(best.losses) - 1
-    does = f"at {here.rate:.3g} the loss {_course(here)}, at {best.rate:.3g} it {_course(best)} ({rounds} rounds)"
+    rounds = plural(len(best.losses) - 1, "round")
+    does = f"at {here.rate:.3g} the loss {_course(here)}, at {best.rate:.3g} it {_course(best)} ({rounds})"
     if best.change >= 0:
         yield Verdict(
             "possible",
@@ -117,9 +129,14 @@ def _step_size(f: Findings) -> Iterator[Verdict]:
         )
     elif here.change >= 0:
         stable = f.theory.ceiling
-        bound = f" Theory allows about 1/L = {stable:.3g}." if f.measured.is_plain and not math.isnan(stable) else ""
+        note = f" Theory allows about 1/L = {stable:.3g}." if f.measured.is_plain and not math.isnan(stable) else ""
         evidence = "certain" if math.isinf(here.change) else "likely"
-        yield Verdict(evidence, "the step size is too large", f"{does[0].upper()}{does[1:]}.{bound}")
+        if isinstance(f.algorithm, _KNOWING) and not math.isinf(here.change) and here.losses[-1] < here.losses[1]:
+            evidence = "possible"
+            note += (
+                " It falls since the first round, in which the method cannot correct the drift yet: see more --rounds."
+            )
+        yield Verdict(evidence, "the step size is too large", f"{does[0].upper()}{does[1:]}.{note}")
     elif best.change < _NOTICEABLE * here.change:
         size = "large" if best.factor < 1 else "small"
         note = " A few rounds favour large steps; drift and noise show later." if best.factor > 1 else ""

@@ -19,6 +19,7 @@ from lightning_fed.core.rounds import Step
 from lightning_fed.data import Iid
 from lightning_fed.data.digits import _load as load_digits
 from lightning_fed.experiments.overrides import overlay
+from lightning_fed.models import MLPClassifier
 
 BASE: dict[str, Any] = {
     "seed_everything": 0,
@@ -34,6 +35,15 @@ BASE: dict[str, Any] = {
 }
 
 
+PRIVATE = {
+    "trainer__aggregator": {
+        "class_path": "DifferentialPrivacy",
+        "init_args": {"max_norm": 1.0, "noise_multiplier": 1.0, "delta": 0.01},
+    },
+    "trainer__sampler": {"class_path": "lightning_fed.server.BernoulliSampler", "init_args": {"probability": 0.5}},
+}
+
+
 class Uphill(FedAvg):
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
         return -g
@@ -42,6 +52,16 @@ class Uphill(FedAvg):
 class Unknown(Algorithm):
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
         return -g
+
+
+class Broken(MLPClassifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return float("nan") * super().training_step(batch, batch_idx)
+
+
+class Untrained(MLPClassifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return 0 * super().training_step(batch, batch_idx)
 
 
 class Rare(FederatedDataModule):
@@ -59,7 +79,11 @@ class Rare(FederatedDataModule):
 def _own_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lightning-fed"])
-    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(Uphill=Uphill, Unknown=Unknown, Rare=Rare))
+    monkeypatch.setitem(
+        sys.modules,
+        "mine",
+        SimpleNamespace(Uphill=Uphill, Unknown=Unknown, Rare=Rare, Broken=Broken, Untrained=Untrained),
+    )
 
 
 def diagnose(*args: str, rounds: int = 2, **overrides: Any) -> dict[str, Any]:
@@ -103,6 +127,17 @@ def test_a_step_size_at_which_training_diverges_is_named() -> None:
     assert {"the step size is too large", "no step size helps"} & causes(report).keys()
 
 
+def test_the_first_round_of_scaffold_is_not_held_against_its_step_size() -> None:
+    quadratics = {
+        "model": {"class_path": "lightning_fed.models.Quadratic", "init_args": {"lr": 0.1}},
+        "data": {"class_path": "lightning_fed.data.Quadratics"},
+        "trainer__local_steps": 10,
+    }
+    found = causes(diagnose(trainer__algorithm="Scaffold", **quadratics))
+    assert found["the step size is too large"] == "possible"
+    assert causes(diagnose(**quadratics))["the step size is too large"] == "likely"
+
+
 def test_drift_is_named_and_its_cure_makes_it_go() -> None:
     apart = {"data__init_args__alpha": 0.02, "trainer__local_steps": 40, "model__init_args__lr": 0.3}
     report = diagnose(**apart)
@@ -129,6 +164,17 @@ def test_a_reversed_sign_is_a_fault(method: str, evidence: str) -> None:
     assert report["verdicts"][0]["cause"] == "there is a fault"
     assert report["verdicts"][0]["evidence"] == evidence
     assert method.partition(".")[2] in report["verdicts"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [("Broken", "The training loss is nan at this model"), ("Untrained", "The gradient of the training")],
+)
+def test_a_loss_that_trains_nothing_is_a_fault(model: str, told: str) -> None:
+    report = diagnose(rounds=1, model={**BASE["model"], "class_path": f"mine.{model}"})
+    verdict = report["verdicts"][0]
+    assert (verdict["evidence"], verdict["cause"]) == ("certain", "there is a fault")
+    assert told in verdict["text"]
 
 
 def test_it_starts_at_a_checkpoint_of_a_finished_run() -> None:
@@ -199,7 +245,9 @@ def test_the_report_is_written_as_markdown() -> None:
         (["--ckpt_path", "no.ckpt"], {}, "There is no checkpoint no.ckpt"),
         (["--ckpt_path", "last"], {}, "--ckpt_path last found no checkpoint under"),
         ([], {"trainers": {}}, "there is no key of a configuration 'trainers'. Did you mean 'trainer'?"),
+        ([], {"model__init_args__rate": 1.0}, "config.yaml: "),
         ([], {"trainer__clients_per_round": 7}, "clients_per_round=7 asks for more clients than the 6"),
+        ([], PRIVATE, "A diagnosis measures single clients, which aggregator=Differential"),
         ([], {"trainer__local_epochs": 1}, "Pass local_epochs or local_steps, not both"),
     ],
     ids=str,
