@@ -47,7 +47,7 @@ def _run(f: Findings, notes: Sequence[str]) -> Section:
 def _clients(f: Findings) -> Section:
     m, skew = f.measured, f.skew
     sign = "; negative: f is not convex here" if m.curvature[0] < 0 else ""
-    lower = "" if m.few == m.population else f" of {m.few} clients, so a lower bound"
+    lower = "" if m.few == m.population else f" of {m.few} clients"
     rows = [
         ("f", _number(m.loss), "mean training loss"),
         ("gradient", _number(m.gradient), "norm of grad f: what a step can gain from"),

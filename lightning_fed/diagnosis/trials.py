@@ -13,6 +13,7 @@ from lightning_fed import callbacks
 from lightning_fed._lightning import pl
 from lightning_fed.callbacks.measure import WeightedMeasure, Weighting
 from lightning_fed.checkpoint_search import best_of_newest_run, check_is_there, last_of_newest_run
+from lightning_fed.cli_help import plain_error
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
@@ -152,7 +153,10 @@ def read_config(paths: Sequence[str]) -> tuple[Config, list[str]]:
     if not isinstance(config.get("seed_everything"), int) or isinstance(config["seed_everything"], bool):
         config["seed_everything"] = 0  # all trials start from one model
     config = overlay(config, {"trainer": {**_PLAIN, "callbacks": kept}})
-    Configurations().check(" ".join(paths), config)
+    try:
+        Configurations().check(" ".join(paths), config)
+    except FederatedError as error:
+        raise FederatedError(plain_error(str(error))) from error
     return config, left_out
 
 

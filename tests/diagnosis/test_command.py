@@ -201,7 +201,8 @@ def test_schedules_scale_with_the_step_size() -> None:
     report = diagnose(rounds=3, optimizer=optimizer, lr_scheduler=schedule)
     for trial in report["trials"]:
         assert trial["losses"][0] != trial["losses"][1] == trial["losses"][2] == trial["losses"][3]
-    schedule["init_args"]["gamma"] = 1.0
+    warm = "torch.optim.lr_scheduler.CosineAnnealingWarmRestarts"  # back at its base rate in every round
+    schedule = {"class_path": warm, "init_args": {"T_0": 1}}
     steady = diagnose(optimizer=optimizer, lr_scheduler=schedule)
     assert [trial["losses"] for trial in steady["trials"]] == [trial["losses"] for trial in diagnose()["trials"]]
 
@@ -245,7 +246,7 @@ def test_the_report_is_written_as_markdown() -> None:
         (["--ckpt_path", "no.ckpt"], {}, "There is no checkpoint no.ckpt"),
         (["--ckpt_path", "last"], {}, "--ckpt_path last found no checkpoint under"),
         ([], {"trainers": {}}, "there is no key of a configuration 'trainers'. Did you mean 'trainer'?"),
-        ([], {"model__init_args__rate": 1.0}, "config.yaml: "),
+        ([], {"model__init_args__rate": 1.0}, "Option 'rate' is not accepted"),
         ([], {"trainer__clients_per_round": 7}, "clients_per_round=7 asks for more clients than the 6"),
         ([], PRIVATE, "A diagnosis measures single clients, which aggregator=Differential"),
         ([], {"trainer__local_epochs": 1}, "Pass local_epochs or local_steps, not both"),
