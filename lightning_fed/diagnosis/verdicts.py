@@ -87,8 +87,9 @@ def verdicts(findings: Findings) -> list[Verdict]:
     nothing = Verdict(
         "possible",
         "nothing stands out",
-        "None of the causes looked for shows at this model: the loss falls, drift and noise are below the gradient. Let"
-        " it run on, and look again at a checkpoint where it has stopped falling (--ckpt_path).",
+        "None of the causes looked for shows at this model: the loss falls at the configured step size, and nothing"
+        " else is out of proportion. Let it run on, and look again at a checkpoint where it has stopped falling"
+        " (--ckpt_path).",
     )
     return sorted(found, key=lambda verdict: _EVIDENCE.index(verdict.evidence)) or [nothing]
 
@@ -100,9 +101,7 @@ def _faults(f: Findings) -> Iterator[Verdict]:
     if not math.isfinite(f.measured.loss):
         yield Verdict("certain", cause, f"The training loss is {f.measured.loss} at this model, before any step.")
     if f.measured.gradient == 0:
-        yield Verdict(
-            "certain", cause, "The gradient of the training loss is 0: nothing of the model is trained by it."
-        )
+        yield Verdict("certain", cause, "The gradient of the training loss is 0: it trains nothing of the model.")
     smallest = f.trials[0]
     if smallest.cosine < _UPHILL:
         yield Verdict(
