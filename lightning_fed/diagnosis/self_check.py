@@ -218,6 +218,35 @@ def _feddyn(method: Any, x: float = _START) -> Course:
         yield (x := _mean(ends) + _mean(own))
 
 
+def _fedexp(method: Any, x: float = _START) -> Course:
+    eps = method.eps * (len(_CLIENTS) if method.eps_scaling == "cohort" else 1)
+    while True:
+        ways = [x - _end(a, b, x) for a, b in _CLIENTS]
+        step = _mean([way**2 for way in ways]) / (2 * (_mean(ways) ** 2 + eps))
+        eps *= method.eps_decay
+        yield (x := x - max(1.0, step) * _mean(ways))
+
+
+def _fedacg(method: Any, z: float = _START) -> Course:
+    m, w = 0.0, method.beta
+    while True:
+        way = _mean([_end(a + w, b - w * z, z) for a, b in _CLIENTS]) - z
+        before, m = m, method.lam * m + way
+        yield (z := z + m + method.lam * (m - before))
+
+
+def _scaffold_m(method: Any, x: float = _START) -> Course:
+    own, w, g, step = [0.0] * len(_CLIENTS), method.beta, 0.0, _STEPS * _RATE
+    while True:
+        c = _mean(own)
+        both = list(zip(_CLIENTS, own, strict=True))
+        ends = [_end(w * a, w * (b - c_i + c) + (1 - w) * g, x) for (a, b), c_i in both]
+        own = [((x - y) / step - (1 - w) * g) / w + c_i - c for y, c_i in zip(ends, own, strict=True)]
+        way = _mean(ends) - x
+        g = -way / step
+        yield (x := x + method.gamma * (way if method.gamma_mode == "relative" else -g))
+
+
 _FORMULAS: dict[type, Callable[[Any], Course] | None] = {
     algorithms.FedAvg: _fedavg,
     algorithms.FedNova: _fedavg,  # all take as many steps
@@ -231,12 +260,16 @@ _FORMULAS: dict[type, Callable[[Any], Course] | None] = {
     algorithms.MimeMVR: _mime_mvr,
     algorithms.FedCM: _fedcm,
     algorithms.FedDyn: _feddyn,
+    algorithms.FedExP: _fedexp,
+    algorithms.FedACG: _fedacg,
+    algorithms.ScaffoldM: _scaffold_m,
 }
 
 
 def _formula_of(algorithm: Algorithm) -> tuple[str, Course | None]:
     """Return the class whose formula a method must follow, and the formula, if there is one."""
-    known = next((klass for klass in type(algorithm).__mro__ if klass in _FORMULAS), None)
+    package = algorithms.__name__  # whose other classes may derive from these, and mean something else
+    known = next((k for k in type(algorithm).__mro__ if k in _FORMULAS or k.__module__.startswith(package)), None)
     build = _FORMULAS.get(known) if known is not None else None
     if known is None or build is None:
         return "", None
