@@ -30,7 +30,7 @@ class WithinClientStrategy(UnwrappedDDPStrategy):
 
     def share(self, params: Sequence[Tensor]) -> None:
         """Start to split batches, given the trained parameters."""
-        self.split = BatchSplit(params, self.global_rank, self.world_size)
+        self.split = BatchSplit(params, self.global_rank, self.world_size, self.peers)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``training_step`` on this process's part of a batch, if it has one.

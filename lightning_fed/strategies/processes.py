@@ -15,7 +15,9 @@ from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.stopping import Failure
 from lightning_fed.strategies.clients import ClientsStrategy
-from lightning_fed.strategies.shared_memory import SharedMemory
+from lightning_fed.strategies.peers import Peers
+from lightning_fed.strategies.shared_memory import PIECE, SharedMemory, add_up
+from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 
 __all__ = ["Ranks", "Sent", "metrics_alone", "padded"]
 
@@ -24,6 +26,7 @@ Sent: TypeAlias = Sequence[Sequence[Tensor]]
 """What goes to each process, as bytes."""
 
 _ALONE = 2**13  # numbers from which a tensor is summed by itself where processes share memory
+_TO_ALL = 2**13  # numbers up to which everybody sends all of a sum to everybody: in one exchange rather than two
 _ALIGNED = 16  # bytes that what is sent starts at a multiple of
 
 
@@ -35,6 +38,7 @@ class Ranks:
         size: The number of processes.
         device: Where what is exchanged must live.
         memory: What they share, if they do; all else goes through the default process group.
+        peers: Who is named if an exchange fails, as far as they can be seen.
     """
 
     def __init__(
@@ -43,8 +47,10 @@ class Ranks:
         size: int = 1,
         device: torch.device | None = None,
         memory: SharedMemory | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.rank, self.size, self.device, self._shared = rank, size, device, memory
+        self._peers = Peers(rank) if peers is None else peers
         self._capacity = 2**13  # bytes of a record that are exchanged at once
 
     @staticmethod
@@ -52,7 +58,8 @@ class Ranks:
         """Return the processes of a trainer."""
         strategy = trainer.strategy
         memory = strategy.shared_memory if isinstance(strategy, ClientsStrategy) else None
-        return Ranks(trainer.global_rank, trainer.world_size, strategy.root_device, memory)
+        peers = strategy.peers if isinstance(strategy, UnwrappedDDPStrategy) else None
+        return Ranks(trainer.global_rank, trainer.world_size, strategy.root_device, memory, peers)
 
     def gather(self, record: Any) -> list[Any]:
         """Return everybody's record, in the order of ranks, on every rank."""
@@ -76,7 +83,8 @@ class Ranks:
         mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         mine = mine.to(self.device)
         everybodys = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everybodys, mine)
+        with self._peers.naming():
+            dist.all_gather(everybodys, mine)
         return [(int.from_bytes(m[:8].cpu().numpy().tobytes(), "little"), m[8:].cpu()) for m in everybodys]
 
     def exchange(self, work: Callable[[], Record]) -> list[Record]:
@@ -116,12 +124,17 @@ class Ranks:
         """Return everybody's record on rank zero, and nothing elsewhere."""
         if self.size == 1:
             return [record]
-        records: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(record, records)
-        return records or []
+        written = torch.frombuffer(bytearray(pickle.dumps(record)), dtype=torch.uint8).to(self.device)
+        to_zero = [[written], *[()] * (self.size - 1)]
+        parts = self._delivered_by_group(self.gather((None, _lengths(to_zero))), to_zero)
+        # this run's own processes wrote it
+        return [pickle.loads(p.cpu().numpy().tobytes()) for _, p in parts] if self.rank == 0 else []  # noqa: S301
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Replace contiguous tensors of one dtype by their sums over all ranks, whose tensors have the same shapes."""
+        """Replace contiguous tensors of one dtype by their sums over all ranks, whose tensors have the same shapes.
+
+        On CPUs they are added up by rank, however they travel, so that the bits are those of any other machines.
+        """
         if self.size == 1 or not tensors:
             return
         if self._shared is not None:  # large ones one by one, as putting them side by side takes longer than to wait
@@ -135,9 +148,30 @@ class Ranks:
         if self._shared is not None:
             self._shared.sum(whole)
         else:
-            dist.all_reduce(whole)
+            with self._peers.naming():
+                self._sum_by_group(whole)
         for tensor, total in zip(tensors, whole.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(total.view_as(tensor))
+
+    def _sum_by_group(self, whole: Tensor) -> None:
+        """Replace a tensor [n] by its sum over all ranks."""
+        if whole.device.type != "cpu":
+            dist.all_reduce(whole)
+            return
+        for piece in whole.split(PIECE // whole.element_size()):
+            if len(piece) <= _TO_ALL:
+                parts = [torch.empty_like(piece) for _ in range(self.size)]
+                dist.all_gather(parts, piece)
+                add_up(parts, piece)
+                continue
+            sent = piece.new_zeros(self.size, -(-len(piece) // self.size))  # everybody adds up a part of it
+            sent.view(-1)[: len(piece)] = piece
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent)
+            total = torch.empty_like(sent[0])
+            add_up(received.unbind(), total)
+            dist.all_gather(list(sent.unbind()), total)
+            piece.copy_(sent.view(-1)[: len(piece)])
 
     def columns(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return this process's share of the columns of everybody's rows [S, p], in the order of ranks.
@@ -153,9 +187,10 @@ class Ranks:
         mine = widths[self.rank]
         sent = torch.cat([part.reshape(-1) for part in parts])
         received = sent.new_empty(sum(counts) * mine)
-        dist.all_to_all_single(
-            received, sent, [count * mine for count in counts], [len(rows) * width for width in widths]
-        )
+        with self._peers.naming():
+            dist.all_to_all_single(
+                received, sent, [count * mine for count in counts], [len(rows) * width for width in widths]
+            )
         return received.view(sum(counts), mine)
 
     def deliver(self, record: Record, sent: Sent) -> Callable[[], list[tuple[Record, Tensor]]]:
@@ -173,7 +208,7 @@ class Ranks:
         """
         if self.size == 1:
             return lambda: [(record, torch.empty(0, dtype=torch.uint8))]
-        lengths = [sum(map(len, to)) for to in sent]
+        lengths = _lengths(sent)
         if self._shared is None:
             parts = self._delivered_by_group(self.gather((record, lengths)), sent)
             return lambda: parts
@@ -205,7 +240,8 @@ class Ranks:
             return [(record, torch.empty(0, dtype=torch.uint8, device=self.device)) for record, _ in records]
         whole = torch.cat([torch.empty(0, dtype=torch.uint8, device=self.device), *(t for to in sent for t in to)])
         received = whole.new_empty(sum(arriving))
-        dist.all_to_all_single(received, whole, arriving, list(records[self.rank][1]))
+        with self._peers.naming():
+            dist.all_to_all_single(received, whole, arriving, list(records[self.rank][1]))
         return [(record, part) for (record, _), part in zip(records, received.split(arriving), strict=True)]
 
     def home_of(self, index: int) -> int:
@@ -234,6 +270,11 @@ def metrics_alone(trainer: pl.Trainer) -> Iterator[None]:
 def padded(length: int) -> int:
     """Return the bytes that something takes before what is sent next."""
     return -(-length // _ALIGNED) * _ALIGNED
+
+
+def _lengths(sent: Sent) -> list[int]:
+    """Return how many bytes go to each process."""
+    return [sum(map(len, to)) for to in sent]
 
 
 def _is_alone() -> bool:

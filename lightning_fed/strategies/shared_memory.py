@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["PIECE", "SharedMemory"]
+__all__ = ["PIECE", "SharedMemory", "add_up"]
 
 PIECE = 2**22
 """Bytes of a sum that are exchanged at once; more go piece by piece."""
@@ -139,10 +139,7 @@ class SharedMemory:
             FederatedError: If another process has ended, or does not come in time.
         """
         for piece in whole.split(PIECE // whole.element_size()):
-            parts = [part.view(whole.dtype) for part in self.gather(piece.view(torch.uint8))]
-            torch.add(parts[0], parts[1], out=piece)
-            for part in parts[2:]:
-                piece.add_(part)
+            add_up([part.view(whole.dtype) for part in self.gather(piece.view(torch.uint8))], piece)
 
     def _memory(self, rank: int, half: int, length: int) -> Tensor:
         """Return a process's memory, of at least so many bytes."""
@@ -198,6 +195,13 @@ class SharedMemory:
         poll = select.poll()
         poll.register(self._alive[rank], select.POLLIN)
         return bool(poll.poll(0))
+
+
+def add_up(parts: Sequence[Tensor], total: Tensor) -> None:
+    """Write the sum of two tensors or more to another, added in their order: the bits depend on it."""
+    torch.add(parts[0], parts[1], out=total)
+    for part in parts[2:]:
+        total.add_(part)
 
 
 def _offer() -> list[int]:

@@ -15,6 +15,7 @@ from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.stopping import Failure
+from lightning_fed.strategies.peers import Peers
 
 __all__ = ["NO_EXAMPLES", "BatchSplit", "PeerError", "part_of"]
 
@@ -40,10 +41,12 @@ class BatchSplit:
         params: The trained parameters, of one dtype and on one device.
         rank: This process, from 0.
         size: The number of processes.
+        peers: Who is named if an exchange fails, as far as they can be seen.
     """
 
-    def __init__(self, params: Sequence[Tensor] = (), rank: int = 0, size: int = 1) -> None:
+    def __init__(self, params: Sequence[Tensor] = (), rank: int = 0, size: int = 1, peers: Peers | None = None) -> None:
         self.rank, self.size = rank, size
+        self._peers = Peers(rank) if peers is None else peers
         self.fraction = 1.0  # of the examples of the current training batch
         self._params = list(params)
 
@@ -128,7 +131,8 @@ class BatchSplit:
 
     def _gather(self, record: Any) -> list[Any]:
         records: list[Any] = [None] * self.size
-        dist.all_gather_object(records, record)
+        with self._peers.naming():
+            dist.all_gather_object(records, record)
         return records
 
     @torch.no_grad()
@@ -141,7 +145,8 @@ class BatchSplit:
             for p, part in zip(self._params, parts, strict=True)
         ]
         whole = torch.cat([*(part.reshape(-1) for part in flat), news])
-        dist.all_reduce(whole)
+        with self._peers.naming():
+            dist.all_reduce(whole)
         *sums, news = whole.split([*(p.numel() for p in self._params), len(news)])
         *given, failures = news.tolist()
         if failures and not failed:

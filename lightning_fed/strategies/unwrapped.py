@@ -2,11 +2,13 @@
 
 import atexit
 import sys
+from typing import Any
 
 import torch.distributed as dist
 
 from lightning_fed._compat import _sync_module_states
 from lightning_fed._lightning import pl
+from lightning_fed.strategies.peers import Peers, kept_under_test
 
 __all__ = ["UnwrappedDDPStrategy"]
 
@@ -18,12 +20,31 @@ class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
     ``training_step`` is also called at other points than the current one.
     """
 
+    peers = Peers()
+
     def setup_distributed(self) -> None:
         """Find the other processes, and leave them before Python ends."""
         was_there = dist.is_initialized()
-        super().setup_distributed()
+        with kept_under_test():
+            super().setup_distributed()
         if not was_there:
             atexit.register(_leave_group)
+        self.peers = Peers.meet(self.global_rank, self.world_size)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all processes; raise a FederatedError if there are some that are gone."""
+        with self.peers.naming():
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what one process has; raise a FederatedError if there are some that are gone."""
+        with self.peers.naming():
+            return super().broadcast(*args, **kwargs)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the sum or mean of a number; raise a FederatedError if there are processes that are gone."""
+        with self.peers.naming():
+            return super().reduce(*args, **kwargs)
 
     def configure_ddp(self) -> None:
         """Give every process the same initial model, and no wrapper."""

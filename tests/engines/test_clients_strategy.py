@@ -425,15 +425,14 @@ def test_what_goes_wrong_in_one_process_ends_both_and_names_the_client(algorithm
 
 def unreadable(with_memory: bool) -> dict[str, Any]:
     """Fit with clients that the first process keeps and the second trains, of which nothing can be read."""
-    if not with_memory:
-        ClientsStrategy.shared_memory = property(lambda self: None)  # type: ignore[assignment,method-assign]
 
     def get(self: MemoryClientStore, index: int) -> Any:
         raise FederatedError(f"What client {index} keeps cannot be read.")
 
     if os.environ["RANK"] == "0":
         MemoryClientStore.get = get  # type: ignore[method-assign]
-    return end(algorithm=Scaffold(), on_client_error="drop", **UNEVEN, **TWO)
+    strategy = ClientsStrategy(share_memory=with_memory)
+    return end(algorithm=Scaffold(), on_client_error="drop", strategy=strategy, devices=2, **UNEVEN)
 
 
 @pytest.mark.parametrize("with_memory", [True, False])

@@ -6,12 +6,14 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.helpers.hosts import Host
 
 __all__ = ["HANGS", "Outcome", "environment", "free_port", "in_processes", "wait_until"]
 
@@ -25,7 +27,7 @@ class Outcome:
 
     Attributes:
         value: What its work returned.
-        error: The exception that ended it, as text; empty if none did.
+        error: The exception that ended it, as text; empty if none did, and "killed" if it had no time for one.
         trace: The same with its trace.
     """
 
@@ -34,7 +36,9 @@ class Outcome:
     trace: str = ""
 
 
-def in_processes(work: Callable[[], Any], folder: Path, count: int = 2, timeout: float = HANGS) -> list[Outcome]:
+def in_processes(
+    work: Callable[[], Any], folder: Path, count: int = 2, timeout: float = HANGS, hosts: Sequence[Host] = ()
+) -> list[Outcome]:
     """Run a function in several processes at once, in each of which a trainer of as many devices finds the others.
 
     Args:
@@ -42,12 +46,16 @@ def in_processes(work: Callable[[], Any], folder: Path, count: int = 2, timeout:
         folder: Where results are put.
         count: The number of processes.
         timeout: After so many seconds they are ended, and the test fails.
+        hosts: On which they run, as many on each; none: on this one.
     """
     port = free_port()
     context = multiprocessing.get_context("fork")
+    paths = [folder / f"rank-{rank}.pickle" for rank in range(count)]
+    for path in paths:
+        path.unlink(missing_ok=True)
     processes = [
-        context.Process(target=_run, args=(work, folder / f"rank-{rank}.pickle", rank, count, port), daemon=True)
-        for rank in range(count)
+        context.Process(target=_run, args=(work, path, rank, count, port, hosts), daemon=True)
+        for rank, path in enumerate(paths)
     ]
     for process in processes:
         process.start()
@@ -58,7 +66,7 @@ def in_processes(work: Callable[[], Any], folder: Path, count: int = 2, timeout:
     for process in processes:
         process.kill()
     assert not late, f"processes {late} of {count} hung"
-    return [pickle.loads((folder / f"rank-{rank}.pickle").read_bytes()) for rank in range(count)]
+    return [pickle.loads(path.read_bytes()) if path.exists() else Outcome(error="killed") for path in paths]
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -76,24 +84,27 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def environment(rank: int, count: int, port: int) -> dict[str, str]:
+def environment(rank: int, count: int, port: int, hosts: Sequence[Host] = ()) -> dict[str, str]:
     """Return the environment in which a process finds the others."""
+    local = count // max(1, len(hosts))
     return {
         "TORCHELASTIC_RUN_ID": "tests",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": hosts[0].address if hosts else "127.0.0.1",
         "MASTER_PORT": str(port),
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank % local),
         "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "GROUP_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(local),
+        "GROUP_RANK": str(rank // local),
     }
 
 
-def _run(work: Callable[[], Any], path: Path, rank: int, count: int, port: int) -> None:
-    os.environ |= environment(rank, count, port)
+def _run(work: Callable[[], Any], path: Path, rank: int, count: int, port: int, hosts: Sequence[Host]) -> None:
+    os.environ |= environment(rank, count, port, hosts)
     torch.set_num_threads(1)
     try:
+        if hosts:
+            hosts[rank * len(hosts) // count].enter()
         outcome = Outcome(work())
     except BaseException as error:
         outcome = Outcome(None, f"{type(error).__name__}: {error}", traceback.format_exc())

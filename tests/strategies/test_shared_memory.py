@@ -213,14 +213,12 @@ def test_what_was_sent_before_another_exchange_is_not_taken_for_something_else(t
         assert "FederatedError: Processes have exchanged something else" in outcome.error
 
 
-def without_memory() -> dict[str, Any]:
-    ClientsStrategy.shared_memory = property(lambda self: None)  # type: ignore[assignment,method-assign]
-    return end(**TWO)
-
-
 def test_a_fit_ends_the_same_with_and_without(tmp_path: Path) -> None:
     alone = end()
-    for name, work in {"with": lambda: end(**TWO), "without": without_memory}.items():
+    for name, work in {
+        "with": lambda: end(**TWO),
+        "without": lambda: end(strategy=ClientsStrategy(share_memory=False), devices=2),
+    }.items():
         (tmp_path / name).mkdir()
         outcomes = in_processes(work, tmp_path / name)
         for outcome in outcomes:

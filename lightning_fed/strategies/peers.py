@@ -1,0 +1,251 @@
+"""Which of the other processes are still there, on whatever machine.
+
+Gloo says that a connection has failed, and not whose. So every two processes keep a connection of their own, on which
+nothing is sent. It closes when one of them ends. The systems at its ends test it, however busy the processes are, and
+it fails when a machine does not answer any more. Gloo's own connections are tested too: it would wait for half an hour.
+"""
+
+import os
+import secrets
+import socket
+import stat
+import time
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from lightning_fed.core.errors import FederatedError
+
+__all__ = ["LIMIT", "Peers", "Place", "kept_under_test"]
+
+LIMIT = 15.0
+"""Seconds without an answer after which a machine counts as gone."""
+
+_SETTLE = 1.0  # seconds from the first process that is found gone to the last of the same accident
+_KEY = 16  # bytes by which two processes know that they have reached each other
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process is.
+
+    Attributes:
+        host: The name of its machine.
+        pid: Its number there.
+        port: Where it is called at the start.
+        addresses: Of its machine, as it knows them; some may mean nothing elsewhere.
+        key: What it answers when it is called.
+    """
+
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    port: int = 0
+    addresses: tuple[str, ...] = ()
+    key: bytes = b""
+
+
+class Peers:
+    """The other processes of a run, as far as they can be seen. A single process has none.
+
+    Args:
+        rank: This process, from 0.
+        places: Where every process is, in the order of ranks.
+        lines: A connection to each of the others that could be reached.
+        limit: Seconds without an answer after which a machine counts as gone.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        places: Sequence[Place] = (),
+        lines: Mapping[int, socket.socket] | None = None,
+        limit: float = LIMIT,
+    ) -> None:
+        self.rank, self.places, self.limit = rank, places, limit
+        self._lines = dict(lines or {})
+        self._gone: set[int] = set()
+        weakref.finalize(self, _close, self._lines)
+        for line in self._lines.values():
+            line.setblocking(False)
+            _test(line, limit)
+
+    @staticmethod
+    def meet(rank: int, size: int, limit: float = LIMIT) -> "Peers":
+        """Let every two processes of the default process group connect; all must call it.
+
+        Args:
+            rank: This process, from 0.
+            size: The number of processes.
+            limit: Seconds to wait for an answer, now and later.
+        """
+        if size == 1:
+            return Peers(rank, [Place()], limit=limit)
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        with socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=dual) as listener:
+            own = Place(port=listener.getsockname()[1], addresses=_addresses(), key=secrets.token_bytes(_KEY))
+            places = [own] * size
+            dist.all_gather_object(places, own)
+            calls = {other: _call(place, own, rank, limit) for other, place in enumerate(places[:rank])}
+            lines = {other: line for other, line in calls.items() if line is not None}
+            lines |= _called(listener, places, rank, limit)
+        if missing := set(range(size)) - {rank, *lines}:
+            warnings.warn(
+                f"Process {rank} on {own.host} has no connection to {_named(missing, places)}: if one of them is killed"
+                " it may take ClientsStrategy(timeout=...) to notice, and it is not named. Machines must reach each"
+                " other at any port, under the address by which they reach MASTER_ADDR, or by their host names.",
+                stacklevel=2,
+            )
+        return Peers(rank, places, lines, limit)
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Name the processes that are gone if an exchange inside fails because of them.
+
+        Raises:
+            FederatedError: With their ranks and machines.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            deadline = time.monotonic() + self.limit
+            while not self.gone():
+                if not self._lines or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+            raise self._error() from error
+
+    def gone(self) -> set[int]:
+        """Return the processes that have ended, or whose machines do not answer.
+
+        If others have said whom they miss before they ended, those are gone and not they.
+        """
+        for rank, line in list(self._lines.items()):
+            try:
+                said = line.recv(len(self.places))
+            except BlockingIOError:
+                continue
+            except OSError:
+                said = b""
+            line.close()
+            del self._lines[rank]
+            self._gone |= {other for other, is_gone in enumerate(said) if is_gone} if said else {rank}
+        return self._gone
+
+    def _error(self) -> FederatedError:
+        """Return what is raised once processes are gone, and let the others know before this one ends too."""
+        time.sleep(_SETTLE)
+        gone = self.gone()
+        for line in self._lines.values():
+            with suppress(OSError):
+                line.send(bytes(rank in gone for rank in range(len(self.places))))
+        first = " Process 0, which writes logs and checkpoints, is among them." if 0 in gone else ""
+        return FederatedError(
+            f"Process {self.rank} on {self.places[self.rank].host} misses {_named(gone, self.places)}: ended, or on a"
+            f" machine that has not answered for {self.limit:g} s.{first} What was printed there last says why; a"
+            " checkpoint lets the run go on from there, with any number of processes."
+        )
+
+
+@contextmanager
+def kept_under_test(limit: float = LIMIT) -> Iterator[None]:
+    """Let the system test the connections that are made inside: gloo does not ask for that.
+
+    Args:
+        limit: Seconds without an answer after which they fail.
+    """
+    before = _sockets()
+    yield
+    for node, number in _sockets().items():
+        if node not in before:
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as line:
+                if line.type == socket.SOCK_STREAM and line.family in (socket.AF_INET, socket.AF_INET6):
+                    _test(line, limit)
+
+
+def _sockets() -> dict[int, int]:
+    """Return the open sockets of this process: what the system knows them by, and their file numbers."""
+    found = {}
+    with suppress(OSError):  # where there is no such folder
+        for name in os.listdir("/dev/fd"):
+            with suppress(OSError):
+                about = os.fstat(int(name))
+                if stat.S_ISSOCK(about.st_mode):
+                    found[about.st_ino] = int(name)
+    return found
+
+
+def _named(ranks: Iterable[int], places: Sequence[Place]) -> str:
+    """Return a text that names processes by machine."""
+    hosts: dict[str, list[int]] = {}
+    for rank in sorted(ranks):
+        hosts.setdefault(places[rank].host, []).append(rank)
+    return ", ".join(
+        f"process{'es' if len(of) > 1 else ''} {', '.join(f'{r} (pid {places[r].pid})' for r in of)} on {host}"
+        for host, of in hosts.items()
+    )
+
+
+def _addresses() -> tuple[str, ...]:
+    """Return the addresses at which others may reach this machine, the most likely first."""
+    main, name = os.environ.get("MASTER_ADDR", "localhost"), socket.gethostname()
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(main, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return (name,)
+    # Where the main machine knows its own name as that of its loopback interface, others know it as MASTER_ADDR.
+    return (own, main, name) if own.startswith("127.") or own == "::1" else (own, name)
+
+
+def _call(place: Place, own: Place, rank: int, limit: float) -> socket.socket | None:
+    """Connect to a process, which knows this one by its rank; None if it cannot be reached."""
+    for address in place.addresses:
+        with suppress(OSError):
+            line = socket.create_connection((address, place.port), timeout=limit)
+            with suppress(OSError):
+                line.sendall(place.key + rank.to_bytes(4, "little"))
+                if line.recv(_KEY, socket.MSG_WAITALL) == own.key:
+                    return line
+            line.close()
+    return None
+
+
+def _called(listener: socket.socket, places: Sequence[Place], rank: int, limit: float) -> dict[int, socket.socket]:
+    """Wait for the processes of higher rank to connect, and return their connections by rank."""
+    lines: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + limit
+    while len(lines) < len(places) - rank - 1 and (remaining := deadline - time.monotonic()) > 0:
+        listener.settimeout(remaining)
+        with suppress(OSError):
+            line, _ = listener.accept()
+            line.settimeout(remaining)
+            said = line.recv(_KEY + 4, socket.MSG_WAITALL)
+            caller = int.from_bytes(said[_KEY:], "little")
+            if said[:_KEY] == places[rank].key and rank < caller < len(places):
+                line.sendall(places[caller].key)
+                lines[caller] = line
+            else:
+                line.close()
+    return lines
+
+
+def _close(lines: Mapping[int, socket.socket]) -> None:
+    for line in lines.values():
+        line.close()
+
+
+def _test(line: socket.socket, limit: float) -> None:
+    """Let the system test a connection, and give it up after some seconds without an answer."""
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    seconds = max(1, int(limit / 5))
+    options = {"TCP_KEEPIDLE": seconds, "TCP_KEEPINTVL": seconds, "TCP_KEEPCNT": 4}
+    for name, value in {**options, "TCP_USER_TIMEOUT": int(1000 * limit)}.items():
+        if hasattr(socket, name):  # Linux has all
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

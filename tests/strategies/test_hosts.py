@@ -1,0 +1,180 @@
+"""Clients shared among processes of several machines: the bits of one machine, and who is missed when one is gone."""
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import yaml
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_fed import FederatedCallback
+from lightning_fed.algorithms import Mime, Scaffold, SGDm
+from lightning_fed.cli import FederatedCLI
+from lightning_fed.server import TrimmedMean
+from lightning_fed.strategies import ClientsStrategy
+from tests.engines.test_clients_strategy import UNEVEN, end
+from tests.helpers.engines import Ordinary, assert_close
+from tests.helpers.hosts import Host, two_hosts
+from tests.helpers.processes import Outcome, in_processes
+from tests.helpers.selection import few
+from tests.helpers.training import FEATURES, same
+
+
+class Wide(Ordinary):
+    """Has more parameters than everybody sends to everybody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 3001), nn.Tanh(), nn.Linear(3001, 8))
+
+
+class Kills(FederatedCallback):
+    """Kills processes in the third round, in the middle of their work."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = ranks
+
+    def on_client_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.current_epoch == 2 and trainer.global_rank in self.ranks:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class PullsThePlug(FederatedCallback):
+    """Cuts off the host of a process in the third round."""
+
+    def __init__(self, host: Host, rank: int) -> None:
+        self.host, self.rank = host, rank
+
+    def on_client_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.current_epoch == 2 and trainer.global_rank == self.rank:
+            self.host.pull_the_plug()
+
+
+RUNS: dict[str, Callable[..., dict[str, Any]]] = {
+    "states that move": partial(end, algorithm=Scaffold(), precision="32-true", **UNEVEN),
+    "momentum at once": partial(end, "vectorized", algorithm=Mime(base=SGDm()), clients_per_round=5),
+    "a larger model": partial(end, make=Wide, precision="32-true", clients_per_round=5, max_rounds=2),
+    "columns": partial(end, aggregator=TrimmedMean(0.2), clients_per_round=5),
+}
+
+
+def of_all(count: int, share_memory: bool, num_nodes: int = 1, names: Sequence[str] = tuple(RUNS)) -> dict[str, Any]:
+    """Return what each run comes to in processes that share memory, or do not."""
+    found = {}
+    for name, run in ((name, RUNS[name]) for name in names):
+        strategy = ClientsStrategy(share_memory=share_memory)
+        found[name] = run(strategy=strategy, devices=count // num_nodes, num_nodes=num_nodes)
+    return found
+
+
+def values(outcomes: Sequence[Outcome]) -> list[Any]:
+    for outcome in outcomes:
+        assert not outcome.error, outcome.trace
+    return [outcome.value for outcome in outcomes]
+
+
+def assert_same_bits(those: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
+    for one, other in zip(those, others, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert same(one[name]["state"], other[name]["state"]), name
+            assert one[name]["metrics"] == other[name]["metrics"], name
+            assert one[name]["trained"] == other[name]["trained"], name
+
+
+def test_a_configuration_turns_shared_memory_off(tmp_path: Path) -> None:
+    quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    strategy = {"class_path": "lightning_fed.strategies.ClientsStrategy", "init_args": {"share_memory": False}}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"trainer": {"accelerator": "cpu", "devices": 2, "strategy": strategy}}))
+    cli = FederatedCLI(args=["--config", str(quickstart), "--config", str(config)], run=False)
+    assert isinstance(cli.trainer.strategy, ClientsStrategy)
+    assert cli.trainer.strategy.share_memory is False
+
+
+@pytest.mark.parametrize("count", few([2, 3, 4], [3]))
+def test_what_does_not_share_memory_has_the_same_bits(count: int, tmp_path: Path) -> None:
+    names = ["states that move", "a larger model"] if count == 3 else list(RUNS)
+
+    def work() -> Any:
+        return [of_all(count, share_memory, names=names) for share_memory in (True, False)]
+
+    one, other = zip(*values(in_processes(work, tmp_path, count)), strict=True)
+    assert_same_bits(one, other)
+
+
+def test_a_process_that_is_killed_is_named_by_the_others(tmp_path: Path) -> None:
+    def work() -> Any:
+        return end(callbacks=[Kills(1)], strategy=ClientsStrategy(share_memory=False), devices=3, clients_per_round=6)
+
+    first, killed, third = in_processes(work, tmp_path, 3)
+    assert killed.error == "killed"
+    for rank, outcome in ((0, first), (2, third)):
+        assert re.search(rf"FederatedError: Process {rank} on \S+ misses process 1 \(pid \d+\) on", outcome.error)
+        assert "Process 0" not in outcome.error[20:]
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    with two_hosts() as hosts:
+        yield hosts
+
+
+@pytest.mark.thorough
+def test_two_hosts_have_the_bits_of_one(hosts: list[Host], tmp_path: Path) -> None:
+    one = values(in_processes(lambda: of_all(4, True), tmp_path, 4))
+    two = values(in_processes(lambda: of_all(4, False, num_nodes=2), tmp_path, 4, hosts=hosts))
+    assert_same_bits(one, two)
+
+
+def saved(folder: Path, *callbacks: Any, **options: Any) -> dict[str, Any]:
+    saver = ModelCheckpoint(folder / "checkpoints", save_last=True)
+    options = {
+        "algorithm": Scaffold(),
+        "enable_checkpointing": True,
+        "max_rounds": 4,
+        "clients_per_round": 6,
+        **options,
+    }
+    return end(callbacks=[saver, *callbacks], **options)
+
+
+def on_two(folder: Path, *callbacks: Any) -> dict[str, Any]:
+    return saved(folder, *callbacks, strategy=ClientsStrategy(share_memory=False), devices=2, num_nodes=2)
+
+
+@pytest.mark.thorough
+def test_a_killed_host_is_named_and_one_process_goes_on(hosts: list[Host], tmp_path: Path) -> None:
+    first, second, *killed = in_processes(partial(on_two, tmp_path, Kills(2, 3)), tmp_path, 4, hosts=hosts)
+    assert [outcome.error for outcome in killed] == ["killed"] * 2
+    for rank, outcome in enumerate((first, second)):
+        names = rf"FederatedError: Process {rank} on {hosts[0].name} misses "
+        assert re.search(rf"{names}processes 2 \(pid \d+\), 3 \(pid \d+\) on {hosts[1].name}: ", outcome.error)
+    whole = saved(tmp_path / "whole")
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    assert torch.load(last, weights_only=True)["epoch"] == 1
+    resumed = partial(saved, tmp_path / "resumed", ckpt_path=last)
+    assert_close(whole["state"], resumed()["state"])
+    for part in values(in_processes(lambda: resumed(strategy="clients", devices=2), tmp_path)):
+        assert_close(whole["state"], part["state"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_host_that_is_cut_off_is_named(rank: int, hosts: list[Host], tmp_path: Path) -> None:
+    unplugged = PullsThePlug(hosts[rank // 2], rank)
+    outcomes = in_processes(partial(on_two, tmp_path, unplugged), tmp_path, 4, hosts=hosts)
+    for rank, outcome in enumerate(outcomes):
+        own, other = hosts if rank < 2 else reversed(hosts)
+        numbers = [r for r in range(4) if r // 2 != rank // 2]
+        names = r"processes {} \(pid \d+\), {} \(pid \d+\)".format(*numbers)
+        assert re.search(rf"Process {rank} on {own.name} misses {names} on {other.name}: ", outcome.error)
+        assert ("Process 0, which writes logs and checkpoints, is among them." in outcome.error) == (rank > 1)
