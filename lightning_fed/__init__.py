@@ -1,14 +1,14 @@
 """Federated optimization of ordinary LightningModules.
 
 Importing the package imports no Lightning yet: a program may import either package after it. The first
-class of lightning_fed that is used goes by the one that is there by then.
+class of lightning_fed that is used goes by the one that is there by then. Nor does it import PyTorch: what is light
+here, such as the app of a Flower client, stays light.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import lightning_fed.threads as _threads  # noqa: F401 - it notes the number of threads before a user sets one
-from lightning_fed._torchvision import declare_missing_operators
+from lightning_fed._after_torch import after_torch
 from lightning_fed._version import __version__
 
 if TYPE_CHECKING:
@@ -45,7 +45,16 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-declare_missing_operators()  # before anything imports torchvision, as Lightning does through torchmetrics
+
+def _prepare() -> None:
+    """Note PyTorch's number of threads before a user sets one; make torchvision importable before anybody does."""
+    import lightning_fed.threads  # noqa: F401
+    from lightning_fed._torchvision import declare_missing_operators
+
+    declare_missing_operators()
+
+
+after_torch(_prepare)
 
 
 def __getattr__(name: str) -> Any:

@@ -19,9 +19,12 @@ _library: torch.library.Library | None = None  # the declarations live as long a
 
 
 def declare_missing_operators() -> None:
-    """Declare torchvision's operators if it is installed, not imported yet, and cannot load its native library."""
+    """Declare torchvision's operators if it is installed, not imported yet, and cannot load its native library.
+
+    It may be about to be imported: its own import begins with that of PyTorch.
+    """
     global _library
-    if "torchvision" in sys.modules or _library is not None:
+    if "torchvision.extension" in sys.modules or _library is not None:
         return
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:

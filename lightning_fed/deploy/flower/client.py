@@ -1,0 +1,165 @@
+"""The ClientApp of a site: it hands Flower's messages to the site's resident process, and imports no PyTorch."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from lightning_fed.deploy.flower.names import Maker, named
+from lightning_fed.deploy.flower.node import clients_of, state_dir_of
+from lightning_fed.deploy.flower.records import packed, unpacked, who
+from lightning_fed.deploy.flower.resident import log_of, spec_of
+from lightning_fed.deploy.flower.sockets import READY, REPLY, SPEC, TASK, receive, send, socket_of
+
+__all__ = ["SiteProcess", "client_app"]
+
+_TRIES = 3  # how often a process that ends in the middle of a task is started anew
+_LOOK = 0.1  # seconds between two looks for the socket of a process that has been started
+_SHOWN = 2000  # characters of the log in an error
+
+
+def client_app(make_trainer: Maker, make_model: Maker, make_data: Maker) -> ClientApp:
+    """Return the ClientApp of the sites of a run.
+
+    The functions are called in the site's resident process, which stays from message to message. Give them by name:
+    Flower starts an interpreter for every message, and a function itself would have it import PyTorch first.
+
+    Args:
+        make_trainer: Makes the trainer that the server has: ``"module:function"``, or a function; so are the others.
+        make_model: Makes the module that the server has.
+        make_data: Takes the node's configuration and makes a :class:`lightning_fed.FederatedDataModule` with the
+            clients of this node, which ``client-id`` names.
+
+    Raises:
+        FederatedError: If one of them has no name by which another process could find it.
+
+    Example::
+
+        app = client_app("hospital.task:make_trainer", "hospital.task:make_model", "hospital.task:make_data")
+    """
+    makers = {
+        "trainer": named("make_trainer", make_trainer),
+        "model": named("make_model", make_model),
+        "data": named("make_data", make_data),
+    }
+    app = ClientApp()
+
+    @app.query()
+    def say_who(message: Message, context: Context) -> Message:
+        return Message(who(clients_of(context.node_config)), reply_to=message)
+
+    @app.train()
+    def work(message: Message, context: Context) -> Message:
+        tasks, _ = unpacked(message.content)
+        replies, refused = SiteProcess(makers, context.node_config).answer(tasks)
+        return Message(packed(replies, refused), reply_to=message)
+
+    return app
+
+
+class SiteProcess:
+    """The resident process of this site, started if it is not there.
+
+    Args:
+        makers: The names of the functions that make ``trainer``, ``model`` and ``data``.
+        node_config: The node's configuration.
+        parent: The process with which it ends: by default the one that has started this one, which is Flower's and ends
+            with the SuperNode.
+    """
+
+    def __init__(self, makers: Mapping[str, str], node_config: Mapping[str, Any], parent: int | None = None) -> None:
+        self.state_dir = state_dir_of(node_config)
+        self.socket = socket_of(self.state_dir)
+        parent = os.getppid() if parent is None else parent
+        paths = [path for path in sys.path if path]
+        spec = {"makers": dict(makers), "node_config": dict(node_config), "parent": parent, "paths": paths}
+        self._spec = spec_of(spec)
+        self._paths = paths
+
+    def answer(self, tasks: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, str]]:
+        """Return the replies to some tasks, and why others have none.
+
+        Args:
+            tasks: The tasks, by keys of the caller's.
+        """
+        replies: dict[str, bytes] = {}
+        refused: dict[str, str] = {}
+        for tried in range(1, _TRIES + 1):
+            try:
+                with self._connected() as connection:
+                    for key, task in tasks.items():
+                        if key in replies or key in refused:
+                            continue
+                        send(connection, TASK, task)
+                        kind, content = receive(connection) or _ended()
+                        if kind == REPLY:
+                            replies[key] = content
+                        else:
+                            refused[key] = content.decode(errors="replace")
+                break
+            except OSError as error:
+                if tried == _TRIES:
+                    why = f"The site's process has ended {_TRIES} times ({error}). Its last words: {self._last_words()}"
+                    refused |= dict.fromkeys(tasks.keys() - replies.keys() - refused.keys(), why)
+        return replies, refused
+
+    @contextmanager
+    def _connected(self) -> Iterator[socket.socket]:
+        """Yield a connection to the process of this very app.
+
+        Raises:
+            ConnectionError: If it ends before it is ready.
+        """
+        process: subprocess.Popen[bytes] | None = None
+        while True:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                try:
+                    connection.connect(str(self.socket))
+                    send(connection, SPEC, self._spec)
+                    said = receive(connection) or _ended()
+                except OSError:
+                    if process is not None and process.poll() is not None:
+                        raise ConnectionError(f"it ended with {process.returncode} before it was ready") from None
+                    process = process or self._start()
+                    time.sleep(_LOOK)
+                    continue
+                if said[0] == READY:
+                    yield connection
+                    return
+                time.sleep(_LOOK)  # that of another app, or of a SuperNode that has ended: it ends now
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        self.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log = log_of(self.state_dir)
+        if log.is_file():
+            os.replace(log, log.with_suffix(".log.1"))
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lightning_fed.deploy.flower.resident"],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(self._paths)},
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        with process.stdin:
+            process.stdin.write(self._spec)
+        return process
+
+    def _last_words(self) -> str:
+        try:
+            return log_of(self.state_dir).read_text(errors="replace")[-_SHOWN:].strip() or "none"
+        except OSError as error:
+            return str(error)
+
+
+def _ended() -> tuple[bytes, bytes]:
+    raise ConnectionError("it ended in the middle of a task")

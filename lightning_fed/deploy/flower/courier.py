@@ -1,0 +1,179 @@
+"""What carries a server's tasks to the nodes of a Flower run and brings the replies, whatever nodes come and go."""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from flwr.app import Message as FlowerMessage
+from flwr.app import MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.deploy.flower.records import clients_in, packed, unpacked
+from lightning_fed.deploy.message import Message
+
+__all__ = ["Courier", "Refusal"]
+
+_MOST = 256 * 2**20  # bytes in one of Flower's messages, which a node holds in memory as a whole; one task at least
+_BACK_OFF = 5.0  # seconds before a node that has answered with an error is asked again
+_log = logging.getLogger("flwr")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a client has no reply.
+
+    Attributes:
+        client: The client.
+        reason: What its site says.
+    """
+
+    client: ClientId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A message that waits for its reply; of a question who is there, without clients."""
+
+    node: int
+    clients: tuple[ClientId, ...]
+    at: float
+
+
+class Courier:
+    """Exchange messages with clients, which are found by what their nodes say.
+
+    A message may be lost with the process that had it. A node works through its messages one after another: if it
+    answers a question that was asked after a task, and the task has no reply, the task is lost, and sent again.
+
+    Args:
+        grid: Flower's.
+        clients: The ids of all clients.
+        ttl: Seconds for which a message is valid.
+        ask_again: Seconds between a task and the question whether its node is still at it.
+        group: What Flower is to show as the group of messages.
+
+    Raises:
+        FederatedError: If two ids read alike.
+    """
+
+    def __init__(self, grid: Grid, clients: Sequence[ClientId], ttl: float, ask_again: float, group: str = "") -> None:
+        self._grid, self._ttl, self._ask_again, self.group = grid, ttl, ask_again, group
+        self._by_text = {str(client): client for client in clients}
+        if len(self._by_text) < len(clients):
+            raise FederatedError("Two of client_ids read alike, such as 1 and '1': nodes name theirs as text.")
+        self._node_of: dict[ClientId, int] = {}
+        self._known: set[int] = set()  # the nodes that have said who they are
+        self._sent: dict[str, _Sent] = {}
+        self._not_before: dict[int, float] = {}
+        self._said: dict[int, str] = {}  # the last error of each node, to log it once
+
+    @property
+    def found(self) -> list[ClientId]:
+        """The clients whose node is there."""
+        return list(self._node_of)
+
+    def forget_tasks(self) -> None:
+        """Wait no longer for replies to tasks: they are of a phase that is over."""
+        self._sent = {key: sent for key, sent in self._sent.items() if not sent.clients}
+
+    def exchange(self, tasks: Mapping[ClientId, Message]) -> Iterator[Message | Refusal]:
+        """Send what can be sent by now, and yield what has come; call it again and again, with what is still missing.
+
+        Args:
+            tasks: The tasks that have no reply yet.
+        """
+        self._look()
+        self._send(tasks)
+        yield from self._pull()
+
+    def _look(self) -> None:
+        """See which nodes are there, and ask new ones, and such that are long at a task, who they are."""
+        there, now = set(self._grid.get_node_ids()), time.monotonic()
+        self._known &= there
+        self._node_of = {client: node for client, node in self._node_of.items() if node in there}
+        self._sent = {key: sent for key, sent in self._sent.items() if sent.node in there}
+        asked = {sent.node for sent in self._sent.values() if not sent.clients}
+        long = {sent.node for sent in self._sent.values() if sent.clients and now - sent.at > self._ask_again}
+        for node in ((there - self._known) | long) - asked:
+            if self._not_before.get(node, now) <= now:
+                self._push(node, RecordDict(), MessageType.QUERY, ())
+
+    def _send(self, tasks: Mapping[ClientId, Message]) -> None:
+        busy = {sent.node for sent in self._sent.values() if sent.clients}
+        by_node: dict[int, list[ClientId]] = {}
+        for client in tasks:
+            node = self._node_of.get(client)
+            if node is not None and node not in busy and self._not_before.get(node, 0.0) <= time.monotonic():
+                by_node.setdefault(node, []).append(client)
+        for node, clients in by_node.items():
+            contents: list[bytes] = []
+            for client in clients:
+                content = tasks[client].to_bytes()
+                if contents and sum(map(len, contents)) + len(content) > _MOST:
+                    break
+                contents.append(content)
+            record = packed({str(number): content for number, content in enumerate(contents)})
+            self._push(node, record, MessageType.TRAIN, tuple(clients[: len(contents)]))
+
+    def _push(self, node: int, content: RecordDict, kind: str, clients: tuple[ClientId, ...]) -> None:
+        message = FlowerMessage(content, node, kind, ttl=self._ttl, group_id=self.group)
+        for key in self._grid.push_messages([message]):
+            if key:  # else the SuperLink does not take it, as of a node that has gone
+                self._sent[key] = _Sent(node, clients, time.monotonic())
+
+    def _pull(self) -> Iterator[Message | Refusal]:
+        if not self._sent:
+            return
+        come = [m for m in self._grid.pull_messages(list(self._sent)) if m.metadata.reply_to_message_id in self._sent]
+        answers = [(self._sent.pop(message.metadata.reply_to_message_id), message) for message in come]
+        for sent, message in sorted(answers, key=lambda answer: not answer[0].clients):  # tasks before questions
+            if message.has_error():
+                self._note_error(sent.node, str(message.error.reason))
+            elif sent.clients:
+                yield from self._replies(sent, message.content)
+            else:
+                self._note_who(sent, clients_in(message.content))
+
+    def _replies(self, sent: _Sent, content: RecordDict) -> Iterator[Message | Refusal]:
+        self._said.pop(sent.node, None)
+        messages, refused = unpacked(content)
+        for number, client in enumerate(sent.clients):
+            key = str(number)
+            try:
+                if key in messages:
+                    reply = Message.from_bytes(messages[key])
+                    if reply.header.get("client") == client:
+                        yield reply
+                        continue
+                    refused[key] = f"A reply has come of client {reply.header.get('client')!r}."
+            except (FederatedError, AttributeError) as error:
+                refused[key] = str(error)
+            yield Refusal(client, refused.get(key, "There is none in what its node has sent."))
+
+    def _note_who(self, asked: _Sent, names: Sequence[str]) -> None:
+        self._known.add(asked.node)
+        strangers = [name for name in names if name not in self._by_text]
+        if strangers or not names:
+            has = f"client {', '.join(strangers)}" if strangers else "no client"
+            self._note_error(asked.node, f"it has {has}, and the run's client_ids are {', '.join(self._by_text)}.")
+        for name in names:
+            if (client := self._by_text.get(name)) is not None:
+                before = self._node_of.get(client)
+                if before != asked.node:
+                    _log.info("Client %r is on node %d%s.", client, asked.node, "" if before is None else ", anew")
+                self._node_of[client] = asked.node
+        earlier = [key for key, sent in self._sent.items() if sent.node == asked.node and sent.at < asked.at]
+        lost = [key for key in earlier if self._sent[key].clients]
+        for key in lost:
+            clients = self._sent.pop(key).clients
+            _log.warning("Node %d has lost what it was asked for %s; it is asked again.", asked.node, clients)
+
+    def _note_error(self, node: int, reason: str) -> None:
+        self._not_before[node] = time.monotonic() + _BACK_OFF
+        if self._said.get(node) != reason:
+            self._said[node] = reason
+            _log.warning("Node %d: %s", node, reason)

@@ -1,0 +1,185 @@
+"""A SuperLink and SuperNodes on this machine, to try an app."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from lightning_fed.core.errors import FederatedError
+
+__all__ = ["LocalFlower"]
+
+_LOOK = 0.2  # seconds between two looks
+_SHOWN = 2000  # characters of a log in an error
+
+
+class LocalFlower:
+    """Flower's processes on this machine, which end with the context. Everything that they write is in one folder.
+
+    Args:
+        folder: The folder: logs, Flower's own folder, the SuperLink's working directory.
+        nodes: The configuration of each SuperNode, as ``--node-config`` takes it.
+        superlink: Further arguments of ``flower-superlink``; without any, nothing is encrypted.
+        supernode: Further arguments of each ``flower-supernode``, likewise.
+        connection: Lines of the connection to the SuperLink in Flower's configuration, likewise.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: Sequence[str],
+        superlink: Sequence[str] = ("--insecure",),
+        supernode: Sequence[Sequence[str]] | None = None,
+        connection: str = "insecure = true",
+    ) -> None:
+        self.folder, self.nodes = folder.absolute(), list(nodes)
+        self.port = _free_port()
+        self._superlink, self._supernode = list(superlink), supernode or [["--insecure"]] * len(self.nodes)
+        self.logs = self.folder / "logs"
+        self.home = self.folder / "flower"
+        for made in (self.logs, self.home):
+            made.mkdir(parents=True, exist_ok=True)
+        address = f'address = "127.0.0.1:{self.port}"'
+        (self.home / "config.toml").write_text(
+            f'[superlink]\ndefault = "here"\n\n[superlink.here]\n{address}\n{connection}\n', encoding="utf-8"
+        )
+        self.superlink: subprocess.Popen[bytes] | None = None
+        self.supernodes: dict[int, subprocess.Popen[bytes]] = {}
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The environment of Flower's processes."""
+        quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        return {**os.environ, **quiet, "FLWR_HOME": str(self.home), "PATH": path}
+
+    def start_superlink(self) -> None:
+        """Start the SuperLink, and wait until it listens.
+
+        Raises:
+            FederatedError: If it does not.
+        """
+        where = ["--host", "127.0.0.1", "--port", str(self.port), "--disable-runtime-dependency-installation"]
+        self.superlink = self._start("superlink", ["flower-superlink", *where, *self._superlink])
+        while self.superlink.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(_LOOK)
+        raise FederatedError(f"flower-superlink has ended: {self.log('superlink')[-_SHOWN:]}")
+
+    def start_supernode(self, number: int) -> None:
+        """Start a SuperNode.
+
+        Args:
+            number: Which one, from 0.
+        """
+        where = ["--superlink", f"127.0.0.1:{self.port}", "--port", str(_free_port())]
+        config = ["--node-config", self.nodes[number]]
+        command = ["flower-supernode", *where, *config, *self._supernode[number]]
+        self.supernodes[number] = self._start(f"supernode{number}", command)
+
+    def _start(self, name: str, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+        with (self.logs / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(  # noqa: S603 - Flower's own
+                command, stdout=log, stderr=log, cwd=self.folder, env=self.environment, start_new_session=True
+            )
+
+    def log(self, name: str) -> str:
+        """Return what a process has printed: ``superlink``, ``supernode0``, ..."""
+        return (self.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+
+    def flwr(self, *words: str) -> str:
+        """Run a command of ``flwr``, and return what it prints.
+
+        Raises:
+            FederatedError: If it fails.
+        """
+        command = ["flwr", *words]
+        done = subprocess.run(  # noqa: S603
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise FederatedError(f"flwr {' '.join(words)} has failed: {(done.stdout + done.stderr)[-_SHOWN:]}")
+        return done.stdout
+
+    def submit(self, app: Path, *options: str) -> str:
+        """Start a run of an app, and return its id.
+
+        Args:
+            app: The folder of the app.
+            options: Further words of ``flwr run``.
+        """
+        shown = self.flwr("run", str(app), "here", *options)
+        found = re.search(r"started run (\d+)", shown)
+        if found is None:
+            raise FederatedError(f"flwr run has not said which run it has started: {shown[-_SHOWN:]}")
+        return found[1]
+
+    def follow(self, run: str, out: IO[str]) -> None:
+        """Copy the log of a run until its end.
+
+        Args:
+            run: Its id.
+            out: Where to.
+        """
+        command = ["flwr", "log", run, "here"]
+        process = subprocess.Popen(  # noqa: S603
+            command, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                out.write(line)
+                out.flush()
+        process.wait()
+
+    def status(self, run: str) -> str:
+        """Return the status of a run, such as ``running``, ``finished:completed`` or ``finished:failed``."""
+        import json
+
+        shown = self.flwr("list", "here", "--run-id", run, "--format", "json")
+        found: str = json.loads(shown)["runs"][0]["status"]
+        return found
+
+    def stop(self) -> None:
+        """End all processes, SuperNodes first; their own processes end with them."""
+        processes = [*self.supernodes.values(), *([] if self.superlink is None else [self.superlink])]
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in processes:
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def __enter__(self) -> "LocalFlower":
+        """Start the SuperLink and all SuperNodes."""
+        try:
+            self.start_superlink()
+            for number in range(len(self.nodes)):
+                self.start_supernode(number)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End them."""
+        self.stop()
+
+
+def _free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

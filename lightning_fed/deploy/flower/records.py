@@ -1,0 +1,51 @@
+"""Messages in Flower's records, as bytes; Flower itself cuts them into pieces of 5 MB on the way. No PyTorch here."""
+
+from collections.abc import Mapping, Sequence
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+__all__ = ["clients_in", "packed", "unpacked", "who"]
+
+_MESSAGES, _REFUSED, _WHO, _CLIENTS = "messages", "refused", "who", "clients"
+_FORMAT = "lightning_fed.deploy.Message"
+
+
+def packed(messages: Mapping[str, bytes], refused: Mapping[str, str] | None = None) -> RecordDict:
+    """Return messages as a record.
+
+    Args:
+        messages: The bytes of :class:`lightning_fed.deploy.Message`, under keys that a reply repeats.
+        refused: Why there is no reply, under the keys of the tasks.
+    """
+    arrays = {key: Array("uint8", (len(content),), _FORMAT, content) for key, content in messages.items()}
+    return RecordDict({_MESSAGES: ArrayRecord(arrays), _REFUSED: ConfigRecord(dict(refused or {}))})
+
+
+def unpacked(record: RecordDict) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Return the messages of a record, and why others are missing. A record of something else has neither.
+
+    Args:
+        record: What has come.
+    """
+    arrays = record.array_records.get(_MESSAGES) or ArrayRecord()
+    refused = record.config_records.get(_REFUSED) or ConfigRecord()
+    return {str(key): array.data for key, array in arrays.items()}, {str(k): str(why) for k, why in refused.items()}
+
+
+def who(clients: Sequence[int | str]) -> RecordDict:
+    """Return a record that says which clients a node has.
+
+    Args:
+        clients: Their ids.
+    """
+    return RecordDict({_WHO: ConfigRecord({_CLIENTS: [str(client) for client in clients]})})
+
+
+def clients_in(record: RecordDict) -> list[str]:
+    """Return the clients that a node says it has, as text.
+
+    Args:
+        record: What it has answered.
+    """
+    said = (record.config_records.get(_WHO) or ConfigRecord()).get(_CLIENTS)
+    return [str(client) for client in said] if isinstance(said, list) else []
