@@ -96,10 +96,11 @@ class Courier:
         self._known &= there
         self._node_of = {client: node for client, node in self._node_of.items() if node in there}
         self._sent = {key: sent for key, sent in self._sent.items() if sent.node in there}
-        asked = {sent.node for sent in self._sent.values() if not sent.clients}
         long = {sent.node for sent in self._sent.values() if sent.clients and now - sent.at > self._ask_again}
-        for node in ((there - self._known) | long) - asked:
-            if self._not_before.get(node, now) <= now:
+        for node in (there - self._known) | long:
+            asked = [sent.at for sent in self._sent.values() if sent.node == node and not sent.clients]
+            wait = self._ask_again * 2 ** len(asked)  # a question may be lost, too; a node at work gets few of them
+            if self._not_before.get(node, now) <= now and (not asked or now - max(asked) > wait):
                 self._push(node, RecordDict(), MessageType.QUERY, ())
 
     def _send(self, tasks: Mapping[ClientId, Message]) -> None:
@@ -167,10 +168,9 @@ class Courier:
                     _log.info("Client %r is on node %d%s.", client, asked.node, "" if before is None else ", anew")
                 self._node_of[client] = asked.node
         earlier = [key for key, sent in self._sent.items() if sent.node == asked.node and sent.at < asked.at]
-        lost = [key for key in earlier if self._sent[key].clients]
-        for key in lost:
-            clients = self._sent.pop(key).clients
-            _log.warning("Node %d has lost what it was asked for %s; it is asked again.", asked.node, clients)
+        for key in earlier:
+            if clients := self._sent.pop(key).clients:
+                _log.warning("Node %d has lost what it was asked for %s; it is asked again.", asked.node, clients)
 
     def _note_error(self, node: int, reason: str) -> None:
         self._not_before[node] = time.monotonic() + _BACK_OFF

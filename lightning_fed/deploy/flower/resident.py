@@ -90,25 +90,27 @@ class Resident:
         Args:
             task: The bytes of a :class:`lightning_fed.deploy.Message`.
         """
-        from lightning_fed.core.errors import FederatedError
-        from lightning_fed.deploy.message import Message
-
         try:
-            return REPLY, self._made().answer(Message.from_bytes(task)).to_bytes()
-        except FederatedError as error:
-            return REFUSED, str(error).encode()
+            site = self._made()
+            from lightning_fed.deploy.message import Message
+
+            return REPLY, site.answer(Message.from_bytes(task)).to_bytes()
         except Exception as error:
+            errors = sys.modules.get("lightning_fed.core.errors")  # without which it is none of them
+            if errors is not None and isinstance(error, errors.FederatedError):
+                return REFUSED, str(error).encode()
             traceback.print_exc()
             self._leave()  # whatever state it was in: the next task makes it anew
             return REFUSED, f"{type(error).__name__}: {error} (the site's log is {log_of(self.state_dir)})".encode()
 
     def _made(self) -> Any:
         if self._site is None:
-            from lightning_fed.deploy.site import FederatedSite
-
             trainer, model, data = (called(self.spec["makers"][what]) for what in ("trainer", "model", "data"))
             node_config = dict(self.spec["node_config"])
-            self._site = FederatedSite(trainer(), model(), data(node_config), clients_of(node_config), self.state_dir)
+            made = trainer(), model(), data(dict(node_config))
+            from lightning_fed.deploy.site import FederatedSite
+
+            self._site = FederatedSite(*made, clients_of(node_config), self.state_dir)
         return self._site
 
     def _leave(self) -> None:

@@ -1,0 +1,73 @@
+"""Flower's grid in one process: nodes that answer when they are asked for, and that can lose what they were asked."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+
+
+class NodesHere(Grid):
+    """Nodes of this process.
+
+    Args:
+        app: What they run.
+        nodes: Their configurations by id.
+    """
+
+    def __init__(self, app: ClientApp, nodes: Mapping[int, dict[str, Any]]) -> None:
+        self.app, self.nodes = app, dict(nodes)
+        self.waiting: dict[str, Message] = {}
+        self.to_lose: list[str] = []  # kinds of messages, each to be lost once
+        self.to_fail: list[str] = []  # kinds of messages, each to be answered once with an error
+        self.asked: list[tuple[int, str]] = []
+
+    def set_run(self, run: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Any:
+        raise NotImplementedError
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        raise NotImplementedError
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        keys = []
+        for message in messages:
+            key = message.object_id
+            message.metadata.__dict__["_message_id"] = key
+            self.asked.append((message.metadata.dst_node_id, message.metadata.message_type))
+            self.waiting[key] = message
+            keys.append(key)
+        return keys
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [reply for key in message_ids for reply in self._replies(key)]
+
+    def _replies(self, key: str) -> list[Message]:
+        message = self.waiting.pop(key, None)
+        node = None if message is None else message.metadata.dst_node_id
+        if message is None or node not in self.nodes:
+            return []
+        kind = message.metadata.message_type
+        if kind in self.to_lose:
+            self.to_lose.remove(kind)
+            return []
+        if kind in self.to_fail:
+            self.to_fail.remove(kind)
+            return [Message(Error(code=0, reason="crashed"), reply_to=message)]
+        context = Context(
+            run_id=1, node_id=node, node_config=self.nodes[node], state=RecordDict(), run_config={}, series_id=1
+        )
+        try:
+            return [self.app(message, context)]
+        except Exception as error:  # as Flower does
+            return [Message(Error(code=2, reason=str(error)), reply_to=message)]

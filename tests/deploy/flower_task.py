@@ -1,0 +1,24 @@
+"""What an app of a user's would have: the functions that make trainer, model and data."""
+
+import os
+from typing import Any
+
+from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed.deploy.flower.node import clients_of
+from tests.deploy import wire
+from tests.deploy.site_models import Net, model
+
+NAMES = ["tests.deploy.flower_task:make_trainer", "tests.deploy.flower_task:make_model"]
+DATA = "tests.deploy.flower_task:make_data"
+
+
+def make_trainer() -> FederatedTrainer:
+    return wire.make_trainer(os.environ["METHOD"])
+
+
+def make_model() -> Net:
+    return model()
+
+
+def make_data(node_config: dict[str, Any]) -> FederatedDataModule:
+    return wire.make_data([int(client) for client in clients_of(node_config)])
