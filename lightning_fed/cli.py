@@ -33,13 +33,14 @@ _ABOUT = (
     "Train an ordinary LightningModule across clients: `lightning-fed fit --config FILE`."
     " `lightning-fed new NAME` writes a small project to start from,"
     " `lightning-fed data --config FILE` draws how the data is dealt out; `lightning-fed diagnose --config FILE`"
-    " says why it does not converge, `lightning-fed reproduce`, `sweep` and `compare` run a paper's experiment, run a"
-    " grid of your own, and put runs side by side."
+    " says why it does not converge; `lightning-fed deploy flower` runs it on real clients; `lightning-fed reproduce`,"
+    " `sweep` and `compare` run a paper's experiment, run a grid of your own, and put runs side by side."
 )
 _OWN = {
     "new": "Write a small project to start from.",
     "data": "Print how much the clients of a configuration differ, and draw who has what.",
     "diagnose": "Measure the clients of a configuration, and say why it does not converge.",
+    "deploy": "Run a configuration through Flower, on this machine.",
     "reproduce": "Run an experiment of a paper.",
     "sweep": "Run a grid over a configuration, or search it.",
     "compare": "Put runs side by side.",
@@ -193,6 +194,10 @@ def _own_command(name: str) -> Callable[[list[str]], None]:
         from lightning_fed.cli_data import picture
 
         return picture
+    if name == "deploy":
+        from lightning_fed.deploy.flower.command import deploy
+
+        return deploy
     if name == "new":
         from lightning_fed.cli_new import new
 

@@ -174,7 +174,9 @@ def test_a_run_goes_on_from_its_checkpoint(nodes: Any, tmp_path: Path) -> None:
     asked = len(nodes.asked)
     module = run(nodes, checkpoint, server.Options(600.0, 600.0))
     assert torch.equal(parameters(module), expected()), "a run that is done stays so"
-    assert [kind for _, kind in nodes.asked[asked:]] == ["query"] * 3 + ["train"] * 3  # a message for each node, to greet
+    assert [kind for _, kind in nodes.asked[asked:]] == ["query"] * 3 + [
+        "train"
+    ] * 3  # a message for each node, to greet
 
 
 def test_who_does_not_answer_in_time_is_named(nodes: Any, tmp_path: Path) -> None:
@@ -186,7 +188,9 @@ def test_who_does_not_answer_in_time_is_named(nodes: Any, tmp_path: Path) -> Non
 
 
 def test_why_a_site_refuses_reaches_the_server(nodes: Any, tmp_path: Path) -> None:
-    with pytest.raises(FederatedError, match="'hello': 0, 1, 2, 3.*0 says: The site of client 0 does not run what.*seed"):
+    with pytest.raises(
+        FederatedError, match="'hello': 0, 1, 2, 3.*0 says: The site of client 0 does not run what.*seed"
+    ):
         run(nodes, tmp_path / "last.ckpt", seed=5)
 
 

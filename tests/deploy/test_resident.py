@@ -1,4 +1,4 @@
-"""The process that stays on a site: it is started, answers, is started anew, ends with its parent, lets nobody else in."""
+"""The process that stays on a site: it starts, answers, starts anew, ends with its parent, lets nobody else in."""
 
 import os
 import signal

@@ -1,0 +1,1 @@
+"""Two hospitals and a bank train one model on their own tables."""

@@ -1,0 +1,5 @@
+"""The part of a site. Functions are named here, and not imported: Flower imports this file for every message."""
+
+from lightning_fed.deploy.flower import client_app
+
+app = client_app("lenders.task:make_trainer", "lenders.task:make_model", "lenders.task:make_data")

@@ -1,0 +1,40 @@
+"""What server and sites make alike: the trainer and the model; and on a site, the data of its own table."""
+
+from typing import Any
+
+import torch
+
+from lightning_fed import FederatedTrainer
+from lightning_fed.algorithms import Scaffold
+from lightning_fed.data import ClientTable
+from lightning_fed.models import MLPClassifier
+
+FEATURES = ["age", "income", "debt", "late"]
+
+
+def make_trainer() -> FederatedTrainer:
+    """Return the trainer of a simulation, without files of its own: the ServerApp writes the checkpoint."""
+    return FederatedTrainer(
+        algorithm=Scaffold(),
+        max_rounds=3,
+        local_epochs=2,
+        seed=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+
+
+def make_model() -> MLPClassifier:
+    """Return the model, with the same first parameters everywhere."""
+    torch.manual_seed(0)
+    return MLPClassifier(in_features=len(FEATURES), num_classes=2, hidden=[16], lr=0.1)
+
+
+def make_data(node_config: dict[str, Any]) -> ClientTable:
+    """Return the data of this site: the file that its SuperNode's configuration names.
+
+    Args:
+        node_config: What ``flower-supernode --node-config`` says.
+    """
+    return ClientTable(str(node_config["table"]), client="site", target="repaid", features=FEATURES, batch_size=16)
