@@ -53,3 +53,22 @@ def test_the_package_and_its_help_import_nothing_that_they_do_not_need() -> None
     ours = ("lightning_fed.experiments", "lightning_fed.diagnosis", "lightning_fed.cli_data")
     assert not {name for name in new if name.startswith(ours)}
     assert len(set(package) - set(lightning)) < 230, "each own module costs about a millisecond"
+
+
+LATER = """
+import sys
+import lightning_fed
+import lightning_fed.deploy
+assert "torch" not in sys.modules
+import torchvision  # which needs what lightning_fed declares, where its native library does not load
+threads = sys.modules["lightning_fed.threads"]
+torch = sys.modules["torch"]
+assert threads._AT_IMPORT == torch.get_num_threads()
+torch.set_num_threads(threads._AT_IMPORT + 1)
+from lightning_fed import FederatedTrainer
+assert threads._AT_IMPORT + 1 == torch.get_num_threads()
+"""
+
+
+def test_the_package_waits_for_pytorch_and_is_ready_when_it_comes() -> None:
+    subprocess.run([sys.executable, "-c", LATER], check=True, timeout=300)
