@@ -36,6 +36,8 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "FederatedTrainer": {"local_epochs": 1, **QUIET},
     "CMime": {"base": algorithms.SGDm()},
     "FedCM": {"alpha": 0.1},
+    "Scaffnew": {"prob": 0.1},
+    "ScaffoldM": {"beta": 0.2},
     "FedDane": {"mu": 1.0},
     "FedDyn": {"alpha": 0.1},
     "FedProx": {"mu": 1.0},
