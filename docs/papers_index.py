@@ -9,6 +9,7 @@ import yaml
 
 FOLDER = Path(__file__).parent / "papers"
 ITEMS = Path(__file__).parent / "papers_items.yaml"
+PAPERS = Path(__file__).parent.parent / "lightning_fed" / "papers"
 KINDS = {"hold": "hold", "do not hold": "fail", "undecided": "undecided", "could not be judged": "not judged"}
 INTRODUCTION = """\
 # Results
@@ -90,7 +91,9 @@ def _row(row: dict[str, str], pages: dict[str, Page]) -> str:
     if name is None:
         return f"| {row['item']} | {row['why']} | - | - |"
     why = row.get("why", "not run at this version yet")
-    return f"| {row['item']} | {why}: `lightning-fed reproduce {name} --data-root DATA` | - | - |"
+    stated = yaml.safe_load((PAPERS / f"{name}.yaml").read_text(encoding="utf-8"))
+    scale = " --scale part" if "part" in stated["scales"] else ""
+    return f"| {row['item']} | {why}: `lightning-fed reproduce {name}{scale} --data-root DATA` | - | - |"
 
 
 if __name__ == "__main__":
