@@ -71,7 +71,7 @@ def mime_mvr(
     Example:
         >>> rate, a = mime_mvr(F=1.0, G=1.0, delta=0.1, L=1.0, K=10, S=10, T=100)
         >>> round(rate, 6), round(a, 6)
-        (0.014363, 0.316886)
+        (0.014363, 0.316866)
     """
     rate = min(
         _ratio(_ratio(F * S, T * (delta * G) ** 2) ** (1 / 3), 15 * K),
