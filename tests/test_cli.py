@@ -343,7 +343,10 @@ def test_all_commands_are_listed_and_meant(word: str, meant: str, capsys: pytest
     with pytest.raises(SystemExit):
         main([word])
     answer = capsys.readouterr().err
-    assert "'fit', 'validate', 'test', 'predict', 'new', 'data', 'diagnose', 'reproduce', 'sweep', 'compare'" in answer
+    assert (
+        "'fit', 'validate', 'test', 'predict', 'new', 'data', 'diagnose', 'deploy', 'reproduce', 'sweep', 'compare'"
+        in answer
+    )
     assert f"Did you mean {meant} instead of {word}?" in answer
 
 
@@ -356,6 +359,7 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
         "new",
         "data",
         "diagnose",
+        "deploy",
         "reproduce",
         "sweep",
         "compare",
