@@ -161,12 +161,10 @@ class Courier:
         if strangers or not names:
             has = f"client {', '.join(strangers)}" if strangers else "no client"
             self._note_error(asked.node, f"it has {has}, and the run's client_ids are {', '.join(self._by_text)}.")
-        for name in names:
-            if (client := self._by_text.get(name)) is not None:
-                before = self._node_of.get(client)
-                if before != asked.node:
-                    _log.info("Client %r is on node %d%s.", client, asked.node, "" if before is None else ", anew")
-                self._node_of[client] = asked.node
+        own = [self._by_text[name] for name in names if name in self._by_text]
+        if new := [client for client in own if self._node_of.get(client) != asked.node]:
+            _log.info("Node %d has the clients %s.", asked.node, new)
+        self._node_of |= dict.fromkeys(own, asked.node)
         earlier = [key for key, sent in self._sent.items() if sent.node == asked.node and sent.at < asked.at]
         for key in earlier:
             if clients := self._sent.pop(key).clients:
