@@ -25,6 +25,11 @@ HP: dict[str, dict[str, Any]] = {
     "mime_mvr": {"client_lr": 0.1, "a": 0.3, "anchor": "eq15", "m0": "grad", "weighting": "uniform"},
     "fedcm": {"client_lr": 0.1, "alpha": 0.1, "eta_g": 1.0, "eta_g_mode": "paper", "weighting": "uniform"},
     "feddyn": {"client_lr": 0.1, "alpha": 0.1},
+    "fedexp": {"client_lr": 0.1, "eps": 0.001, "weighting": "uniform"},
+    "fedavg_m": {"client_lr": 0.1, "beta": 0.2, "gamma": 1.0, "gamma_mode": "paper"},
+    "scaffold_m": {"client_lr": 0.1, "beta": 0.2, "gamma": 1.0, "gamma_mode": "paper"},
+    "scaffnew": {"client_lr": 0.1, "prob": 0.5},
+    "fedacg": {"client_lr": 0.1, "lam": 0.5, "beta": 0.1, "weighting": "uniform"},
 }
 """The fewest hyper-parameters that each method takes."""
 
