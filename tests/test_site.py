@@ -79,7 +79,7 @@ def test_the_list_of_results_has_them_all() -> None:
 
 def test_the_reference_has_every_package_that_makes_names_public() -> None:
     packages = {"lightning_fed"}
-    for path in (ROOT / "lightning_fed").glob("*/__init__.py"):
+    for path in (ROOT / "lightning_fed").rglob("*/__init__.py"):
         if "__all__" in path.read_text():
             packages.add(path.parent.name)
     assert {Path(page).stem for page in named(site()["nav"]) if page.startswith("api/")} == packages
