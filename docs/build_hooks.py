@@ -130,7 +130,8 @@ def _examples() -> str:
     parts = [(ROOT / "examples" / "README.md").read_text()]
     for path in sorted(p for p in (ROOT / "examples").rglob("*") if p.suffix in _SHOWN):
         name = path.relative_to(ROOT / "examples").as_posix()
-        parts.append(f"## {name}\n\n```{_SHOWN[path.suffix]}\n{path.read_text()}```\n")
+        heading = name.replace("__", r"\_\_")  # which would be bold
+        parts.append(f"## {heading}\n\n```{_SHOWN[path.suffix]}\n{path.read_text()}```\n")
     return "\n".join(parts)
 
 
