@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.deploy.message import MEASURE, Message, address, parts_of
-from lightning_fed.rounds.messages import TRAIN, Reply, Task
+from lightning_fed.rounds.messages import GRADIENTS, TRAIN, Reply, Task
 
 __all__ = ["reply_of", "reply_to"]
 
@@ -74,13 +75,14 @@ def _own(value: Tensor) -> Tensor:
     return value.detach().cpu().clone()
 
 
-def reply_of(message: Message, index: int, task: Task) -> Reply:
+def reply_of(message: Message, index: int, task: Task, algorithm: Algorithm) -> Reply:
     """Return the reply that a message holds.
 
     Args:
         message: The message.
         index: The client's stored index.
         task: What was asked.
+        algorithm: The method, which says what messages there are.
 
     Raises:
         FederatedError: If it holds none, or something in it cannot be.
@@ -111,9 +113,14 @@ def reply_of(message: Message, index: int, task: Task) -> Reply:
         same = {str(name): str(other) for name, other in header["same"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FederatedError(f"{who} is no reply: {type(error).__name__}: {error}.") from error
+    if not all(map(math.isfinite, (reply.loss, *(norm for of in norms.values() for norm in of.values())))):
+        raise FederatedError(f"{who} has a loss or a norm that is not finite. Look at its data and rates.")
     send = {name: value[None] for name, value in parts["send"].items()}
     if report is None:
+        _check_names(who, set(send), set(algorithm.full_grad_at) if task.phase == GRADIENTS else set())
         return replace(reply, send=send)
+    if not 0 <= report.steps <= task.steps.get(index, 0):
+        raise FederatedError(f"{who} tells of {report.steps} local steps, where {task.steps.get(index, 0)} were asked.")
     model = message.tensors.get("model")
     models = None if model is None else model.to(x.device)[None]
     if models is not None:
@@ -125,6 +132,9 @@ def reply_of(message: Message, index: int, task: Task) -> Reply:
         if other not in send:
             raise FederatedError(f"{who} says that {name!r} is the same as {other!r}, which it has not.")
         send[name] = send[other]
+    if report.steps or not algorithm.local_work:
+        aside = set(algorithm.aside) if reply.implied else set()
+        _check_names(who, set(send) | set(reply.implied), set(algorithm.reduces) | aside)
     return replace(
         reply,
         send=send,
@@ -149,6 +159,16 @@ def _report(client: ClientId, header: Mapping[str, Any]) -> ClientReport:
     return ClientReport(client, int(found["size"]), int(found["steps"]), metrics=metrics, **numbers)
 
 
+def _check_names(who: str, found: set[str], expected: set[str]) -> None:
+    """Refuse messages that are not those of the method.
+
+    Raises:
+        FederatedError: Naming those there are and those there must be.
+    """
+    if found != expected:
+        raise FederatedError(f"{who} has the messages {sorted(found)}, where {sorted(expected)} are expected.")
+
+
 def _check_tensor(who: str, name: str, value: Tensor, x: Tensor, buffers: State) -> None:
     """Refuse a tensor that cannot be a message of the method, or a buffer of the module.
 
@@ -164,7 +184,7 @@ def _check_tensor(who: str, name: str, value: Tensor, x: Tensor, buffers: State)
         raise FederatedError(f"{who} has a tensor {name!r}, which no reply has.")
     elif value.shape not in (x.shape, torch.Size(())) or (part == "model" and value.shape != x.shape):
         raise FederatedError(f"{who} has {name!r} of shape {list(value.shape)}, where {list(x.shape)} is expected.")
-    elif value.is_floating_point() and value.dtype != x.dtype and value.shape == x.shape:
+    elif value.dtype != x.dtype and value.shape == x.shape:
         raise FederatedError(f"{who} has {name!r} of {value.dtype}, where {x.dtype} is expected.")
     if value.is_floating_point() and not bool(torch.isfinite(value).all()):
         raise FederatedError(f"{who} has {name!r} with numbers that are not finite. Look at its data and rates.")

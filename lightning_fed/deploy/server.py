@@ -182,7 +182,7 @@ class FederatedServer:
             index = self._index[client_id]
             if index not in task.clients:
                 raise FederatedError(f"{who}: it was not asked in this phase.")
-            self._go_on(reply_of(message, index, task))
+            self._go_on(reply_of(message, index, task, self._loop.settings.algorithm))
         self._answered.add(client_id)
 
     def missing(self) -> list[ClientId]:

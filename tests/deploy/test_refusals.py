@@ -22,6 +22,10 @@ def changed(message: Message, tensors: dict[str, Any] | None = None, **header: A
     return replace(message, header={**message.header, **header}, tensors={**message.tensors, **(tensors or {})})
 
 
+def without(message: Message, name: str) -> Message:
+    return replace(message, tensors={n: value for n, value in message.tensors.items() if n != name})
+
+
 P = 83  # parameters of the network
 NAN = torch.full((P,), float("nan"))
 WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
@@ -33,6 +37,19 @@ WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
     "another attempt": (lambda m: changed(m, attempt=1), "attempt 1.*attempt 0"),
     "a wrong shape": (lambda m: changed(m, {"model": torch.zeros(3)}), r"'model' of shape \\[3\\]"),
     "a wrong type": (lambda m: changed(m, {"model": torch.zeros(P, dtype=torch.float64)}), "of torch.float64"),
+    "whole numbers": (lambda m: changed(m, {"model": torch.zeros(P, dtype=torch.int64)}), "of torch.int64"),
+    "nothing": (lambda m: replace(m, tensors={}), "has the messages \\[.*\\], where .* are expected"),
+    "one message too few": (lambda m: without(m, "send.lr_sum"), "where .*'lr_sum'.* are expected"),
+    "one message too many": (lambda m: changed(m, {"send.more": torch.zeros(P)}), "'more'.*where"),
+    "all is implied": (
+        lambda m: changed(replace(m, tensors={}), implied=["delta", "delta_c"]),
+        "where .* are expected",
+    ),
+    "more steps than asked": (
+        lambda m: changed(m, report={**m.header["report"], "steps": 10**6}),
+        "1000000 local steps",
+    ),
+    "a loss that is no number": (lambda m: changed(m, loss=float("nan")), "loss or a norm that is not finite"),
     "not a number": (lambda m: changed(m, {"model": NAN}), "'model' with numbers that are not finite"),
     "a strange tensor": (lambda m: changed(m, {"evil": torch.zeros(P)}), "tensor 'evil', which no reply has"),
     "no tensor": (lambda m: changed(m, {"model": "x"}), "model is no tensor"),
