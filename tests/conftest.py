@@ -3,13 +3,18 @@
 import argparse
 import os
 import signal
+import threading
 import zlib
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup, or as a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# All forks share the lock of progress bars: who is killed while it writes one would let the others wait for ever.
+os.register_at_fork(after_in_child=lambda: tqdm.set_lock(threading.RLock()))
 
 
 def _share(text: str) -> tuple[int, int]:

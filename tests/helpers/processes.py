@@ -17,7 +17,7 @@ from tests.helpers.hosts import Host
 
 __all__ = ["HANGS", "Outcome", "environment", "free_port", "in_processes", "wait_until"]
 
-HANGS = 600.0
+HANGS = 240.0
 """Seconds after which a process is taken to hang, however busy the machine is."""
 
 
