@@ -1,5 +1,6 @@
 """The command ``lightning-fed diagnose``: why does it not converge, and what suits these clients?"""
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from lightning_fed.data.picture import SkewTable, skew_table
 from lightning_fed.diagnosis.report import as_json, as_markdown, as_text, sections
 from lightning_fed.diagnosis.self_check import self_check
 from lightning_fed.diagnosis.theory import suggest
-from lightning_fed.diagnosis.trials import Trials, read_config
+from lightning_fed.diagnosis.trials import PARTS, Trials, read_config
 from lightning_fed.diagnosis.verdicts import Findings, verdicts
 from lightning_fed.experiments.workers import quietly
 
@@ -34,11 +35,12 @@ def diagnose(args: Sequence[str]) -> None:
         FederatedError: If the configuration cannot be run, or the report cannot be written.
         SystemExit: If the arguments are not understood.
     """
-    options = _parser().parse_args(list(args))
+    own, overrides = _split(args)
+    options = _parser().parse_args(own)
     out = None if options.out is None else Path(options.out)
     if out is not None and out.suffix not in _FORMATS:
         raise FederatedError(f"--out {out}: the report is written as Markdown or JSON. Use a name such as report.md.")
-    config, left_out = read_config(options.config)
+    config, left_out = read_config(options.config, overrides)
     print("Measuring the clients, and trying five step sizes.", file=sys.stderr)
     trials = Trials(config, options.ckpt_path, options.rounds, options.clients, options.hessian_clients)
     findings, notes = _findings(trials, options.best_loss)
@@ -49,6 +51,17 @@ def diagnose(args: Sequence[str]) -> None:
     print(as_text(found, check, reasons))
     if out is not None:
         _write(out, as_json(findings, reasons) if out.suffix == ".json" else as_markdown(found, check, reasons))
+
+
+def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the command's own arguments, and those that say something of the configuration."""
+    own, overrides = list[str](), list[str]()
+    current = own
+    for arg in args:
+        if arg.startswith(("--", "-c", "-h")):  # what follows another, such as -1, is its value
+            current = overrides if re.split(r"[.=+]", arg[2:])[0] in PARTS else own
+        current.append(arg)
+    return own, overrides
 
 
 def _findings(trials: Trials, best_loss: float) -> tuple[Findings, list[str]]:
@@ -91,6 +104,8 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="lightning-fed diagnose",
         description="Why does it not converge, and which method and step size suit these clients?",
+        epilog="On top of the configuration go options of `lightning-fed fit` for trainer, model, data, optimizer and"
+        " lr_scheduler, such as --model.lr 0.1, and seed_everything.",
         allow_abbrev=False,
     )
     configuration = "A configuration of `lightning-fed fit`; they stack."

@@ -26,11 +26,13 @@ from lightning_fed.experiments.yaml_files import read_yaml, unknown
 from lightning_fed.settings import Settings
 from lightning_fed.trainer import FederatedTrainer
 
-__all__ = ["Trial", "Trials", "read_config"]
+__all__ = ["PARTS", "Trial", "Trials", "read_config"]
 
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0)
 
-_PARTS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
+PARTS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
+"""The parts of a configuration."""
+
 _UNUSED = ("ckpt_path", "weights_only")  # that a saved configuration has
 _WATCHERS = ("Checkpoint", "EarlyStopping", "ProgressBar", "Summary", "Monitor", "Timer", *callbacks.__all__)
 _PLAIN: Config = {  # one process, no validation, and only as many rounds as are asked for
@@ -133,8 +135,12 @@ def _scale_schedule(schedule: Any, factor: float) -> None:
         _scale_schedule(inner, factor)
 
 
-def read_config(paths: Sequence[str]) -> tuple[Config, list[str]]:
+def read_config(paths: Sequence[str], overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
     """Return stacked configurations as the trials run them, and the callbacks that they leave out.
+
+    Args:
+        paths: The files, a later one on top of those before.
+        overrides: What the command line says on top of them, as that of ``lightning-fed fit`` would.
 
     Raises:
         FederatedError: If a file cannot be read, or trainer, model and data cannot be made of them.
@@ -142,9 +148,20 @@ def read_config(paths: Sequence[str]) -> tuple[Config, list[str]]:
     config: Config = {}
     for path in paths:
         found = read_yaml(Path(path))
-        for name in found.keys() - {*_PARTS, *_UNUSED}:
-            raise unknown(path, "key of a configuration", name, _PARTS)
-        config = overlay(config, {name: part for name, part in found.items() if name in _PARTS and part is not None})
+        for name in found.keys() - {*PARTS, *_UNUSED}:
+            raise unknown(path, "key of a configuration", name, PARTS)
+        config = overlay(config, {name: part for name, part in found.items() if name in PARTS and part is not None})
+    configurations, name = Configurations(), " ".join([*paths, *overrides])
+    try:
+        config, left_out = _for_trials(configurations.override(name, config, overrides))
+        configurations.check(name, config)
+    except FederatedError as error:
+        raise FederatedError(plain_error(str(error))) from error
+    return config, left_out
+
+
+def _for_trials(config: Config) -> tuple[Config, list[str]]:
+    """Return a configuration without what only watches or stops a run, and the callbacks that are left out."""
     given = (config.get("trainer") or {}).get("callbacks") or []
     given = given if isinstance(given, list) else [given]
     names = [str(one.get("class_path") if isinstance(one, dict) else one).rpartition(".")[2] for one in given]
@@ -152,12 +169,7 @@ def read_config(paths: Sequence[str]) -> tuple[Config, list[str]]:
     left_out = [name for name in names if name.endswith(_WATCHERS)]
     if not isinstance(config.get("seed_everything"), int) or isinstance(config["seed_everything"], bool):
         config["seed_everything"] = 0  # all trials start from one model
-    config = overlay(config, {"trainer": {**_PLAIN, "callbacks": kept}})
-    try:
-        Configurations().check(" ".join(paths), config)
-    except FederatedError as error:
-        raise FederatedError(plain_error(str(error))) from error
-    return config, left_out
+    return overlay(config, {"trainer": {**_PLAIN, "callbacks": kept}}), left_out
 
 
 class Trials:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from copy import deepcopy
 from inspect import signature
@@ -48,7 +48,7 @@ class CellParts(LightningCLI):
             subclass_mode_data=True,
             load_from_checkpoint_support=False,
             parser_class=Parser,  # for what was probably meant
-            parser_kwargs={"exit_on_error": False},
+            parser_kwargs={"exit_on_error": False, "allow_abbrev": False},
             args=deepcopy(dict(config)),
             run=False,
         )
@@ -90,9 +90,24 @@ class Configurations:
         Raises:
             FederatedError: If a key is unknown, or a value has the wrong type.
         """
+        return self.override(name, config, ())
+
+    def override(self, name: str, config: Config, args: Sequence[str]) -> Config:
+        """Return the same, with what is said on a command line of ``lightning-fed fit`` on top.
+
+        Args:
+            name: Whose it is, for messages.
+            config: The configuration.
+            args: What is said, such as ``["--model.lr", "0.1"]``.
+
+        Raises:
+            FederatedError: If a key is unknown, or a value has the wrong type.
+        """
         try:
             with redirect_stderr(StringIO()):
                 parsed = self._parser.parse_object(deepcopy(config))  # which it would change
+                if args:
+                    parsed = self._parser.parse_args(list(args), namespace=parsed)
             completed: Config = yaml.safe_load(self._parser.dump(parsed, skip_validation=True))
         except Exception as error:
             raise FederatedError(f"{name}: {refusal_in(error) or error}") from error

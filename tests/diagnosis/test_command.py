@@ -101,6 +101,27 @@ def causes(report: dict[str, Any]) -> dict[str, str]:
     return {verdict["cause"]: verdict["evidence"] for verdict in reversed(report["verdicts"])}
 
 
+def test_options_of_fit_go_on_top_of_the_configuration() -> None:
+    options = ["--model.lr=0.02", "--trainer.local_steps", "3", "--trainer.max_steps", "-1", "--seed_everything", "5"]
+    written = diagnose(model={"init_args": {"lr": 0.02}}, trainer__local_steps=3, seed_everything=5)
+    assert diagnose(*options) == written
+    assert [trial["rate"] for trial in written["trials"]] == pytest.approx([0.002, 0.006, 0.02, 0.06, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--trainer.local_stops", "3"), "(?s)local_stops.*Did you mean --trainer.local_steps"),
+        (("--trainer.local_step", "3"), "(?s)local_step .*Did you mean --trainer.local_steps"),  # no abbreviations
+        (("--trainer.local_steps", "many"), "(?s)local_steps.*many"),
+        (("--model.depth", "3"), "depth"),
+    ],
+)
+def test_an_option_that_fit_does_not_take_is_refused(option: tuple[str, str], said: str) -> None:
+    with pytest.raises(SystemExit, match=said):
+        diagnose(*option)
+
+
 def test_nothing_stands_out_of_a_sound_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     report = diagnose()
     assert causes(report).keys() <= {"nothing stands out", "the step size is rather small"}
