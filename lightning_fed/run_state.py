@@ -88,6 +88,8 @@ class RunState(Inspection, _FitLoop):
         noted = {"transport": transport, "work": self._work_notes, "gave_up": self._gave_up}
         noted["steps_taken"] = self.steps_taken
         noted |= {"sites": self.sites} if self.sites else {}
+        if self.settings.aggregator is not None and (kept := self.settings.aggregator.state_dict()):
+            noted["aggregator"] = kept
         return {**self._state.state_dict(client_states), "metrics": metrics, **noted}
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
@@ -148,6 +150,9 @@ class RunState(Inspection, _FitLoop):
         assert self.prepared is not None
         restored, self._restored = self._restored, None
         previous = self._state if restored is None and self._state is not None and self._state.round > 0 else None
+        aggregator = self.settings.aggregator
+        if aggregator is not None and previous is None:
+            aggregator.load_state_dict((restored or {}).get("aggregator", {}), self.trainer.strategy.root_device)
         if restored is not None:
             self._gave_up = bool(restored.get("gave_up"))
             self.steps_taken = int(restored["steps_taken"])

@@ -13,6 +13,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Weighting
 from lightning_fed.optim import overrides
 from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.server.asynchronous import Asynchronous
 from lightning_fed.server.compression import Compressor
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.privacy import DifferentialPrivacy
@@ -148,6 +149,7 @@ def make_settings(
     gradient_sampler: Sampler | None,
     weighting: Weighting | None,
     aggregator: Aggregator | None,
+    asynchronous: Asynchronous | None,
     compression: Compressor | None,
     engine: str,
     chunk_size: int | None,
@@ -191,6 +193,16 @@ def make_settings(
         heterogeneity=heterogeneity,
     )
     _check_participation(algorithm, clients_per_round, sampler, gradient_sampler, heterogeneity)
+    if asynchronous is not None:
+        _check_asynchronous(
+            asynchronous,
+            clients_per_round=clients_per_round,
+            sampler=sampler,
+            aggregator=aggregator,
+            heterogeneity=heterogeneity,
+            on_client_error=None if on_client_error == "raise" else on_client_error,
+        )
+        aggregator = sampler = asynchronous
     sampler = sampler or UniformSampler(1.0 if clients_per_round is None else clients_per_round)
     weighting, given = resolve_weighting(algorithm, weighting), weighting
     if aggregator is not None:
@@ -198,6 +210,7 @@ def make_settings(
             raise FederatedError(f"aggregator must be an Aggregator such as CoordinateMedian(), found {aggregator!r}.")
         aggregator = aggregator.for_run(algorithm, given, sampler)
         weighting = weighting if aggregator.weighted else "uniform"
+        sampler = aggregator if isinstance(aggregator, Asynchronous) else sampler
         if isinstance(aggregator, DifferentialPrivacy):
             _check_private(aggregator, heterogeneity, on_client_error, compression)
     if compression is not None and not isinstance(compression, Compressor):
@@ -327,6 +340,19 @@ def _check_local_work(algorithm: Algorithm, local_epochs: int | None, local_step
             f"{name} needs local work: pass local_epochs (passes over a client's data) or local_steps (optimizer"
             " steps)."
         )
+
+
+def _check_asynchronous(asynchronous: Asynchronous, **others: Any) -> None:
+    if not isinstance(asynchronous, Asynchronous):
+        raise FederatedError(
+            f"asynchronous must be an Asynchronous such as FedBuff(size=10, concurrency=100), found {asynchronous!r}."
+        )
+    for name, value in others.items():
+        if value is not None:
+            raise FederatedError(
+                f"{name}={value!r} does not go with asynchronous={type(asynchronous).__name__}(...), which says who"
+                " begins when, how long clients take and how their answers count. Leave it unset."
+            )
 
 
 def _check_private(

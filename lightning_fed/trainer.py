@@ -19,6 +19,7 @@ from lightning_fed.core.types import Weighting
 from lightning_fed.environment import defaults_of_environment
 from lightning_fed.loop import FederatedLoop
 from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.server.asynchronous import Asynchronous
 from lightning_fed.server.compression import Compressor
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.sampling import Sampler
@@ -66,6 +67,8 @@ class FederatedTrainer(pl.Trainer):
             (client_id, size, steps). By default the method's own.
         aggregator: Replaces these averages: a robust rule such as :class:`lightning_fed.server.CoordinateMedian`, or
             :class:`lightning_fed.server.DifferentialPrivacy`. None for the weighted means.
+        asynchronous: Let the server step whenever some answers have arrived, by a simulated clock, and not wait for a
+            cohort: :class:`lightning_fed.server.FedBuff` or ``FedAsync``, in place of sampler and aggregator.
         compression: How clients' messages are compressed: :class:`lightning_fed.server.TopK` or
             :class:`lightning_fed.server.QSGD`. None to send them as they are.
         engine: How the clients of a cohort are trained. "sequential" trains one after another through Lightning's own
@@ -126,6 +129,7 @@ class FederatedTrainer(pl.Trainer):
         gradient_sampler: Sampler | None = None,
         weighting: Weighting | None = None,
         aggregator: Aggregator | None = None,
+        asynchronous: Asynchronous | None = None,
         compression: Compressor | None = None,
         engine: Literal["sequential", "vectorized", "auto"] = "sequential",
         chunk_size: int | None = None,
@@ -155,6 +159,7 @@ class FederatedTrainer(pl.Trainer):
             gradient_sampler=gradient_sampler,
             weighting=weighting,
             aggregator=aggregator,
+            asynchronous=asynchronous,
             compression=compression,
             engine=engine,
             chunk_size=chunk_size,

@@ -22,7 +22,7 @@ from tests.helpers.selection import few
 CONFIGS = Path(__file__).parent.parent / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
 SECTIONS = {"data": "data", "model": "model"} | dict.fromkeys(
-    ("aggregation", "algorithm", "measures", "participation"), "trainer"
+    ("aggregation", "algorithm", "asynchronous", "measures", "participation"), "trainer"
 )
 STACKED = sorted(path for path in CONFIGS.rglob("*.yaml") if path != QUICKSTART and path.parent.name != "tasks")
 METHODS = sorted(

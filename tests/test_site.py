@@ -17,6 +17,7 @@ import yaml
 
 from lightning_fed.cli import FederatedCLI, main
 from lightning_fed.cli_data import _parser as data_parser
+from lightning_fed.diagnosis.command import _split
 from tests.test_docs import PAGES, ROOT
 
 SITE = ROOT / "mkdocs.yml"
@@ -221,6 +222,9 @@ def check_own(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
             code = end.code
         assert not code, capsys.readouterr().err
     elif command not in FIT | {"data"}:
+        if command == "diagnose":
+            args, options = _split(args)
+            check_own(["fit", "--config", "configs/quickstart.yaml", *options], capsys)
         with pytest.raises(SystemExit) as end:
             main([command, "--help"])
         assert not end.value.code

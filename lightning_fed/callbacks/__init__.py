@@ -9,6 +9,7 @@ from lightning_fed.callbacks.inexactness import Inexactness
 from lightning_fed.callbacks.measure import ClientMeasure, Measure
 from lightning_fed.callbacks.progress import RoundProgressBar
 from lightning_fed.callbacks.round_logger import RoundLogger
+from lightning_fed.callbacks.simulated_time import SimulatedTime
 from lightning_fed.callbacks.split_picture import SplitPicture
 from lightning_fed.callbacks.summary import RunSummary
 from lightning_fed.callbacks.target import TargetMetric
@@ -29,6 +30,7 @@ __all__ = [
     "RoundLogger",
     "RoundProgressBar",
     "RunSummary",
+    "SimulatedTime",
     "SplitPicture",
     "TargetMetric",
     "TrainingLoss",

@@ -21,6 +21,7 @@ from lightning_fed.deploy.replies import reply_of
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.messages import TRAIN
+from lightning_fed.server.asynchronous import Asynchronous
 from lightning_fed.server.population import Population
 
 __all__ = ["FederatedServer"]
@@ -64,6 +65,11 @@ class FederatedServer:
             raise FederatedError(
                 f"A server takes a trainer of one process that has run no round, found {found}. Make a new"
                 " FederatedTrainer with devices=1."
+            )
+        if isinstance(loop.settings.aggregator, Asynchronous):
+            raise FederatedError(
+                f"asynchronous={type(loop.settings.aggregator).__name__}(...) goes by a simulated clock, and real"
+                " clients take the time that they take. Leave it unset."
             )
         self._facts, self._val = facts_of(trainer, model), val
         self._index = {client_id: index for index, client_id in enumerate(self.client_ids)}

@@ -1,7 +1,11 @@
 """The server's side: who takes part, aggregation, the server's optimizers, client states."""
 
 from lightning_fed.server.aggregator import Aggregator
+from lightning_fed.server.asynchronous import Asynchronous
+from lightning_fed.server.clock import ClientClock
 from lightning_fed.server.compression import QSGD, Compressor, TopK
+from lightning_fed.server.fedasync import FedAsync
+from lightning_fed.server.fedbuff import FedBuff
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedRMSProp, FedYogi
 from lightning_fed.server.privacy import DifferentialPrivacy
@@ -17,14 +21,18 @@ from lightning_fed.server.sampling import (
 __all__ = [
     "QSGD",
     "Aggregator",
+    "Asynchronous",
     "AvailabilitySampler",
     "BernoulliSampler",
+    "ClientClock",
     "Compressor",
     "CoordinateMedian",
     "DifferentialPrivacy",
     "FedAdagrad",
     "FedAdam",
+    "FedAsync",
     "FedAvgM",
+    "FedBuff",
     "FedRMSProp",
     "FedYogi",
     "GeometricMedian",

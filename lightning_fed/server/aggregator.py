@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Weighting
@@ -70,6 +72,19 @@ class Aggregator(ABC):
                 f"aggregator={self!r} does not go with {algorithm!r}, which averages messages by examples"
                 f" ({dict(algorithm.reduces)}): for {type(self).__name__} all clients count alike."
             )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it keeps from round to round, as checkpoints hold it; nothing by default."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], device: torch.device) -> None:
+        """Go on from where a checkpoint's run was.
+
+        Args:
+            state_dict: What :meth:`state_dict` has returned; nothing to begin.
+            device: Where tensors go.
+        """
+        assert not state_dict
 
     @abstractmethod
     def of_round(

@@ -24,18 +24,26 @@ class ClientWeights:
             ``client`` and ``weight``. In files, ids are compared as text.
         most: The largest weight allowed.
         name: The argument that the weights came in, as errors name it.
+        column: What the column is called in CSV files, and one such number in errors.
 
     Raises:
         FederatedError: If the file is missing or not of these forms, or a weight is negative, too large or not finite.
     """
 
-    def __init__(self, source: str | Mapping[ClientId, float], most: float = math.inf, name: str = "weights") -> None:
+    def __init__(
+        self,
+        source: str | Mapping[ClientId, float],
+        most: float = math.inf,
+        name: str = "weights",
+        column: str = "weight",
+    ) -> None:
         self.source = source
         self._most = most
+        self._column = column
         self._weights: dict[ClientId, float] | None = None
         self._from_file = isinstance(source, str) and source != "examples"
         if isinstance(source, str):
-            self._weights = None if source == "examples" else _read(Path(source), name)
+            self._weights = None if source == "examples" else _read(Path(source), name, column)
         elif isinstance(source, Mapping):
             self._weights = dict(source)
         else:
@@ -46,7 +54,7 @@ class ClientWeights:
             if not 0 <= finite(weight) <= most:
                 allowed = f"in [0, {most:g}]" if most < math.inf else "finite and at least 0"
                 raise FederatedError(
-                    f"{name}: the weight of client {client_id!r} must be a number {allowed}, found {weight!r}."
+                    f"{name}: the {column} of client {client_id!r} must be a number {allowed}, found {weight!r}."
                 )
         self._cache: tuple[Sequence[ClientId], Tensor] | None = None
 
@@ -68,10 +76,10 @@ class ClientWeights:
             return torch.tensor(sizes, dtype=torch.float64)
         names = [str(i) if self._from_file else i for i in population]
         if missing := [name for name in names if name not in self._weights]:
-            raise FederatedError(f"{len(missing)} clients have no weight in {self!r}, such as {missing[0]!r}.")
+            raise FederatedError(f"{len(missing)} clients have no {self._column} in {self!r}, such as {missing[0]!r}.")
         weights = torch.tensor([self._weights[name] for name in names], dtype=torch.float64)
         if not bool(weights.any()):
-            raise FederatedError(f"All clients have weight zero in {self!r}: nobody could take part.")
+            raise FederatedError(f"All clients have {self._column} zero in {self!r}: nobody could take part.")
         return weights
 
     def __repr__(self) -> str:
@@ -80,20 +88,22 @@ class ClientWeights:
         return text if len(text) <= 60 or isinstance(self.source, str) else f"{text[:57]}..."
 
 
-def _read(path: Path, name: str) -> dict[ClientId, float]:
+def _read(path: Path, name: str, column: str) -> dict[ClientId, float]:
     if not path.is_file():
-        raise FederatedError(f"There is no file {str(path)!r} with client weights, as {name} would have it.")
+        raise FederatedError(
+            f"There is no file {str(path)!r} with a {column} for every client, as {name} would have it."
+        )
     try:
         if path.suffix.lower() == ".json":
             pairs = json.loads(path.read_text(), object_pairs_hook=list)
         else:
             with path.open(newline="") as file:
-                pairs = [(row["client"], float(row["weight"])) for row in csv.DictReader(file)]
+                pairs = [(row["client"], float(row[column])) for row in csv.DictReader(file)]
         weights: dict[ClientId, float] = {str(name): weight for name, weight in pairs}
     except (ValueError, KeyError, AttributeError, TypeError, csv.Error) as error:
         raise FederatedError(
-            f"{str(path)!r} must be a JSON object from client to weight, or a CSV file with the columns 'client' and"
-            f" 'weight': {type(error).__name__}: {error}."
+            f"{str(path)!r} must be a JSON object from client to {column}, or a CSV file with the columns 'client' and"
+            f" {column!r}: {type(error).__name__}: {error}."
         ) from error
     if len(weights) < len(pairs):
         raise FederatedError(f"{str(path)!r} names {len(pairs) - len(weights)} clients more than once.")

@@ -1,5 +1,6 @@
 """Who the clients are: their ids, stored indices and sizes."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import overload
 
@@ -46,6 +47,7 @@ class Population(Sequence[ClientId]):
         if len(nonempty) == 0:
             raise FederatedError(f"All {len(ids)} clients are empty: there is nothing to train on.")
         self.eligible: Sequence[ClientId] = nonempty
+        self._places = list(map(self.index_of, nonempty)) if self.empty else []  # stored indices, in order
 
     def _learn(self, sizes: Iterable[int]) -> None:
         self._sizes = dict(zip(self.ids, sizes, strict=True))
@@ -78,6 +80,15 @@ class Population(Sequence[ClientId]):
             f"There is no client {client_id!r}. The sampler must return ids of the data module's {len(self.ids)}"
             f" clients, such as {self.ids[0]!r}."
         )
+
+    def place_of(self, client_id: ClientId) -> int:
+        """Return the place of a client in this sequence.
+
+        Raises:
+            FederatedError: If there is no such client.
+        """
+        index = self.index_of(client_id)
+        return bisect_left(self._places, index) if self.empty else index
 
     def size(self, client_id: ClientId) -> int:
         """Return the number of training examples of a client, n_i."""

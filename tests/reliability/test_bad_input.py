@@ -49,6 +49,8 @@ REQUIRED: dict[str, dict[str, Any]] = {
     **{name: {"params": [PARAMETER]} for name in ("FedAdagrad", "FedAdam", "FedAvgM", "FedRMSProp", "FedYogi")},
     "NormClipping": {"max_norm": 1.0},
     "TrimmedMean": {"beta": 0.1},
+    "FedAsync": {"concurrency": 10},
+    "FedBuff": {"size": 4, "concurrency": 10},
     "DifferentialPrivacy": {"max_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5},
     "TopK": {"share": 0.1},
     "BalancedDirichlet": {"num_clients": 2, "alpha": 1.0},

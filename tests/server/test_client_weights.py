@@ -102,7 +102,7 @@ def test_nothing_but_zeros_is_refused() -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FederatedError, match=r"There is no file '.*gone\.csv' with client weights"):
+    with pytest.raises(FederatedError, match=r"There is no file '.*gone\.csv' with a weight for every client"):
         ClientWeights(str(tmp_path / "gone.csv"))
     with pytest.raises(FederatedError, match="There is no file"):
         ClientWeights(str(tmp_path))

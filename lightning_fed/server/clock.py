@@ -1,0 +1,112 @@
+"""How long clients take, in simulated seconds."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fed.core.arguments import check_flags, check_fraction, check_number
+from lightning_fed.core.seeds import Purpose, derive_seed, generator
+from lightning_fed.core.types import ClientId
+from lightning_fed.server.client_weights import ClientWeights
+
+__all__ = ["ClientClock"]
+
+_PER_CLIENT, _SLOW, _JITTER = 1, 2, 3  # what a stream of speeds is for; SystemsHeterogeneity has its own
+
+
+class ClientClock:
+    r"""The simulated seconds from when a client is given a model until its answer arrives.
+
+    .. math::
+        t_i = \text{seconds}_i \cdot [n_i] \cdot \text{slow\_factor}^{[i \text{ is slow}]}
+              \cdot e^{\text{spread} \cdot u_i + \text{jitter} \cdot u_{i, r}}
+
+    with :math:`u` standard normal, :math:`u_i` the same in every round. Which clients are slow is drawn once: the share
+    of all of them, rounded. Everything is a function of the seed, the client and the round.
+
+    Args:
+        seconds: For all clients; or a mapping from id to seconds, or the path of a JSON object or a CSV file with the
+            columns ``client`` and ``seconds``, such as a trace of real devices.
+        per_example: Whether these are seconds for each of a client's n_i examples.
+        slow_share: The share of slow clients, in [0, 1).
+        slow_factor: How many times longer they take, at least 1.
+        spread: The standard deviation over clients of the logarithm of their seconds, at least 0.
+        jitter: The same over the rounds of one client.
+
+    Raises:
+        FederatedError: If a value is out of range.
+
+    Example:
+        >>> clock = ClientClock(seconds={"a": 2.0, "b": 3.0})
+        >>> clock.seconds_of(0, ["a", "b"], client=1, round=0)
+        3.0
+    """
+
+    def __init__(
+        self,
+        seconds: float | Mapping[ClientId, float] | str = 1.0,
+        per_example: bool = False,
+        slow_share: float = 0.0,
+        slow_factor: float = 10.0,
+        spread: float = 0.0,
+        jitter: float = 0.0,
+    ) -> None:
+        owner = type(self).__name__
+        self.seconds = seconds
+        self._each: ClientWeights | None = None
+        if isinstance(seconds, str | Mapping):
+            self._each = ClientWeights(seconds, name=f"{owner}(seconds=...)", column="seconds")
+        else:
+            check_number(owner, "seconds", seconds, positive=True)
+        check_flags(owner, per_example=per_example)
+        self.per_example = per_example
+        self.slow_share = check_fraction(owner, "slow_share", slow_share)
+        self.slow_factor = check_number(owner, "slow_factor", slow_factor, least=1.0)
+        self.spread = check_number(owner, "spread", spread, least=0.0)
+        self.jitter = check_number(owner, "jitter", jitter, least=0.0)
+        self._base: tuple[int, Sequence[ClientId], Tensor] | None = None
+
+    def seconds_of(self, seed: int, population: Sequence[ClientId], client: int, round: int) -> float:
+        """Return how long a client takes in a round.
+
+        Args:
+            seed: The run's seed.
+            population: The clients there are; if seconds are per example it has their ``sizes``.
+            client: The client's place among them.
+            round: The round in which it begins.
+        """
+        if self._base is None or self._base[0] != seed or self._base[1] is not population:
+            self._base = seed, population, self._base_of(seed, population)
+        factor = math.exp(self.jitter * _normal(seed, _JITTER + round, client)) if self.jitter else 1.0
+        return float(self._base[2][client]) * factor
+
+    def _base_of(self, seed: int, population: Sequence[ClientId]) -> Tensor:
+        """Return the seconds [N] of all clients that hold in every round, float64."""
+        count = len(population)
+        base = torch.ones(count, dtype=torch.float64)
+        base *= self._each.of(population) if self._each is not None else float(self.seconds)  # type: ignore[arg-type]
+        if self.per_example:
+            sizes: Any = population
+            base *= torch.tensor(sizes.sizes, dtype=torch.float64)
+        if self.spread:
+            stream = generator(seed, Purpose.SPEED, _PER_CLIENT)
+            base *= (self.spread * torch.randn(count, generator=stream, dtype=torch.float64)).exp()
+        order = torch.randperm(count, generator=generator(seed, Purpose.SPEED, _SLOW))
+        base[order[: math.floor(self.slow_share * count + 0.5)]] *= self.slow_factor
+        return base
+
+    def __repr__(self) -> str:
+        """Show the clock as it would be written."""
+        seconds = repr(self.seconds) if self._each is None else repr(self._each)
+        return (
+            f"ClientClock({seconds}, per_example={self.per_example}, slow_share={self.slow_share},"
+            f" slow_factor={self.slow_factor}, spread={self.spread}, jitter={self.jitter})"
+        )
+
+
+def _normal(seed: int, round: int, client: int) -> float:
+    stream = generator(derive_seed(seed, Purpose.SPEED, round), Purpose.SPEED, 0, client)
+    return float(torch.randn((), generator=stream, dtype=torch.float64))
