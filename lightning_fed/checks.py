@@ -20,6 +20,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.torch_optimizers import is_plain_sgd, refuse_unsupported
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.one_package import refuse_foreign
+from lightning_fed.optim import looks_ahead
 from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.settings import Settings
 from lightning_fed.strategies import WithinClientStrategy
@@ -179,6 +180,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
             " check_val_every_n_epoch=None and a whole number of rounds as val_check_interval."
         )
     _check_checkpoints(trainer)
+    _check_second_gradients(trainer)
     if isinstance(trainer.fit_loop.settings.aggregator, DifferentialPrivacy):
         _check_private(trainer)
     for callback in trainer.callbacks:
@@ -189,6 +191,31 @@ def check_trainer(trainer: pl.Trainer) -> None:
                     f"The callback {type(callback).__name__} is not supported: {_CALLBACKS[cls.__name__]}."
                     f" Instead, {remedy}."
                 )
+
+
+def _check_second_gradients(trainer: pl.Trainer) -> None:
+    """Refuse what leaves open which gradient is meant, or on which batch, where a method makes one out of another."""
+    algorithm = trainer.fit_loop.settings.algorithm
+    if not looks_ahead(algorithm):
+        return
+    found = None
+    if trainer.accumulate_grad_batches != 1:
+        found = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+    for callback in trainer.callbacks:
+        is_scheduler = isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
+        if is_scheduler and callback.going_to_accumulate_grad_batches():
+            found = f"the callback {type(callback).__name__}"
+    if found is not None:
+        raise FederatedError(
+            f"{found} does not go with {type(algorithm).__name__}, which takes a second gradient on the batch of every"
+            " step, at a point made of the first one: there must be one batch a step. Raise batch_size instead."
+        )
+    if trainer.gradient_clip_val:
+        raise FederatedError(
+            f"gradient_clip_val={trainer.gradient_clip_val!r} would clip the first gradient of"
+            f" {type(algorithm).__name__}, of which the point of the second one is made, and not the step. Set"
+            " gradient_clip_on='corrected', which clips the step."
+        )
 
 
 def _check_private(trainer: pl.Trainer) -> None:

@@ -11,6 +11,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Step
 from lightning_fed.core.seeds import preserved_random_state, random_state
+from lightning_fed.optim import looks_ahead
 
 __all__ = ["check_method"]
 
@@ -39,7 +40,30 @@ def check_method(algorithm: Algorithm) -> None:
             rank_zero_warn(f"{name}.{key} is no hook of a method, and nobody calls it. Did you mean {close[0]}?")
     if type(algorithm).correct is not Algorithm.correct:
         with preserved_random_state(), torch.no_grad():
+            _check_second_gradient_at(algorithm)
             _check_correct(algorithm)
+
+
+def _check_second_gradient_at(algorithm: Algorithm) -> None:
+    """Try ``second_gradient_at`` on a few numbers, if a method has it."""
+    if not looks_ahead(algorithm):
+        return
+    x = torch.linspace(0.5, 1.0, _SIZE, dtype=torch.float64)
+    try:
+        server, client = algorithm.init_server(x.clone()), algorithm.init_client(x.clone())
+        step = _step(algorithm, x, server, client, algorithm.init_local(x, server, client), slice(None))
+        found = algorithm.second_gradient_at(x.flip(0), x + 0.1, step)
+    except Exception:  # see _check_correct
+        return
+    if not isinstance(found, Tensor) or found.shape != x.shape:
+        raise FederatedError(
+            f"{type(algorithm).__name__}.second_gradient_at() must return a point, a tensor of the shape of y, found"
+            f" {_kind(found)} for y of shape {tuple(x.shape)}."
+        )
+
+
+def _kind(found: Any) -> str:
+    return f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
 
 
 def _check_correct(algorithm: Algorithm) -> None:
@@ -55,10 +79,9 @@ def _check_correct(algorithm: Algorithm) -> None:
         return
     name = type(algorithm).__name__
     if not isinstance(found, Tensor) or found.shape != g.shape:
-        what = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise FederatedError(
-            f"{name}.correct() must return the direction of a local step, a tensor of the shape of g, found {what} for"
-            f" g of shape {tuple(g.shape)}. Return g to leave a gradient as it is."
+            f"{name}.correct() must return the direction of a local step, a tensor of the shape of g, found"
+            f" {_kind(found)} for g of shape {tuple(g.shape)}. Return g to leave a gradient as it is."
         )
     if before != random_state():
         return
@@ -78,5 +101,7 @@ def _step(algorithm: Algorithm, x: Tensor, server: Any, client: Any, local: Any,
         return {name: value[part] if value.shape == x.shape else value for name, value in state.items()}
 
     gradients = dict.fromkeys(algorithm.full_grad_at, x.square())
-    anchor = None if algorithm.anchor_at is None else x[part].sqrt()
-    return Step(x[part], cut(server), cut(client), cut(local), anchor, cut(gradients), cut(gradients), 5.0, 4.0)
+    takes_second = algorithm.anchor_at is not None or looks_ahead(algorithm)
+    second = x[part].sqrt() if takes_second else None
+    own, mean = cut(gradients), cut(gradients)
+    return Step(x[part], cut(server), cut(client), cut(local), second, own, mean, 5.0, 4.0, 0.1)

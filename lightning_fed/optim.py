@@ -1,6 +1,6 @@
 """The wrapper that puts a method's correction between backward and the user's optimizer step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,17 @@ from lightning_fed.core.rounds import Step
 from lightning_fed.core.torch_optimizers import coupled_decay, is_plain_sgd, without_coupled_decay
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["FederatedOptimizer", "LocalWork", "overrides", "solver_entries"]
+__all__ = ["FederatedOptimizer", "LocalWork", "looks_ahead", "overrides", "solver_entries"]
 
 
 def overrides(algorithm: Algorithm, hook: str) -> bool:
     """Whether a method has a hook of its own."""
     return getattr(type(algorithm), hook) is not getattr(Algorithm, hook)
+
+
+def looks_ahead(algorithm: Algorithm) -> bool:
+    """Whether a method takes a second gradient at a point that it makes anew in every local step."""
+    return algorithm.anchor_at is None and overrides(algorithm, "second_gradient_at")
 
 
 class LocalWork:
@@ -29,12 +34,18 @@ class LocalWork:
         algorithm: The method.
         steps: What ``correct`` may read, one :class:`Step` per parameter; needed only where something is injected.
         solver: Optimizer statistics to load before every step, per parameter, if the method keeps them.
+
+    Attributes:
+        whole: What ``second_gradient_at`` may read, as whole vectors; needed only where a method has that hook.
+        second_gradient: From a point [P] to the gradient [P] there on the batch at work, if a method asks for it.
     """
 
     def __init__(self, algorithm: Algorithm, steps: list[Step], solver: list[dict[str, Tensor]] | None = None) -> None:
         self.algorithm = algorithm
         self.steps = steps
         self.solver = solver
+        self.whole: Step | None = None
+        self.second_gradient: Callable[[Vector], Vector] | None = None
         self.num_steps = 0
         self.path: Vector | None = None  # sum of lr_k v_k, when it is not simply x - y
         self.still: Vector | None = None  # sum of v_k over steps at rate zero
@@ -47,7 +58,8 @@ class FederatedOptimizer(Optimizer):
 
     1. run the closure if there is one (forward, backward, clipping); under a gradient scaler it has already run and
        the gradients are unscaled and finite;
-    2. hand every gradient, with coupled weight decay added, to the method's ``correct``;
+    2. hand every gradient, with coupled weight decay added, to the method's ``correct``; before, if the method looks
+       ahead, all of them to ``second_gradient_at``, and take the gradient there on the same batch;
     3. step the user's optimizer, coupled decay switched off.
 
     ``param_groups``, ``state``, ``defaults`` and ``state_dict`` are the wrapped optimizer's own, so schedulers,
@@ -231,14 +243,26 @@ class FederatedOptimizer(Optimizer):
     @torch.no_grad()
     def _inject(self, work: LocalWork) -> None:
         correct, advance = work.algorithm.correct, work.algorithm.advance
-        for p, step, decay in zip(self.flat.params, work.steps, self._decay, strict=True):
-            y = p.data
-            g = torch.zeros_like(y) if p.grad is None else p.grad
-            if decay:
-                g = g.add(y, alpha=decay)
+        grads: Iterable[Tensor] = map(_with_decay, self.flat.params, self._decay)
+        if work.second_gradient is not None:
+            grads = list(grads)
+            self._look_ahead(work, work.second_gradient, grads)
+        for p, g, step, rate in zip(self.flat.params, grads, work.steps, self.rates, strict=True):
+            step.lr, y = rate, p.data
             p.grad = correct(g, y, step)
             if self._advances:
-                step.local = advance(g, step)
+                step.local = advance(g, y, step)
+
+    def _look_ahead(self, work: LocalWork, second_gradient: Callable[[Vector], Vector], grads: list[Tensor]) -> None:
+        """Take the second gradient where the method wants it, before anything is corrected."""
+        layout, whole = self.flat.layout, work.whole
+        assert whole is not None
+        whole.lr = self.spread(self.rates)
+        if self._advances:
+            whole.local = layout.joined_state([step.local for step in work.steps], whole.local)
+        point = work.algorithm.second_gradient_at(layout.joined(grads), self.flat.y, whole)
+        for step, part in zip(work.steps, layout.views(second_gradient(point)), strict=True):
+            step.second_grad = part
 
     @torch.no_grad()
     def _track(self, work: LocalWork) -> None:
@@ -313,12 +337,14 @@ class FederatedOptimizer(Optimizer):
     @property
     def lr_sum(self) -> float | Vector:
         """The sum of the learning rates of the steps so far; per coordinate [P] where groups differ."""
-        sums = [self._lr_sums[g] for g in self._groups]
-        if len(set(sums)) == 1:
-            return sums[0]
-        parts = [
-            torch.full((n,), s, dtype=self.flat.y.dtype) for n, s in zip(self.flat.layout.sizes, sums, strict=True)
-        ]
+        return self.spread([self._lr_sums[g] for g in self._groups])
+
+    def spread(self, of_parameters: Sequence[float]) -> float | Vector:
+        """Return the number that all parameters have; per coordinate [P] where they differ."""
+        if len(set(of_parameters)) == 1:
+            return of_parameters[0]
+        sizes = zip(self.flat.layout.sizes, of_parameters, strict=True)
+        parts = [torch.full((n,), value, dtype=self.flat.y.dtype) for n, value in sizes]
         return torch.cat(parts).to(self.flat.y.device)
 
     def path_follows(self, lr_sum: float | Vector) -> bool:
@@ -358,6 +384,12 @@ def solver_entries(state: State, num_params: int) -> list[dict[str, Tensor]]:
             _, i, name = key.split(".", 2)
             entries[int(i)][name] = value
     return entries
+
+
+def _with_decay(p: Tensor, decay: float) -> Tensor:
+    """Return a parameter's gradient, zero if it has none, with that of coupled weight decay."""
+    g = torch.zeros_like(p.data) if p.grad is None else p.grad
+    return g.add(p.data, alpha=decay) if decay else g
 
 
 def _groups_of(base: Optimizer, flat: FlatParameters) -> list[int]:

@@ -34,7 +34,7 @@ def make(
     model = nn.Linear(3, 2).double()
     flat = FlatParameters(list(model.named_parameters()))
     optimizer = FederatedOptimizer(build(model), flat)
-    steps = [Step(v.clone(), {}, {}, {}, None, {}, {}, 1.0, 1.0) for v in flat.views]
+    steps = [Step(v.clone(), {}, {}, {}, None, {}, {}, 1.0, 1.0, LR) for v in flat.views]
     work = LocalWork(method or Shift(), steps)
     optimizer.begin(work)
     return model, optimizer, work

@@ -21,7 +21,7 @@ class Algorithm:
     and every engine come for free: a method keeps hyper-parameters in attributes and nothing else.
 
     ``correct`` and ``advance`` are called on whole vectors [P], on one parameter's view or on a cohort [S, P]: they
-    must be elementwise, without ``.item()`` and without in-place changes.
+    must be elementwise, without ``.item()`` and without in-place changes. ``second_gradient_at`` gets whole vectors.
 
     Example:
         >>> import torch
@@ -49,7 +49,8 @@ class Algorithm:
     """Whether clients take local steps. If not, ``local_epochs`` and ``local_steps`` stay unset."""
 
     anchor_at: str | None = None
-    """Take a second gradient on every batch, at "x" or at the server vector of this name."""
+    """Take a second gradient on every batch, at "x" or at the server vector of this name. A point that moves from step
+    to step is for :meth:`second_gradient_at`, which is not asked if this is set."""
 
     full_grad_at: tuple[str, ...] = ()
     """Take full-batch client gradients before local work, at "x" and/or at server vectors of these names."""
@@ -93,12 +94,28 @@ class Algorithm:
         """Return state that lives for one client's round."""
         return {}
 
+    def second_gradient_at(self, g: Vector, y: Vector, step: Step) -> Vector:
+        """Return where to take a second gradient on the batch of a local step; a method that overrides it gets one.
+
+        It is taken in every step anew, with the same dropout masks, and is :attr:`Step.second_grad` in ``correct`` and
+        ``advance``. Norms over the whole vector are allowed here.
+
+        Args:
+            g: The client's gradient [P] at ``y``, coupled weight decay included.
+            y: Its parameters [P].
+            step: What ``correct`` will read, as whole vectors; there is no second gradient yet.
+        """
+        return y
+
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
         """Return the direction of a local step, given the client's gradient ``g`` at ``y``."""
         return g
 
-    def advance(self, g: Tensor, step: Step) -> State:
-        """Return the local state after a step, given the same raw gradient that ``correct`` saw."""
+    def advance(self, g: Tensor, y: Tensor, step: Step) -> State:
+        """Return the local state after a step, given what ``correct`` saw: the raw gradient, and ``y`` before the step.
+
+        The step moves ``y`` in place: a state that is to hold it keeps ``y.clone()``.
+        """
         return step.local
 
     def solver_state(self, server: State, local: State) -> State:

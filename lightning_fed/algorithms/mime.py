@@ -119,7 +119,7 @@ class Mime(MimeLite):
 
     def _svrg(self, g: Tensor, step: Step) -> Tensor:
         """The gradient with the same batch's gradient at x replaced by the cohort's."""
-        corrected: Tensor = g - step.anchor_grad + step.cohort_grad["x"]
+        corrected: Tensor = g - step.second_grad + step.cohort_grad["x"]
         return corrected
 
 
@@ -165,6 +165,6 @@ class CMime(Mime):
         """Return U(g - g(x) + c, s_i)."""
         return self._rule.direction(self._svrg(g, step), step.local)
 
-    def advance(self, g: Tensor, step: Step) -> State:
+    def advance(self, g: Tensor, y: Tensor, step: Step) -> State:
         """Return V(g - g(x) + c, s_i)."""
         return self._rule.track(self._svrg(g, step), step.local)

@@ -72,7 +72,7 @@ class ScaffoldM(Algorithm):
         corrected = g - step.client["c_i"] + step.server["c"]
         return self.beta * corrected + (1 - self.beta) * step.server["g"]
 
-    def advance(self, g: Tensor, step: Step) -> State:
+    def advance(self, g: Tensor, y: Tensor, step: Step) -> State:
         """Add the client's own gradient."""
         return {"sum": step.local["sum"] + g}
 

@@ -37,6 +37,19 @@ class Layout:
         parts = zip(vectors.split(self.sizes, dim=1), self.shapes, strict=True)
         return [part.view(len(vectors), *shape) for part, shape in parts]
 
+    def joined(self, parts: Sequence[Tensor]) -> Vector:
+        """Return the vector [P] that has these parts, one tensor per shape: a copy."""
+        return torch.cat([part.reshape(-1) for part in parts])
+
+    def joined_state(self, columns: Sequence[State], like: State) -> State:
+        """Return the state that was cut into these, one per shape; ``like`` tells which entries are vectors."""
+        return {
+            name: self.joined([column[name] for column in columns])
+            if value.shape == (self.numel,)
+            else columns[0][name]
+            for name, value in like.items()
+        }
+
     def state_views(self, state: State) -> list[State]:
         """Return ``state`` once per shape, its vectors cut into views, everything else (0-dim, odd shapes) as it is."""
         columns = {k: self.views(v) if v.shape == (self.numel,) else None for k, v in state.items()}

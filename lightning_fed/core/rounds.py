@@ -23,22 +23,25 @@ class Step:
         server: The server state.
         client: This client's kept state.
         local: State that lives for this client's round only (:meth:`Algorithm.init_local`).
-        anchor_grad: The gradient at :attr:`Algorithm.anchor_at` on the same batch, if the method asked for one.
+        second_grad: The gradient on the same batch at another point, if the method asked for one: at
+            :attr:`Algorithm.anchor_at`, or where :meth:`Algorithm.second_gradient_at` says.
         full_grad: This client's full-batch gradients by point, as asked for in :attr:`Algorithm.full_grad_at`.
         cohort_grad: Their averages over the (gradient) cohort, by point.
         num_examples: The client's number of examples n_i.
         mean_examples: The mean of n_i over the clients that have examples.
+        lr: The learning rate of the step; where groups have different ones, the parameter's own.
     """
 
     x: Vector
     server: State
     client: State
     local: State
-    anchor_grad: Any
+    second_grad: Any
     full_grad: State
     cohort_grad: State
     num_examples: float | Tensor
     mean_examples: float | Tensor
+    lr: float | Tensor
 
 
 @dataclass(slots=True)

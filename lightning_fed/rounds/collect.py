@@ -13,6 +13,7 @@ from lightning_fed.core.buffers import BufferMean
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId, State, Vector
+from lightning_fed.optim import looks_ahead
 from lightning_fed.rounds.messages import Reply
 from lightning_fed.rounds.report import Drift, Traffic
 from lightning_fed.server.aggregation import Aggregation, Exchange, Participant
@@ -287,7 +288,7 @@ class CollectedMessages:
         own = (p for p in self.members.values() if p.client_id in self.reports)
         takers = (*gradient_members, *(own if self.algorithm.full_grad_for != "cohort" else ()))
         sizes = {member.index: member.size for member in takers}
-        per_batch = 1 if self.algorithm.anchor_at is None else 2
+        per_batch = 1 if self.algorithm.anchor_at is None and not looks_ahead(self.algorithm) else 2
         full: int = len(self.algorithm.full_grad_at) * sum(sizes.values())
         return per_batch * self.examples + full
 

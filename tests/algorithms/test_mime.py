@@ -62,7 +62,7 @@ def test_without_base_the_users_optimizer_is_mimicked():
 
     state = {"solver.0.momentum_buffer": torch.tensor([3.0])}
     cohort = Cohort(1, 1, 0, {"x": torch.tensor([2.5])}, advance_solver=advance_solver)
-    step = Step(X, {}, {}, {}, torch.tensor([1.0]), {}, {"x": torch.tensor([2.5])}, 1, 1)
+    step = Step(X, {}, {}, {}, torch.tensor([1.0]), {}, {"x": torch.tensor([2.5])}, 1, 1, 0.1)
     for algorithm, direction in ((Mime(), 3.5), (MimeLite(), 2.0)):
         assert algorithm.uses_solver_state
         assert algorithm.init_server(X) == {}

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State
+from lightning_fed.optim import looks_ahead
 
 Gradient = Callable[[Tensor, int, Any], Tensor]
 """The gradient at a point of a client on a batch; on all its rows where the batch is None."""
@@ -106,10 +107,12 @@ def _train(algorithm: Algorithm, grad: Gradient, client: SimpleNamespace, lr: fl
     at, server, state = (client.shared[k] for k in ("x", "server", "client"))
     y, local, moved, steps = at, algorithm.init_local(at, server, state), torch.zeros_like(at), 0
     for batch in client.batches if algorithm.local_work else ():
-        anchor = grad(client.points[algorithm.anchor_at], client.id, batch) if algorithm.anchor_at else None
-        step = Step(local=local, anchor_grad=anchor, **client.shared)
-        g = grad(y, client.id, batch)
-        v, local = algorithm.correct(g, y, step), algorithm.advance(g, step)
+        g, step = grad(y, client.id, batch), Step(local=local, second_grad=None, lr=lr, **client.shared)
+        if algorithm.anchor_at:
+            step.second_grad = grad(client.points[algorithm.anchor_at], client.id, batch)
+        elif looks_ahead(algorithm):
+            step.second_grad = grad(algorithm.second_gradient_at(g, y, step), client.id, batch)
+        v, local = algorithm.correct(g, y, step), algorithm.advance(g, y, step)
         y, moved, steps = y - lr * v, moved + lr * v, steps + 1
     path = moved / (lr * steps) if steps else torch.zeros_like(at)
     run = Run(delta=y - at, local=local, num_steps=steps, lr_sum=lr * steps, path=lambda: path, **client.shared)

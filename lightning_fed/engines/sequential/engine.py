@@ -18,7 +18,7 @@ from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPla
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
-from lightning_fed.optim import LocalWork, solver_entries
+from lightning_fed.optim import LocalWork, looks_ahead, solver_entries
 
 __all__ = ["SequentialEngine"]
 
@@ -57,8 +57,10 @@ class SequentialEngine(Engine):
             work = LocalWork(self.algorithm, [], self._solver(inputs, local))
             self.optimizer.begin(work, solver)
             self.epoch_loop.automatic_optimization.anchor_grad = None
+            self.epoch_loop.automatic_optimization.looks_ahead = False
             if self.optimizer.is_injecting:
                 work.steps = self._steps(inputs, plan, client, local)
+                self._prepare_look_ahead(work, self._whole_step(inputs, plan, client, local))
             before = self.buffers.read() if self.split.size > 1 else {}
             self.epoch_loop.begin_client()
             with self.epoch_loop._results.of_client(self.trainer.lightning_module):
@@ -127,7 +129,7 @@ class SequentialEngine(Engine):
             name = self.algorithm.anchor_at
             point = inputs.x if name == "x" or name is None else inputs.server[name]
             optimization.gradients, optimization.anchor_grad = self.gradients, self.anchor_grad
-            optimization.anchor_point, optimization.anchor_decay = layout.views(point), self.optimizer.decay
+            optimization.anchor_point, optimization.decay = layout.views(point), self.optimizer.decay
             anchors = list(layout.views(self.anchor_grad))
         x, server, cohort_grad = inputs.per_parameter(layout, flat=False)
         columns: tuple[Sequence[Any], ...] = (
@@ -140,8 +142,33 @@ class SequentialEngine(Engine):
             cohort_grad,
             [float(who.size)] * len(anchors),
             [inputs.mean_examples] * len(anchors),
+            self.optimizer.rates,
         )
         return [Step(*row) for row in zip(*columns, strict=True)]
+
+    def _whole_step(self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State) -> Step:
+        """Return what hooks of whole vectors may read."""
+        return Step(
+            x=inputs.x,
+            server=inputs.server,
+            client=client,
+            local=local,
+            second_grad=None,
+            full_grad=inputs.full_grad.get(plan.participant.index, {}),
+            cohort_grad=inputs.cohort_grad,
+            num_examples=float(plan.participant.size),
+            mean_examples=inputs.mean_examples,
+            lr=self.optimizer.spread(self.optimizer.rates),
+        )
+
+    def _prepare_look_ahead(self, work: LocalWork, whole: Step) -> None:
+        """Let the optimizer take second gradients at points that the method makes anew in every step, if it does."""
+        if not looks_ahead(self.algorithm):
+            return
+        optimization = self.epoch_loop.automatic_optimization
+        optimization.gradients, optimization.looks_ahead = self.gradients, True
+        optimization.decay = self.optimizer.decay
+        work.whole, work.second_gradient = whole, optimization.second_gradient
 
     def _solver(self, inputs: RoundInputs, local: State) -> list[dict[str, torch.Tensor]] | None:
         if not self.algorithm.uses_solver_state:
@@ -154,12 +181,7 @@ class SequentialEngine(Engine):
         assert work is not None
         self.optimizer.end()
         if work.steps and local:
-            local = {
-                name: torch.cat([step.local[name].reshape(-1) for step in work.steps])
-                if value.shape == inputs.x.shape
-                else work.steps[0].local[name]
-                for name, value in local.items()
-            }
+            local = self.flat.layout.joined_state([step.local for step in work.steps], local)
         return Run(
             x=inputs.x,
             delta=self.flat.y - inputs.x,

@@ -1,10 +1,11 @@
-"""Lightning's automatic optimization, preceded by the anchor gradient where the method asks for one."""
+"""Lightning's automatic optimization, with a second gradient on the same batch where the method asks for one."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,7 +19,8 @@ from lightning_fed._compat import (
 )
 from lightning_fed._lightning import pl
 from lightning_fed.callbacks.base import uses_hook
-from lightning_fed.core.seeds import preserved_random_state
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.seeds import capture_random_state, preserved_random_state
 from lightning_fed.core.types import Vector
 from lightning_fed.engines.batch_hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS
 from lightning_fed.engines.gradients import GradientPass, check_loss
@@ -30,7 +32,10 @@ __all__ = ["ClientOptimization"]
 
 
 class ClientOptimization(_AutomaticOptimization):
-    """Lightning's automatic optimization, preceded by the anchor gradient where the method asks for one.
+    """Lightning's automatic optimization, with a second gradient on the same batch where the method asks for one.
+
+    At an anchor, which is known beforehand, it is taken before the first one; at a point that is made of the first one,
+    after backward, when the optimizer asks :meth:`second_gradient`.
 
     Where neither the module nor a callback overrides a hook between batch and step, and the precision has no gradient
     scaler, the same calls are made without asking for each hook in turn: the same bits, at a fraction of the time.
@@ -41,7 +46,9 @@ class ClientOptimization(_AutomaticOptimization):
         self.gradients: GradientPass | None = None
         self.anchor_point: list[Tensor] = []
         self.anchor_grad: Vector | None = None
-        self.anchor_decay: list[float] = []
+        self.decay: list[float] = []  # coupled, of every parameter
+        self.looks_ahead = False  # whether the optimizer will ask for a second gradient
+        self._at_work: tuple[Any, int, Callable[[], None]] | None = None  # batch, index, and what draws again
         self.split = BatchSplit()
         self._is_lean = False
         self._has_context = True  # around forward passes
@@ -67,9 +74,12 @@ class ClientOptimization(_AutomaticOptimization):
         )
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:  # type: ignore[type-arg]
-        """Take the anchor gradient on this batch, then train on it."""
+        """Take the anchor gradient on this batch if there is one, then train on it."""
         if self.anchor_grad is not None:
-            self._take_anchor(batch_idx, kwargs["batch"])
+            with preserved_random_state(self.anchor_grad.device):
+                self._add_gradient(self.anchor_point, kwargs["batch"], batch_idx, self.anchor_grad)
+        if self.looks_ahead:
+            self._at_work = kwargs["batch"], batch_idx, capture_random_state(self.trainer.strategy.root_device)
         trainer = self.trainer  # a callback may have changed these since
         if self._is_lean and trainer.accumulate_grad_batches == 1 and not trainer.gradient_clip_val:
             return self._run_lean(optimizer, kwargs)
@@ -101,22 +111,41 @@ class ClientOptimization(_AutomaticOptimization):
         optimizer.step(closure)  # type: ignore[arg-type]
         return {} if results[0].loss is None else results[0].asdict()
 
-    def _take_anchor(self, batch_idx: int, batch: Any) -> None:
+    def second_gradient(self, point: Vector) -> Vector:
+        """Return the gradient [P] at a point [P] on the batch at work, with the random numbers of its first one.
+
+        Raises:
+            FederatedError: If a callback has asked for steps over several batches, of which this is only the last.
+        """
         assert self.gradients is not None
-        assert self.anchor_grad is not None
+        assert self._at_work is not None
+        accumulated = self.trainer.accumulate_grad_batches
+        if accumulated != 1:
+            raise FederatedError(
+                f"A callback has set accumulate_grad_batches={accumulated}, and the method takes a second gradient on"
+                " the batch of every step, of which there is one. Leave it at 1."
+            )
+        batch, batch_idx, draw_again = self._at_work
+        out = torch.empty_like(point)
+        with preserved_random_state(point.device):
+            draw_again()
+            self._add_gradient(self.gradients.flat.layout.views(point), batch, batch_idx, out)
+        return out
+
+    def _add_gradient(self, point: Sequence[Tensor], batch: Any, batch_idx: int, out: Vector) -> None:
+        """Add the gradient at a point on a batch of a step, which begins with its first batch; decay included."""
+        assert self.gradients is not None
         accumulated = self.trainer.accumulate_grad_batches
         if batch_idx % accumulated == 0:
-            self.anchor_grad.zero_()
-            views = self.gradients.flat.layout.views(self.anchor_grad)
-            for view, value, decay in zip(views, self.anchor_point, self.anchor_decay, strict=True):
+            out.zero_()
+            for view, value, decay in zip(self.gradients.flat.layout.views(out), point, self.decay, strict=True):
                 if decay and self.split.rank == 0:
                     view.add_(value, alpha=decay)
         if batch is not NO_EXAMPLES:
-            scale = self.split.fraction / accumulated
-            with preserved_random_state(self.anchor_grad.device), self.gradients.silent():
-                self.gradients.add(self.anchor_point, batch, batch_idx, self.anchor_grad, scale)
+            with self.gradients.silent():
+                self.gradients.add(point, batch, batch_idx, out, self.split.fraction / accumulated)
         if self.split.size > 1 and not self.trainer.fit_loop._should_accumulate():
-            self.split.sum(self.anchor_grad)
+            self.split.sum(out)
 
     def _training_step(self, kwargs: OrderedDict) -> ClosureResult:  # type: ignore[type-arg]
         """Call ``training_step``, which may also return None where several processes train clients of their own."""

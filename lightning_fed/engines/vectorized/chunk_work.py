@@ -60,7 +60,8 @@ class ChunkWork:
         self._clients, self._full_grad = clients, full_grad
         self._examples = torch.tensor(sizes, dtype=x.dtype, device=x.device)
         self._num_steps = torch.tensor(steps, dtype=x.dtype, device=x.device)
-        self.step_inputs = StepInputs(inputs, self.layout, self._examples, clients, full_grad)
+        lr = optimizer.spread(self.rates)
+        self.step_inputs = StepInputs(inputs, self.layout, self._examples, clients, full_grad, lr)
         self.local = self._init_local()
         self.is_plain = steps_are_plain(algorithm, optimizer, clip)
         self.skips = not optimizer.injects(algorithm) and (any(self.decay) or not optimizer.is_plain)

@@ -1,4 +1,4 @@
-"""The local step: gradient, gradient at the anchor, correction. Written once, for one client."""
+"""The local step: gradient, second gradient, correction. Written once, for one client."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -12,7 +12,7 @@ from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.clients import Clients
 from lightning_fed.engines.vectorized.module_step import ModuleStep
-from lightning_fed.optim import overrides
+from lightning_fed.optim import looks_ahead, overrides
 
 __all__ = ["Given", "LocalStep", "Taken"]
 
@@ -73,7 +73,7 @@ class LocalStep:
 
     def __init__(self, module: ModuleStep, work: ChunkWork) -> None:
         self.module, self.work, self.algorithm = module, work, work.algorithm
-        self.advances = overrides(self.algorithm, "advance")
+        self.advances, self.looks_ahead = overrides(self.algorithm, "advance"), looks_ahead(self.algorithm)
         self._reads = self.advances or overrides(self.algorithm, "correct")
         self.shared = work.step_inputs.shared if self._reads else []
         self.own = work.step_inputs.own if self._reads else []
@@ -107,19 +107,25 @@ class LocalStep:
         g = _with_decay(own_clip(_whole(found, given.y)), given.y, decay)
         if not self._reads:
             return Taken(corrected_clip(g), [], loss, values)
-        steps = self.work.step_inputs.steps(shared, given.own, given.local)
-        if given.point:
+        whole = self.work.step_inputs.whole(shared, given.own, given.local)
+        steps, point = self.work.step_inputs.steps(whole), given.point
+        if self.looks_ahead:
+            layout = self.work.layout
+            at = self.algorithm.second_gradient_at(layout.joined(g), layout.joined(given.y), whole)
+            point = layout.views(at)
+        if point:
             if draw_again is not None:
                 draw_again()
             if assemble is not None:
                 found = assemble(*given.leaves, *given.parts)
             else:
-                found, _, _ = gradient(given.point, given.leaves, spec, batch_idx)
-            anchor_grads = _with_decay(_whole(found, given.point), given.point, decay)
-            for step, anchor_grad in zip(steps, anchor_grads, strict=True):
-                step.anchor_grad = anchor_grad
-        v = [self.algorithm.correct(*each) for each in zip(g, given.y, steps, strict=True)]
-        local = [self.algorithm.advance(*each) for each in zip(g, steps, strict=True)] if self.advances else []
+                found, _, _ = gradient(point, given.leaves, spec, batch_idx)
+            second_grads = _with_decay(_whole(found, point), point, decay)
+            for step, second_grad in zip(steps, second_grads, strict=True):
+                step.second_grad = second_grad
+        each = list(zip(g, given.y, steps, strict=True))
+        v = [self.algorithm.correct(*one) for one in each]
+        local = [self.algorithm.advance(*one) for one in each] if self.advances else []
         return Taken(corrected_clip(v), local, loss, values)
 
     def untraced(self, clients: Clients, group: BatchGroup) -> Taken:
@@ -133,9 +139,9 @@ class LocalStep:
         gradient: Gradient = module.own_gradient if clients.is_one else module.gradient
         point, draw_again = self.point(self.shared), None
         point_dim = None
-        if point and module.is_random:
+        if (point or self.looks_ahead) and module.is_random:
             draw_again = capture_random_state(work.y.device)
-            if not clients.is_one:  # as many draws, in the same order, as at the clients' own parameters
+            if point and not clients.is_one:  # as many draws, in the same order, as at the clients' own parameters
                 point, point_dim = [v.expand(clients.count, *v.shape) for v in point], 0
         local = dict(zip(self.local, clients.of(list(self.local.values())), strict=True))
         given = Given(clients.views, group.leaves, (), clients.of(self.own), local, point)

@@ -178,12 +178,12 @@ class LocalSteps:
         return True
 
     def _move(self, bound: _Bound, clients: Clients, results: Sequence[Tensor]) -> None:
-        """Move clients whose trace returns directions, and keep the new states of this round that come after them."""
+        """Move clients whose trace returns directions, and keep the new states of this round that come with them."""
         n, names = len(clients.views), list(self.step.local)
-        self.work.move(clients, results[:n], bound.unused)
-        if self.step.advances:
+        if self.step.advances:  # before the move: they may be parameters as they are now
             new = iter(results[n:])
             self.work.keep_local(clients, [{name: next(new) for name in names} for _ in range(n)])
+        self.work.move(clients, results[:n], bound.unused)
 
     def _expected_loss(self, bound: _Bound, clients: Clients, group: BatchGroup) -> Tensor | None:
         """Return the module's own loss of the first client, once a round and for batches of a new shape."""

@@ -25,6 +25,7 @@ class StepInputs:
         examples: The clients' numbers of examples [S].
         clients: Their kept states, stacked: vectors [S, P], numbers [S].
         full_grad: Their full-batch gradients by point [S, P].
+        lr: The learning rate; per coordinate [P] where groups have different ones.
 
     Attributes:
         shared: What is the same for all clients.
@@ -32,13 +33,22 @@ class StepInputs:
         read: The names of the server's state and of mean gradients that were read.
     """
 
-    def __init__(self, inputs: RoundInputs, layout: Layout, examples: Tensor, clients: State, full_grad: State) -> None:
+    def __init__(
+        self,
+        inputs: RoundInputs,
+        layout: Layout,
+        examples: Tensor,
+        clients: State,
+        full_grad: State,
+        lr: float | Tensor,
+    ) -> None:
         server, cohort_grad = inputs.server.unwatched(), inputs.cohort_grad.unwatched()
         x = inputs.x
         mean = torch.tensor(inputs.mean_examples, dtype=x.dtype, device=x.device)
+        rate = torch.as_tensor(lr, dtype=x.dtype, device=x.device)
         self._layout = layout
         self._names = [tuple(state) for state in (server, cohort_grad, clients, full_grad)]
-        self.shared = [x, mean, *server.values(), *cohort_grad.values()]
+        self.shared = [x, mean, rate, *server.values(), *cohort_grad.values()]
         self.own = [examples, *clients.values(), *full_grad.values()]
         self.read: dict[str, set[str]] = {"server": set(), "cohort_grad": set()}
 
@@ -48,8 +58,8 @@ class StepInputs:
         own = tuple((value.shape[1:], value.dtype) for value in self.own)
         return *self._names, *((value.shape, value.dtype) for value in self.shared), *own
 
-    def steps(self, shared: Sequence[Tensor], own: Sequence[Tensor], local: State) -> list[Step]:
-        """Return what ``correct`` reads of one client, one :class:`Step` per parameter.
+    def whole(self, shared: Sequence[Tensor], own: Sequence[Tensor], local: State) -> Step:
+        """Return what hooks of whole vectors read of one client.
 
         Args:
             shared: What is the same for all clients, in the order of :attr:`shared`.
@@ -57,26 +67,43 @@ class StepInputs:
             local: Its state of this round.
         """
         server_names, grad_names, client_names, full_names = self._names
-        x, mean, *states = shared
+        x, mean, lr, *states = shared
         examples, *own_states = own
         server, cohort_grad = _named(server_names, states), _named(grad_names, states[len(server_names) :])
         client, full_grad = _named(client_names, own_states), _named(full_names, own_states[len(client_names) :])
+        watched = Watched(server, self.read["server"]), Watched(cohort_grad, self.read["cohort_grad"])
+        return Step(x, watched[0], client, local, None, full_grad, watched[1], examples, mean, lr)
+
+    def steps(self, whole: Step) -> list[Step]:
+        """Return the same as ``correct`` reads it, one :class:`Step` per parameter."""
         cut = self._layout.state_views
-        servers, mean_grads = cut(server), cut(cohort_grad)
+        assert isinstance(whole.server, Watched)
+        assert isinstance(whole.cohort_grad, Watched)
+        servers, mean_grads = cut(whole.server.unwatched()), cut(whole.cohort_grad.unwatched())
         # what is read of the first parameter's part is read of all
         servers[0] = Watched(servers[0], self.read["server"])
         mean_grads[0] = Watched(mean_grads[0], self.read["cohort_grad"])
-        columns = zip(self._layout.views(x), servers, cut(client), cut(local), cut(full_grad), mean_grads, strict=True)
+        rates = [column["lr"] for column in cut({"lr": torch.as_tensor(whole.lr)})]
+        columns = zip(
+            self._layout.views(whole.x),
+            servers,
+            cut(whole.client),
+            cut(whole.local),
+            cut(whole.full_grad),
+            mean_grads,
+            rates,
+            strict=True,
+        )
         return [
-            Step(part, of_server, of_client, of_local, None, own_grad, mean_grad, examples, mean)
-            for part, of_server, of_client, of_local, own_grad, mean_grad in columns
+            Step(part, server, client, local, None, own_grad, mean_grad, whole.num_examples, whole.mean_examples, lr)
+            for part, server, client, local, own_grad, mean_grad, lr in columns
         ]
 
     def point(self, shared: Sequence[Tensor], name: str) -> list[Tensor]:
         """Return the parameters at a point that the method names: x, or an entry of the server's state."""
         if name == "x":
             return self._layout.views(shared[0])
-        return self._layout.views(shared[2 + self._names[0].index(name)])
+        return self._layout.views(shared[3 + self._names[0].index(name)])
 
 
 def _named(names: Sequence[str], tensors: Sequence[Tensor]) -> State:
