@@ -11,7 +11,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Step
 from lightning_fed.core.seeds import preserved_random_state, random_state
-from lightning_fed.optim import looks_ahead
+from lightning_fed.optim import looks_ahead, overrides
 
 __all__ = ["check_method"]
 
@@ -38,27 +38,27 @@ def check_method(algorithm: Algorithm) -> None:
         close = get_close_matches(key, _HOOKS, n=1, cutoff=0.85)
         if close and callable(getattr(algorithm, key)) and not key.startswith("_"):
             rank_zero_warn(f"{name}.{key} is no hook of a method, and nobody calls it. Did you mean {close[0]}?")
-    if type(algorithm).correct is not Algorithm.correct:
-        with preserved_random_state(), torch.no_grad():
-            _check_second_gradient_at(algorithm)
+    with preserved_random_state(), torch.no_grad():
+        for hook in ("start", "second_gradient_at"):
+            _check_point(algorithm, hook)
+        if overrides(algorithm, "correct"):
             _check_correct(algorithm)
 
 
-def _check_second_gradient_at(algorithm: Algorithm) -> None:
-    """Try ``second_gradient_at`` on a few numbers, if a method has it."""
-    if not looks_ahead(algorithm):
-        return
+def _check_point(algorithm: Algorithm, hook: str) -> None:
+    """Try a hook that returns a point on a few numbers."""
     x = torch.linspace(0.5, 1.0, _SIZE, dtype=torch.float64)
     try:
         server, client = algorithm.init_server(x.clone()), algorithm.init_client(x.clone())
         step = _step(algorithm, x, server, client, algorithm.init_local(x, server, client), slice(None))
-        found = algorithm.second_gradient_at(x.flip(0), x + 0.1, step)
+        at_y = (x.flip(0), x + 0.1)
+        found = algorithm.start(x, step) if hook == "start" else algorithm.second_gradient_at(*at_y, step)
     except Exception:  # see _check_correct
         return
     if not isinstance(found, Tensor) or found.shape != x.shape:
         raise FederatedError(
-            f"{type(algorithm).__name__}.second_gradient_at() must return a point, a tensor of the shape of y, found"
-            f" {_kind(found)} for y of shape {tuple(x.shape)}."
+            f"{type(algorithm).__name__}.{hook}() must return a point, a tensor of the shape of x, found {_kind(found)}"
+            f" for x of shape {tuple(x.shape)}."
         )
 
 

@@ -178,8 +178,8 @@ class FederatedOptimizer(Optimizer):
         self.work = work
         self._lr_sums = [0.0] * len(self.base.param_groups)
         self._advances = overrides(work.algorithm, "advance")
-        self._was_plain = self.is_plain
-        self._tracks = self.needs_path(work.algorithm) and not self._was_plain
+        self._is_straight = self.goes_straight(work.algorithm)
+        self._tracks = self.tracks(work.algorithm)
         self.is_injecting = self.injects(work.algorithm)
         self._decay = self.decay if self.is_injecting else []
 
@@ -191,7 +191,11 @@ class FederatedOptimizer(Optimizer):
 
     def tracks(self, algorithm: Algorithm) -> bool:
         """Whether that direction has to be added up step by step."""
-        return self.needs_path(algorithm) and not self.is_plain
+        return self.needs_path(algorithm) and not self.goes_straight(algorithm)
+
+    def goes_straight(self, algorithm: Algorithm) -> bool:
+        """Whether all that a client's parameters are away from x is a sum of rates times directions."""
+        return self.is_plain and not overrides(algorithm, "start")
 
     def injects(self, algorithm: Algorithm) -> bool:
         """Whether anything happens to a gradient before the wrapped optimizer steps."""
@@ -349,11 +353,11 @@ class FederatedOptimizer(Optimizer):
 
     def path_follows(self, lr_sum: float | Vector) -> bool:
         """Whether :meth:`path_gradient` is the change of the parameters divided by the sum of the rates, one number."""
-        return self._was_plain and isinstance(lr_sum, float) and lr_sum != 0
+        return self._is_straight and isinstance(lr_sum, float) and lr_sum != 0
 
     def path_gradient(self, work: LocalWork, x: Vector) -> Vector:
         """The mean corrected direction along the path, weighted by the rates; the plain mean where all were zero."""
-        if not self._tracks and not self._was_plain:
+        if not self._tracks and not self._is_straight:
             raise FederatedError(
                 f"{type(work.algorithm).__name__} reads run.path_gradient, but declares uses_path_gradient=False: set"
                 " it to True."

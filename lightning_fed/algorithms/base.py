@@ -94,6 +94,15 @@ class Algorithm:
         """Return state that lives for one client's round."""
         return {}
 
+    def start(self, x: Vector, step: Step) -> Vector:
+        """Return where a client's local work starts; its change stays ``y - x``.
+
+        Args:
+            x: The server parameters [P].
+            step: What ``correct`` will read in the first step, as whole vectors; there is no second gradient yet.
+        """
+        return x
+
     def second_gradient_at(self, g: Vector, y: Vector, step: Step) -> Vector:
         """Return where to take a second gradient on the batch of a local step; a method that overrides it gets one.
 

@@ -105,7 +105,8 @@ def play(
 
 def _train(algorithm: Algorithm, grad: Gradient, client: SimpleNamespace, lr: float) -> Update:
     at, server, state = (client.shared[k] for k in ("x", "server", "client"))
-    y, local, moved, steps = at, algorithm.init_local(at, server, state), torch.zeros_like(at), 0
+    local, moved, steps = algorithm.init_local(at, server, state), torch.zeros_like(at), 0
+    y = algorithm.start(at, Step(local=local, second_grad=None, lr=lr, **client.shared))
     for batch in client.batches if algorithm.local_work else ():
         g, step = grad(y, client.id, batch), Step(local=local, second_grad=None, lr=lr, **client.shared)
         if algorithm.anchor_at:

@@ -18,7 +18,7 @@ from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPla
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
-from lightning_fed.optim import LocalWork, looks_ahead, solver_entries
+from lightning_fed.optim import LocalWork, looks_ahead, overrides, solver_entries
 
 __all__ = ["SequentialEngine"]
 
@@ -58,9 +58,12 @@ class SequentialEngine(Engine):
             self.optimizer.begin(work, solver)
             self.epoch_loop.automatic_optimization.anchor_grad = None
             self.epoch_loop.automatic_optimization.looks_ahead = False
+            if overrides(self.algorithm, "start"):
+                self.flat.y.copy_(self.algorithm.start(inputs.x, self._whole_step(inputs, plan, client, local)))
             if self.optimizer.is_injecting:
                 work.steps = self._steps(inputs, plan, client, local)
-                self._prepare_look_ahead(work, self._whole_step(inputs, plan, client, local))
+                if looks_ahead(self.algorithm):
+                    self._prepare_look_ahead(work, self._whole_step(inputs, plan, client, local))
             before = self.buffers.read() if self.split.size > 1 else {}
             self.epoch_loop.begin_client()
             with self.epoch_loop._results.of_client(self.trainer.lightning_module):
@@ -162,9 +165,7 @@ class SequentialEngine(Engine):
         )
 
     def _prepare_look_ahead(self, work: LocalWork, whole: Step) -> None:
-        """Let the optimizer take second gradients at points that the method makes anew in every step, if it does."""
-        if not looks_ahead(self.algorithm):
-            return
+        """Let the optimizer take second gradients at points that the method makes anew in every step."""
         optimization = self.epoch_loop.automatic_optimization
         optimization.gradients, optimization.looks_ahead = self.gradients, True
         optimization.decay = self.optimizer.decay

@@ -63,6 +63,8 @@ class ChunkWork:
         lr = optimizer.spread(self.rates)
         self.step_inputs = StepInputs(inputs, self.layout, self._examples, clients, full_grad, lr)
         self.local = self._init_local()
+        if overrides(algorithm, "start"):
+            self._start()
         self.is_plain = steps_are_plain(algorithm, optimizer, clip)
         self.skips = not optimizer.injects(algorithm) and (any(self.decay) or not optimizer.is_plain)
         self._path = torch.zeros_like(self.y) if optimizer.tracks(algorithm) else None
@@ -84,6 +86,15 @@ class ChunkWork:
             len(self.y),
         )
         return {name: value.clone() for name, value in local.items()}
+
+    def _start(self) -> None:
+        """Put clients where the method lets their work start."""
+        x, inputs = self.inputs.x, self.step_inputs
+
+        def start_one(own: Sequence[Tensor], local: State) -> Vector:
+            return self.algorithm.start(x, inputs.whole(inputs.shared, own, local))
+
+        self.y.copy_(of_each(start_one, (tuple(inputs.own), self.local), len(self.y)))
 
     # ------------------------------------------------------------------ local steps
 
@@ -141,7 +152,8 @@ class ChunkWork:
         if not overrides(self.algorithm, "finish"):
             return delta, {"delta": delta}, {}, True, ()
         sends_delta, implied = False, tuple[str, ...]()
-        follows = self.optimizer.is_plain and len(set(self.rates)) == 1 and self.rates[0] != 0
+        one_rate = len(set(self.rates)) == 1 and self.rates[0] != 0
+        follows = self.optimizer.goes_straight(self.algorithm) and one_rate
 
         def finish_one(y: Vector, change: Vector, own: dict[str, Any], path: dict[str, Tensor]) -> tuple[State, State]:
             nonlocal sends_delta, implied
