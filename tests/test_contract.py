@@ -34,9 +34,13 @@ from lightning_fed.algorithms import (
     FedExP,
     FedNova,
     FedProx,
+    FedProxVR,
+    FedSAM,
+    FedSpeed,
     Mime,
     MimeLite,
     MimeMVR,
+    MoFedSAM,
     RMSProp,
     Scaffold,
     ScaffoldM,
@@ -120,6 +124,13 @@ METHODS: dict[str, Method] = {
     "FedACG": Method(FedACG(0.5, 0.1), None, "never"),
     "ScaffoldM": Method(ScaffoldM(0.7, gamma=0.9), None, "partial"),
     "ScaffoldM paper": Method(ScaffoldM(0.7, gamma=0.1, gamma_mode="paper"), None, "partial"),
+    "FedSAM": Method(FedSAM(0.1), None, "never"),
+    "MoFedSAM": Method(MoFedSAM(0.1, 0.7, eta_g=0.5), None, "never"),
+    "MoFedSAM paper": Method(MoFedSAM(0.1, 0.7, 0.1, "paper", eps=0.01), None, "never"),
+    "FedSpeed": Method(FedSpeed(0.5, 0.1)),
+    "FedSpeed unit all": Method(FedSpeed(0.5, 0.1, 0.7, "unit", 0.01, "all")),
+    "FedProxVR": Method(FedProxVR(0.1), None, "never"),
+    "FedProxVR sarah": Method(FedProxVR(0.1, "sarah"), None, "never"),
     "MimeMVR eq15": Method(MimeMVR(0.5), None, "full"),
     "MimeMVR lemma9": Method(MimeMVR(0.5, "lemma9"), None, "full"),
     "MimeMVR current": Method(MimeMVR(0.5, "current"), None, "full"),
@@ -154,6 +165,10 @@ USUAL = [
     "FedExP",
     "FedACG",
     "ScaffoldM",
+    "FedSAM",
+    "MoFedSAM",
+    "FedSpeed unit all",
+    "FedProxVR sarah",
     "MimeMVR eq15",
     "MimeMVR zeros",
     "Mime of the user's Adam",
@@ -241,6 +256,8 @@ NEUTRAL: dict[str, tuple[Method, dict[str, Any], bool]] = {
     "MimeLite SGDm(0)": (Method(MimeLite(SGDm(0.0))), {}, True),
     "FedNova": (Method(FedNova()), {}, False),
     "FedACG(0, 0)": (Method(FedACG(0.0, 0.0)), {}, True),
+    "FedSAM(0)": (Method(FedSAM(0.0)), {}, True),
+    "MoFedSAM(0, 1)": (Method(MoFedSAM(0.0, 1.0)), {}, True),
     "FedExP of large eps, at first": (Method(FedExP(1e9)), {"max_rounds": 1}, True),
     "ScaffoldM(1) at first": (Method(ScaffoldM(1.0)), {"max_rounds": 1, "weighting": None}, True),
     "FedAvg normalized": (Method(FedAvg("normalized")), {"server_optimizer": partial(sgd, lr=K * LR)}, False),
@@ -276,6 +293,12 @@ PAIRS = {
     "Mime of torch's SGD is Mime over SGDm": (METHODS["Mime of the user's SGDm"], METHODS["Mime SGDm heavy ball"]),
     "Mime of torch's Adam is Mime over Adam": (METHODS["Mime of the user's Adam"], METHODS["Mime Adam"]),
     "FedACG without momentum is FedProx": (Method(FedACG(0.0, 0.2)), Method(FedProx(0.2))),
+    "MoFedSAM without a radius is FedCM": (Method(MoFedSAM(0.0, 0.3)), Method(FedCM(0.3))),
+    "MoFedSAM without momentum is FedSAM": (Method(MoFedSAM(0.2, 1.0, eps=0.1)), Method(FedSAM(0.2, 0.1))),
+    "FedSpeed without a radius is FedDyn": (Method(FedSpeed(0.5, 0.0, dual_average="all")), Method(FedDyn(2.0))),
+    "FedSpeed without the second gradient is FedDyn": (
+        Method(FedSpeed(0.5, 0.3, 0.0, dual_average="all")), Method(FedDyn(2.0)),
+    ),
     "MimeLite of torch's Adam is the same": (METHODS["MimeLite of the user's Adam"], METHODS["MimeLite Adam"]),
 }  # fmt: skip
 
@@ -294,6 +317,7 @@ ONE_CLIENT = [
     Scaffold("i"),
     Scaffold("ii"),
     FedCM(1.0),
+    FedSAM(0.0),
     FedNova(),
     MimeLite(SGD()),
 ]
@@ -396,7 +420,11 @@ def scalar_path(method: Method, a: tuple[float, float], dissimilarity: float) ->
 
 @pytest.mark.parametrize("a", few([(2.0, 0.0), (3.0, 1.0)], [(3.0, 1.0)]))
 @where(
-    lambda method: method.algorithm.anchor_at is not None or isinstance(method.algorithm, FedDane),
+    lambda method: (
+        "x" in method.algorithm.full_grad_at
+        and method.algorithm.full_grad_for != "client"
+        and (method.algorithm.anchor_at is not None or isinstance(method.algorithm, FedDane))
+    ),
     ["FedDane own", "MimeMVR eq15", "MimeMVR zeros", "Mime of the user's Adam", "CMime SGDm"],
 )
 def test_dissimilar_gradients_do_not_touch_corrected_steps(name: str, a: tuple[float, float]) -> None:

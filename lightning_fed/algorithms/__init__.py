@@ -9,6 +9,9 @@ from lightning_fed.algorithms.feddyn import FedDyn
 from lightning_fed.algorithms.fedexp import FedExP
 from lightning_fed.algorithms.fednova import FedNova
 from lightning_fed.algorithms.fedprox import FedProx
+from lightning_fed.algorithms.fedproxvr import FedProxVR
+from lightning_fed.algorithms.fedsam import FedSAM, MoFedSAM
+from lightning_fed.algorithms.fedspeed import FedSpeed
 from lightning_fed.algorithms.mime import CMime, Mime, MimeLite
 from lightning_fed.algorithms.mime_mvr import MimeMVR
 from lightning_fed.algorithms.scaffnew import Scaffnew
@@ -32,9 +35,13 @@ __all__ = [
     "FedExP",
     "FedNova",
     "FedProx",
+    "FedProxVR",
+    "FedSAM",
+    "FedSpeed",
     "Mime",
     "MimeLite",
     "MimeMVR",
+    "MoFedSAM",
     "RMSProp",
     "SGDm",
     "Scaffnew",

@@ -9,6 +9,7 @@ the papers' in these terms, and share no code with the methods.
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -139,6 +140,19 @@ def _end(alpha: float, beta: float, x: float) -> float:
     return x - s * (alpha * x + beta)
 
 
+def _walk(x: float, direction: Callable[[float], float], steps: int = _STEPS) -> float:
+    """Return where local steps that are not of this form end."""
+    for _ in range(steps):
+        x -= _RATE * direction(x)
+    return x
+
+
+def _sharp(method: Any, a: float, b: float, y: float) -> float:
+    """Return the gradient that FedSAM takes."""
+    g = a * y + b
+    return g + a * method.rho * g / (abs(g) + method.eps) if g else g
+
+
 def _gradient(x: float) -> float:
     return _mean([a * x + b for a, b in _CLIENTS])
 
@@ -247,6 +261,46 @@ def _scaffold_m(method: Any, x: float = _START) -> Course:
         yield (x := x + method.gamma * (way if method.gamma_mode == "relative" else -g))
 
 
+def _fedsam(method: Any, x: float = _START) -> Course:
+    while True:
+        yield (x := _mean([_walk(x, partial(_sharp, method, a, b)) for a, b in _CLIENTS]))
+
+
+def _mofedsam(method: Any, x: float = _START) -> Course:
+    w, momentum = method.alpha, 0.0
+
+    def direction(y: float, a: float, b: float) -> float:
+        return float(w * _sharp(method, a, b, y) + (1 - w) * momentum)
+
+    while True:
+        end = _mean([_walk(x, partial(direction, a=a, b=b)) for a, b in _CLIENTS])
+        momentum = (x - end) / (_STEPS * _RATE)
+        x += method.eta_g * (end - x if method.eta_g_mode == "relative" else -momentum)
+        yield x
+
+
+def _fedspeed(method: Any, x: float = _START) -> Course:
+    own, w, pull = [0.0] * len(_CLIENTS), method.alpha, 1 / method.lam
+
+    def direction(y: float, a: float, b: float, d: float) -> float:
+        g = a * y + b
+        uphill = g + a * method.rho * g if method.perturb == "plain" else _sharp(method, a, b, y)
+        return float((1 - w) * g + w * uphill + pull * (y - x + d))
+
+    while True:
+        ends = [_walk(x, partial(direction, a=a, b=b, d=d)) for (a, b), d in zip(_CLIENTS, own, strict=True)]
+        own = [d + y - x for d, y in zip(own, ends, strict=True)]
+        yield (x := _mean(ends) + _mean(own))
+
+
+def _fedproxvr(method: Any, x: float = _START) -> Course:
+    def direction(y: float, a: float, b: float) -> float:  # both estimators are exact here
+        return float((a * y + b + method.mu * (y - x)) / (1 + _RATE * method.mu))
+
+    while True:
+        yield (x := _mean([_walk(x, partial(direction, a=a, b=b), _STEPS + 1) for a, b in _CLIENTS]))
+
+
 _FORMULAS: dict[type, Callable[[Any], Course] | None] = {
     algorithms.FedAvg: _fedavg,
     algorithms.FedNova: _fedavg,  # all take as many steps
@@ -263,6 +317,10 @@ _FORMULAS: dict[type, Callable[[Any], Course] | None] = {
     algorithms.FedExP: _fedexp,
     algorithms.FedACG: _fedacg,
     algorithms.ScaffoldM: _scaffold_m,
+    algorithms.FedSAM: _fedsam,
+    algorithms.MoFedSAM: _mofedsam,
+    algorithms.FedSpeed: _fedspeed,
+    algorithms.FedProxVR: _fedproxvr,
 }
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_fed.algorithms import Algorithm, FedDane, FedDyn, Mime, MimeMVR, Scaffnew, Scaffold, ScaffoldM
+from lightning_fed.algorithms import Algorithm, FedDane, FedDyn, FedSpeed, Mime, MimeMVR, Scaffnew, Scaffold, ScaffoldM
 from lightning_fed.data.picture import SkewTable
 from lightning_fed.diagnosis.measurement import Measured
 from lightning_fed.diagnosis.self_check import SelfCheck
@@ -14,7 +14,7 @@ from lightning_fed.diagnosis.trials import Trial
 __all__ = ["Findings", "Verdict", "corrects_drift", "plural", "verdicts"]
 
 _EVIDENCE = ("certain", "likely", "possible")
-_CORRECTING = (Scaffold, ScaffoldM, Scaffnew, Mime, MimeMVR, FedDane, FedDyn)
+_CORRECTING = (Scaffold, ScaffoldM, Scaffnew, Mime, MimeMVR, FedDane, FedDyn, FedSpeed)
 _KNOWING = (Scaffold, ScaffoldM, Scaffnew, FedDyn)  # what each client's gradient is, so that who is drawn matters less
 
 _UPHILL = -0.5  # cosine with the negative gradient

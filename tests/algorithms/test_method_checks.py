@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed import FederatedError, algorithms
-from lightning_fed.algorithms import Algorithm, CMime, FedAvg, MimeMVR, SGDm
+from lightning_fed.algorithms import Algorithm, CMime, FedAvg, FedSpeed, MimeMVR, MoFedSAM, SGDm
 from lightning_fed.method_checks import check_method
 from tests.helpers.training import fit
 
@@ -88,7 +88,12 @@ class OfTheModel(Algorithm):
 
 @pytest.mark.filterwarnings("error")
 def test_what_may_be_right_passes() -> None:
-    makes: dict[Any, Any] = {CMime: lambda: CMime(SGDm()), MimeMVR: lambda: MimeMVR(0.3)}
+    makes: dict[Any, Any] = {
+        CMime: lambda: CMime(SGDm()),
+        FedSpeed: lambda: FedSpeed(2.0, 0.1),
+        MimeMVR: lambda: MimeMVR(0.3),
+        MoFedSAM: lambda: MoFedSAM(0.1, 0.3),
+    }
     names = [getattr(algorithms, name) for name in algorithms.__all__]
     methods = [cls for cls in names if issubclass(cls, Algorithm)]
     for cls in [*methods, Noisy, OfTheModel]:

@@ -143,6 +143,22 @@ METHODS = {
     "fedacg": Method(
         "FedACG", ("lam", "beta"), ("weighting",), ("lam", "beta"), is_shown=True, states={"m": ("server", "m")}
     ),
+    "fedsam": Method("FedSAM", ("rho",), ("eps", "server_lr", "weighting"), ("rho", "eps")),
+    "mofedsam": Method(
+        "MoFedSAM",
+        ("rho", "alpha", "eta_g", "eta_g_mode"),
+        ("eps", "weighting"),
+        ("rho", "eps", "alpha", "eta_g", "eta_g_mode"),
+        states={"delta": ("server", "delta")},
+    ),
+    "fedspeed": Method(
+        "FedSpeed",
+        ("lam", "rho", "alpha", "perturb", "dual_average"),
+        ("eps",),
+        ("lam", "rho", "alpha", "perturb", "eps", "dual_average"),
+        states={"dual": ("clients", "d_i")},
+    ),
+    "fedproxvr": Method("FedProxVR", ("mu", "estimator"), ("weighting",), ("mu", "estimator")),
     "feddyn": Method(
         "FedDyn", ("alpha",), ("alpha_scaling",), ("alpha", "alpha_scaling"), states={"dual": ("clients", "d_i")}
     ),
@@ -170,7 +186,7 @@ class Setup:
 
 def takes_full_batches(algorithm: str, hp: Mapping[str, Any]) -> bool:
     """Return whether a method needs full passes over clients, for gradients or for the population loss."""
-    full_gradients = ("server_only", "feddane", "mime", "mimelite", "c-mime", "mime_mvr")
+    full_gradients = ("server_only", "feddane", "mime", "mimelite", "c-mime", "mime_mvr", "fedproxvr")
     return algorithm in full_gradients or hp.get("option") == "i" or takes_population_loss(hp)
 
 
