@@ -112,10 +112,11 @@ def check_buffers(settings: Settings, buffers: Buffers) -> None:
     Raises:
         FederatedError: Naming the aggregator and a buffer.
     """
-    if settings.aggregator is not None and buffers.mode != "server" and buffers.server:
+    sent = [name for name in buffers.server if name not in buffers.personal]
+    if settings.aggregator is not None and buffers.mode != "server" and sent:
         raise FederatedError(
             f"aggregator={settings.aggregator!r} does not go with buffers={buffers.mode!r}: it does not stand in for"
-            f" the mean of buffers such as {next(iter(buffers.server))!r}. Set buffers='server', or use layers without"
+            f" the mean of buffers such as {sent[0]!r}. Set buffers='server', or use layers without"
             " running statistics, such as GroupNorm."
         )
 

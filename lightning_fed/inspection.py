@@ -17,10 +17,11 @@ from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches import ClientBatches
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.evaluation.client_evaluation import ClientEvaluation
+from lightning_fed.evaluation.client_evaluation import ClientEvaluation, own_model
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.round import Rounds
 from lightning_fed.rounds.server_round import ServerRound
+from lightning_fed.server.client_state import ClientStates
 from lightning_fed.server.population import Population
 from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.server.server import Server
@@ -44,8 +45,9 @@ class Inspection:
     prepared: PreparedModule | None = None  # while a fit is running, or clients work without one
     rounds_elsewhere = 0  # done in processes that a launcher started, and that have ended
     clients: ClientWork
-    ask_sites: Callable[[str, int, Sequence[ClientId]], dict[ClientId, dict[str, float]]] | None = None
-    """Where clients are on sites of their own, what measures them there: given what, local steps, and whom."""
+    ask_sites: Callable[[str, int, Sequence[ClientId], bool], dict[ClientId, dict[str, float]]] | None = None
+    """Where clients are on sites of their own, what measures them there: given what, local steps, whom and whether with
+    their own models."""
     _rounds: Rounds | None = None
     _ranks = Ranks()  # that share the clients
     _shown: Vector | None = None  # the parameters [P] that hooks find in the module; none while clients are at work
@@ -167,7 +169,9 @@ class Inspection:
                 gradient = engine.gradients.full(point, [(batch, size)], size, engine.optimizer.decay)
             yield gradient
 
-    def evaluate_client(self, client_id: ClientId, on: str = "val", steps: int = 0) -> dict[str, float]:
+    def evaluate_client(
+        self, client_id: ClientId, on: str = "val", steps: int = 0, own: bool = False
+    ) -> dict[str, float]:
         """Return what ``validation_step`` logs of the server model on one client's own examples, by name.
 
         It leaves no trace, and is a function of (seed, round, client).
@@ -176,6 +180,7 @@ class Inspection:
             client_id: The client.
             on: "val" for the client's own validation set, "train" for its training set.
             steps: Local steps of fine-tuning on the client's training set, with the user's optimizer, before that.
+            own: Whether to evaluate the client's own model instead; of a client that this process keeps.
 
         Raises:
             FederatedError: If the client has no validation set, or ``validation_step`` logs nothing.
@@ -185,26 +190,32 @@ class Inspection:
         check_one_of("evaluate_client", "on", on, ("val", "train"))
         steps = check_count("evaluate_client", "steps", steps, least=0)
         state = self.state
+        x, buffers = self._own_model(index) if own else (torch.cat([state.shown(), state.personal]), state.buffers)
         with self._leaving_the_module():
-            return ClientEvaluation(self._engine).of_client(
-                state.shown(), state.buffers, client_id, index, on, steps, self.round
-            )
+            return ClientEvaluation(self._engine).of_client(x, buffers, client_id, index, on, steps, self.round)
 
     def evaluate_clients(
-        self, client_ids: Sequence[ClientId], on: str = "val", steps: int = 0
+        self, client_ids: Sequence[ClientId], on: str = "val", steps: int = 0, own: bool = False
     ) -> dict[ClientId, dict[str, float]]:
         """Return :meth:`evaluate_client` of several clients, by client; those on sites of their own are asked at once.
 
         Of clients on sites, such that do not answer and are not to be waited for are left out.
         """
         if self.ask_sites is not None:
-            return self.ask_sites(on, steps, client_ids)
-        return {client_id: self.evaluate_client(client_id, on, steps) for client_id in client_ids}
+            return self.ask_sites(on, steps, client_ids, own)
+        if not own:
+            return {client_id: self.evaluate_client(client_id, on, steps) for client_id in client_ids}
+        assert self.population is not None
+        here = [i for i in client_ids if self._ranks.is_home_of(self.population.index_of(i))]
+        parts = self._ranks.gather({i: self.evaluate_client(i, on, steps, own=True) for i in here})
+        found = {client_id: logged for part in parts for client_id, logged in part.items()}
+        return {client_id: found[client_id] for client_id in client_ids}
 
     def training_losses(self, client_ids: Sequence[ClientId]) -> dict[ClientId, float]:
         """Return :meth:`training_loss` of several clients, by client; see :meth:`evaluate_clients`."""
         if self.ask_sites is not None:
-            return {client_id: found["loss"] for client_id, found in self.ask_sites("loss", 0, client_ids).items()}
+            asked = self.ask_sites("loss", 0, client_ids, False)
+            return {client_id: found["loss"] for client_id, found in asked.items()}
         return {client_id: self.training_loss(client_id) for client_id in client_ids}
 
     def _check_vectors(self, owner: str, **vectors: Any) -> None:
@@ -245,6 +256,7 @@ class Inspection:
         if self.prepared is not None and self._state is not None:
             self._shown = self._state.shown()
             self.prepared.flat.y.copy_(self._shown)
+            self.prepared.flat.personal.copy_(self._state.personal)
             self.prepared.flat.restore()
             self.prepared.buffers.write(self._state.buffers)
 
@@ -260,6 +272,8 @@ class Inspection:
         flat = prepared.flat
         flat.gather()
         buffers, is_edited = prepared.buffers.read(), not torch.equal(flat.y, shown)
+        has_others = not torch.equal(flat.personal, state.personal)
+        has_others = has_others or any(not torch.equal(value, state.buffers[name]) for name, value in buffers.items())
         if is_edited and shown is not state.x:
             raise FederatedError(
                 f"A hook has changed parameters of the model between rounds, but {type(state.algorithm).__name__} shows"
@@ -267,13 +281,14 @@ class Inspection:
             )
         if is_edited:
             state.x.copy_(flat.y)
-        elif all(torch.equal(value, state.buffers[name]) for name, value in buffers.items()):
+        elif not has_others:
             return
+        state.personal.copy_(flat.personal)
         state.take_buffers(buffers)
         if self.trainer.world_size == 1:
             return
         digest = hashlib.blake2b(digest_size=16)
-        for value in (flat.y, *buffers.values()):
+        for value in (flat.whole, *buffers.values()):
             digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         self._edit = digest.hexdigest()
 
@@ -305,6 +320,33 @@ class Inspection:
             self.show_server_model()
             yield
 
+    def _own_model(self, index: int) -> tuple[Vector, State]:
+        """Return the parameters [P + Q] and buffers of a client's own model, by stored index."""
+        state = self.state
+        (kept,) = ClientStates(state.new_client, state.clients, state.expected_state).of_each([index])
+        return own_model(state.algorithm, state.x, state.state, kept), {**state.buffers, **kept.buffers}
+
+    @contextmanager
+    def showing_client_model(self, client_id: ClientId) -> Iterator[None]:
+        """Let the module hold a client's own model inside, and afterwards what it held before; between rounds of a fit.
+
+        It is the one to save or to use for this client, where clients have models of their own; else the server's.
+
+        Raises:
+            FederatedError: If another process, or a site, keeps what the client has.
+        """
+        assert self.population is not None
+        assert self.prepared is not None
+        index = self.population.index_of(client_id)
+        if self.ask_sites is not None or not self._ranks.is_home_of(index):
+            raise FederatedError(f"What client {client_id!r} keeps, its own model included, is not in this process.")
+        with self._leaving_the_module():
+            x, buffers = self._own_model(index)
+            self.prepared.flat.restore()
+            self.prepared.flat.whole.copy_(x)
+            self.prepared.buffers.write(buffers)
+            yield
+
     @contextmanager
     def _leaving_the_module(self) -> Iterator[None]:
         """Let the module hold afterwards what it held before."""
@@ -312,11 +354,11 @@ class Inspection:
             yield
             return
         flat, buffers_of, shown = self.prepared.flat, self.prepared.buffers, self._shown
-        shown_parts, y, buffers = [p.data for p in flat.params], flat.y.clone(), buffers_of.read()
+        shown_parts, y, buffers = [p.data for p in flat.params], flat.whole.clone(), buffers_of.read()
         try:
             yield
         finally:
-            flat.y.copy_(y)
+            flat.whole.copy_(y)
             flat.point_to(shown_parts)
             buffers_of.write(buffers)
             self._shown = shown

@@ -164,7 +164,7 @@ class FederatedOptimizer(Optimizer):
 
     @property
     def rates(self) -> list[float]:
-        """The learning rate of every parameter."""
+        """The learning rate of every parameter, personal ones last."""
         return [float(self.base.param_groups[g]["lr"]) for g in self._groups]
 
     def begin(self, work: LocalWork, kept: State | None = None) -> None:
@@ -199,12 +199,13 @@ class FederatedOptimizer(Optimizer):
 
     def injects(self, algorithm: Algorithm) -> bool:
         """Whether anything happens to a gradient before the wrapped optimizer steps."""
+        rates = self.rates[: self.flat.num_shared]
         return (
             overrides(algorithm, "correct")
             or overrides(algorithm, "advance")
             or self.clip is not None
             or self.tracks(algorithm)
-            or (self.needs_path(algorithm) and 0 in self.rates)  # the path is a mean of directions there
+            or (self.needs_path(algorithm) and 0 in rates)  # the path is a mean of directions there
         )
 
     def end(self) -> LocalWork:
@@ -247,12 +248,17 @@ class FederatedOptimizer(Optimizer):
     @torch.no_grad()
     def _inject(self, work: LocalWork) -> None:
         correct, advance = work.algorithm.correct, work.algorithm.advance
+        shared = self.flat.num_shared
         grads: Iterable[Tensor] = map(_with_decay, self.flat.params, self._decay)
         if work.second_gradient is not None:
             grads = list(grads)
-            self._look_ahead(work, work.second_gradient, grads)
-        for p, g, step, rate in zip(self.flat.params, grads, work.steps, self.rates, strict=True):
-            step.lr, y = rate, p.data
+            self._look_ahead(work, work.second_gradient, grads[:shared])
+        for i, (p, g, rate) in enumerate(zip(self.flat.params, grads, self.rates, strict=True)):
+            if i >= shared:  # personal parameters are of no concern to the method
+                p.grad = g
+                continue
+            step, y = work.steps[i], p.data
+            step.lr = rate
             p.grad = correct(g, y, step)
             if self._advances:
                 step.local = advance(g, y, step)
@@ -276,7 +282,7 @@ class FederatedOptimizer(Optimizer):
             work.path, work.still = torch.zeros_like(self.flat.y), torch.zeros_like(self.flat.y)
         assert work.still is not None
         paths, stills = self.flat.layout.views(work.path), self.flat.layout.views(work.still)
-        for p, rate, path, still in zip(self.flat.params, rates, paths, stills, strict=True):
+        for p, rate, path, still in zip(self.flat.params, rates, paths, stills, strict=False):
             assert p.grad is not None
             if rate == 0:
                 still.add_(p.grad)
@@ -344,7 +350,8 @@ class FederatedOptimizer(Optimizer):
         return self.spread([self._lr_sums[g] for g in self._groups])
 
     def spread(self, of_parameters: Sequence[float]) -> float | Vector:
-        """Return the number that all parameters have; per coordinate [P] where they differ."""
+        """Return the number that all exchanged parameters have; per coordinate [P] where they differ."""
+        of_parameters = of_parameters[: self.flat.num_shared]
         if len(set(of_parameters)) == 1:
             return of_parameters[0]
         sizes = zip(self.flat.layout.sizes, of_parameters, strict=True)

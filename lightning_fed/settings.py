@@ -1,13 +1,14 @@
 """The settings of a federated run, checked when the trainer is made."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
 
 from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.arguments import check_patterns
 from lightning_fed.core.buffers import BUFFER_MODES
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Weighting
@@ -34,6 +35,7 @@ class Settings:
     """How rounds are run; see :class:`lightning_fed.FederatedTrainer` for the arguments' meaning."""
 
     algorithm: Algorithm
+    personal: tuple[str, ...]
     local_epochs: int | None
     local_steps: int | None
     server_optimizer: ServerOptimizerFactory
@@ -60,6 +62,7 @@ class Settings:
     def transport(self) -> dict[str, str]:
         """Return how messages are put together, as checkpoints note it."""
         noted = {"aggregator": repr(self.aggregator), "compression": repr(self.compression)}
+        noted |= {"personal": repr(list(self.personal))} if self.personal else {}
         # the account of privacy rests on the sampler's probability
         return {**noted, "sampler": repr(self.sampler)} if self.is_private else noted
 
@@ -107,7 +110,18 @@ class Settings:
     def clients_keep_state(self) -> bool:
         """Whether it is known that clients keep anything from round to round."""
         feeds_back = self.compression is not None and self.compression.error_feedback
-        return overrides(self.algorithm, "init_client") or self.keeps_solver or self.buffers == "local" or feeds_back
+        is_asked = self.keeps_solver or self.buffers == "local" or self.has_personal_parameters
+        return overrides(self.algorithm, "init_client") or is_asked or feeds_back
+
+    @property
+    def has_own_models(self) -> bool:
+        """Whether clients have models of their own beside the server's."""
+        return self.has_personal_parameters or overrides(self.algorithm, "evaluate_client_at")
+
+    @property
+    def has_personal_parameters(self) -> bool:
+        """Whether parameters or buffers stay with each client."""
+        return bool(self.personal) or overrides(self.algorithm, "personal_names")
 
     def steps(self, num_batches: int, accumulated: int) -> int:
         """Return the optimizer steps asked of a client.
@@ -139,6 +153,7 @@ def cut(steps: int, num_batches: int, accumulated: int) -> tuple[int, ...]:
 
 def make_settings(
     algorithm: Algorithm,
+    personal: Sequence[str],
     clients_per_round: int | float | None,
     local_epochs: int | None,
     local_steps: int | None,
@@ -172,6 +187,7 @@ def make_settings(
     if not isinstance(algorithm, Algorithm):
         made = f"; write {algorithm.__name__}()" if isinstance(algorithm, type) else ""
         raise FederatedError(f"algorithm must be an Algorithm such as FedAvg(), found {algorithm!r}{made}.")
+    personal = check_patterns("FederatedTrainer", personal)
     _check_engine(engine, chunk_size)
     for name, chosen, allowed in (
         ("buffers", buffers, BUFFER_MODES),
@@ -217,6 +233,7 @@ def make_settings(
         raise FederatedError(f"compression must be a Compressor such as TopK(0.01), found {compression!r}.")
     return Settings(
         algorithm=algorithm,
+        personal=personal,
         local_epochs=local_epochs,
         local_steps=local_steps,
         server_optimizer=server_optimizer,

@@ -50,6 +50,9 @@ class FederatedTrainer(pl.Trainer):
 
     Args:
         algorithm: The method, an instance; FedAvg by default.
+        personal: Names of parameters and buffers that stay with each client, or patterns of them such as
+            ``["head.*"]``: they are trained with the others, and neither sent nor averaged. Every client keeps its own
+            from round to round; a new one begins with the module's.
         max_rounds: The number of rounds; -1 for no limit. Another name for Lightning's ``max_epochs``.
         clients_per_round: The clients drawn uniformly without replacement each round: an int is a count, a float in
             (0, 1] a share. By default all of them.
@@ -118,6 +121,7 @@ class FederatedTrainer(pl.Trainer):
         self,
         *,
         algorithm: Algorithm | None = None,
+        personal: Sequence[str] = (),
         max_rounds: int | None = None,
         clients_per_round: int | float | None = None,
         local_epochs: int | None = None,
@@ -149,6 +153,7 @@ class FederatedTrainer(pl.Trainer):
         check_trainer_arguments(kwargs, own=signature(FederatedTrainer.__init__).parameters)
         settings = make_settings(
             algorithm=FedAvg() if algorithm is None else algorithm,
+            personal=personal,
             clients_per_round=clients_per_round,
             local_epochs=local_epochs,
             local_steps=local_steps,

@@ -3,11 +3,13 @@
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.algorithms.fedacg import FedACG
 from lightning_fed.algorithms.fedavg import FedAvg
+from lightning_fed.algorithms.fedbn import FedBN
 from lightning_fed.algorithms.fedcm import FedCM
 from lightning_fed.algorithms.feddane import FedDane
 from lightning_fed.algorithms.feddyn import FedDyn
 from lightning_fed.algorithms.fedexp import FedExP
 from lightning_fed.algorithms.fednova import FedNova
+from lightning_fed.algorithms.fedper import FedPer, LGFedAvg
 from lightning_fed.algorithms.fedprox import FedProx
 from lightning_fed.algorithms.fedproxvr import FedProxVR
 from lightning_fed.algorithms.fedsam import FedSAM, MoFedSAM
@@ -29,15 +31,18 @@ __all__ = [
     "CMime",
     "FedACG",
     "FedAvg",
+    "FedBN",
     "FedCM",
     "FedDane",
     "FedDyn",
     "FedExP",
     "FedNova",
+    "FedPer",
     "FedProx",
     "FedProxVR",
     "FedSAM",
     "FedSpeed",
+    "LGFedAvg",
     "Mime",
     "MimeLite",
     "MimeMVR",

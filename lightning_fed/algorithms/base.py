@@ -1,10 +1,10 @@
 """The interface of a method: a few hooks, each FedAvg by default."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fed.core.base_optimizers import BaseOptimizer
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
@@ -77,6 +77,13 @@ class Algorithm:
 
     uses_solver_state: bool = False
     """Whether the method mimics the user's own optimizer through :meth:`solver_state`."""
+
+    def personal_names(self, module: nn.Module) -> Sequence[str]:
+        """Return patterns of the names of parameters and buffers that stay with each client, such as ``"head.*"``.
+
+        A method never sees these parameters: they are trained along with the others, by the user's optimizer alone.
+        """
+        return ()
 
     def init_server(self, x: Vector) -> State:
         """Return the server state at x^0; it is carried from round to round and checkpointed."""
@@ -151,6 +158,10 @@ class Algorithm:
     def evaluate_at(self, x: Vector, server: State) -> Vector:
         """Return the parameters that validation and checkpoints show."""
         return x
+
+    def evaluate_client_at(self, x: Vector, server: State, client: State) -> Vector:
+        """Return the parameters [P] of a client's own model, given what it keeps."""
+        return self.evaluate_at(x, server)
 
     def options(self) -> dict[str, Any]:
         """Return the hyper-parameters by name; a checkpoint of another method or other options is refused."""

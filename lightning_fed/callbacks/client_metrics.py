@@ -1,6 +1,6 @@
 """How the server model fares on single clients, as it is and after a few local steps."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_fed._compat import is_overridden
 from lightning_fed._lightning import pl
@@ -22,6 +22,9 @@ class ClientAccuracy(ClientMeasure):
     All that ``validation_step`` logs goes to ``clients/round_<completed rounds>.csv`` in the log directory, a row per
     client. With ``on="train"`` the tag and the folder are ``clients_train``.
 
+    Where clients have models of their own (personal parameters, Ditto, APFL, pFedMe), these are measured too, under the
+    tag ``clients_own``.
+
     ``validation_step`` runs in eval mode, without gradients, on batches of ``eval_batch_size`` examples; values are
     reduced as in Lightning's own validation, torchmetrics' objects afresh for every client.
 
@@ -35,6 +38,7 @@ class ClientAccuracy(ClientMeasure):
 
     Attributes:
         table: All that was logged in the last measurement, by client id and name.
+        own_table: The same of clients' own models.
 
     Raises:
         FederatedError: If an argument is not allowed, the module has no ``validation_step`` or does not log ``monitor``
@@ -59,6 +63,7 @@ class ClientAccuracy(ClientMeasure):
         self.mode: Literal["max", "min"] = mode
         self.on: Literal["val", "train"] = on
         self.table: dict[ClientId, dict[str, float]] = {}
+        self.own_table: dict[ClientId, dict[str, float]] = {}
 
     @property
     def steps(self) -> int:
@@ -102,31 +107,39 @@ class ClientAccuracy(ClientMeasure):
         loop = trainer.fit_loop
         if not self.is_due(loop.round):
             return
+        tag = self.tag if self.on == "val" else f"{self.tag}_train"
         self.table = loop.evaluate_clients(self.measured, self.on, self.steps)
-        if not self.table:
+        self._log(trainer, tag, self.table)
+        if loop.settings.has_own_models:
+            self.own_table = loop.evaluate_clients(self.measured, self.on, self.steps, own=True)
+            self._log(trainer, f"{tag}_own", self.own_table)
+
+    def _log(self, trainer: pl.Trainer, tag: str, table: dict[ClientId, dict[str, float]]) -> None:
+        if not table:
             return  # no site has answered
-        for i, logged in self.table.items():
+        for i, logged in table.items():
             if self.monitor not in logged:
                 raise FederatedError(
                     f"{type(self).__name__}(monitor={self.monitor!r}): validation_step logs {sorted(logged)} for client"
                     f" {i!r}. Set monitor to one of these."
                 )
-        tag = self.tag if self.on == "val" else f"{self.tag}_train"
-        found = spread([logged[self.monitor] for logged in self.table.values()], self.mode)
+        found = spread([logged[self.monitor] for logged in table.values()], self.mode)
+        loop: Any = trainer.fit_loop
         loop.log_round(found.named(f"{tag}/{self.monitor}"))
-        names = sorted({name for logged in self.table.values() for name in logged})
-        rows = [[i, *(logged.get(name, "") for name in names)] for i, logged in self.table.items()]
+        names = sorted({name for logged in table.values() for name in logged})
+        rows = [[i, *(logged.get(name, "") for name in names)] for i, logged in table.items()]
         write_table(trainer, tag, ["client", *names], rows)
 
 
 class PersonalizedAccuracy(ClientAccuracy):
     r"""Measure each client after a few local steps of its own from the server model.
 
-    The same as :class:`ClientAccuracy`, under the tag ``personalized``, after fine-tuning on the client's training set:
-    plain steps of the user's optimizer, started afresh, on shuffled batches of ``batch_size`` examples, with the run's
-    gradient clipping and without the method's correction. A step is one batch: there is no accumulation, and the hooks
-    of module and callbacks around a step are not called. Jiang et al., *Improving Federated Learning Personalization
-    via Model Agnostic Meta Learning*, 2019 (https://arxiv.org/abs/1909.12488), compare methods by this number.
+    The same as :class:`ClientAccuracy`, under the tags ``personalized`` and ``personalized_own``, after fine-tuning on
+    the client's training set: plain steps of the user's optimizer, started afresh, on shuffled batches of
+    ``batch_size`` examples, with the run's gradient clipping and without the method's correction. A step is one batch:
+    there is no accumulation, and the hooks of module and callbacks around a step are not called. Jiang et al.,
+    *Improving Federated Learning Personalization via Model Agnostic Meta Learning*, 2019
+    (https://arxiv.org/abs/1909.12488), compare methods by this number.
 
     Args:
         monitor: The metric to summarise, by the name under which ``validation_step`` logs it.

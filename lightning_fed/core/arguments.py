@@ -16,6 +16,7 @@ __all__ = [
     "check_numbers",
     "check_one_of",
     "check_paths",
+    "check_patterns",
     "check_seed",
     "check_texts",
     "finite",
@@ -156,6 +157,21 @@ def check_paths(owner: str, **paths: Any) -> None:
     for name, value in paths.items():
         if not isinstance(value, str | os.PathLike) or not os.fspath(value) or isinstance(os.fspath(value), bytes):
             raise FederatedError(f"{owner}({name}={_short(value)}): {name} must be a path, as a string or a Path.")
+
+
+def check_patterns(owner: str, personal: Any, least: int = 0) -> tuple[str, ...]:
+    """Return the names, or patterns of names, of what stays with each client.
+
+    Raises:
+        FederatedError: If it is no list of texts.
+    """
+    fits = isinstance(personal, Sequence) and not isinstance(personal, str)
+    if not fits or len(personal) < least or not all(isinstance(pattern, str) and pattern for pattern in personal):
+        raise FederatedError(
+            f"{owner}(personal={_short(personal)}): personal must be a list of names of parameters, or of patterns of"
+            " them, such as ['head.*']."
+        )
+    return tuple(personal)
 
 
 def _short(value: Any) -> str:

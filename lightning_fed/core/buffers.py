@@ -22,15 +22,23 @@ class Buffers:
         mode: "average": clients start from the server's buffers, and the server takes their mean, by examples for
             floating-point buffers, from the largest client for the others. "server": what clients do to buffers is
             dropped. "local": every client keeps its own and starts from it; the server's mean is for evaluation only.
+        personal: The names of buffers that stay with the client, whatever the mode: they are not averaged either.
+
+    Attributes:
+        kept: The names of those that every client keeps.
 
     Raises:
         FederatedError: If the mode is unknown.
     """
 
-    def __init__(self, owners: Mapping[str, tuple[nn.Module, str]], mode: str) -> None:
+    def __init__(
+        self, owners: Mapping[str, tuple[nn.Module, str]], mode: str, personal: frozenset[str] = frozenset()
+    ) -> None:
         if mode not in BUFFER_MODES:
             raise FederatedError(f"buffers must be one of {BUFFER_MODES}, found {mode!r}.")
         self.mode = mode
+        self.personal = personal
+        self.kept = frozenset(owners) if mode == "local" else personal
         self._owners = dict(owners)
         self.server = self.read()
 

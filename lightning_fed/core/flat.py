@@ -1,6 +1,6 @@
 """The trainable parameters of a module as views of one flat vector."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -68,24 +68,35 @@ class Layout:
 
 
 class FlatParameters:
-    """Parameters of a module, re-pointed as views of one vector ``y`` [P].
+    """Parameters of a module, re-pointed as views of one vector ``whole`` [P + Q].
 
     The parameter objects stay the same, so optimizers, tied weights and hooks keep working; loading a model is then
-    one copy into ``y``.
+    one copy into ``y``, the first P numbers, which server and clients exchange. The Q others, of :attr:`personal`,
+    stay with each client.
 
     Args:
         named: (name, parameter) pairs, without duplicates, in the module's order.
+        personal: The names of those that are personal; they come last.
+
+    Attributes:
+        names: The names of all of them, in the order of the vector.
+        params: The parameters.
+        views: The views of ``whole`` that they are.
+        num_shared: How many of them are exchanged.
+        layout: The shapes of those in ``y``.
+        whole_layout: The shapes of all.
 
     Raises:
         FederatedError: If there is no parameter, or if they differ in dtype or device.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], personal: Collection[str] = frozenset()) -> None:
         if not named:
             raise FederatedError(
                 "The model has no trainable parameter in its optimizer: set requires_grad=True on what should be"
                 " trained and pass it to the optimizer in configure_optimizers()."
             )
+        named = sorted(named, key=lambda pair: pair[0] in personal)
         self.names = [name for name, _ in named]
         self.params = [p for _, p in named]
         kinds: dict[tuple[torch.dtype, torch.device], str] = {}
@@ -97,27 +108,35 @@ class FlatParameters:
                 f"Trainable parameters must share one dtype and one device, found: {found}. Convert them, or freeze"
                 " the odd ones with requires_grad_(False)."
             )
-        self.layout = Layout(p.shape for p in self.params)
-        self.y: Vector = torch.cat([p.detach().reshape(-1) for p in self.params])
-        self.views = self.layout.views(self.y)
+        self.num_shared = sum(name not in personal for name in self.names)
+        self.layout = Layout(p.shape for p in self.params[: self.num_shared])
+        self.whole_layout = Layout(p.shape for p in self.params)
+        self.whole: Vector = torch.cat([p.detach().reshape(-1) for p in self.params])
+        self.y: Vector = self.whole[: self.layout.numel]
+        self.personal: Vector = self.whole[self.layout.numel :]
+        self.views = self.whole_layout.views(self.whole)
         self.point_to(self.views)
 
     @property
     def numel(self) -> int:
-        """The number of trainable parameters, P."""
+        """The number of trainable parameters that are exchanged, P."""
         return self.layout.numel
 
+    def cut(self, vector: Vector) -> list[Tensor]:
+        """Return one view per parameter of a vector: of all parameters [P + Q], or of those that are exchanged [P]."""
+        return (self.layout if len(vector) == self.layout.numel else self.whole_layout).views(vector)
+
     def point_to(self, views: Sequence[Tensor]) -> None:
-        """Let the parameters look at these tensors (of their own shapes)."""
-        for p, view in zip(self.params, views, strict=True):
+        """Let the parameters look at these tensors (of their own shapes); personal ones stay if none are for them."""
+        for p, view in zip(self.params, views, strict=False):
             p.data = view
 
     def restore(self) -> None:
-        """Let the parameters look at ``y`` again."""
+        """Let the parameters look at ``whole`` again."""
         self.point_to(self.views)
 
     def gather(self) -> None:
-        """Take what the parameters hold into ``y`` where they were made to look at something else."""
+        """Take what the parameters hold into ``whole`` where they were made to look at something else."""
         if any(p.data_ptr() != view.data_ptr() for p, view in zip(self.params, self.views, strict=True)):
             for p, view in zip(self.params, self.views, strict=True):
                 view.copy_(p.detach())

@@ -10,6 +10,8 @@ from torch import Tensor
 from lightning_fed._lightning import pl
 from lightning_fed._version import __version__
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.engines.personal import personal_names
 from lightning_fed.settings import Settings
 
 __all__ = ["check_facts", "facts_of"]
@@ -42,6 +44,8 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         "method options": repr(sorted(settings.algorithm.options().items())),
         "trained parameters": f"{len(parameters)} with the checksum {_checksum(parameters)}",
         "buffers at the start": _checksum(f"{name} {_digest(value)}" for name, value in module.named_buffers()),
+        "personal parameters": repr(list(settings.personal)),
+        "parameters at the start that stay with the client": _checksum(_personal(settings, module)),
         "seed": str(settings.seed),
         "local_epochs": work["local_epochs"],
         "local_steps": work["local_steps"],
@@ -72,6 +76,12 @@ def check_facts(mine: Mapping[str, str], servers: Mapping[str, str], client: obj
                 f"The site of client {client!r} does not run what the server runs: its {name} is {mine.get(name)}, the"
                 f" server's is {servers.get(name)}. Start both with the same model and the same trainer arguments."
             )
+
+
+def _personal(settings: Settings, module: pl.LightningModule) -> list[str]:
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    names, _ = personal_names(settings, module, trained, buffer_owners(module))
+    return [f"{name} {_digest(trained[name])}" for name in sorted(names)]
 
 
 def _checksum(texts: Iterable[str]) -> str:

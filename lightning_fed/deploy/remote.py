@@ -51,12 +51,14 @@ class Asked:
         attempt: How often this round was begun before; of measurements, how many there were before in the round.
         what: What is measured, if anything is: "loss", "val" or "train".
         steps: The local steps before it is.
+        own: Whether of clients' own models.
     """
 
     task: Task
     attempt: int
     what: str = ""
     steps: int = 0
+    own: bool = False
 
 
 class RemoteData(FederatedDataModule):
@@ -198,13 +200,16 @@ class RemoteClients(ClientWork):
         if group:
             yield _joined(group)
 
-    def measure(self, what: str, steps: int, client_ids: Sequence[ClientId]) -> dict[ClientId, dict[str, float]]:
+    def measure(
+        self, what: str, steps: int, client_ids: Sequence[ClientId], own: bool
+    ) -> dict[ClientId, dict[str, float]]:
         """Return what sites measure of clients at the server model; those that do not answer are left out.
 
         Args:
             what: "loss" for the mean training loss, or "val" or "train" for what ``validation_step`` logs there.
             steps: Local steps before that.
             client_ids: The clients.
+            own: Whether to measure their own models instead.
         """
         loop: Any = self.trainer.fit_loop
         server: Server = loop.state
@@ -212,9 +217,10 @@ class RemoteClients(ClientWork):
             self._measured_in, self._measured = server.round, 0
         self._measured += 1
         indices = tuple(map(self.plans.population.index_of, client_ids))
-        task = Task(server.round, MEASURE, indices, {}, server.shown(), {}, buffers=server.buffers)
+        x, state = (server.x, server.state) if own else (server.shown(), State())
+        task = Task(server.round, MEASURE, indices, {}, x, state, buffers=server.buffers)
         found: dict[ClientId, dict[str, float]] = {}
-        while (reply := self._handoff.pause(Asked(task, self._measured - 1, what, steps))) is not None:
+        while (reply := self._handoff.pause(Asked(task, self._measured - 1, what, steps, own))) is not None:
             found |= {report.client_id: dict(report.metrics) for report in reply.reports}
         return {client_id: found[client_id] for client_id in client_ids if client_id in found}
 

@@ -143,10 +143,10 @@ class FederatedServer:
             "mean_examples": None if task.mean_examples != task.mean_examples else task.mean_examples,
             "plateaus": self._plateaus(),
             "state": self._versions.get(index, 0),
-            **({"what": asked.what, "local_steps": asked.steps} if asked.what else {}),
+            **({"what": asked.what, "local_steps": asked.steps, "own": asked.own} if asked.what else {}),
         }
         kept: State = {}
-        if task.phase == TRAIN and index not in self._versions:
+        if (task.phase == TRAIN or asked.own) and index not in self._versions:
             kept = self._loop.state.clients.get(index) or {}
         held = {f"keep.{name}": value.detach().cpu().clone() for name, value in kept.items()}
         return Message(header, {**self._shared, **held})

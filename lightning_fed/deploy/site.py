@@ -119,17 +119,19 @@ class FederatedSite:
         index = clients.index_of(client_id)
         device = clients.device
         task, sent = task_in(message, index, clients.buffers, device)
-        if task.phase == MEASURE:
-            what, steps, plateaus = header["what"], header["local_steps"], header["plateaus"]
-            found = clients.measure(client_id, what, steps, task.x, task.buffers, task.round, plateaus)
-            return Message({**address(message), "measured": found})
-        version, store = int(header["state"]), MemoryClientStore()
-        kept = sent or self._states.read(header["run"], client_id, index, version)
+        version, store, plateaus = int(header["state"]), MemoryClientStore(), header["plateaus"]
+        needs_state = task.phase != MEASURE or header["own"]
+        kept = sent or (self._states.read(header["run"], client_id, index, version) if needs_state else None)
         if kept:
             store.stage(index, {name: value.to(device) for name, value in kept.items()})
             store.commit()
+        states = clients.states(task, store)
+        if task.phase == MEASURE:
+            what, steps, own = header["what"], header["local_steps"], states if header["own"] else None
+            found = clients.measure(client_id, what, steps, task, plateaus, own)
+            return Message({**address(message), "measured": found})
         try:
-            replies = clients.answer(task, clients.states(task, store), header["plateaus"])
+            replies = clients.answer(task, states, plateaus)
             privacy = self._settings.aggregator
             bound = privacy.max_norm if isinstance(privacy, DifferentialPrivacy) else None
             message_of = [reply_to(message, reply, bound=bound) for reply in replies]

@@ -85,11 +85,11 @@ class ChunkResult:
 
     Attributes:
         participants: Who, in the order of the rows.
-        y: The parameters that each ended with [S, P].
-        delta: Their changes [S, P].
+        y: The parameters that each ended with [S, P + Q], personal ones last.
+        delta: The changes of those that are exchanged [S, P].
         send: Their messages [S, ...].
         keep: Their new kept states [S, ...].
-        sends_delta: Whether the message "delta" is ``y - x`` itself.
+        sends_delta: Whether the message "delta" is :attr:`delta` itself.
         reports: What each did.
         asked: The rows in the order in which the clients were asked for.
         solver: The local optimizer's states that they keep, if they do.
@@ -110,6 +110,11 @@ class ChunkResult:
     buffers: Sequence[State] = field(default_factory=list)
     faults: Mapping[int, ClientError] = field(default_factory=dict)
     implied: tuple[str, ...] = ()
+
+    @property
+    def shared(self) -> torch.Tensor:
+        """The part of :attr:`y` that is exchanged [S, P]."""
+        return self.y[:, : self.delta.shape[1]]
 
     @property
     def keeps_states_only(self) -> bool:

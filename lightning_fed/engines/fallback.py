@@ -101,12 +101,13 @@ class Fallback:
             self._engine.point_to(result, row)
         elif len(result.reports) > 1:
             self._row = result.y[row]
-            self._engine.flat.point_to(self._engine.flat.layout.views(self._row))
+            self._engine.flat.point_to(self._engine.flat.cut(self._row))
 
     @property
     def parameters_at_work(self) -> Vector:
         """The parameters [P] of the client whose hooks are called."""
-        return self._engine.parameters_at_work if self._row is None else self._row
+        flat = self._engine.flat
+        return self._engine.parameters_at_work if self._row is None else self._row[: flat.numel]
 
     def end_round(self) -> None:
         """Finish what is done once for all of this process's clients, by both engines if both have run some."""

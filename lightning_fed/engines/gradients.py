@@ -116,7 +116,7 @@ class GradientPass:
             point: The parameters at which to take it, in the parameters' own shapes.
             batch: The batch, on the device.
             batch_idx: Its index.
-            out: The sum to add to.
+            out: The sum to add to; [P + Q] with the gradient of personal parameters.
             scale: The factor.
         """
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
@@ -128,7 +128,7 @@ class GradientPass:
             factor = max(1.0, factor / 64.0)
             restore()
             grads = self._backward(batch, batch_idx, factor)
-        for view, grad in zip(self.flat.layout.views(out), grads, strict=True):
+        for view, grad in zip(self.flat.cut(out), grads, strict=False):
             if grad is not None:
                 view.add_(grad, alpha=scale / factor)
 
@@ -169,7 +169,7 @@ class GradientPass:
                 if own:
                     self.add(views, prepare_batch(self.trainer, batch), i, out, own / size)
         self.split.sum(out)
-        for view, value, rate in zip(self.flat.layout.views(out), views, decay, strict=True):
+        for view, value, rate in zip(self.flat.layout.views(out), views, decay, strict=False):
             if rate:
                 view.add_(value, alpha=rate)
         return out
@@ -187,11 +187,11 @@ class GradientPass:
             self.flat.point_to(self.flat.layout.views(point))
             for i, (batch, own) in enumerate(self._parts(batches)):
                 products = self._second_backward(prepare_batch(self.trainer, batch), i, parts) if own else []
-                for view, product in zip(self.flat.layout.views(out) if own else [], products, strict=True):
+                for view, product in zip(self.flat.layout.views(out) if own else [], products, strict=False):
                     if product is not None:
                         view.add_(product, alpha=own / size)
         self.split.sum(out)
-        for view, part, rate in zip(self.flat.layout.views(out), parts, decay, strict=True):
+        for view, part, rate in zip(self.flat.layout.views(out), parts, decay, strict=False):
             if rate:
                 view.add_(part, alpha=rate)
         return out
@@ -200,7 +200,7 @@ class GradientPass:
         return (self.split.cut(batch, examples) for batch, examples in batches)
 
     def _second_backward(self, batch: Any, batch_idx: int, parts: Sequence[Tensor]) -> list[Tensor | None]:
-        params = self.flat.params
+        params = self.flat.params[: len(parts)]
         with torch.enable_grad():
             loss = self._forward(batch, batch_idx)
             for p in params:
@@ -235,7 +235,7 @@ class GradientPass:
         with self.silent(), preserved_random_state(point.device):
             seed_global(seed, point.device)
             module.eval()
-            self.flat.point_to(self.flat.layout.views(point))
+            self.flat.point_to(self.flat.cut(point))
             try:
                 for i, (batch, own) in enumerate(self._parts(batches)):
                     loss = self._forward(prepare_batch(self.trainer, batch), i) if own else None

@@ -12,6 +12,7 @@ from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters, trained_parameters
 from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.engines.personal import personal_names
 from lightning_fed.optim import FederatedOptimizer
 from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings import Settings
@@ -44,12 +45,14 @@ class PreparedModule:
     def __init__(self, trainer: pl.Trainer, settings: Settings, base: Optimizer) -> None:
         self.trainer, self.settings, self.algorithm, self.seed = trainer, settings, settings.algorithm, settings.seed
         self.module = trainer.lightning_module
-        self.flat = FlatParameters(trained_parameters(self.module, base))
+        named, owners = trained_parameters(self.module, base), buffer_owners(self.module)
+        personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
+        self.flat = FlatParameters(named, personal)
         self.optimizer = FederatedOptimizer(base, self.flat)
         trainer.strategy.optimizers = [self.optimizer]
         if (clip := trainer.fit_loop.corrected_clip) is not None:
             self.optimizer.clip = partial(trainer.precision_plugin.clip_gradients, self.optimizer, *clip)
-        self.buffers = Buffers(buffer_owners(self.module), settings.buffers)
+        self.buffers = Buffers(owners, settings.buffers, own_buffers)
         if isinstance(trainer.strategy, WithinClientStrategy):
             trainer.strategy.share(self.flat.params)
         self.split = split_of(trainer)

@@ -11,6 +11,7 @@ import torch
 
 from lightning_fed._compat import call, is_param_in_hook_signature
 from lightning_fed._lightning import pl
+from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, preserved_random_state, seed_global
 from lightning_fed.core.types import ClientId, State, Vector
@@ -20,9 +21,10 @@ from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.logged import EvaluationResults
+from lightning_fed.server.client_state import PERSONAL, ClientState, method_part
 from lightning_fed.strategies.processes import metrics_alone
 
-__all__ = ["ClientEvaluation", "validation_batches"]
+__all__ = ["ClientEvaluation", "own_model", "validation_batches"]
 
 
 def validation_batches(data: FederatedDataModule, client_id: ClientId) -> ClientBatches:
@@ -43,6 +45,19 @@ def validation_batches(data: FederatedDataModule, client_id: ClientId) -> Client
     if batches is None or batches.size == 0:
         raise FederatedError(f"Client {client_id!r} has no validation set: name it in client_val of the data module.")
     return batches
+
+
+def own_model(algorithm: Algorithm, x: Vector, server: State, client: ClientState) -> Vector:
+    """Return the parameters [P + Q] of a client's own model.
+
+    Args:
+        algorithm: The method.
+        x: The server parameters [P].
+        server: The server state.
+        client: What the client keeps.
+    """
+    shared = algorithm.evaluate_client_at(x, server, method_part(client.own))
+    return torch.cat([shared, client.own.get(PERSONAL, x[:0])])
 
 
 class ClientEvaluation:
@@ -66,7 +81,7 @@ class ClientEvaluation:
         """Return what ``validation_step`` logs on a client's examples.
 
         Args:
-            x: The parameters [P].
+            x: The parameters [P + Q], personal ones last.
             buffers: The buffers to start from.
             client_id: The client.
             index: Its stored index.
@@ -95,7 +110,7 @@ class ClientEvaluation:
         """Return what ``validation_step`` logs, by name, reduced over all examples as Lightning does.
 
         Args:
-            x: The parameters [P].
+            x: The parameters [P + Q], personal ones last.
             buffers: The buffers to start from.
             examples: What to evaluate on.
             train: What to fine-tune on first.
@@ -111,7 +126,7 @@ class ClientEvaluation:
             engine.buffers.write(buffers)
             if steps:
                 self._fine_tune(y, train, steps, round, index)
-            engine.flat.point_to(engine.flat.layout.views(y))
+            engine.flat.point_to(engine.flat.cut(y))
             seed_global(derive_seed(self.seed, Purpose.VALIDATION, round, index), y.device)
             stream = generator(self.seed, Purpose.VALIDATION, round, index)
             logged = self._validate(examples.unaugmented(stream))
@@ -142,8 +157,8 @@ class ClientEvaluation:
     def _step(self, y: Vector, batch: Any, batch_idx: int) -> None:
         flat, optimizer, trainer = self.engine.flat, self.engine.optimizer, self.trainer
         g = torch.zeros_like(y)
-        self.engine.gradients.add(flat.layout.views(y), batch, batch_idx, g, 1.0)
-        for p, part in zip(flat.params, flat.layout.views(g), strict=True):
+        self.engine.gradients.add(flat.cut(y), batch, batch_idx, g, 1.0)
+        for p, part in zip(flat.params, flat.cut(g), strict=True):
             p.grad = None if p.grad is None else part
         if optimizer.clip is not None:
             optimizer.clip()

@@ -121,9 +121,9 @@ class ChunkReplies:
                 send=result.send,
                 implied=result.implied,
                 reports=reports,
-                models=result.y if result.sends_delta else None,
+                models=result.shared if result.sends_delta else None,
                 changes=result.delta,
-                buffers=result.buffers,
+                buffers=self._sent_buffers(result.buffers),
                 examples=examples,
                 failed=failed,
             )
@@ -137,7 +137,7 @@ class ChunkReplies:
                 send=send,
                 reports=[reports[row]],
                 changes=result.delta[row : row + 1],
-                buffers=result.buffers[row : row + 1],
+                buffers=self._sent_buffers(result.buffers[row : row + 1]),
                 examples=[examples[row]],
                 message_bytes=size,
                 failed=failed if is_first else {},
@@ -152,6 +152,11 @@ class ChunkReplies:
         sent, residuals, size = compress(compressor, send, residuals, stream, engine.algorithm.uncompressed)
         self._keep_one(row, kept, residuals)
         return {name: value[None] for name, value in sent.items()}, size
+
+    def _sent_buffers(self, buffers: Sequence[State]) -> list[State]:
+        """Return clients' buffers without those that stay with them."""
+        personal = self.engine.buffers.personal
+        return [{name: value for name, value in own.items() if name not in personal} for own in buffers]
 
     def _keep(self, rows: Sequence[int]) -> None:
         """Put away what several clients keep."""
@@ -175,6 +180,7 @@ class ChunkReplies:
     def _keep_one(self, row: int, kept: State, residuals: State) -> None:
         result = self.result
         solver = result.solver[row] if result.solver else {}
-        buffers = result.buffers[row] if result.buffers and self.engine.buffers.mode == "local" else {}
+        kept_buffers = self.engine.buffers.kept if result.buffers else ()
+        buffers = {name: result.buffers[row][name] for name in kept_buffers}
         if kept or solver or buffers or residuals:
             self.states.keep(result.participants[row].index, ClientState(kept, buffers, solver, residuals).joined())

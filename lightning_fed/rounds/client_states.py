@@ -84,9 +84,9 @@ class ClientStatesPlace:
         """Return "memory" or "disk", by what the states of all clients that may take part come to."""
         if self.where != "auto":
             return self.where
-        size = _nbytes(server.algorithm.init_client(server.x))
-        size += 2 * server.x.nbytes if settings.keeps_solver else 0  # as Adam keeps
-        size += _nbytes(server.buffers) if settings.buffers == "local" else 0
+        size = _nbytes(server.new_client())
+        size += 2 * (server.x.nbytes + server.personal.nbytes) if settings.keeps_solver else 0  # as Adam keeps
+        size += _nbytes({name: server.buffers[name] for name in server.kept_buffers})
         if settings.compression is not None and settings.compression.error_feedback:
             size += server.x.nbytes * len(server.algorithm.reduces)
         most, rounds, count = len(server.ids), self.trainer.max_epochs, getattr(settings.sampler, "count", None)

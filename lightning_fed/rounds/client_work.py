@@ -235,11 +235,11 @@ class ClientWork:
             plans: The clients' work.
         """
         engine, indices = self.engine, [plan.participant.index for plan in plans]
-        has_more = engine.buffers.mode == "local" or engine.keeps_solver
+        has_more = bool(engine.buffers.kept) or engine.keeps_solver
         together = None if has_more else states.of_all(indices)
         each = states.of_each(indices) if together is None else []
-        buffers = each[0].buffers if engine.buffers.mode == "local" else {}  # engines that run several refuse the mode
-        engine.buffers.write(buffers or task.buffers)
+        buffers = each[0].buffers if engine.buffers.kept else {}  # engines that run several refuse these
+        engine.buffers.write({**task.buffers, **buffers})
         solvers = [state.solver for state in each] if engine.keeps_solver else [{}] * len(plans)
         own = [state.own for state in each] if together is None else together
         self._before = indices, own

@@ -14,12 +14,12 @@ from lightning_fed.checks import (
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.engines.batch_hooks import time_by_rounds
-from lightning_fed.evaluation.client_evaluation import ClientEvaluation
+from lightning_fed.evaluation.client_evaluation import ClientEvaluation, own_model
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
 from lightning_fed.rounds.prepare import population_of, prepare_clients, prepare_module
 from lightning_fed.server.aggregation import Participant
-from lightning_fed.server.client_state import ClientStates, ExpectedState
+from lightning_fed.server.client_state import PERSONAL, ClientStates, ExpectedState
 from lightning_fed.server.client_store import ClientStore
 
 __all__ = ["ClientsOutsideFit"]
@@ -106,6 +106,7 @@ class ClientsOutsideFit:
         call._call_lightning_module_hook(self.trainer, "on_train_start")
         work: ClientWork = loop.clients
         self._buffers: State = loop.prepared.buffers.read()
+        self._personal: Vector = loop.prepared.flat.personal.clone()  # of a new client
         self._here = {loop.population.index_of(client_id) for client_id in work.plans.clients}
         return work
 
@@ -141,10 +142,15 @@ class ClientsOutsideFit:
             store: Where it is kept; committed by whoever has sent the replies.
         """
         algorithm, prepared = self.work.algorithm, self._loop.prepared
-        own = {name: value.to("meta") for name, value in algorithm.init_client(task.x).items()}
+
+        def new() -> State:
+            own = {PERSONAL: self._personal} if self._personal.numel() else {}
+            return {**algorithm.init_client(task.x), **own}
+
+        kept = {name: prepared.buffers.server[name] for name in prepared.buffers.kept}
         ids, num_parameters = self._loop.population.ids, len(prepared.flat.params)
-        expected = ExpectedState(type(algorithm).__name__, own, prepared.buffers.server, num_parameters, ids)
-        return ClientStates(algorithm, task.x, store, expected)
+        like = {name: value.to("meta") for name, value in new().items()}
+        return ClientStates(new, store, ExpectedState(type(algorithm).__name__, like, kept, num_parameters, ids))
 
     def answer(self, task: Task, states: ClientStates, plateaus: Sequence[Mapping[str, Any]] = ()) -> Iterator[Reply]:
         """Yield the replies of the clients that a task names and that are here.
@@ -176,10 +182,9 @@ class ClientsOutsideFit:
         client_id: ClientId,
         what: str,
         steps: int,
-        x: Vector,
-        buffers: State,
-        round: int,
+        task: Task,
         plateaus: Sequence[Mapping[str, Any]] = (),
+        kept: ClientStates | None = None,
     ) -> dict[str, float]:
         """Return what is measured of one client, between rounds.
 
@@ -188,21 +193,24 @@ class ClientsOutsideFit:
             what: "loss" for its mean training loss; "val" or "train" for what ``validation_step`` logs on its
                 validation set or its training set.
             steps: The local steps of fine-tuning before ``validation_step``.
-            x: The parameters [P].
-            buffers: The buffers.
-            round: The completed rounds.
+            task: The parameters, the buffers, and how many rounds are completed.
             plateaus: As for :meth:`answer`.
+            kept: What clients keep, to measure the client's own model; by default the server's.
 
         Raises:
             FederatedError: If it has no such data, or ``validation_step`` logs nothing.
         """
         engine, index = self.work.engine, self.index_of(client_id)
-        self._loop.prepared.set_round(round, plateaus)
+        self._loop.prepared.set_round(task.round, plateaus)
+        x, buffers = torch.cat([task.x, self._personal]), task.buffers
+        if kept is not None:
+            (own,) = kept.of_each([index])
+            x, buffers = own_model(self.work.algorithm, task.x, task.server, own), {**buffers, **own.buffers}
         if what != "loss":
-            return ClientEvaluation(engine).of_client(x, buffers, client_id, index, what, steps, round)
+            return ClientEvaluation(engine).of_client(x, buffers, client_id, index, what, steps, task.round)
         engine.buffers.write(buffers)
         batches = self.trainer.datamodule.client_batches(client_id)
-        return {"loss": float(engine.loss_at(x, batches, round, index)) / batches.size}
+        return {"loss": float(engine.loss_at(x, batches, task.round, index)) / batches.size}
 
     def _begin(self, task: Task, clients: Sequence[int], plateaus: Sequence[Mapping[str, Any]]) -> None:
         if task.round != self._round:

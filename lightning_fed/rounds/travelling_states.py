@@ -33,7 +33,7 @@ class TravellingStates(ClientStates):
     """
 
     def __init__(self, server: Server, ranks: Ranks, owners: Mapping[int, int] | None) -> None:
-        super().__init__(server.algorithm, server.x, server.clients, server.expected_state)
+        super().__init__(server.new_client, server.clients, server.expected_state)
         self.ranks, self._is_announced = ranks, owners is not None
         self.moves: dict[int, int] = {}
         if owners is not None and ranks.size > 1:

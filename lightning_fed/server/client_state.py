@@ -1,19 +1,30 @@
 """What a client keeps, sorted by what it is for; states that cannot be this run's are refused."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
 import torch
+from torch import Tensor
 
-from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.types import ClientId, State, Vector
+from lightning_fed.core.types import ClientId, State
 from lightning_fed.server.client_store import ClientStore
 
-__all__ = ["ClientState", "ClientStates", "ExpectedState", "Stacked"]
+__all__ = [
+    "PERSONAL",
+    "ClientState",
+    "ClientStates",
+    "ExpectedState",
+    "Stacked",
+    "method_part",
+    "with_personal",
+]
 
 _BUFFER, _SOLVER, _RESIDUAL = "buffer.", "solver.", "residual."
+
+PERSONAL = "personal.parameters"
+"""The name of a client's own part of the parameters [Q], beside what its method keeps."""
 
 
 @dataclass
@@ -21,7 +32,7 @@ class ClientState:
     """What one client keeps, by name.
 
     Attributes:
-        own: The method's state.
+        own: The method's state, and the client's own part of the parameters.
         buffers: The module's buffers, where every client has its own.
         solver: The local optimizer's state, as ``solver.<parameter>.<name>``, where clients keep it.
         residuals: What compression left out, by message.
@@ -39,6 +50,22 @@ class ClientState:
             for name, value in part.items():
                 state[prefix + name] = value
         return state
+
+
+def method_part(client: State) -> State:
+    """Return what a client keeps without its personal parameters, which are of no concern to the method."""
+    return {name: value for name, value in client.items() if name != PERSONAL}
+
+
+def with_personal(keep: State, client: State, personal: Tensor) -> State:
+    """Return what clients keep, their personal parameters included.
+
+    Args:
+        keep: What the method keeps, nothing if that stays as it is.
+        client: The method's part of what there was before.
+        personal: The personal parameters [Q], or [S, Q].
+    """
+    return {**(keep or client), PERSONAL: personal} if personal.shape[-1] else keep
 
 
 class Stacked(Sequence[State]):
@@ -71,8 +98,8 @@ class ExpectedState:
 
     Attributes:
         method: The method's name.
-        own: The method's state of a new client.
-        buffers: The module's buffers.
+        own: The same of a new client.
+        buffers: The module's buffers that clients keep.
         num_parameters: The number of trained tensors.
         ids: The client ids in their stored order.
     """
@@ -129,14 +156,13 @@ class ClientStates:
     """What the clients of a round keep from their last one, and what they will keep from this one.
 
     Args:
-        algorithm: The method.
-        x: The server parameters [P], from which the state of a new client is made.
+        new: Makes what a new client has.
         store: Where the states are kept.
         expected: What they must be.
     """
 
-    def __init__(self, algorithm: Algorithm, x: Vector, store: ClientStore, expected: ExpectedState) -> None:
-        self.algorithm, self.x, self.store, self.expected = algorithm, x, store, expected
+    def __init__(self, new: Callable[[], State], store: ClientStore, expected: ExpectedState) -> None:
+        self.new, self.store, self.expected = new, store, expected
 
     def of(self, index: int) -> State | None:
         """Return what one client keeps, as it is stored; None if it has not taken part yet."""
@@ -150,7 +176,7 @@ class ClientStates:
             if (state := self.of(index)) is not None:
                 states.append(self.expected.sorted(index, state))
                 continue
-            new = new or ClientState(self.algorithm.init_client(self.x))
+            new = new or ClientState(self.new())
             states.append(new)
         return states
 
@@ -162,7 +188,7 @@ class ClientStates:
         """
         if len(indices) == 1 or not self.expected.own:
             return None
-        together = self.store.stacked(indices, self.algorithm.init_client(self.x))
+        together = self.store.stacked(indices, self.new())
         return None if together is None else Stacked(together)
 
     def residuals(self, index: int, send: State) -> State:

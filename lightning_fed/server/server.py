@@ -13,7 +13,7 @@ from lightning_fed.core.flat import Layout
 from lightning_fed.core.rounds import AdvanceSolver, Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.aggregation import WEIGHTINGS
-from lightning_fed.server.client_state import ExpectedState
+from lightning_fed.server.client_state import PERSONAL, ExpectedState
 from lightning_fed.server.client_store import ClientStore, MemoryClientStore
 from lightning_fed.server.seen import Seen
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, ServerStep
@@ -79,7 +79,9 @@ class Server:
         self.step = ServerStep(build_optimizer, x, layout, build_scheduler)
         self.state: State = algorithm.init_server(self.x.clone())
         self.clients: ClientStore = MemoryClientStore()
+        self.personal = x[:0]  # the personal parameters [Q] of a new client
         self.buffers: State = {}
+        self.kept_buffers: frozenset[str] = frozenset()  # those that clients keep
         self.moved_buffers: set[str] = set()  # those that are no longer what the module began with
         self.bytes_up = 0
         self.bytes_down = 0
@@ -104,18 +106,24 @@ class Server:
     @cached_property
     def _new_client(self) -> State:
         """What a new client keeps, as names, shapes and types without values."""
-        return {name: value.to("meta") for name, value in self.algorithm.init_client(self.x).items()}
+        return {name: value.to("meta") for name, value in self.new_client().items()}
+
+    def new_client(self) -> State:
+        """Return what a client has that has not taken part yet."""
+        own = {PERSONAL: self.personal} if self.personal.numel() else {}
+        return {**self.algorithm.init_client(self.x), **own}
 
     @property
     def expected_state(self) -> ExpectedState:
         """What the clients of this run keep."""
         method, num_parameters = type(self.algorithm).__name__, len(self.step.layout.sizes)
-        return ExpectedState(method, self._new_client, self.buffers, num_parameters, self.ids)
+        buffers = {name: self.buffers[name] for name in self.kept_buffers}
+        return ExpectedState(method, self._new_client, buffers, num_parameters, self.ids)
 
     def client_state(self, index: int) -> State:
         """Return a client's kept state, a fresh one for a client that has not taken part yet."""
         kept = self.clients.get(index)
-        return self.algorithm.init_client(self.x) if kept is None else kept
+        return self.new_client() if kept is None else kept
 
     def close_round(self, mean: State, models: Vector | None, state: State, cohort: Cohort, buffers: State) -> float:
         """Take the server's step and make the round's states the kept ones.
@@ -196,6 +204,7 @@ class Server:
             "state": dict(self.state),
             "client_states": self.clients.state_dict() if client_states is None else client_states,
             "buffers": dict(self.buffers),
+            "personal": self.personal,
             "moved_buffers": sorted(self.moved_buffers),
             "seen": self._seen.indices(),
             "bytes": [self.bytes_up, self.bytes_down],
@@ -227,6 +236,11 @@ class Server:
                 f"The checkpoint holds {saved['step']['x'].numel():,} trainable parameters, the model has"
                 f" {self.x.numel():,}. Resume with the same model and the same frozen parameters."
             )
+        if (there := saved.get("personal", self.personal)).shape != self.personal.shape:
+            raise FederatedError(
+                f"The checkpoint holds {there.numel():,} personal parameters, the model has {self.personal.numel():,}."
+                " Resume with the same model and the same personal parameters."
+            )
         for name, value in self.state.items():
             if (there := saved["state"].get(name, value)).shape != value.shape:
                 raise FederatedError(
@@ -239,6 +253,7 @@ class Server:
         self.state = {name: value.to(device) for name, value in saved["state"].items()}
         self.clients.load_state_dict(saved["client_states"], device, is_mine)
         self.buffers = {name: value.to(device) for name, value in saved["buffers"].items()}
+        self.personal = saved.get("personal", self.personal).to(device)
         self.moved_buffers = {name for name in saved["moved_buffers"] if name in self.buffers}
         self._seen = Seen(len(self.ids))
         self._seen.add(saved["seen"].tolist())

@@ -76,6 +76,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all clients": {"clients_per_round": 1.0},
     "local steps, accumulated": {"local_epochs": None, "local_steps": 3, "accumulate_grad_batches": 2},
     "clipped": {"gradient_clip_val": 0.1},
+    "personal parameters": {"personal": ["net.3.*"]},
 }
 
 
@@ -147,6 +148,27 @@ def test_sites_measure_what_the_servers_callbacks_ask_for(tmp_path: Path) -> Non
     assert {name: found.get(name) for name in wanted if not name.startswith("val_acc")} == pytest.approx(
         {name: value for name, value in wanted.items() if not name.startswith("val_acc")}
     )
+
+
+def test_sites_measure_clients_own_models(tmp_path: Path) -> None:
+    def make() -> FederatedTrainer:
+        measures = [ClientAccuracy(), PersonalizedAccuracy(local_steps=2, every_n_rounds=2)]
+        return make_trainer("Scaffold ii", personal=["net.3.*"], callbacks=measures)
+
+    expected = make()
+    expected.fit(validated(), make_data(with_val=True))
+    wire = Wire(tmp_path, make, validated, with_val=True)
+    with wire.server(validated()) as server:
+        wire.run(server)
+    found, wanted = logged_by(server.trainer), logged_by(expected)
+    assert {"clients_own/val_acc/p10", "personalized_own/val_acc/mean"} <= found.keys()
+    assert found == pytest.approx(wanted)
+
+
+def test_a_site_whose_personal_parameters_begin_elsewhere_is_refused(tmp_path: Path) -> None:
+    wire = Wire(tmp_path, partial(make_trainer, "FedAvg", personal=["net.3.*"]), Net)
+    with wire.server() as server, pytest.raises(FederatedError, match="its parameters at the start that stay with"):
+        wire.run(server)
 
 
 def test_a_measure_goes_on_without_clients_that_do_not_answer(tmp_path: Path) -> None:

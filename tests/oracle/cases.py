@@ -25,6 +25,17 @@ _ROWS = {"softmax": ("X", "y"), "least_squares": ("X", "y"), "quadratic": ("a", 
 _PARAMETERS = {"softmax": ("weight", "bias"), "least_squares": ("weight", "bias"), "quadratic": ("x",)}
 
 
+PERSONAL: dict[str, tuple[str, ...]] = {
+    "ditto": ("personal_batch_idx",),
+    "fedper": (),
+    "lg_fedavg": (),
+    "fedrep": ("personal_steps",),
+    "pfedme": (),
+    "apfl": (),
+}
+"""The methods whose clients have models of their own, with the arrays that their cases have beside these models."""
+
+
 class CaseError(ValueError):
     """A case says something that this reader does not know, or leaves out what it must say."""
 
@@ -89,6 +100,14 @@ class Case:
         parts = [self.arrays[f"expected_{name}"].reshape(self.n_rounds, -1) for name in _PARAMETERS[self.kind]]
         return torch.from_numpy(np.concatenate(parts, axis=1))
 
+    def expected_personal(self) -> Tensor | None:
+        """Return the personal model of every client [R, N, P] after every round, None if the case has none."""
+        names = [f"expected_personal_{name}" for name in _PARAMETERS[self.kind]]
+        if names[0] not in self.arrays:
+            return None
+        parts = [self.arrays[name].reshape(self.n_rounds, len(self.sizes), -1) for name in names]
+        return torch.from_numpy(np.concatenate(parts, axis=2))
+
     def states(self) -> dict[str, Tensor]:
         """Return the stored states after every round by name, without their ``state_`` prefix."""
         return {k.removeprefix("state_"): torch.from_numpy(v) for k, v in self.arrays.items() if k.startswith("state_")}
@@ -151,12 +170,21 @@ def _check_arrays(case: Case, n_clients: int) -> None:
     rows = [f"{name}_{i}" for name in _ROWS[case.kind] for i in range(n_clients)]
     parameters = [f"{when}_{name}" for name in _PARAMETERS[case.kind] for when in ("init", "expected")]
     own_cohort = ("grad_cohort",) if case.algorithm == "feddane" else ()
-    required = (*rows, *parameters, "cohort", "batch_idx", *own_cohort)
+    personal = [f"expected_personal_{name}" for name in _PARAMETERS[case.kind]] if case.algorithm in PERSONAL else []
+    own = PERSONAL.get(case.algorithm, ())
+    required = (*rows, *parameters, *personal, *own, "cohort", "batch_idx", *own_cohort)
     check_keys(f"{case.id}, arrays", case.arrays, required, [k for k in case.arrays if k.startswith("state_")])
     found = tuple(len(case.arrays[f"{_ROWS[case.kind][0]}_{i}"]) for i in range(n_clients))
     if found != case.sizes:
         raise CaseError(f"{case.id}: sizes {case.sizes} differ from the stored rows {found}.")
-    for name in ("cohort", "batch_idx", *own_cohort, *(p for p in parameters if p.startswith("expected"))):
+    for name in (
+        "cohort",
+        "batch_idx",
+        *own_cohort,
+        *own,
+        *personal,
+        *(p for p in parameters if p.startswith("expected")),
+    ):
         if len(case.arrays[name]) != case.n_rounds:
             raise CaseError(f"{case.id}: {name} has {len(case.arrays[name])} rounds, not {case.n_rounds}.")
     for r in range(case.n_rounds):

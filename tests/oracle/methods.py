@@ -159,6 +159,10 @@ METHODS = {
         states={"dual": ("clients", "d_i")},
     ),
     "fedproxvr": Method("FedProxVR", ("mu", "estimator"), ("weighting",), ("mu", "estimator")),
+    "fedper": Method("FedPer", ("shared",), ("weighting", "personal_lr"), ("shared",), renamed={"shared": "personal"}),
+    "lg_fedavg": Method(
+        "LGFedAvg", ("shared",), ("weighting", "personal_lr"), ("shared",), renamed={"shared": "personal"}
+    ),
     "feddyn": Method(
         "FedDyn", ("alpha",), ("alpha_scaling",), ("alpha", "alpha_scaling"), states={"dual": ("clients", "d_i")}
     ),
@@ -211,6 +215,8 @@ def translate(case: Case) -> Setup:
     if case.hp.get("server_lr", 1.0) != 1.0 and "server_lr" not in method.optional:
         raise CaseError(f"{case.id}: {case.algorithm} has no server_lr in the format, found {case.hp['server_lr']!r}.")
     options = {name: case.hp[name] for name in method.options if name in case.hp}
+    if "shared" in options:  # the package asks for the others
+        options["shared"] = [f"*{name}" for name in case.initial() if name not in options["shared"]]
     if options.get("pseudo_grad", "raw") not in ("raw", "normalized"):
         raise CaseError(f"{case.id}: unknown pseudo_grad {options['pseudo_grad']!r}; known are 'raw', 'normalized'.")
     if options.get("adaptive") is not None:

@@ -41,11 +41,21 @@ class OracleModule(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """Return SGD, and a per-round decay of its rate if the case has one."""
         lr = self.hp.get("client_lr", UNUSED_LR)
-        optimizer = torch.optim.SGD(self.parameters(), lr=lr, weight_decay=self.weight_decay)
+        optimizer = torch.optim.SGD(self.groups(), lr=lr, weight_decay=self.weight_decay)
         if "client_lr_decay" not in self.hp:
             return optimizer
         decay = self.hp["client_lr_decay"]
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda r: decay**r)]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the parameters, those that stay with the client with the rate that the case has for them."""
+        if "shared" not in self.hp:
+            return [{"params": list(self.parameters())}]
+        named = {name.rpartition(".")[2]: parameter for name, parameter in self.named_parameters()}
+        shared = [parameter for name, parameter in named.items() if name in self.hp["shared"]]
+        personal = [parameter for name, parameter in named.items() if name not in self.hp["shared"]]
+        rate = self.hp.get("personal_lr", self.hp["client_lr"])
+        return [{"params": shared}, {"params": personal, "lr": rate}]
 
 
 class LinearModule(OracleModule):

@@ -26,16 +26,30 @@ class Recorder(FederatedCallback):
     def __init__(self, setup: Setup) -> None:
         self.places, self.is_shown = setup.states, setup.is_shown
         self.parameters: dict[int, Tensor] = {}
+        self.personal: dict[int, Tensor] = {}
         self.states: dict[int, dict[str, Tensor]] = {}
 
     def on_round_end(self, trainer: Any, pl_module: pl.LightningModule, round_report: Any) -> None:
         """Copy what the module and the server hold."""
         shown = torch.nn.utils.parameters_to_vector(pl_module.parameters())
         flat = shown if self.is_shown else trainer.fit_loop.state.x
+        if trainer.fit_loop.settings.has_own_models:
+            flat = torch.nn.utils.parameters_to_vector(pl_module.parameters())  # x^0's where there is no shared part
+            self.personal[round_report.round] = own_models(trainer, pl_module)
         self.parameters[round_report.round] = flat.detach().clone()
         states = {name: read_state(trainer, *place) for name, place in self.places.items()}
         server = {f"server {name}": value for name, value in trainer.fit_loop.server.items()}
         self.states[round_report.round] = {k: v.detach().clone() for k, v in {**server, **states}.items()}
+
+
+def own_models(trainer: Any, module: pl.LightningModule) -> Tensor:
+    """Return the own model of every client [N, P], in the order of the module's parameters."""
+    loop, models, count = trainer.fit_loop, {}, trainer.datamodule.num_clients
+    for client_id in range(trainer.global_rank, count, trainer.world_size):
+        with loop.showing_client_model(client_id):
+            models[client_id] = torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    models = {client_id: model for part in loop.gather(models) for client_id, model in part.items()}
+    return torch.stack([models[client_id] for client_id in range(count)])
 
 
 def read_state(trainer: Any, where: str, name: str) -> Tensor:
@@ -60,10 +74,12 @@ class Result:
     Attributes:
         parameters: [R, P].
         states: The states that the case stores, by its names, and the whole server state as "server <name>".
+        personal: Clients' own models [R, N, P], if they have any.
     """
 
     parameters: Tensor
     states: dict[str, Tensor]
+    personal: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -74,11 +90,13 @@ class Variant:
         uneven_chunks: Full passes come in unequal batches.
         decay_in_optimizer: The l2 term is the optimizer's ``weight_decay`` instead of a part of the loss.
         engine: How the cohort is run.
+        processes: How many share the clients.
     """
 
     uneven_chunks: bool = False
     decay_in_optimizer: bool = False
     engine: str = "sequential"
+    processes: int = 1
 
 
 def run(case: Case, setup: Setup, variant: Variant = Variant()) -> Result:
@@ -96,6 +114,7 @@ def run_resumed(case: Case, setup: Setup, checkpoint: Path) -> Result:
     assert sorted(resumed.parameters) == list(range(half, case.n_rounds)), "rounds are repeated or left out"
     resumed.parameters |= recorder.parameters
     resumed.states |= recorder.states
+    resumed.personal |= recorder.personal
     return _result(resumed, range(case.n_rounds))
 
 
@@ -110,6 +129,7 @@ def _fit(
         callbacks=[recorder],
         seed=0,
         engine=variant.engine,
+        **({"strategy": "clients", "devices": variant.processes} if variant.processes > 1 else {}),
         accelerator="cpu",
         precision="64-true",
         logger=False,
@@ -137,4 +157,5 @@ def _result(recorder: Recorder, rounds: range) -> Result:
     return Result(
         torch.stack([recorder.parameters[r] for r in rounds]),
         {name: torch.stack([recorder.states[r][name] for r in rounds]) for name in names},
+        torch.stack([recorder.personal[r] for r in rounds]) if recorder.personal else None,
     )

@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from .cases import Case, load_case, load_index
+from tests.helpers.processes import in_processes
+
+from .cases import PERSONAL, Case, load_case, load_index
 from .conftest import WORST
 from .methods import METHODS, takes_full_batches, takes_population_loss, translate
-from .runner import Variant, run, run_resumed
+from .runner import Result, Variant, run, run_resumed
 
 TOLERANCE = 1e-9
 
 APPLIES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "test_full_batches_in_uneven_chunks": lambda entry: takes_full_batches(entry["algorithm"], entry["hp"]),
+    "test_two_processes": lambda entry: entry["algorithm"] in PERSONAL,
     "test_l2_as_weight_decay": lambda entry: entry["problem"]["l2"] > 0,
 }
 """The cases that a variant has something to say about."""
@@ -72,6 +75,16 @@ def test_vectorized(case: Case, record_property: Callable[[str, object], None]) 
     compare(case, Variant(engine="vectorized"), record_property)
 
 
+def test_two_processes(case: Case, record_property: Callable[[str, object], None], tmp_path: Path) -> None:
+    def in_two(*arguments: Any) -> Result:
+        first, second = in_processes(lambda: run(*arguments), tmp_path)
+        assert not first.trace, first.trace
+        assert not second.trace, second.trace
+        return first.value
+
+    compare(case, Variant(processes=2), record_property, in_two)
+
+
 def test_resume_is_bit_identical(case: Case, tmp_path: Path) -> None:
     setup = translate(case)
     whole = run(case, setup)
@@ -80,17 +93,23 @@ def test_resume_is_bit_identical(case: Case, tmp_path: Path) -> None:
         f"{case.id}: resumed after {case.n_rounds // 2} rounds, the parameters are off by up to"
         f" {(resumed.parameters - whole.parameters).abs().amax(1).tolist()} by round"
     )
+    if whole.personal is not None:
+        assert torch.equal(resumed.personal, whole.personal), f"{case.id}: clients' own models differ after a resume"
     assert resumed.states.keys() == whole.states.keys()
     for name, value in whole.states.items():
         assert torch.equal(resumed.states[name], value), f"{case.id}: the state {name!r} differs after a resume"
 
 
-def compare(case: Case, variant: Variant, record_property: Callable[[str, object], None]) -> None:
+def compare(
+    case: Case, variant: Variant, record_property: Callable[[str, object], None], go: Callable[..., Result] = run
+) -> None:
     """Run a case and compare parameters and states with the stored ones, round by round."""
     setup = translate(case)
-    result, stored = run(case, setup, variant), case.states()
+    result, stored = go(case, setup, variant), case.states()
     pairs = {name: (result.states[name], stored[name]) for name in setup.states}
     pairs["parameters"] = (result.parameters, case.expected())
+    if result.personal is not None:
+        pairs["own models"] = (result.personal, case.expected_personal())
     deviations = {name: deviation(*pair) for name, pair in pairs.items()}
     record_property(WORST, float(torch.cat(list(deviations.values())).max()))
     record_property("states", " ".join(setup.states))

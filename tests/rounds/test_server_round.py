@@ -40,7 +40,7 @@ LEFT_UNSET = (
 def settings_of(algorithm: Algorithm, **options: Any) -> Settings:
     given: dict[str, Any] = dict.fromkeys(LEFT_UNSET)
     given |= {"algorithm": algorithm, "local_epochs": 1, "server_optimizer": plain_sgd, "engine": "sequential"}
-    given |= {"seed": 0, "seed_is_given": True, "buffers": "average", "local_optimizer_state": "reset"}
+    given |= {"personal": (), "seed": 0, "seed_is_given": True, "buffers": "average", "local_optimizer_state": "reset"}
     given |= {"gradient_clip_on": "gradient", "client_states": "memory", "on_client_error": "raise"}
     return make_settings(**{**given, "max_failed_share": 0.5, "max_update_ratio": 1e6, **options})
 

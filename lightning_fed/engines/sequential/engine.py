@@ -19,6 +19,7 @@ from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
 from lightning_fed.optim import LocalWork, looks_ahead, overrides, solver_entries
+from lightning_fed.server.client_state import PERSONAL, method_part, with_personal
 
 __all__ = ["SequentialEngine"]
 
@@ -53,6 +54,8 @@ class SequentialEngine(Engine):
         who = plan.participant
         with self.errors_of(plan, inputs.round, "its local work"):
             self.flat.y.copy_(inputs.x)
+            self.flat.personal.copy_(client.get(PERSONAL, self.flat.personal))
+            client = method_part(client)
             local = self.algorithm.init_local(inputs.x, inputs.server, client)
             work = LocalWork(self.algorithm, [], self._solver(inputs, local))
             self.optimizer.begin(work, solver)
@@ -74,6 +77,7 @@ class SequentialEngine(Engine):
             run = self._run_record(inputs, plan, client, local)
             self._check_steps(run, plan)
             update = self.algorithm.finish(self.flat.y, run)
+            keep = with_personal(update.keep, client, self.flat.personal)
             norm = float(torch.linalg.vector_norm(run.delta))
         num_steps = int(run.num_steps)
         report = ClientReport(who.client_id, who.size, num_steps, loss, metrics, norm, time.perf_counter() - started)
@@ -83,10 +87,10 @@ class SequentialEngine(Engine):
                 raise fault
         return ChunkResult(
             participants=[who],
-            y=self.flat.y[None],
+            y=self.flat.whole[None],
             delta=run.delta[None],
             send={name: value[None] for name, value in update.send.items()},
-            keep={name: value[None] for name, value in update.keep.items()},
+            keep={name: value[None] for name, value in keep.items()},
             sends_delta=update.send.get("delta") is run.delta,
             reports=[report],
             asked=[0],
@@ -145,7 +149,7 @@ class SequentialEngine(Engine):
             cohort_grad,
             [float(who.size)] * len(anchors),
             [inputs.mean_examples] * len(anchors),
-            self.optimizer.rates,
+            self.optimizer.rates[: len(anchors)],
         )
         return [Step(*row) for row in zip(*columns, strict=True)]
 

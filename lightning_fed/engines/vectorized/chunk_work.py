@@ -15,6 +15,7 @@ from lightning_fed.engines.vectorized.clients import ChunkMemory, Clients, of_ea
 from lightning_fed.engines.vectorized.optimizer import Clipping, StackedOptimizer
 from lightning_fed.engines.vectorized.step_inputs import StepInputs
 from lightning_fed.optim import FederatedOptimizer, overrides, solver_entries
+from lightning_fed.server.client_state import PERSONAL, method_part, with_personal
 
 __all__ = ["ChunkWork", "steps_are_plain"]
 
@@ -34,7 +35,7 @@ class ChunkWork:
         clip: How gradients are clipped, if they are.
 
     Attributes:
-        y: Their parameters [S, P].
+        y: Their parameters [S, P + Q], personal ones last.
         local: Their states of this round, stacked.
         is_plain: See :func:`steps_are_plain`.
         skips: Whether a parameter that a loss does not depend on stands still, where a gradient of zero would move it.
@@ -53,22 +54,29 @@ class ChunkWork:
         clip: Clipping | None,
     ) -> None:
         self.algorithm, self.optimizer, self.inputs, self.clip = algorithm, optimizer, inputs, clip
-        self.layout, self.memory = optimizer.flat.layout, memory
+        flat = optimizer.flat
+        self.layout, self.shared_layout, self.memory = flat.whole_layout, flat.layout, memory
         self.decay, self.rates = optimizer.decay, optimizer.rates
-        x = inputs.x
-        self.y = memory.y[: len(sizes)].copy_(x)
+        self._shared_rates = self.rates[: flat.num_shared]
+        x, p = inputs.x, flat.numel
+        self.y = memory.y[: len(sizes)]
+        self.shared, self._personal = self.y[:, :p], self.y[:, p:]
+        self.shared.copy_(x)
+        if PERSONAL in clients:
+            self._personal.copy_(clients[PERSONAL])
+            clients = method_part(clients)
         self._clients, self._full_grad = clients, full_grad
         self._examples = torch.tensor(sizes, dtype=x.dtype, device=x.device)
         self._num_steps = torch.tensor(steps, dtype=x.dtype, device=x.device)
         lr = optimizer.spread(self.rates)
-        self.step_inputs = StepInputs(inputs, self.layout, self._examples, clients, full_grad, lr)
+        self.step_inputs = StepInputs(inputs, self.shared_layout, self._examples, clients, full_grad, lr)
         self.local = self._init_local()
         if overrides(algorithm, "start"):
             self._start()
         self.is_plain = steps_are_plain(algorithm, optimizer, clip)
         self.skips = not optimizer.injects(algorithm) and (any(self.decay) or not optimizer.is_plain)
         self._path = torch.zeros_like(self.y) if optimizer.tracks(algorithm) else None
-        stands_still = optimizer.needs_path(algorithm) and 0 in self.rates
+        stands_still = optimizer.needs_path(algorithm) and 0 in self._shared_rates
         self._still = torch.zeros_like(self.y) if stands_still else None
         self._solver: list[dict[str, Tensor]] | None = None
         if algorithm.uses_solver_state:
@@ -94,7 +102,7 @@ class ChunkWork:
         def start_one(own: Sequence[Tensor], local: State) -> Vector:
             return self.algorithm.start(x, inputs.whole(inputs.shared, own, local))
 
-        self.y.copy_(of_each(start_one, (tuple(inputs.own), self.local), len(self.y)))
+        self.shared.copy_(of_each(start_one, (tuple(inputs.own), self.local), len(self.y)))
 
     # ------------------------------------------------------------------ local steps
 
@@ -133,7 +141,7 @@ class ChunkWork:
             columns: The states once per parameter; what is no vector is the same in all.
         """
         for name, whole in self.local.items():
-            if whole.shape == self.y.shape:
+            if whole.shape == self.shared.shape:
                 clients.put(whole, [column[name] for column in columns])
             else:
                 clients.put_states(whole, columns[0][name])
@@ -148,12 +156,13 @@ class ChunkWork:
         read = self.step_inputs.read
         self.inputs.server.read |= read["server"]
         self.inputs.cohort_grad.read |= read["cohort_grad"]
-        delta = torch.sub(self.y, self.inputs.x, out=self.memory.delta[: len(self.y)])
+        y, p = self.shared, self.shared.shape[1]
+        delta = torch.sub(y, self.inputs.x, out=self.memory.delta[: len(y), :p])
         if not overrides(self.algorithm, "finish"):
-            return delta, {"delta": delta}, {}, True, ()
+            return delta, {"delta": delta}, with_personal({}, self._clients, self._personal), True, ()
         sends_delta, implied = False, tuple[str, ...]()
-        one_rate = len(set(self.rates)) == 1 and self.rates[0] != 0
-        follows = self.optimizer.goes_straight(self.algorithm) and one_rate
+        rates = set(self._shared_rates)
+        follows = self.optimizer.goes_straight(self.algorithm) and len(rates) == 1 and 0 not in rates
 
         def finish_one(y: Vector, change: Vector, own: dict[str, Any], path: dict[str, Tensor]) -> tuple[State, State]:
             nonlocal sends_delta, implied
@@ -172,7 +181,7 @@ class ChunkWork:
             return update.send, update.keep
 
         try:
-            send, keep = of_each(finish_one, (self.y, delta, self._own(), self._path_gradient(delta)), len(self.y))
+            send, keep = of_each(finish_one, (y, delta, self._own(), self._path_gradient(delta)), len(y))
         except FederatedError:
             raise
         except Exception as error:
@@ -182,7 +191,7 @@ class ChunkWork:
                 f"engine='vectorized' cannot run {type(self.algorithm).__name__}.finish for several clients at once"
                 f" ({error}). Use tensor operations only, or engine='sequential'."
             ) from error
-        return delta, send, keep, sends_delta, implied
+        return delta, send, with_personal(keep, self._clients, self._personal), sends_delta, implied
 
     def _own(self) -> dict[str, Any]:
         """Return what ``finish`` may read that is a client's own, stacked."""
@@ -198,9 +207,10 @@ class ChunkWork:
     def _lr_sum(self) -> Tensor:
         """The sum of the rates of each client's steps: [S], or [S, P] where groups differ."""
         steps = self._num_steps
-        if len(set(self.rates)) == 1:
-            return steps * self.rates[0]
-        rates = [steps.new_full((m,), rate) for m, rate in zip(self.layout.sizes, self.rates, strict=True)]
+        shared = self._shared_rates
+        if len(set(shared)) == 1:
+            return steps * shared[0]
+        rates = [steps.new_full((m,), rate) for m, rate in zip(self.shared_layout.sizes, shared, strict=True)]
         return steps[:, None] * torch.cat(rates)
 
     def _path_gradient(self, delta: Tensor) -> dict[str, Tensor]:
@@ -210,9 +220,10 @@ class ChunkWork:
         lr_sum = self._lr_sum()
         rates = lr_sum if lr_sum.ndim == 2 else lr_sum[:, None]
         divisor = torch.where(rates == 0, 1.0, rates)  # who took no step has not moved either
-        mean = delta / -divisor if self._path is None else self._path / divisor
-        if self._still is not None:
-            mean = torch.where(rates == 0, self._still / self._num_steps[:, None].clamp(min=1), mean)
+        path, still = (sums if sums is None else sums[:, : delta.shape[1]] for sums in (self._path, self._still))
+        mean = delta / -divisor if path is None else path / divisor
+        if still is not None:
+            mean = torch.where(rates == 0, still / self._num_steps[:, None].clamp(min=1), mean)
         return {"gradient": mean}
 
     def _undeclared(self) -> Vector:

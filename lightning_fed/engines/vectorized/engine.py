@@ -54,7 +54,7 @@ class VectorizedEngine(Engine):
     def __init__(self, chunk_size: int | None, prepared: PreparedModule) -> None:
         super().__init__(prepared)
         check_settings(self)
-        self.chunk_size = chunk_size or default_chunk_size(self.flat.y)
+        self.chunk_size = chunk_size or default_chunk_size(self.flat.whole)
         self.keeps_anchors = self._may_keep_anchors()
         self.step = ModuleStep(self.trainer, self.flat)
         self.full = FullGradients(self.step)
@@ -110,7 +110,7 @@ class VectorizedEngine(Engine):
     @property
     def parameters_at_work(self) -> Vector:
         """The parameters [P] of the client whose hooks are called."""
-        return self.flat.y if self._row is None else self._row[0].y[self._row[1]]
+        return self.flat.y if self._row is None else self._row[0].shared[self._row[1]]
 
     def check_hooks(self) -> None:
         """Refuse what hooks have set for one client only."""
@@ -119,7 +119,7 @@ class VectorizedEngine(Engine):
     def point_to(self, result: ChunkResult, row: int) -> None:
         """Let :attr:`parameters_at_work`, and the module's, be those of one client of a chunk."""
         self._row = (result, row)
-        self.flat.point_to(self.flat.layout.views(result.y[row]))
+        self.flat.point_to(self.flat.cut(result.y[row]))
 
     def run(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
@@ -163,7 +163,7 @@ class VectorizedEngine(Engine):
         """Return the work of the clients of a chunk, given what they keep, stacked."""
         full_grad = [inputs.full_grad.get(plan.participant.index, {}) for plan in plans]
         if self._memory is None or len(self._memory.y) < len(plans):
-            self._memory = ChunkMemory(self.flat.layout, len(plans), self.flat.y)
+            self._memory = ChunkMemory(self.flat.whole_layout, len(plans), self.flat.y)
         return ChunkWork(
             self.algorithm,
             self.optimizer,
@@ -268,7 +268,8 @@ class VectorizedEngine(Engine):
         return super().gradient_at(point, batches, round, index)
 
     def _traces_gradients(self, batches: ClientBatches) -> bool:
-        return self.step.traces.allowed and not self.step.reads_index and is_rows(batches)
+        may_trace = self.step.traces.allowed and not self.step.reads_index and not self.flat.personal.numel()
+        return may_trace and is_rows(batches)
 
     def end_round(self) -> None:
         """Hand the means of what clients logged to Lightning, each as one value with the weight of its examples."""

@@ -110,10 +110,11 @@ class LocalStep:
         whole = self.work.step_inputs.whole(shared, given.own, given.local)
         steps, point = self.work.step_inputs.steps(whole), given.point
         if self.looks_ahead:
-            layout = self.work.layout
-            at = self.algorithm.second_gradient_at(layout.joined(g), layout.joined(given.y), whole)
+            layout, n = self.work.shared_layout, len(steps)
+            at = self.algorithm.second_gradient_at(layout.joined(g[:n]), layout.joined(given.y[:n]), whole)
             point = layout.views(at)
         if point:
+            point = [*point, *given.y[len(point) :]]  # personal parameters come last
             if draw_again is not None:
                 draw_again()
             if assemble is not None:
@@ -121,12 +122,12 @@ class LocalStep:
             else:
                 found, _, _ = gradient(point, given.leaves, spec, batch_idx)
             second_grads = _with_decay(_whole(found, point), point, decay)
-            for step, second_grad in zip(steps, second_grads, strict=True):
+            for step, second_grad in zip(steps, second_grads, strict=False):
                 step.second_grad = second_grad
-        each = list(zip(g, given.y, steps, strict=True))
+        each = list(zip(g, given.y, steps, strict=False))
         v = [self.algorithm.correct(*one) for one in each]
         local = [self.algorithm.advance(*one) for one in each] if self.advances else []
-        return Taken(corrected_clip(v), local, loss, values)
+        return Taken(corrected_clip([*v, *g[len(v) :]]), local, loss, values)
 
     def untraced(self, clients: Clients, group: BatchGroup) -> Taken:
         """Take a step of some clients on their batches, as PyTorch runs it.

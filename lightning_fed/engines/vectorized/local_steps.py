@@ -182,7 +182,8 @@ class LocalSteps:
         n, names = len(clients.views), list(self.step.local)
         if self.step.advances:  # before the move: they may be parameters as they are now
             new = iter(results[n:])
-            self.work.keep_local(clients, [{name: next(new) for name in names} for _ in range(n)])
+            count = self.module.flat.num_shared
+            self.work.keep_local(clients, [{name: next(new) for name in names} for _ in range(count)])
         self.work.move(clients, results[:n], bound.unused)
 
     def _expected_loss(self, bound: _Bound, clients: Clients, group: BatchGroup) -> Tensor | None:

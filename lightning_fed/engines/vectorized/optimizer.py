@@ -76,7 +76,7 @@ class StackedOptimizer:
         self._base = copy.copy(base)
         self._base.state = defaultdict(dict)
         self._positions = {id(p): i for i, p in enumerate(optimizer.flat.params)}
-        self._shapes = optimizer.flat.layout.shapes
+        self._shapes = optimizer.flat.whole_layout.shapes
         self._groups = base.param_groups
         self._views: Sequence[Tensor] = []
 

@@ -226,8 +226,8 @@ def check_settings(engine: Engine) -> None:
         reason = "GradientAccumulationScheduler asks for steps over several batches, which are not offered"
     elif engine.keeps_solver:
         reason = "local_optimizer_state='keep' is not offered: kept states may differ in their numbers of steps"
-    elif engine.buffers.mode == "local" and engine.buffers.server:
-        reason = "buffers='local' is not offered"
+    elif engine.buffers.kept:
+        reason = f"clients keep buffers of their own, such as {min(engine.buffers.kept)!r}, which is not offered"
     if reason is not None:
         raise FederatedError(
             f"engine='vectorized' cannot run {type(module).__name__}: {reason}. Change that, or use"

@@ -1,0 +1,62 @@
+"""FedPer and LG-FedAvg: a part of the model is averaged, the rest stays with each client."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.arguments import check_patterns
+
+__all__ = ["FedPer", "LGFedAvg"]
+
+
+class FedPer(Algorithm):
+    r"""Federated averaging of the base layers; the last layers are personal.
+
+    Arivazhagan, Aggarwal, Singh and Choudhary, *Federated Learning with Personalization Layers*, 2019
+    (https://arxiv.org/abs/1912.00818), Algorithms 1 and 2.
+
+    .. math::
+        (u_i, h_i) \leftarrow (u_i, h_i) - \eta_l\, g_i(u_i, h_i), \quad u_i = x \text{ at first}, \qquad
+        x \leftarrow \sum_i p_i u_i
+
+    Both parts are trained together; a client's :math:`h_i` goes on from where its last round ended. The trainer's
+    argument ``personal`` does the same for any method: this one is FedAvg.
+
+    Args:
+        personal: Names, or patterns of names, of the parameters and buffers that stay with the client: ``["head.*"]``.
+
+    Raises:
+        FederatedError: If they are no list of texts; when the fit starts, if one fits nothing in the module.
+
+    Example:
+        >>> FedPer(["head.*"])
+        FedPer(personal=['head.*'])
+    """
+
+    def __init__(self, personal: Sequence[str]) -> None:
+        self.personal = list(check_patterns(type(self).__name__, personal, least=1))
+
+    def personal_names(self, module: nn.Module) -> Sequence[str]:
+        """Return the patterns as they were given."""
+        return self.personal
+
+
+class LGFedAvg(FedPer):
+    r"""Federated averaging of the last layers; the layers that make the representation are personal.
+
+    Liang, Liu, Ziyin, Salakhutdinov and Morency, *Think Locally, Act Globally: Federated Learning with Local and Global
+    Representations*, 2020 (https://arxiv.org/abs/2001.01523), Algorithm 1. It is :class:`FedPer` with the other part of
+    the model at home: name the representation in ``personal``. The losses by which the paper trains representations
+    beside the task's (unsupervised, adversarial) are ``training_step``'s affair.
+
+    Args:
+        personal: Names, or patterns of names, of the parameters and buffers that stay with the client: ``["body.*"]``.
+
+    Raises:
+        FederatedError: As :class:`FedPer`.
+
+    Example:
+        >>> LGFedAvg(["body.*"])
+        LGFedAvg(personal=['body.*'])
+    """

@@ -1,0 +1,287 @@
+"""Parameters that stay with the client: kept, trained, neither sent nor averaged; and clients' own models."""
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lightning_fed import FederatedDataModule, FederatedError
+from lightning_fed.algorithms import (
+    FedAvg,
+    FedBN,
+    FedCM,
+    FedNova,
+    FedPer,
+    FedProx,
+    LGFedAvg,
+    Mime,
+    MimeLite,
+    Scaffold,
+    ServerOnly,
+)
+from lightning_fed.callbacks import ClientAccuracy, PersonalizedAccuracy
+from lightning_fed.core.errors import FederatedError as CoreError
+from lightning_fed.server import FedAdam, TopK
+from tests.helpers.processes import in_processes
+from tests.helpers.training import Net, clients, data, parameters, same, seeded, trainer
+
+SIZES = (13, 8, 21, 5, 16, 9)
+HEAD, BODY = 27, 128  # parameters
+
+
+def run(model: Any = None, datamodule: Any = None, ckpt_path: Any = None, **options: Any) -> Any:
+    """Return the trainer after a fit in float64."""
+    fitted = trainer(**{"precision": "64-true", "limit_val_batches": 0, **options})
+    model = seeded(dropout=0.0) if model is None else model
+    fitted.fit(model, data() if datamodule is None else datamodule, ckpt_path=ckpt_path)
+    return fitted
+
+
+def personal(fitted: Any) -> dict[int, Tensor]:
+    """Return the personal parameters of the clients that have taken part."""
+    states = fitted.fit_loop.state.clients.state_dict()
+    return {i: states[i]["personal.parameters"] for i in sorted(states)}
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+
+
+# ---------------------------------------------------------------------- engines and processes
+
+WAYS: dict[str, dict[str, Any]] = {
+    "FedPer": {"algorithm": FedPer(["head.*"])},
+    "LG-FedAvg": {"algorithm": LGFedAvg(["body.*"])},
+    "Scaffold": {"algorithm": Scaffold(), "personal": ["body.3.*", "head.bias"]},
+    "FedProx, clipped": {"algorithm": FedProx(0.5), "personal": ["head.*"], "gradient_clip_val": 0.2},
+    "FedCM": {"algorithm": FedCM(0.4), "personal": ["body.0.weight"]},
+    "FedNova, momentum": {"algorithm": FedNova(), "personal": ["head.*"], "momentum": 0.9},
+    "sparse": {"personal": ["head.*"], "compression": TopK(0.2)},
+    "FedAdam": {"personal": ["head.*"], "server_optimizer": partial(FedAdam, lr=0.05)},
+}
+
+
+def run_way(way: str, **options: Any) -> Any:
+    chosen = dict(WAYS[way])
+    model = seeded(dropout=0.0, weight_decay=0.01, momentum=chosen.pop("momentum", 0.0))
+    return run(model, local_epochs=2, **{**chosen, **options})
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_engines_agree(way: str) -> None:
+    one, other = run_way(way), run_way(way, engine="vectorized", chunk_size=2)
+    close(one.fit_loop.state.x, other.fit_loop.state.x)
+    ours, theirs = personal(one), personal(other)
+    assert ours.keys() == theirs.keys()
+    for i, own in ours.items():
+        close(own, theirs[i])
+
+
+def measured(**options: Any) -> tuple[Tensor, dict[int, Tensor], dict[Any, Any]]:
+    """Return x, personal parameters and what is measured of own models, in one or in two processes."""
+    measure = ClientAccuracy()
+    val = FederatedDataModule(clients=clients(SIZES), client_val=dict(enumerate(clients(SIZES))), batch_size=4)
+    fitted = run(datamodule=val, algorithm=Scaffold(), personal=["head.*"], callbacks=[measure], **options)
+    return fitted.fit_loop.state.x, personal(fitted), measure.own_table
+
+
+def test_two_processes_do_the_same(tmp_path: Path) -> None:
+    x, own, table = measured()
+    found = in_processes(partial(measured, strategy="clients", devices=2), tmp_path)
+    assert not any(outcome.trace for outcome in found), found[0].trace
+    kept: dict[int, Tensor] = {}
+    for outcome in found:
+        close(outcome.value[0], x)
+        kept |= outcome.value[1]
+        assert outcome.value[2].keys() == table.keys()
+        for i, logged in table.items():
+            assert outcome.value[2][i] == pytest.approx(logged, rel=1e-10)
+    assert kept.keys() == own.keys()
+    for i, value in own.items():
+        close(kept[i], value)
+
+
+# ---------------------------------------------------------------------- what stays, and what travels
+
+
+def test_the_server_has_the_shared_part_alone() -> None:
+    model = seeded(dropout=0.0)
+    head = parameters(model.head).double()
+    fitted = run(model, algorithm=Scaffold(), personal=["head.*"], max_rounds=2)
+    assert len(fitted.fit_loop.state.x) == len(fitted.fit_loop.server["c"]) == BODY
+    assert torch.equal(parameters(model.head), head), "the module shows x^0's own part"
+    assert {len(own) for own in personal(fitted).values()} == {HEAD}
+    assert not any(torch.equal(own, head) for own in personal(fitted).values())
+
+
+def test_personal_parameters_are_in_no_bytes() -> None:
+    whole, part = (run(personal=names, max_rounds=2).fit_loop.state for names in ((), ("head.*",)))
+    for name in ("bytes_up", "bytes_down"):
+        assert getattr(part, name) * (BODY + HEAD) == getattr(whole, name) * BODY
+
+
+def test_no_personal_parameters_is_the_method_alone() -> None:
+    assert torch.equal(run(personal=[]).fit_loop.state.x, run().fit_loop.state.x)
+
+
+def test_one_client_trains_as_if_nothing_were_personal() -> None:
+    one = data((13,), batch_size=4)
+    fitted = run(datamodule=one, algorithm=FedPer(["head.*"]), clients_per_round=1)
+    whole = run(datamodule=one, algorithm=FedAvg(), clients_per_round=1).fit_loop.state.x
+    assert torch.equal(torch.cat([fitted.fit_loop.state.x, personal(fitted)[0]]), whole)
+
+
+def test_clients_that_are_not_drawn_keep_what_they_have() -> None:
+    fitted = run(algorithm=FedPer(["head.*"]), sampler=lambda seed, round: [[0, 1], [2, 3]][round], max_rounds=1)
+    first = personal(fitted)
+    fitted.max_rounds = 2
+    fitted.fit(fitted.lightning_module, data())
+    after = personal(fitted)
+    assert [torch.equal(first[i], after[i]) for i in (0, 1)] == [True, True]
+    assert set(after) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_resume_is_exact(where: str, tmp_path: Path) -> None:
+    options = {"client_states": where, "algorithm": Scaffold(), "personal": ["head.*"]}
+    options |= {"client_states_dir": tmp_path / "states"} if where == "disk" else {}
+    half = run(max_rounds=2, **options)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    other = Net(dropout=0.0)  # whose head is not that of x^0
+    rest = run(other, max_rounds=5, ckpt_path=tmp_path / "half.ckpt", **options)
+    straight = run(max_rounds=5, **{**options, "client_states": "memory", "client_states_dir": None})
+    assert same(rest.fit_loop.state.state_dict(), straight.fit_loop.state.state_dict())
+
+
+def test_a_checkpoint_of_other_personal_parameters_is_refused(tmp_path: Path) -> None:
+    run(personal=["head.weight"], max_rounds=1).save_checkpoint(tmp_path / "a.ckpt")
+    there = r"The checkpoint's personal is \['head.weight'\], this run's is "
+    for names, mine in ((["head.bias"], r"\['head.bias'\]"), ((), "None")):
+        with pytest.raises(FederatedError, match=there + mine):
+            run(personal=names, max_rounds=2, ckpt_path=tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"personal": ["head.weigth"]}, r"personal='head.weigth' fits no trained parameter.*'head.weight'"),
+        ({"personal": ["x*"]}, "fits no trained parameter and no buffer of Net. There are 'body.0.weight'"),
+        ({"personal": ["*"]}, "leaves no trained parameter of Net to be shared"),
+        ({"personal": "head.*"}, "personal must be a list of names"),
+        ({"personal": [3]}, "personal must be a list of names"),
+        ({"personal": ["head.*"], "algorithm": Mime()}, "do not go with Mime.*gradients at the server's model"),
+        ({"personal": ["head.*"], "algorithm": MimeLite()}, "do not go with MimeLite"),
+        ({"personal": ["head.*"], "algorithm": Scaffold("i")}, "do not go with Scaffold"),
+        ({"personal": ["head.*"], "algorithm": FedProx(0.1, adaptive=True)}, "watches the loss of the server's model"),
+        ({"personal": ["head.*"], "algorithm": ServerOnly(), "local_epochs": None}, "no local steps to train them in"),
+        ({"algorithm": FedBN()}, "FedBN keeps BatchNorm layers with the clients, and Net has none"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        run(**options)
+
+
+@pytest.mark.parametrize("cls", [FedPer, LGFedAvg])
+def test_methods_want_names(cls: type[FedPer]) -> None:
+    for names in ([], "head", [""]):
+        with pytest.raises(CoreError, match=f"{cls.__name__}.personal.* must be a list of names"):
+            cls(names)
+
+
+# ---------------------------------------------------------------------- own models
+
+
+def test_own_models_are_measured_beside_the_servers() -> None:
+    own = dict(enumerate(clients(SIZES)))
+    val = FederatedDataModule(clients=clients(SIZES), client_val=own, batch_size=4)
+    callbacks = [ClientAccuracy("val_loss", "min"), PersonalizedAccuracy("val_loss", "min", local_steps=1)]
+    model = seeded(dropout=0.0)
+    fitted = run(model, val, personal=["head.*"], callbacks=callbacks, max_rounds=2, local_epochs=3)
+    logged, table = fitted.callback_metrics, callbacks[0].own_table
+    assert float(logged["clients_own/val_loss/mean"]) == pytest.approx(sum(r["val_loss"] for r in table.values()) / 6)
+    assert float(logged["clients_own/val_loss/p10"]) < float(logged["clients_own/val_loss/p90"])
+    assert "personalized_own/val_loss/mean" in logged
+    heads = personal(fitted)
+    for i, dataset in own.items():
+        mine = copy.deepcopy(model)
+        if i in heads:
+            torch.nn.utils.vector_to_parameters(heads[i], mine.head.parameters())
+        loss = float(F.cross_entropy(mine.eval()(dataset.tensors[0].double()), dataset.tensors[1]).detach())
+        assert table[i]["val_loss"] == pytest.approx(loss, rel=1e-6)
+        assert (table[i] == callbacks[0].table[i]) == (i not in heads)
+
+
+# ---------------------------------------------------------------------- FedBN
+
+
+class Normalised(pl.LightningModule):
+    """A linear layer behind batch normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x.to(self.dtype)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+def by_hand(model: Normalised, own: list[TensorDataset], rounds: int, steps: int) -> list[Normalised]:
+    """Return every client's model after rounds of full-batch steps in which all but the norm is averaged."""
+    models = [copy.deepcopy(model) for _ in own]
+    for _ in range(rounds):
+        for mine, dataset in zip(models, own, strict=True):
+            for _ in range(steps):
+                mine.zero_grad()
+                mine.training_step(dataset.tensors, 0).backward()
+                with torch.no_grad():
+                    for p in mine.parameters():
+                        p -= 0.3 * p.grad
+        share = [len(dataset) / sum(map(len, own)) for dataset in own]
+        for name in ("weight", "bias"):
+            mean = sum(w * getattr(m.out, name).data for w, m in zip(share, models, strict=True))
+            for mine in models:
+                getattr(mine.out, name).data.copy_(mean)
+    return models
+
+
+def test_fedbn_keeps_scales_shifts_and_statistics_with_the_client() -> None:
+    own = [TensorDataset(x * (1 + i), y) for i, (x, y) in enumerate(d.tensors for d in clients((8, 12, 5)))]
+    model = seeded(Normalised)
+    expected = by_hand(copy.deepcopy(model).double().train(), own, rounds=3, steps=2)
+    before = {name: value.double() for name, value in model.norm.state_dict().items()}
+    measure = ClientAccuracy("val_loss", "min")
+    val = FederatedDataModule(clients=own, client_val=dict(enumerate(own)), batch_size=12)
+    options = {"algorithm": FedBN(), "callbacks": [measure], "clients_per_round": 3, "local_epochs": 2}
+    fitted = run(model, val, **options)
+    close(parameters(model.out), parameters(expected[0].out))
+    assert same({k: v.double() for k, v in model.norm.state_dict().items()}, before), "the server's norm is that of x^0"
+    states = fitted.fit_loop.state.clients.state_dict()
+    for i, mine in enumerate(expected):
+        close(states[i]["personal.parameters"], parameters(mine.norm))
+        for name, value in mine.norm.named_buffers():
+            close(states[i][f"buffer.norm.{name}"].double(), value.double())
+        mine.eval()
+        loss = F.cross_entropy(mine(own[i].tensors[0]), own[i].tensors[1]).detach()
+        assert measure.own_table[i]["val_loss"] == pytest.approx(float(loss), rel=1e-6)
+    plain = run(seeded(Normalised), val, **{**options, "algorithm": FedAvg(), "callbacks": []}).fit_loop.state
+    x = fitted.fit_loop.state
+    assert x.bytes_up < plain.bytes_up - 3 * 3 * 12 * 8, "neither parameters nor statistics of the norm are sent"
+    with pytest.raises(FederatedError, match="clients keep buffers of their own, such as 'norm.num_batches_tracked'"):
+        run(seeded(Normalised), val, **{**options, "callbacks": []}, engine="vectorized")
