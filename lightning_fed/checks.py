@@ -197,6 +197,11 @@ def check_trainer(trainer: pl.Trainer) -> None:
 def _check_second_gradients(trainer: pl.Trainer) -> None:
     """Refuse what leaves open which gradient is meant, or on which batch, where a method makes one out of another."""
     algorithm = trainer.fit_loop.settings.algorithm
+    if algorithm.steps_per_batch > 1 and trainer.accumulate_grad_batches != 1:
+        raise FederatedError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} does not go with {algorithm!r}, which takes"
+            f" {algorithm.steps_per_batch} steps on every batch. Raise batch_size instead."
+        )
     if not looks_ahead(algorithm):
         return
     found = None

@@ -203,6 +203,7 @@ class FederatedOptimizer(Optimizer):
         return (
             overrides(algorithm, "correct")
             or overrides(algorithm, "advance")
+            or algorithm.trains != "all"
             or self.clip is not None
             or self.tracks(algorithm)
             or (self.needs_path(algorithm) and 0 in rates)  # the path is a mean of directions there
@@ -247,13 +248,17 @@ class FederatedOptimizer(Optimizer):
 
     @torch.no_grad()
     def _inject(self, work: LocalWork) -> None:
-        correct, advance = work.algorithm.correct, work.algorithm.advance
+        algorithm = work.algorithm
+        correct, advance = algorithm.correct, algorithm.advance
         shared = self.flat.num_shared
         grads: Iterable[Tensor] = map(_with_decay, self.flat.params, self._decay)
         if work.second_gradient is not None:
             grads = list(grads)
             self._look_ahead(work, work.second_gradient, grads[:shared])
         for i, (p, g, rate) in enumerate(zip(self.flat.params, grads, self.rates, strict=True)):
+            if (i < shared and algorithm.trains == "personal") or (i >= shared and algorithm.trains == "shared"):
+                p.grad = None
+                continue
             if i >= shared:  # personal parameters are of no concern to the method
                 p.grad = g
                 continue
@@ -283,7 +288,8 @@ class FederatedOptimizer(Optimizer):
         assert work.still is not None
         paths, stills = self.flat.layout.views(work.path), self.flat.layout.views(work.still)
         for p, rate, path, still in zip(self.flat.params, rates, paths, stills, strict=False):
-            assert p.grad is not None
+            if p.grad is None:  # it does not move
+                continue
             if rate == 0:
                 still.add_(p.grad)
             elif self._tracks:

@@ -179,5 +179,5 @@ def test_costs_are_the_real_ones(row: list[str]) -> None:
 def test_every_method_has_its_cost() -> None:
     written = {row[0].strip("`").split("(")[0] for row in costs()}
     methods = {n for n in algorithms.__all__ if issubclass(getattr(algorithms, n), algorithms.Algorithm)}
-    of_a_part = {"FedBN", "FedPer", "LGFedAvg"}  # FedAvg's, of the part of the model that is shared
+    of_a_part = {"FedBN", "FedPer", "FedRep", "LGFedAvg"}  # FedAvg's, of the part of the model that is shared
     assert written == methods - {"Algorithm", *of_a_part}

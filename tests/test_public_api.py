@@ -19,9 +19,9 @@ FACE = {
     ],
     "lightning_fed.algorithms": [
         "Algorithm", "FedAvg", "FedProx", "FedDane", "Scaffold", "Mime", "MimeLite", "CMime", "MimeMVR", "FedCM",
-        "FedACG", "FedBN", "FedDyn", "FedExP", "FedNova", "FedPer", "FedProxVR", "FedSAM", "FedSpeed", "LGFedAvg",
-        "MoFedSAM", "Scaffnew", "ScaffoldM", "ServerOnly",
-        "SGD", "SGDm", "RMSProp", "Adam", "Adagrad", "Yogi",
+        "APFL", "Ditto", "FedACG", "FedBN", "FedDyn", "FedExP", "FedNova", "FedPer", "FedProxVR", "FedRep", "FedSAM",
+        "FedSpeed", "LGFedAvg", "MoFedSAM", "PFedMe", "Scaffnew", "ScaffoldM", "ServerOnly", "SGD", "SGDm", "RMSProp",
+        "Adam", "Adagrad", "Yogi",
     ],
     "lightning_fed.server": ["FedAvgM", "FedAdam", "FedAdagrad", "FedYogi"],
     "lightning_fed.data": ["ByKey", "Dirichlet", "FederatedDataModule", "FederatedDataset", "Iid", "Shards"],

@@ -1,6 +1,8 @@
 """Federated methods, each the formula of its paper in one file, and the base optimizers that Mime can mimic."""
 
+from lightning_fed.algorithms.apfl import APFL
 from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.algorithms.ditto import Ditto
 from lightning_fed.algorithms.fedacg import FedACG
 from lightning_fed.algorithms.fedavg import FedAvg
 from lightning_fed.algorithms.fedbn import FedBN
@@ -12,10 +14,12 @@ from lightning_fed.algorithms.fednova import FedNova
 from lightning_fed.algorithms.fedper import FedPer, LGFedAvg
 from lightning_fed.algorithms.fedprox import FedProx
 from lightning_fed.algorithms.fedproxvr import FedProxVR
+from lightning_fed.algorithms.fedrep import FedRep
 from lightning_fed.algorithms.fedsam import FedSAM, MoFedSAM
 from lightning_fed.algorithms.fedspeed import FedSpeed
 from lightning_fed.algorithms.mime import CMime, Mime, MimeLite
 from lightning_fed.algorithms.mime_mvr import MimeMVR
+from lightning_fed.algorithms.pfedme import PFedMe
 from lightning_fed.algorithms.scaffnew import Scaffnew
 from lightning_fed.algorithms.scaffold import Scaffold
 from lightning_fed.algorithms.scaffold_m import ScaffoldM
@@ -23,12 +27,14 @@ from lightning_fed.algorithms.server_only import ServerOnly
 from lightning_fed.core.base_optimizers import SGD, Adagrad, Adam, BaseOptimizer, RMSProp, SGDm, Yogi
 
 __all__ = [
+    "APFL",
     "SGD",
     "Adagrad",
     "Adam",
     "Algorithm",
     "BaseOptimizer",
     "CMime",
+    "Ditto",
     "FedACG",
     "FedAvg",
     "FedBN",
@@ -40,6 +46,7 @@ __all__ = [
     "FedPer",
     "FedProx",
     "FedProxVR",
+    "FedRep",
     "FedSAM",
     "FedSpeed",
     "LGFedAvg",
@@ -47,6 +54,7 @@ __all__ = [
     "MimeLite",
     "MimeMVR",
     "MoFedSAM",
+    "PFedMe",
     "RMSProp",
     "SGDm",
     "Scaffnew",

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -77,6 +77,25 @@ class Algorithm:
 
     uses_solver_state: bool = False
     """Whether the method mimics the user's own optimizer through :meth:`solver_state`."""
+
+    init_client_at_start: bool = False
+    """Whether ``init_client`` is given x^0 whenever a client comes for the first time, not the x of that round."""
+
+    steps_per_batch: int = 1
+    """Local steps on every batch, one after the other."""
+
+    own_solve: "Algorithm | None" = None
+    """A local solve that every client does before its work, by hooks of its own: it has the server's state and the
+    client's, sends nothing, and what its ``finish`` keeps is among the client's state when the work begins."""
+
+    own_epochs: int | None = None
+    """Of an own solve: its passes over the client's data; None for as much as the client's work in the round."""
+
+    own_batches: bool = False
+    """Of an own solve: whether its batches and random layers are drawn apart from those of the client's work."""
+
+    trains: Literal["all", "shared", "personal"] = "all"
+    """Which parameters local steps move; the others stay where they are."""
 
     def personal_names(self, module: nn.Module) -> Sequence[str]:
         """Return patterns of the names of parameters and buffers that stay with each client, such as ``"head.*"``.

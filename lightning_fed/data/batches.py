@@ -62,6 +62,10 @@ class ClientBatches(ABC):
         """Yield the batches of :meth:`full` without augmentation, for a pass that measures and does not train."""
         return self.full(generator)
 
+    def for_own_solve(self) -> "ClientBatches":
+        """Return the batches on which the client trains a model of its own, where the method has it do so."""
+        return self
+
 
 class _IndexedBatches(ClientBatches):
     """Batches cut from an order of the examples 0, ..., n_i - 1."""

@@ -81,6 +81,7 @@ def check_facts(mine: Mapping[str, str], servers: Mapping[str, str], client: obj
 def _personal(settings: Settings, module: pl.LightningModule) -> list[str]:
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     names, _ = personal_names(settings, module, trained, buffer_owners(module))
+    names = frozenset(trained) if settings.algorithm.init_client_at_start else names
     return [f"{name} {_digest(trained[name])}" for name in sorted(names)]
 
 

@@ -155,7 +155,7 @@ class RemoteClients(ClientWork):
         for client_id, count in drawn.items():
             known = self._announced[client_id]
             if known.size:
-                batches = limited(known.batches, trainer.limit_train_batches)
+                batches = limited(known.batches, trainer.limit_train_batches) * self.algorithm.steps_per_batch
                 steps = self.settings.steps(batches, trainer.accumulate_grad_batches)
                 index = self.plans.population.index_of(client_id)
                 members.append(Participant(client_id, index, known.size, count, steps))

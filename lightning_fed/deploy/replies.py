@@ -60,6 +60,7 @@ def reply_to(
         "report": None if report is None else {name: getattr(report, name) for name in _REPORT},
         "metrics": {} if report is None else {name: float(value) for name, value in report.metrics.items()},
         "examples": reply.examples[0] if reply.examples else 0,
+        "own_examples": reply.own_examples[0] if reply.own_examples else 0,
         "loss": reply.loss,
         "loss_examples": reply.loss_examples,
         "implied": list(reply.implied),
@@ -107,6 +108,7 @@ def reply_of(message: Message, index: int, task: Task, algorithm: Algorithm) -> 
             implied=tuple(map(str, header["implied"])),
             server_read=frozenset(map(str, header["server_read"])) & task.server.keys(),
             cohort_grad_read=frozenset(map(str, header["cohort_grad_read"])) & task.cohort_grad.keys(),
+            own_examples=(int(header["own_examples"]),),
             message_bytes=None if header["message_bytes"] is None else int(header["message_bytes"]),
         )
         report, examples = _report(client, header) if task.phase == TRAIN else None, int(header["examples"])

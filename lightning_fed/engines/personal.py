@@ -56,6 +56,7 @@ def _check_method(algorithm: Algorithm) -> None:
     reasons = {
         "gives clients no local steps to train them in": not algorithm.local_work,
         "takes clients' gradients at the server's model": bool(algorithm.full_grad_at or algorithm.anchor_at),
+        "gives every client a whole model of its own": algorithm.init_client_at_start,
         "watches the loss of the server's model": algorithm.population_loss,
     }
     for reason, holds in reasons.items():

@@ -100,13 +100,18 @@ class ChunkReplies:
         self.compressor, self.round = compressor, round
 
     def each(
-        self, reply: Callable[..., Reply], examples: Sequence[int], failed: Mapping[int, ClientError]
+        self,
+        reply: Callable[..., Reply],
+        examples: Sequence[int],
+        own_examples: Sequence[int],
+        failed: Mapping[int, ClientError],
     ) -> Iterator[Reply]:
         """Yield one reply of all clients, or one of each client where messages are compressed.
 
         Args:
             reply: Makes a reply of clients, given what it says beside the task.
             examples: How many examples each went through, in the order of the rows.
+            own_examples: How many in an own solve, if there was one.
             failed: Those that failed, by stored index: clients of some rows, and others.
         """
         result, reports = self.result, self.result.reports
@@ -125,6 +130,7 @@ class ChunkReplies:
                 changes=result.delta,
                 buffers=self._sent_buffers(result.buffers),
                 examples=examples,
+                own_examples=own_examples,
                 failed=failed,
             )
             return
@@ -139,6 +145,7 @@ class ChunkReplies:
                 changes=result.delta[row : row + 1],
                 buffers=self._sent_buffers(result.buffers[row : row + 1]),
                 examples=[examples[row]],
+                own_examples=own_examples[row : row + 1],
                 message_bytes=size,
                 failed=failed if is_first else {},
             )

@@ -18,6 +18,7 @@ from lightning_fed.rounds.chunks import ChunkReplies, SoundClients
 from lightning_fed.rounds.client_gradients import ClientGradients
 from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
+from lightning_fed.rounds.own_solve import OwnSolve
 from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.client_state import ClientStates
 from lightning_fed.settings import Settings
@@ -46,11 +47,14 @@ class ClientWork:
         engine: Runs clients.
         plans: Plans their work from their data.
         settings: How rounds are run.
+        own_solve: Runs the method's own solve, if it has one.
     """
 
-    def __init__(self, engine: Engine, plans: LocalPlans, settings: Settings) -> None:
+    def __init__(
+        self, engine: Engine, plans: LocalPlans, settings: Settings, own_solve: OwnSolve | None = None
+    ) -> None:
         self.engine, self.plans, self.settings = engine, plans, settings
-        self.algorithm, self.trainer = engine.algorithm, engine.trainer
+        self.algorithm, self.trainer, self._own_solve = engine.algorithm, engine.trainer, own_solve
         self._round: RoundPlans | None = None
         self._training: list[int] = []  # the clients that are to train, by stored index
         self._gradients = ClientGradients(engine)
@@ -94,7 +98,10 @@ class ClientWork:
         self._gradients, self._result = ClientGradients(self.engine, len(members)), None
         self._hears = {hook: hears(self.trainer, hook) for hook in ("on_client_start", "on_client_end")}
         plans = self._plans_of(round)
-        self.engine.begin_round([plans.of(member.index, member.steps) for member in members])
+        work = [plans.of(member.index, member.steps) for member in members]
+        self.engine.begin_round(work)
+        if self._own_solve is not None:
+            self._own_solve.begin_round(work)
 
     def end(self) -> None:
         """Let go of the round and of its data: the next round's need not lie beside them."""
@@ -221,10 +228,12 @@ class ClientWork:
             self._stop_at(error)
         self._result = result
         work = {plan.participant.index: plan for plan in plans}
-        examples = [_examples(work[who.index]) for who in result.participants]
+        ordered = [work[who.index] for who in result.participants]
+        examples = [_examples(plan) for plan in ordered]
+        own_examples = [] if self._own_solve is None else self._own_solve.examples(ordered)
         chunk = ChunkReplies(engine, result, states, self._before, self.settings.compression, task.round)
         norms = self._gradients.norms_of(work, taken_anew=True) if self.algorithm.full_grad_at else {}
-        yield from chunk.each(partial(self._reply, task, norms=norms), examples, failed)
+        yield from chunk.each(partial(self._reply, task, norms=norms), examples, own_examples, failed)
 
     def _run(self, task: Task, states: ClientStates, plans: Sequence[WorkPlan]) -> ChunkResult:
         """Hand out what the clients of a chunk keep, and train them.
@@ -241,16 +250,23 @@ class ClientWork:
         buffers = each[0].buffers if engine.buffers.kept else {}  # engines that run several refuse these
         engine.buffers.write({**task.buffers, **buffers})
         solvers = [state.solver for state in each] if engine.keeps_solver else [{}] * len(plans)
-        own = [state.own for state in each] if together is None else together
+        own: Sequence[State] = [state.own for state in each] if together is None else together
+        inputs, failed = self._inputs_of(task), dict[int, ClientError]()
+        if self._own_solve is not None:
+            own, failed = self._own_solve.run(inputs, plans, own)
+            engine.buffers.write({**task.buffers, **buffers})
         self._before = indices, own
-        inputs = self._inputs_of(task)
         if self.algorithm.full_grad_at:
             inputs = replace(inputs, full_grad=self._gradients.of_workers(inputs, plans))
-        return engine.run(inputs, plans, own, solvers)
+        result = engine.run(inputs, plans, own, solvers)
+        faults = {row: failed[who.index] for row, who in enumerate(result.participants) if who.index in failed}
+        return replace(result, faults={**result.faults, **faults}) if faults else result
 
     def end_training(self) -> None:
         """Finish what is done once for all clients that were trained here in this round."""
         self.engine.end_round()
+        if self._own_solve is not None:
+            self._own_solve.engine.end_round()
 
     def call_end_hooks(self, clients: Sequence[ClientId]) -> None:
         """Let callbacks hear of clients of the last reply that are done.

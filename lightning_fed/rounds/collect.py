@@ -104,6 +104,7 @@ class CollectedMessages:
         drift: The spread of the clients' changes.
         mean_buffers: The mean of the buffers that clients ended with.
         examples: The examples that clients went through in their local epochs.
+        own_examples: Those of their own solves.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class CollectedMessages:
         self.rule = algorithm.reduces.get("delta", "examples")
         self.drift, self.mean_buffers = Drift(), BufferMean()
         self.examples: int = 0
+        self.own_examples: int = 0
         self.reports: dict[ClientId, ClientReport] = {}
         self.is_spoiled = False
 
@@ -149,6 +151,7 @@ class CollectedMessages:
                 continue
             self.reports[report.client_id] = report
             self.examples += reply.examples[row]
+            self.own_examples += sum(reply.own_examples[row : row + 1])
             counted.append(report.client_id)
         return counted
 
@@ -230,7 +233,7 @@ class CollectedMessages:
             "moved_buffers": self.moved_buffers,
             "drift": self.drift.weight,
             "traffic": self.traffic,
-            "examples": self.examples,
+            "examples": (self.examples, self.own_examples),
             "reports": self.reports,
             "is_spoiled": self.is_spoiled,
         }
@@ -255,7 +258,7 @@ class CollectedMessages:
         self.mean_buffers = BufferMean.merged(outline["buffers"] for outline in outlines)
         self.moved_buffers = {name for outline in outlines for name in outline["moved_buffers"]}
         self.traffic.merge(outline["traffic"] for i, outline in enumerate(outlines) if i != ranks.rank)
-        self.examples = sum(outline["examples"] for outline in outlines)
+        self.examples, self.own_examples = (sum(outline["examples"][i] for outline in outlines) for i in range(2))
 
     def report(
         self, gradient_members: Collection[Participant], dropped: Sequence[ClientId], facts: Mapping[str, Any]
@@ -290,7 +293,7 @@ class CollectedMessages:
         sizes = {member.index: member.size for member in takers}
         per_batch = 1 if self.algorithm.anchor_at is None and not looks_ahead(self.algorithm) else 2
         full: int = len(self.algorithm.full_grad_at) * sum(sizes.values())
-        return per_batch * self.examples + full
+        return per_batch * self.examples + self.own_examples + full
 
 
 def _travelled(reply: Reply, row: int) -> State:

@@ -8,6 +8,7 @@ from lightning_fed._lightning import pl
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches import ClientBatches
+from lightning_fed.data.repeated_batches import RepeatedBatches
 from lightning_fed.engines.base import WorkPlan
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.server.aggregation import Participant
@@ -73,7 +74,7 @@ class RoundPlans:
     def __init__(self, plans: LocalPlans, round: int) -> None:
         self.round, self.settings, self.population = round, plans.settings, plans.population
         self._accumulated = plans.trainer.accumulate_grad_batches
-        self._limit = plans.trainer.limit_train_batches
+        self._limit, self._repeats = plans.trainer.limit_train_batches, plans.settings.algorithm.steps_per_batch
         self._batches_of: Callable[[ClientId], ClientBatches] = plans.trainer.datamodule.batches_of()
         self._built: dict[ClientId, tuple[ClientBatches, int]] = {}  # data, and number of batches
         self._work: dict[int, tuple[int, tuple[int, ...]]] = {}  # steps and batches by the length of an epoch
@@ -115,7 +116,7 @@ class RoundPlans:
                 rank_zero_warn(f"Client {client_id!r} is empty: it is left out of round {self.round}.")
             return None
         if length not in self._work:
-            num_batches = limited(length, self._limit)
+            num_batches = limited(length, self._limit) * self._repeats
             steps = self.settings.steps(num_batches, self._accumulated)
             self._work[length] = steps, cut(steps, num_batches, self._accumulated)
         steps, epochs = self._work[length]
@@ -142,7 +143,8 @@ class RoundPlans:
         """Return a client's data, and its number of batches; what a module refuses by name is refused here too."""
         try:
             batches = self._batches_of(client_id)
-            return batches, batches.num_batches() if batches.size else 0
+            length = batches.num_batches() if batches.size else 0
+            return batches if self._repeats == 1 else RepeatedBatches(batches, self._repeats), length
         except Exception as error:
             if isinstance(error, FederatedError) and not isinstance(error, ClientError):
                 raise

@@ -62,6 +62,7 @@ class Reply:
         buffers: The module's buffers after each client's work; none where no client changes any.
         norms: Norms of the clients' own full-batch gradients, by point and stored index.
         examples: The examples that each went through in its local epochs.
+        own_examples: Those that each went through before, in an own solve.
         loss: The sum of the loss over :attr:`loss_examples` examples of all these clients.
         loss_examples: How many these are.
         implied: The names of messages that need not travel: the server works them out where they are left out.
@@ -82,6 +83,7 @@ class Reply:
     buffers: Sequence[State] = ()
     norms: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     examples: Sequence[int] = ()
+    own_examples: Sequence[int] = ()
     loss: float = 0.0
     loss_examples: int = 0
     implied: tuple[str, ...] = ()

@@ -107,6 +107,7 @@ class ClientsOutsideFit:
         work: ClientWork = loop.clients
         self._buffers: State = loop.prepared.buffers.read()
         self._personal: Vector = loop.prepared.flat.personal.clone()  # of a new client
+        self._start: Vector = loop.prepared.flat.y.clone()  # x^0, if the module here began as the server's
         self._here = {loop.population.index_of(client_id) for client_id in work.plans.clients}
         return work
 
@@ -145,7 +146,8 @@ class ClientsOutsideFit:
 
         def new() -> State:
             own = {PERSONAL: self._personal} if self._personal.numel() else {}
-            return {**algorithm.init_client(task.x), **own}
+            x = self._start if algorithm.init_client_at_start else task.x
+            return {**algorithm.init_client(x), **own}
 
         kept = {name: prepared.buffers.server[name] for name in prepared.buffers.kept}
         ids, num_parameters = self._loop.population.ids, len(prepared.flat.params)

@@ -18,6 +18,7 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.method_checks import check_method
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.local_plans import LocalPlans
+from lightning_fed.rounds.own_solve import OwnSolve, prepared_for_own_solve
 from lightning_fed.server.population import Population
 from lightning_fed.server.sampling import check_count
 
@@ -84,4 +85,8 @@ def prepare_clients(
     settings = prepared.settings
     plans = LocalPlans(prepared.trainer, settings, population, clients)
     check_lstm(prepared.trainer, prepared.flat, plans.some())
-    return ClientWork(make_engine(engine, settings.chunk_size, prepared, plans.some), plans, settings)
+    main, own_solve = make_engine(engine, settings.chunk_size, prepared, plans.some), None
+    if prepared.algorithm.own_solve is not None:
+        other = prepared_for_own_solve(prepared)
+        own_solve = OwnSolve(make_engine(engine, settings.chunk_size, other, plans.some), settings)
+    return ClientWork(main, plans, settings, own_solve)

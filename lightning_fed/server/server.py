@@ -79,6 +79,7 @@ class Server:
         self.step = ServerStep(build_optimizer, x, layout, build_scheduler)
         self.state: State = algorithm.init_server(self.x.clone())
         self.clients: ClientStore = MemoryClientStore()
+        self.start = self.x.clone() if algorithm.init_client_at_start else x[:0]  # x^0, where new clients need it
         self.personal = x[:0]  # the personal parameters [Q] of a new client
         self.buffers: State = {}
         self.kept_buffers: frozenset[str] = frozenset()  # those that clients keep
@@ -111,7 +112,8 @@ class Server:
     def new_client(self) -> State:
         """Return what a client has that has not taken part yet."""
         own = {PERSONAL: self.personal} if self.personal.numel() else {}
-        return {**self.algorithm.init_client(self.x), **own}
+        x = self.start if self.algorithm.init_client_at_start else self.x
+        return {**self.algorithm.init_client(x), **own}
 
     @property
     def expected_state(self) -> ExpectedState:
@@ -205,6 +207,7 @@ class Server:
             "client_states": self.clients.state_dict() if client_states is None else client_states,
             "buffers": dict(self.buffers),
             "personal": self.personal,
+            "start": self.start,
             "moved_buffers": sorted(self.moved_buffers),
             "seen": self._seen.indices(),
             "bytes": [self.bytes_up, self.bytes_down],
@@ -254,6 +257,7 @@ class Server:
         self.clients.load_state_dict(saved["client_states"], device, is_mine)
         self.buffers = {name: value.to(device) for name, value in saved["buffers"].items()}
         self.personal = saved.get("personal", self.personal).to(device)
+        self.start = saved.get("start", self.start).to(device)
         self.moved_buffers = {name for name in saved["moved_buffers"] if name in self.buffers}
         self._seen = Seen(len(self.ids))
         self._seen.add(saved["seen"].tolist())

@@ -10,17 +10,21 @@ import torch
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.algorithms import (
+    APFL,
     Adam,
     Algorithm,
     CMime,
+    Ditto,
     FedAvg,
     FedCM,
     FedDane,
     FedDyn,
     FedProx,
+    FedRep,
     Mime,
     MimeLite,
     MimeMVR,
+    PFedMe,
     Scaffold,
     ServerOnly,
     SGDm,
@@ -47,6 +51,10 @@ METHODS: dict[str, Callable[[], Algorithm]] = {
     "MimeMVR": partial(MimeMVR, a=0.1),
     "FedCM": partial(FedCM, alpha=0.1),
     "FedDyn": partial(FedDyn, alpha=0.1),
+    "FedRep": partial(FedRep, ["net.3.*"], head_epochs=1),
+    "Ditto": partial(Ditto, 0.5, batches="own"),
+    "APFL": partial(APFL, 0.5),
+    "pFedMe": partial(PFedMe, 2.0, inner_steps=2),
 }
 
 

@@ -89,7 +89,23 @@ class Case:
 
     def batches(self, round: int, client: int) -> list[list[int]]:
         """Return the row numbers of each local minibatch of a client in a round, in order."""
+        return self._all_batches(round, client)[self._head_steps(round, client) :]
+
+    def _all_batches(self, round: int, client: int) -> list[list[int]]:
         return [rows for padded in self.arrays["batch_idx"][round, client] if (rows := _unpad(padded))]
+
+    def own_batches(self, round: int, client: int) -> list[list[int]] | None:
+        """Return those of the client's own solve before its work, where the case has one."""
+        if "personal_batch_idx" in self.arrays:
+            return [rows for padded in self.arrays["personal_batch_idx"][round, client] if (rows := _unpad(padded))]
+        return self._all_batches(round, client)[: self._head_steps(round, client)] if self._has_head_steps else None
+
+    @property
+    def _has_head_steps(self) -> bool:
+        return "personal_steps" in self.arrays
+
+    def _head_steps(self, round: int, client: int) -> int:
+        return int(self.arrays["personal_steps"][round, client]) if self._has_head_steps else 0
 
     def initial(self) -> dict[str, Tensor]:
         """Return the initial parameters by name."""

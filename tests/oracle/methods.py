@@ -66,6 +66,7 @@ class Method:
             server's) or "shown" (the parameters that are validated), and under which name.
         renamed: The class's names of options that have others in the format.
         is_shown: Whether a case expects the parameters that are shown, which are not the run's x.
+        own: What of a client's state a case expects as its own model; by default the model itself.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Method:
     states: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     is_shown: bool = False
+    own: str = ""
 
 
 _OF_SERVER = {"m": ("server", "m"), "v": ("server", "v")}
@@ -163,6 +165,22 @@ METHODS = {
     "lg_fedavg": Method(
         "LGFedAvg", ("shared",), ("weighting", "personal_lr"), ("shared",), renamed={"shared": "personal"}
     ),
+    "fedrep": Method("FedRep", ("shared",), ("weighting", "personal_lr"), ("shared",), renamed={"shared": "personal"}),
+    "ditto": Method(
+        "Ditto",
+        ("lam", "personal_lr"),
+        ("weighting", "server_lr"),
+        ("lam", "personal_lr"),
+        renamed={"personal_lr": "personal_rate"},
+    ),
+    "pfedme": Method(
+        "PFedMe",
+        ("lam", "personal_lr", "inner_steps"),
+        ("beta", "weight_decay", "weighting"),
+        ("lam", "personal_lr", "inner_steps"),
+        renamed={"personal_lr": "personal_rate"},
+    ),
+    "apfl": Method("APFL", ("alpha",), ("weighting",), ("alpha",), own="v", states={"mixed": ("own", "")}),
     "feddyn": Method(
         "FedDyn", ("alpha",), ("alpha_scaling",), ("alpha", "alpha_scaling"), states={"dual": ("clients", "d_i")}
     ),
@@ -180,12 +198,14 @@ class Setup:
         arguments: The other arguments of the trainer that depend on the method.
         states: Where the states that the case stores are found; see :class:`Method`.
         is_shown: Whether the case expects the parameters that are shown.
+        own: What of a client's state it expects as its own model; see :class:`Method`.
     """
 
     algorithm: Callable[[], Any]
     arguments: dict[str, Any]
     states: Mapping[str, tuple[str, str]]
     is_shown: bool
+    own: str = ""
 
 
 def takes_full_batches(algorithm: str, hp: Mapping[str, Any]) -> bool:
@@ -217,6 +237,10 @@ def translate(case: Case) -> Setup:
     options = {name: case.hp[name] for name in method.options if name in case.hp}
     if "shared" in options:  # the package asks for the others
         options["shared"] = [f"*{name}" for name in case.initial() if name not in options["shared"]]
+    if case.algorithm == "fedrep":
+        options["head_epochs"] = 1  # all minibatches are one epoch here
+    if case.algorithm in ("ditto", "pfedme"):  # which take it as a multiple of the local rate
+        options["personal_lr"] /= case.hp["client_lr"]
     if options.get("pseudo_grad", "raw") not in ("raw", "normalized"):
         raise CaseError(f"{case.id}: unknown pseudo_grad {options['pseudo_grad']!r}; known are 'raw', 'normalized'.")
     if options.get("adaptive") is not None:
@@ -228,6 +252,8 @@ def translate(case: Case) -> Setup:
     if "base" in case.hp:
         check_base(case.id, case.hp["base"])
     server_base = case.hp["base"] if method.base == "server" else {"name": "sgd"}
+    if "beta" in case.hp and case.algorithm == "pfedme":  # the server's rate
+        arguments["server_optimizer"] = server_optimizer(server_base, case.hp["beta"])
     if server_base["name"] != "sgd" or "server_lr" in case.hp:
         arguments["server_optimizer"] = server_optimizer(server_base, case.hp.get("server_lr", 1.0))
     states = {name: place for name, place in method.states.items() if name in case.states()}
@@ -235,7 +261,7 @@ def translate(case: Case) -> Setup:
     options = {method.renamed.get(name, name): value for name, value in options.items()}
     if method.base == "method":
         return Setup(lambda: algorithm(base=base_optimizer(case.hp["base"]), **options), arguments, states, False)
-    return Setup(lambda: algorithm(**options), arguments, states, method.is_shown)
+    return Setup(lambda: algorithm(**options), arguments, states, method.is_shown, method.own)
 
 
 def built(module: Any, name: str) -> Any:

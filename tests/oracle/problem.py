@@ -29,6 +29,7 @@ class OracleModule(pl.LightningModule):
         super().__init__()
         self.hp = case.hp
         self.loss_l2, self.weight_decay = (0.0, case.l2) if decay_in_optimizer else (case.l2, 0.0)
+        self.weight_decay += case.hp.get("weight_decay", 0.0)  # of pFedMe's inner steps
 
     def loss(self, batch: Any) -> Tensor:
         """Return the mean loss of a batch without the l2 term."""
@@ -105,10 +106,17 @@ class OracleBatches(ClientBatches):
         rows: All rows of the client, as the tensors of one batch.
         batches: The row numbers of every local minibatch.
         uneven_chunks: Whether full passes come in batches of 1, 2, 3, ... rows instead of in one piece.
+        own: The row numbers of every minibatch of the own solve, if there is one.
     """
 
-    def __init__(self, rows: tuple[Tensor, Tensor], batches: list[list[int]], uneven_chunks: bool) -> None:
-        self.size = len(rows[0])
+    def __init__(
+        self,
+        rows: tuple[Tensor, Tensor],
+        batches: list[list[int]],
+        uneven_chunks: bool,
+        own: list[list[int]] | None = None,
+    ) -> None:
+        self.size, self._own = len(rows[0]), own
         self._rows, self._batches, self._uneven_chunks = rows, batches, uneven_chunks
 
     def num_batches(self) -> int:
@@ -127,6 +135,11 @@ class OracleBatches(ClientBatches):
             rows = list(range(start, min(start + length, self.size)))
             yield self._take(rows), len(rows)
             start, length = start + length, length + 1
+
+    def for_own_solve(self) -> "OracleBatches":
+        """Return the minibatches of the own solve."""
+        assert self._own is not None
+        return OracleBatches(self._rows, self._own, self._uneven_chunks)
 
     def _take(self, rows: list[int]) -> tuple[Tensor, ...]:
         return tuple(tensor[rows] for tensor in self._rows)
@@ -155,8 +168,9 @@ class OracleData(FederatedDataModule):
 
     def client_batches(self, client_id: int) -> OracleBatches:
         """Return a client with its minibatches of the current round."""
-        batches = self.case.batches(self._round(), client_id)
-        return OracleBatches(self.case.rows(client_id), batches, self.uneven_chunks)
+        place = self._round(), client_id
+        own = self.case.own_batches(*place)
+        return OracleBatches(self.case.rows(client_id), self.case.batches(*place), self.uneven_chunks, own)
 
     def _round(self) -> int:
         assert self.trainer is not None

@@ -24,7 +24,7 @@ class Recorder(FederatedCallback):
     """
 
     def __init__(self, setup: Setup) -> None:
-        self.places, self.is_shown = setup.states, setup.is_shown
+        self.places, self.is_shown, self.own = setup.states, setup.is_shown, setup.own
         self.parameters: dict[int, Tensor] = {}
         self.personal: dict[int, Tensor] = {}
         self.states: dict[int, dict[str, Tensor]] = {}
@@ -35,9 +35,12 @@ class Recorder(FederatedCallback):
         flat = shown if self.is_shown else trainer.fit_loop.state.x
         if trainer.fit_loop.settings.has_own_models:
             flat = torch.nn.utils.parameters_to_vector(pl_module.parameters())  # x^0's where there is no shared part
-            self.personal[round_report.round] = own_models(trainer, pl_module)
+            models = own_models(trainer, pl_module)
+            self.personal[round_report.round] = read_state(trainer, "clients", self.own) if self.own else models
         self.parameters[round_report.round] = flat.detach().clone()
-        states = {name: read_state(trainer, *place) for name, place in self.places.items()}
+        states = {
+            name: models if place[0] == "own" else read_state(trainer, *place) for name, place in self.places.items()
+        }
         server = {f"server {name}": value for name, value in trainer.fit_loop.server.items()}
         self.states[round_report.round] = {k: v.detach().clone() for k, v in {**server, **states}.items()}
 
@@ -60,8 +63,10 @@ def read_state(trainer: Any, where: str, name: str) -> Tensor:
     if where == "server":
         return trainer.fit_loop.server[name]
     if where == "clients":
-        kept = (state.clients.get(i) for i in range(trainer.datamodule.num_clients))
-        return torch.stack([torch.zeros_like(state.x) if c is None else c[name] for c in kept])
+        count = trainer.datamodule.num_clients
+        own = {i: state.client_state(i)[name] for i in range(trainer.global_rank, count, trainer.world_size)}
+        own = {i: value for part in trainer.fit_loop.gather(own) for i, value in part.items()}
+        return torch.stack([own[i] for i in range(count)])
     optimizer = state.step.optimizer
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return torch.cat([optimizer.state[p][name].flatten() for p in parameters])

@@ -106,7 +106,7 @@ class LocalStep:
         found, loss, values = gradient(given.y, given.leaves, spec, batch_idx)
         g = _with_decay(own_clip(_whole(found, given.y)), given.y, decay)
         if not self._reads:
-            return Taken(corrected_clip(g), [], loss, values)
+            return Taken(corrected_clip(self._moving(g)), [], loss, values)
         whole = self.work.step_inputs.whole(shared, given.own, given.local)
         steps, point = self.work.step_inputs.steps(whole), given.point
         if self.looks_ahead:
@@ -127,7 +127,16 @@ class LocalStep:
         each = list(zip(g, given.y, steps, strict=False))
         v = [self.algorithm.correct(*one) for one in each]
         local = [self.algorithm.advance(*one) for one in each] if self.advances else []
-        return Taken(corrected_clip([*v, *g[len(v) :]]), local, loss, values)
+        return Taken(corrected_clip(self._moving([*v, *g[len(v) :]])), local, loss, values)
+
+    def _moving(self, directions: list[Tensor]) -> list[Tensor]:
+        """Return directions, zero for parameters that are to stay where they are."""
+        trains, shared = self.algorithm.trains, self.module.flat.num_shared
+        if trains == "all":
+            return directions
+        stays = slice(0, shared) if trains == "personal" else slice(shared, None)
+        directions[stays] = map(torch.zeros_like, directions[stays])
+        return directions
 
     def untraced(self, clients: Clients, group: BatchGroup) -> Taken:
         """Take a step of some clients on their batches, as PyTorch runs it.

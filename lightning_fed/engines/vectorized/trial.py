@@ -14,6 +14,7 @@ from lightning_fed._lightning import pl
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
+from lightning_fed.core.torch_optimizers import coupled_decay
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.batch_hooks import overridden_hooks
 from lightning_fed.engines.failures import in_short
@@ -206,6 +207,7 @@ def check_settings(engine: Engine) -> None:
     reason = None
     hooks = overridden_hooks(trainer)
     base = engine.optimizer.base
+    decouples = any(group.get("weight_decay") and not coupled_decay(base, group) for group in base.param_groups)
     hooked = hooked_parameter(module)
     schedulers = [c for c in trainer.callbacks if isinstance(c, pl.callbacks.GradientAccumulationScheduler)]
     if engine.split.size > 1:
@@ -226,6 +228,8 @@ def check_settings(engine: Engine) -> None:
         reason = "GradientAccumulationScheduler asks for steps over several batches, which are not offered"
     elif engine.keeps_solver:
         reason = "local_optimizer_state='keep' is not offered: kept states may differ in their numbers of steps"
+    elif engine.algorithm.trains != "all" and decouples:
+        reason = f"{type(engine.algorithm).__name__} lets parameters rest that the weight decay of AdamW would move"
     elif engine.buffers.kept:
         reason = f"clients keep buffers of their own, such as {min(engine.buffers.kept)!r}, which is not offered"
     if reason is not None:

@@ -1,0 +1,93 @@
+"""Ditto: beside the averaged model every client trains one of its own, which is held near it."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import Tensor
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.arguments import check_count
+from lightning_fed.core.base_optimizers import choice, number
+from lightning_fed.core.rounds import Run, Step, Update
+from lightning_fed.core.types import State, Vector
+
+__all__ = ["Ditto"]
+
+
+class Ditto(Algorithm):
+    r"""Federated averaging, and a regularised model of each client's own.
+
+    Li, Hu, Beirami and Smith, *Ditto: Fair and Robust Federated Learning Through Personalization*, ICML 2021
+    (https://arxiv.org/abs/2012.04221), Algorithm 1.
+
+    .. math::
+        v_i \leftarrow v_i - \eta_v \left( g_i(v_i) + \lambda (v_i - x) \right), \qquad
+        y_i \leftarrow y_i - \eta_l\, g_i(y_i), \quad y_i = x \text{ at first}, \qquad
+        x \leftarrow \sum_i p_i y_i
+
+    :math:`v_i` begins at :math:`x^0` and goes on from where the client's last round ended; it is never sent, and it is
+    the client's own model.
+
+    Args:
+        lam: :math:`\lambda`, not negative: 0 is training alone, and a large one pulls every :math:`v_i` to x.
+        personal_rate: :math:`\eta_v / \eta_l`, positive: the directions of :math:`v_i` are multiplied by it.
+        personal_epochs: The passes over a client's data that train :math:`v_i`; by default as many steps as
+            :math:`y_i` takes.
+        batches: Whether :math:`v_i` sees the "same" batches as :math:`y_i`, as in the authors' code, or its "own".
+
+    Raises:
+        FederatedError: If an argument is out of range.
+
+    Example:
+        >>> Ditto(lam=0.5)
+        Ditto(lam=0.5, personal_rate=1.0, personal_epochs=None, batches='same')
+    """
+
+    init_client_at_start = True
+
+    def __init__(
+        self,
+        lam: float,
+        personal_rate: float = 1.0,
+        personal_epochs: int | None = None,
+        batches: Literal["same", "own"] = "same",
+    ) -> None:
+        self.lam = number(self, "lam", lam, "[0, inf)")
+        self.personal_rate = number(self, "personal_rate", personal_rate, "(0, inf)")
+        name = type(self).__name__
+        if personal_epochs is not None:
+            check_count(name, "personal_epochs", personal_epochs, least=1)
+        self.personal_epochs = personal_epochs
+        self.batches = choice(self, "batches", batches, "same", "own")
+        self.own_solve = _OwnModel(self)
+
+    def init_client(self, x: Vector) -> State:
+        """Return v_i = x^0."""
+        return {"v": x.clone()}
+
+    def evaluate_client_at(self, x: Vector, server: State, client: State) -> Vector:
+        """Return v_i."""
+        return client["v"]
+
+
+class _OwnModel(Algorithm):
+    """The steps of v_i."""
+
+    reduces: Mapping[str, str] = {}
+    uses_path_gradient = False
+
+    def __init__(self, ditto: Ditto) -> None:
+        self.lam, self.rate = ditto.lam, ditto.personal_rate
+        self.own_epochs, self.own_batches = ditto.personal_epochs, ditto.batches == "own"
+
+    def start(self, x: Vector, step: Step) -> Vector:
+        """Return v_i."""
+        return step.client["v"]
+
+    def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
+        """Return the gradient of F_i and of the pull to x, both at v_i."""
+        return self.rate * (g + self.lam * (y - step.x))
+
+    def finish(self, y: Vector, run: Run) -> Update:
+        """Keep v_i, and send nothing."""
+        return Update({}, {"v": y.clone()})
