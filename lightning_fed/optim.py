@@ -277,7 +277,7 @@ class FederatedOptimizer(Optimizer):
             whole.local = layout.joined_state([step.local for step in work.steps], whole.local)
         point = work.algorithm.second_gradient_at(layout.joined(grads), self.flat.y, whole)
         for step, part in zip(work.steps, layout.views(second_gradient(point)), strict=True):
-            step.second_grad = part
+            step.anchor_grad = part
 
     @torch.no_grad()
     def _track(self, work: LocalWork) -> None:

@@ -58,7 +58,7 @@ class APFL(Algorithm):
 
     def advance(self, g: Tensor, y: Tensor, step: Step) -> State:
         """Move v_i."""
-        return {"v": step.local["v"] - step.lr * self.alpha * step.second_grad}
+        return {"v": step.local["v"] - step.lr * self.alpha * step.anchor_grad}
 
     def finish(self, y: Vector, run: Run) -> Update:
         """Send the change of y_i, and keep v_i."""

@@ -132,7 +132,7 @@ class Algorithm:
     def second_gradient_at(self, g: Vector, y: Vector, step: Step) -> Vector:
         """Return where to take a second gradient on the batch of a local step; a method that overrides it gets one.
 
-        It is taken in every step anew, with the same dropout masks, and is :attr:`Step.second_grad` in ``correct`` and
+        It is taken in every step anew, with the same dropout masks, and is :attr:`Step.anchor_grad` in ``correct`` and
         ``advance``. Norms over the whole vector are allowed here.
 
         Args:

@@ -75,5 +75,5 @@ class FedProxVR(Algorithm):
 
     def _estimate(self, g: Tensor, step: Step) -> Tensor:
         """Return v without the full-batch gradient."""
-        change: Tensor = g - step.second_grad
+        change: Tensor = g - step.anchor_grad
         return change if self.estimator == "svrg" else change + step.local["v"]

@@ -61,7 +61,7 @@ class FedSAM(Algorithm):
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
         """Return the gradient there."""
-        second: Tensor = step.second_grad
+        second: Tensor = step.anchor_grad
         return second
 
 
@@ -115,4 +115,4 @@ class MoFedSAM(FedCM):
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
         """Return alpha times the gradient there, plus (1 - alpha) Delta."""
-        return super().correct(step.second_grad, y, step)
+        return super().correct(step.anchor_grad, y, step)

@@ -90,7 +90,7 @@ class FedSpeed(Algorithm):
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
         """Return the mix of both gradients, and the pull to x - d_i."""
         pull = (y - step.x + step.client["d_i"]) / self.lam
-        mixed: Tensor = (1 - self.alpha) * g + self.alpha * step.second_grad
+        mixed: Tensor = (1 - self.alpha) * g + self.alpha * step.anchor_grad
         return mixed + pull
 
     def finish(self, y: Vector, run: Run) -> Update:

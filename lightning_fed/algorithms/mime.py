@@ -119,7 +119,7 @@ class Mime(MimeLite):
 
     def _svrg(self, g: Tensor, step: Step) -> Tensor:
         """The gradient with the same batch's gradient at x replaced by the cohort's."""
-        corrected: Tensor = g - step.second_grad + step.cohort_grad["x"]
+        corrected: Tensor = g - step.anchor_grad + step.cohort_grad["x"]
         return corrected
 
 

@@ -78,7 +78,7 @@ class MimeMVR(Algorithm):
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
         """Return g - g(A) + a g(C) + (1 - a) m."""
-        v: Tensor = g - step.second_grad + self.a * step.cohort_grad[self._center_at] + (1 - self.a) * step.server["m"]
+        v: Tensor = g - step.anchor_grad + self.a * step.cohort_grad[self._center_at] + (1 - self.a) * step.server["m"]
         return v
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:

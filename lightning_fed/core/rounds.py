@@ -23,7 +23,7 @@ class Step:
         server: The server state.
         client: This client's kept state.
         local: State that lives for this client's round only (:meth:`Algorithm.init_local`).
-        second_grad: The gradient on the same batch at another point, if the method asked for one: at
+        anchor_grad: The gradient on the same batch at another point, if the method asked for one: at
             :attr:`Algorithm.anchor_at`, or where :meth:`Algorithm.second_gradient_at` says.
         full_grad: This client's full-batch gradients by point, as asked for in :attr:`Algorithm.full_grad_at`.
         cohort_grad: Their averages over the (gradient) cohort, by point.
@@ -36,7 +36,7 @@ class Step:
     server: State
     client: State
     local: State
-    second_grad: Any
+    anchor_grad: Any
     full_grad: State
     cohort_grad: State
     num_examples: float | Tensor

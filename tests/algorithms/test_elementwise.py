@@ -71,7 +71,7 @@ class Cohort:
 
 
 def local_step(algorithm, shared, g, y, anchor, client, local, full, sizes, path, lr_sum):
-    step = Step(client=client, local=local, second_grad=anchor, full_grad=full, num_examples=sizes, lr=0.1, **shared)
+    step = Step(client=client, local=local, anchor_grad=anchor, full_grad=full, num_examples=sizes, lr=0.1, **shared)
     return algorithm.correct(g, y, step), algorithm.advance(g, y, step)
 
 

@@ -31,6 +31,11 @@ class Averaged(Algorithm):
     reduces = {"delta": "mean"}
 
 
+class TakesLess(Algorithm):
+    def advance(self, g: Tensor, step: Any) -> Any:
+        return {}
+
+
 class Drops(Algorithm):
     def update_server(self, x: Any, server: Any, mean: Any, cohort: Any) -> Any:
         return mean["delta"]
@@ -53,6 +58,7 @@ class Counts(Algorithm):
         (ReturnsANorm(), r"ReturnsANorm.correct\(\) must return .*found shape \(\)"),
         (Normalized(), r"Normalized.correct\(\) is not elementwise.*gradient_clip_on='corrected'"),
         (Averaged(), r"Averaged.reduces\['delta'\] must be one of .*found 'mean'"),
+        (TakesLess(), r"TakesLess.advance\(.* must take \(g, y, step\): too many positional arguments"),
         (Drops(), r"Drops.update_server\(\) must return a direction and the server state, found Tensor"),
         (Counts(), r"Counts has changed its attribute 'count' in a round"),
     ],

@@ -42,10 +42,10 @@ class Everything(Algorithm):
         return away + 0.1 * (step.local["before"] - step.local["v"]) / (1 + step.local["k"])
 
     def correct(self, g: Tensor, y: Tensor, step: Any) -> Tensor:
-        return 0.5 * g + step.second_grad + 0.1 * (y - step.local["before"])
+        return 0.5 * g + step.anchor_grad + 0.1 * (y - step.local["before"])
 
     def advance(self, g: Tensor, y: Tensor, step: Any) -> Any:
-        v = step.local["v"] - step.lr * (step.second_grad + 0.1 * (step.local["v"] - step.x))
+        v = step.local["v"] - step.lr * (step.anchor_grad + 0.1 * (step.local["v"] - step.x))
         return {"before": y.clone(), "v": v, "k": step.local["k"] + 1}
 
     def finish(self, y: Tensor, run: Run) -> Update:
@@ -136,7 +136,7 @@ class Twice(Algorithm):
         return y
 
     def correct(self, g: Tensor, y: Tensor, step: Any) -> Tensor:
-        return self.keep * g + (1 - self.keep) * (g - step.second_grad)
+        return self.keep * g + (1 - self.keep) * (g - step.anchor_grad)
 
 
 class Noisy(Ordinary):

@@ -106,13 +106,13 @@ def play(
 def _train(algorithm: Algorithm, grad: Gradient, client: SimpleNamespace, lr: float) -> Update:
     at, server, state = (client.shared[k] for k in ("x", "server", "client"))
     local, moved, steps = algorithm.init_local(at, server, state), torch.zeros_like(at), 0
-    y = algorithm.start(at, Step(local=local, second_grad=None, lr=lr, **client.shared))
+    y = algorithm.start(at, Step(local=local, anchor_grad=None, lr=lr, **client.shared))
     for batch in client.batches if algorithm.local_work else ():
-        g, step = grad(y, client.id, batch), Step(local=local, second_grad=None, lr=lr, **client.shared)
+        g, step = grad(y, client.id, batch), Step(local=local, anchor_grad=None, lr=lr, **client.shared)
         if algorithm.anchor_at:
-            step.second_grad = grad(client.points[algorithm.anchor_at], client.id, batch)
+            step.anchor_grad = grad(client.points[algorithm.anchor_at], client.id, batch)
         elif looks_ahead(algorithm):
-            step.second_grad = grad(algorithm.second_gradient_at(g, y, step), client.id, batch)
+            step.anchor_grad = grad(algorithm.second_gradient_at(g, y, step), client.id, batch)
         v, local = algorithm.correct(g, y, step), algorithm.advance(g, y, step)
         y, moved, steps = y - lr * v, moved + lr * v, steps + 1
     path = moved / (lr * steps) if steps else torch.zeros_like(at)

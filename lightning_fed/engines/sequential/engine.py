@@ -160,7 +160,7 @@ class SequentialEngine(Engine):
             server=inputs.server,
             client=client,
             local=local,
-            second_grad=None,
+            anchor_grad=None,
             full_grad=inputs.full_grad.get(plan.participant.index, {}),
             cohort_grad=inputs.cohort_grad,
             num_examples=float(plan.participant.size),

@@ -121,9 +121,9 @@ class LocalStep:
                 found = assemble(*given.leaves, *given.parts)
             else:
                 found, _, _ = gradient(point, given.leaves, spec, batch_idx)
-            second_grads = _with_decay(_whole(found, point), point, decay)
-            for step, second_grad in zip(steps, second_grads, strict=False):
-                step.second_grad = second_grad
+            anchor_grads = _with_decay(_whole(found, point), point, decay)
+            for step, anchor_grad in zip(steps, anchor_grads, strict=False):
+                step.anchor_grad = anchor_grad
         each = list(zip(g, given.y, steps, strict=False))
         v = [self.algorithm.correct(*one) for one in each]
         local = [self.algorithm.advance(*one) for one in each] if self.advances else []
