@@ -20,10 +20,14 @@ from lightning_fed.algorithms import (
     FedDane,
     FedDyn,
     FedProx,
+    FedProxVR,
     FedRep,
+    FedSAM,
+    FedSpeed,
     Mime,
     MimeLite,
     MimeMVR,
+    MoFedSAM,
     PFedMe,
     Scaffold,
     ServerOnly,
@@ -55,6 +59,11 @@ METHODS: dict[str, Callable[[], Algorithm]] = {
     "Ditto": partial(Ditto, 0.5, batches="own"),
     "APFL": partial(APFL, 0.5),
     "pFedMe": partial(PFedMe, 2.0, inner_steps=2),
+    "FedSAM": partial(FedSAM, rho=0.1),
+    "MoFedSAM": partial(MoFedSAM, rho=0.1, alpha=0.1),
+    "FedSpeed": partial(FedSpeed, lam=2.0, rho=0.1),
+    "FedProxVR svrg": partial(FedProxVR, mu=0.1),
+    "FedProxVR sarah": partial(FedProxVR, mu=0.1, estimator="sarah"),
 }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_fed import ClientError, FederatedDataModule, FederatedError
-from lightning_fed.algorithms import FedAvg, FedDane, FedDyn, Mime, Scaffold, SGDm
+from lightning_fed.algorithms import FedAvg, FedDane, FedDyn, FedSAM, Mime, Scaffold, SGDm
 from lightning_fed.rounds import assignment
 from lightning_fed.server import RoundRobinSampler, SystemsHeterogeneity, TopK
 from lightning_fed.server.client_store import MemoryClientStore
@@ -199,6 +199,7 @@ CASES: dict[str, Case] = {
     ),
     "clients drawn twice": partial(end, sampler=lambda seed, round: [0, 1, 0, 4], clients_per_round=None),
     "dropout": partial(end, make=partial(Ordinary, dropout=0.5), algorithm=Mime(base=SGDm())),
+    "dropout, looking ahead": partial(end, make=partial(Ordinary, dropout=0.5), algorithm=FedSAM(0.2)),
 }
 SINGLES = {
     f"float32 {a!r}": partial(end, algorithm=a, precision="32-true") for a in (FedAvg(), Scaffold(), Mime(SGDm()))
@@ -228,14 +229,15 @@ def decided(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 FEW = (  # of each kind one: what it keeps, reads and sends, and whose gradients it takes
-    "FedAvg", "FedProx adaptive", "Scaffold ii", "FedNova", "MimeMVR eq15", "Mime of the user's SGDm",
+    "FedAvg", "FedProx adaptive", "Scaffold ii", "FedNova", "FedProxVR sarah", "MimeMVR eq15",
+    "Mime of the user's SGDm",
 )  # fmt: skip
-FEW_AT_ONCE = ("Scaffold ii", "Mime of the user's SGDm")
+FEW_AT_ONCE = ("Scaffold ii", "FedSpeed unit all", "Mime of the user's SGDm")
 FEW_CASES = [
     *("logs", "one client a round", "one client a round, at once", "stragglers", "on demand", "BatchNorm"),
     *("integer buffers of equally large clients", "a gradient cohort of its own", "moved", "moved, at once"),
     *("moved, with local optimizers and residuals", "moved, with BatchNorm of each client"),
-    *("moved, of which one fails", "clients drawn twice", "dropout"),
+    *("moved, of which one fails", "clients drawn twice", "dropout", "dropout, looking ahead"),
 ]
 FEW_SINGLES = [name for name in SINGLES if "Scaffold" in name]
 FEW_RESUMED = ("Scaffold",)

@@ -16,7 +16,19 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import Adam as AdamDirection
-from lightning_fed.algorithms import FedCM, FedDane, FedDyn, FedProx, Mime, MimeMVR, Scaffold, ServerOnly, Yogi
+from lightning_fed.algorithms import (
+    FedCM,
+    FedDane,
+    FedDyn,
+    FedProx,
+    FedProxVR,
+    FedSAM,
+    Mime,
+    MimeMVR,
+    Scaffold,
+    ServerOnly,
+    Yogi,
+)
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import few
 from tests.helpers.training import FEATURES, Net, clients, parameters, same, seeded, trainer
@@ -184,6 +196,8 @@ RUNS: Mapping[str, Callable[..., list[dict[str, Any]]]] = {
     "FedDyn": partial(run, algorithm=FedDyn(alpha=0.1)),
     "FedCM": partial(run, algorithm=FedCM(alpha=0.1)),
     "MimeMVR": partial(run, algorithm=MimeMVR(a=0.1)),
+    "FedSAM": partial(run, algorithm=FedSAM(0.2), local_epochs=2),
+    "FedProxVR": partial(run, algorithm=FedProxVR(0.1, "sarah")),
     "ServerOnly": partial(run, algorithm=ServerOnly(), local_epochs=None),
     "clipped by norm": partial(run, **CLIP),
     "clipped by value": partial(run, gradient_clip_algorithm="value", **CLIP),
@@ -200,7 +214,7 @@ UNLIKE: Mapping[str, Callable[..., list[dict[str, Any]]]] = {
 }
 
 
-FEW = ("Scaffold", "Mime with weight decay", "FedProx", "hooked and clipped", "augmented")
+FEW = ("Scaffold", "Mime with weight decay", "FedSAM", "FedProx", "hooked and clipped", "augmented")
 """Of each kind one: whose gradients are summed and when, a loss of the population, and draws that parts share."""
 
 
