@@ -141,6 +141,7 @@ def _fit(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **({"strategy": "clients", "devices": variant.processes} if variant.processes > 1 else {}),
         **({"gradient_sampler": _sampler(case.grad_cohort)} if "grad_cohort" in case.arrays else {}),
         **setup.arguments,
     )

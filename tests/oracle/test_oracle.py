@@ -75,14 +75,16 @@ def test_vectorized(case: Case, record_property: Callable[[str, object], None]) 
     compare(case, Variant(engine="vectorized"), record_property)
 
 
-def test_two_processes(case: Case, record_property: Callable[[str, object], None], tmp_path: Path) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_two_processes(case: Case, engine: str, record_property: Callable[[str, object], None], tmp_path: Path) -> None:
     def in_two(*arguments: Any) -> Result:
         first, second = in_processes(lambda: run(*arguments), tmp_path)
         assert not first.trace, first.trace
         assert not second.trace, second.trace
         return first.value
 
-    compare(case, Variant(processes=2), record_property, in_two)
+    compare(case, Variant(engine=engine, processes=2), record_property, in_two)
 
 
 def test_resume_is_bit_identical(case: Case, tmp_path: Path) -> None:
