@@ -333,10 +333,12 @@ class Inspection:
         It is the one to save or to use for this client, where clients have models of their own; else the server's.
 
         Raises:
-            FederatedError: If another process, or a site, keeps what the client has.
+            FederatedError: If no fit is running, or another process, or a site, keeps what the client has.
         """
-        assert self.population is not None
-        assert self.prepared is not None
+        if self.prepared is None or self.population is None:
+            raise FederatedError(
+                "showing_client_model works while a fit is running: use it in a callback's on_round_end."
+            )
         index = self.population.index_of(client_id)
         if self.ask_sites is not None or not self._ranks.is_home_of(index):
             raise FederatedError(f"What client {client_id!r} keeps, its own model included, is not in this process.")

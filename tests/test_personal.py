@@ -20,6 +20,7 @@ from lightning_fed.algorithms import (
     FedNova,
     FedPer,
     FedProx,
+    FedSAM,
     LGFedAvg,
     Mime,
     MimeLite,
@@ -63,6 +64,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "FedProx, clipped": {"algorithm": FedProx(0.5), "personal": ["head.*"], "gradient_clip_val": 0.2},
     "FedCM": {"algorithm": FedCM(0.4), "personal": ["body.0.weight"]},
     "FedNova, momentum": {"algorithm": FedNova(), "personal": ["head.*"], "momentum": 0.9},
+    "FedSAM": {"algorithm": FedSAM(0.1), "personal": ["head.*"]},
     "sparse": {"personal": ["head.*"], "compression": TopK(0.2)},
     "FedAdam": {"personal": ["head.*"], "server_optimizer": partial(FedAdam, lr=0.05)},
 }
@@ -146,6 +148,30 @@ def test_clients_that_are_not_drawn_keep_what_they_have() -> None:
     after = personal(fitted)
     assert [torch.equal(first[i], after[i]) for i in (0, 1)] == [True, True]
     assert set(after) == {0, 1, 2, 3}
+
+
+class Edits(pl.Callback):
+    """Sets the module's head to zero before the second round."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            for p in pl_module.head.parameters():
+                p.data.zero_()
+
+
+def test_new_clients_begin_with_what_hooks_have_made_of_the_modules_own_part() -> None:
+    options = {"sampler": lambda seed, round: [[0, 1], [0, 2]][round], "max_rounds": 2, "personal": ["head.*"]}
+    model = seeded(dropout=0.0)
+    plain, edited = personal(run(**options)), personal(run(model, callbacks=[Edits()], **options))
+    assert torch.equal(plain[0], edited[0])
+    assert not torch.equal(plain[2], edited[2])
+    assert not parameters(model.head).any()
+
+
+def test_own_models_are_shown_while_a_fit_is_running() -> None:
+    fitted = run(personal=["head.*"], max_rounds=1)
+    with pytest.raises(FederatedError, match="showing_client_model works while a fit is running"):
+        fitted.fit_loop.showing_client_model(0).__enter__()
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])

@@ -138,7 +138,7 @@ class ClientOptimization(_AutomaticOptimization):
         accumulated = self.trainer.accumulate_grad_batches
         if batch_idx % accumulated == 0:
             out.zero_()
-            for view, value, decay in zip(self.gradients.flat.layout.views(out), point, self.decay, strict=True):
+            for view, value, decay in zip(self.gradients.flat.layout.views(out), point, self.decay, strict=False):
                 if decay and self.split.rank == 0:
                     view.add_(value, alpha=decay)
         if batch is not NO_EXAMPLES:
