@@ -145,6 +145,13 @@ class RunState(Inspection, _FitLoop):
         self.epoch_loop.val_loop._restarting = False
         self.show_server_model()
 
+    def meet_clients(self) -> None:
+        """Learn anew, between rounds, who the clients are, of whom more is known by now."""
+        assert self._rounds is not None
+        assert self.clients is not None
+        population = population_of(self.trainer)
+        self.population = self._rounds.sampling.population = self.clients.plans.population = population
+
     def _start_server(self) -> Server:
         """Return the server's side: that of the checkpoint or of this trainer's previous fit, or a new one."""
         assert self.prepared is not None

@@ -10,6 +10,7 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.deploy.announced import Announced, Announcements
 from lightning_fed.deploy.handoff import Handoff
 from lightning_fed.deploy.message import MEASURE
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
@@ -22,24 +23,7 @@ from lightning_fed.server.client_state import ClientStates
 from lightning_fed.server.population import Population
 from lightning_fed.server.server import Server
 
-__all__ = ["Announced", "Asked", "RemoteClients", "RemoteData"]
-
-
-@dataclass(frozen=True, slots=True)
-class Announced:
-    """What a site has said of a client's data.
-
-    Attributes:
-        size: Its number of examples.
-        batches: Its batches in a local epoch.
-        batch_size: The examples in a full one.
-        val_size: Its validation examples.
-    """
-
-    size: int
-    batches: int
-    batch_size: int | None
-    val_size: int = 0
+__all__ = ["Asked", "RemoteClients", "RemoteData"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +112,7 @@ class RemoteClients(ClientWork):
     Args:
         prepared: The module.
         population: The clients.
-        announced: What sites have said of them.
+        sites: What sites have said of them.
         handoff: Between the fit and its driver.
     """
 
@@ -136,25 +120,30 @@ class RemoteClients(ClientWork):
         self,
         prepared: PreparedModule,
         population: Population,
-        announced: Mapping[ClientId, Announced],
+        sites: Announcements,
         handoff: Handoff,
     ) -> None:
         super().__init__(
             _NoEngine(prepared), LocalPlans(prepared.trainer, prepared.settings, population), prepared.settings
         )
-        self._announced, self._handoff, self._attempt = announced, handoff, -1
+        self._sites, self._handoff, self._attempt = sites, handoff, -1
         self._measured_in, self._measured = -1, 0  # the round, and the measurements in it
         self._replied: dict[ClientId, tuple[ClientReport, int]] = {}  # with the examples that each went through
 
     def hello(
         self, drawn: Mapping[ClientId, int], round: int, failed: Callable[[ClientError], None] | None = None
     ) -> list[Participant]:
-        """Return those of the clients drawn that have examples; see :meth:`ClientWork.hello`."""
+        """Return those of the clients drawn that are there and have examples; see :meth:`ClientWork.hello`."""
         trainer, members = self.trainer, []
         self._attempt = -1
         for client_id, count in drawn.items():
-            known = self._announced[client_id]
-            if known.size:
+            known = self._sites.known[client_id]
+            if client_id in self._sites.absent:
+                error = ClientError(f"Client {client_id!r} has not said hello.", client_id)
+                if failed is None:
+                    raise error
+                failed(error)
+            elif known.size:
                 batches = limited(known.batches, trainer.limit_train_batches) * self.algorithm.steps_per_batch
                 steps = self.settings.steps(batches, trainer.accumulate_grad_batches)
                 index = self.plans.population.index_of(client_id)
@@ -203,7 +192,7 @@ class RemoteClients(ClientWork):
     def measure(
         self, what: str, steps: int, client_ids: Sequence[ClientId], own: bool
     ) -> dict[ClientId, dict[str, float]]:
-        """Return what sites measure of clients at the server model; those that do not answer are left out.
+        """Return what sites measure of clients at the server model, without those that do not answer or are not there.
 
         Args:
             what: "loss" for the mean training loss, or "val" or "train" for what ``validation_step`` logs there.
@@ -216,6 +205,9 @@ class RemoteClients(ClientWork):
         if self._measured_in != server.round:
             self._measured_in, self._measured = server.round, 0
         self._measured += 1
+        client_ids = [client_id for client_id in client_ids if client_id not in self._sites.absent]
+        if not client_ids:
+            return {}
         indices = tuple(map(self.plans.population.index_of, client_ids))
         x, state = (server.x, server.state) if own else (server.shown(), State())
         task = Task(server.round, MEASURE, indices, {}, x, state, buffers=server.buffers)

@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.partition import check_client_ids
+from lightning_fed.deploy.announced import Announcements
 from lightning_fed.deploy.facts import facts_of
 from lightning_fed.deploy.handoff import Handoff
 from lightning_fed.deploy.message import FORMAT, HELLO, MEASURE, Message, check_message, shared_part
-from lightning_fed.deploy.remote import Announced, Asked, RemoteClients, RemoteData
+from lightning_fed.deploy.remote import Asked, RemoteClients, RemoteData
 from lightning_fed.deploy.replies import reply_of
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.rounds.client_work import ClientWork
@@ -73,7 +74,7 @@ class FederatedServer:
             )
         self._facts, self._val = facts_of(trainer, model), val
         self._index = {client_id: index for index, client_id in enumerate(self.client_ids)}
-        self._announced: dict[ClientId, Announced] = {}
+        self._sites = Announcements(self.client_ids)
         self._checkpoint: str | None = None
         self._run, self._versions = secrets.token_hex(8), dict[int, int]()
         self._fit = Handoff(self._run_fit)
@@ -124,7 +125,19 @@ class FederatedServer:
             return {client_id: self._greeting(client_id) for client_id in self.client_ids}
         if self._asked is None:
             return {}
-        return {self.client_ids[index]: self._message(self._asked, index) for index in self._asked.task.clients}
+        return {self.client_ids[index]: self._message(self._asked, index) for index in self._those_asked()}
+
+    def greetings(self) -> dict[ClientId, Message]:
+        """Return what to ask of clients that have not said hello in time, at any time while rounds are run.
+
+        A client whose reply is received takes part from the next round on.
+        """
+        return {client_id: self._greeting(client_id) for client_id in self._sites.silent() if self._asked is not None}
+
+    def _those_asked(self) -> list[int]:
+        """Return who is asked in the phase at hand, by stored index: of those asked by the round, who is there."""
+        asked = () if self._asked is None else self._asked.task.clients
+        return [index for index in asked if self.client_ids[index] not in self._sites.absent]
 
     def _greeting(self, client_id: ClientId) -> Message:
         header = {**self._header(client_id, HELLO, 0, 0), "facts": self._facts, "clients": self.client_ids}
@@ -174,6 +187,9 @@ class FederatedServer:
             raise FederatedError(f"{who} is of no client of this run.")
         if header["run"] != self._run:
             raise FederatedError(f"{who} is of run {header['run']}, and this is run {self._run}.")
+        if header["phase"] == HELLO and client_id in self._sites.absent:
+            self._sites.take(client_id, header)
+            return
         task = None if self._asked is None else self._asked.task
         at = (HELLO, 0, 0) if task is None or self._asked is None else (task.phase, task.round, self._asked.attempt)
         if phase is None or (header["phase"], header["round"], header["attempt"]) != at:
@@ -183,7 +199,7 @@ class FederatedServer:
         if client_id in self._answered:
             return
         if task is None:
-            self._announced[client_id] = _announced(who, header)
+            self._sites.take(client_id, header)
         else:
             index = self._index[client_id]
             if index not in task.clients:
@@ -195,14 +211,13 @@ class FederatedServer:
         """Return the clients that are asked in the phase at hand and have not answered."""
         if self._is_greeting:
             return [client_id for client_id in self.client_ids if client_id not in self._answered]
-        asked = () if self._asked is None else self._asked.task.clients
-        return [self.client_ids[i] for i in asked if self.client_ids[i] not in self._answered]
+        return [self.client_ids[i] for i in self._those_asked() if self.client_ids[i] not in self._answered]
 
     def close_phase(self) -> RoundReport | None:
         """Go on to the next phase.
 
         Clients that have not answered leave the round with ``on_client_error="drop"``; such that have not said hello
-        take part in no round.
+        fail in every round for which they are drawn, until they do; see :meth:`greetings`.
 
         Returns:
             The report of the round, after its last phase; else None.
@@ -218,8 +233,7 @@ class FederatedServer:
                 " on without them by on_client_error='drop'."
             )
         if self._is_greeting:
-            for client_id in missing:
-                self._announced[client_id] = Announced(0, 0, None)
+            self._sites.close()
             self._is_greeting = False
         self._go_on(None)
         if self.phase == MEASURE:
@@ -237,21 +251,22 @@ class FederatedServer:
 
     def _run_fit(self) -> None:
         trainer = self.trainer
-        announced = {client_id: self._announced[client_id] for client_id in self.client_ids}
 
         def elsewhere(prepared: PreparedModule, population: Population) -> ClientWork:
-            clients = RemoteClients(prepared, population, announced, self._fit)
+            clients = RemoteClients(prepared, population, self._sites, self._fit)
             self._loop.ask_sites = clients.measure
             return clients
 
         self._loop.clients_elsewhere = elsewhere
         self._loop.sites = {"run": self._run, "versions": self._versions}
         trainer.callbacks.insert(0, _Reports(self))
-        trainer.fit(self.model, RemoteData(announced, self._val), ckpt_path=self._checkpoint)
+        trainer.fit(self.model, RemoteData(self._sites.known, self._val), ckpt_path=self._checkpoint)
 
     def end_round(self, report: RoundReport) -> None:
         """Take note of a completed round."""
         self._report = report
+        if self._sites.admit():
+            self._loop.meet_clients()
         if self._loop.settings.clients_keep_state:
             for client_id in report.clients:
                 self._versions[self._index[client_id]] = report.round + 1
@@ -293,14 +308,3 @@ def _sites_in(path: str) -> dict[str, Any]:
     except Exception as error:
         raise FederatedError(f"{path} is no checkpoint of federated rounds: {type(error).__name__}: {error}") from error
     return noted
-
-
-def _announced(who: str, header: Mapping[str, Any]) -> Announced:
-    counts = {}
-    for name in ("size", "batches", "val_size"):
-        value = header.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise FederatedError(f"{who} says that its {name} is {value!r}.")
-        counts[name] = value
-    batch_size = header.get("batch_size")
-    return Announced(**counts, batch_size=batch_size if isinstance(batch_size, int) else None)

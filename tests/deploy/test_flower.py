@@ -187,6 +187,24 @@ def test_who_does_not_answer_in_time_is_named(nodes: Any, tmp_path: Path) -> Non
     assert torch.isfinite(parameters(module)).all()
 
 
+def test_a_node_that_comes_late_takes_part_from_the_next_round_on(
+    nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    late, answer = nodes.nodes.pop(101), nodes._replies
+
+    def replies(key: str) -> list[Any]:
+        if nodes.waiting[key].metadata.group_id == "train 1":
+            nodes.nodes[101] = late
+        return answer(key)
+
+    nodes._replies = replies
+    with caplog.at_level("INFO", logger="flwr"):
+        drops = {"on_client_error": "drop", "max_failed_share": 0.9}
+        run(nodes, tmp_path / "last.ckpt", server.Options(2.0, 0.1), clients_per_round=1.0, **drops)
+    assert "Round 1: clients [0, 2, 3]," in caplog.text
+    assert "Round 4: clients [0, 1, 2, 3]," in caplog.text
+
+
 def test_why_a_site_refuses_reaches_the_server(nodes: Any, tmp_path: Path) -> None:
     with pytest.raises(
         FederatedError, match="'hello': 0, 1, 2, 3.*0 says: The site of client 0 does not run what.*seed"

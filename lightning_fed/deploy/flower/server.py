@@ -129,7 +129,8 @@ def _exchange(server: FederatedServer, courier: Courier, timeout: float) -> dict
     courier.forget_tasks()
     while waiting := [client for client in server.missing() if client not in refused]:
         is_quiet = True
-        for come in courier.exchange({client: tasks[client] for client in waiting}):
+        late = {c: task for c, task in server.greetings().items() if c not in refused}
+        for come in courier.exchange({client: tasks[client] for client in waiting} | late):
             is_quiet = False
             if isinstance(come, Refusal):
                 refused[come.client] = come.reason
