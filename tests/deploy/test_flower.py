@@ -1,6 +1,7 @@
 """The apps for Flower, without Flower's processes: records, lost messages, nodes that come and go, restarts."""
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 
+from filelock import FileLock
 from flwr.app import ArrayRecord, RecordDict
 from flwr.app.message.recorddict import RecordDict as Inflated
 from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
@@ -94,6 +96,7 @@ class SitesHere:
     """Resident processes that are none: they answer in this one."""
 
     open: dict[str, Resident] = {}
+    ends_with: set[int] = set()
 
     def __init__(self, makers: Any, node_config: Any) -> None:
         spec = {"makers": makers, "node_config": dict(node_config), "parent": 0, "paths": []}
@@ -119,6 +122,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, value in (("_run_id", 1), ("_node_id", 1), ("_task_id", 1)):
         monkeypatch.setattr(TaskIdentity, name, value)  # whose process this is, as Flower sets it
     monkeypatch.setattr(client, "SiteProcess", SitesHere)
+    monkeypatch.setattr(client, "end_with", SitesHere.ends_with.add)  # this process is no ClientApp
     monkeypatch.setattr(server, "_PAUSE", 0.0)
     monkeypatch.setattr(courier, "_BACK_OFF", 0.0)
     configs = [{"client-id": ids, "state-dir": str(tmp_path / f"site{n}")} for n, ids in enumerate((0, 1, "2,3"))]
@@ -143,6 +147,7 @@ def test_a_run_through_lost_messages_and_crashes_has_the_bits_of_the_simulation(
     module = run(nodes, tmp_path / "last.ckpt")
     assert not nodes.to_lose
     assert not nodes.to_fail
+    assert SitesHere.ends_with == {os.getppid()}, "a ClientApp does not outlive its SuperNode"
     assert torch.equal(parameters(module), expected())
 
 
@@ -177,6 +182,18 @@ def test_a_run_goes_on_from_its_checkpoint(nodes: Any, tmp_path: Path) -> None:
     assert [kind for _, kind in nodes.asked[asked:]] == ["query"] * 3 + [
         "train"
     ] * 3  # a message for each node, to greet
+
+
+def test_two_runs_do_not_work_with_one_checkpoint(nodes: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(server, "_PATIENCE", 0.1)
+    checkpoint = tmp_path / "last.ckpt"
+    with (
+        FileLock(f"{checkpoint}.lock"),
+        pytest.raises(FederatedError, match="Another run works with .*last.ckpt"),
+    ):
+        run(nodes, checkpoint)
+    assert not nodes.asked
+    run(nodes, checkpoint, max_rounds=1)
 
 
 def test_who_does_not_answer_in_time_is_named(nodes: Any, tmp_path: Path) -> None:

@@ -5,16 +5,14 @@ It is started by the first task, and ends with the SuperNode or after an hour wi
 
 import json
 import os
-import select
 import socket
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_fed.deploy.flower.lifetime import end_with
 from lightning_fed.deploy.flower.names import called
 from lightning_fed.deploy.flower.node import clients_of, state_dir_of
 from lightning_fed.deploy.flower.sockets import NOT_MINE, READY, REFUSED, REPLY, SPEC, TASK, receive, send, socket_of
@@ -23,7 +21,6 @@ __all__ = ["Resident", "main"]
 
 _IDLE = 3600.0  # seconds without a task after which it ends
 _PATIENCE = 60.0  # seconds in which a predecessor is to end
-_LOOK = 1.0  # seconds between two looks at the SuperNode's process, where the system does not tell of its end
 
 
 class Resident:
@@ -48,7 +45,7 @@ class Resident:
         """
         from filelock import FileLock
 
-        threading.Thread(target=_end_with, args=(self.spec["parent"],), daemon=True).start()
+        end_with(self.spec["parent"])
         with FileLock(self.socket.with_suffix(".lock"), timeout=_PATIENCE):  # the system frees it, whatever happens
             self.socket.unlink(missing_ok=True)
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -130,23 +127,6 @@ def spec_of(values: Mapping[str, Any]) -> bytes:
 def log_of(state_dir: Path) -> Path:
     """Return the file that takes what a site's process prints."""
     return state_dir / "site.log"
-
-
-def _end_with(parent: int) -> None:
-    """End this process, whatever it does, as soon as another one has ended.
-
-    What it keeps is not harmed: a state is on the disk as a whole or not at all.
-    """
-    try:
-        if hasattr(os, "pidfd_open"):  # Linux tells at once, and of no other process that has got the same number
-            select.select([os.pidfd_open(parent)], [], [])
-        else:
-            while True:
-                os.kill(parent, 0)
-                time.sleep(_LOOK)
-    except ProcessLookupError:
-        pass
-    os._exit(0)
 
 
 def main() -> None:

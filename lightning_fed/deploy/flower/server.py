@@ -1,24 +1,29 @@
 """The ServerApp: it drives a FederatedServer through Flower, and saves its checkpoint after every round."""
 
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flower.courier import Courier, Refusal
+from lightning_fed.deploy.flower.lifetime import end_with
 from lightning_fed.deploy.flower.names import Maker, called
 from lightning_fed.deploy.server import FederatedServer
 
 __all__ = ["server_app"]
 
 _PAUSE = 0.5  # seconds between two looks for replies
+_PATIENCE = 30.0  # seconds in which another run that works with the checkpoint is to end
 _log = logging.getLogger("flwr")
 
 
@@ -33,7 +38,8 @@ def server_app(
 
     ``flwr run`` starts the run, or goes on with it from the checkpoint. Its configuration may say ``phase-timeout``,
     the seconds after which a phase is closed without the clients that have not answered (3600), and ``ask-again``, the
-    seconds after which the node of a task without a reply is asked whether it is still at it (60).
+    seconds after which the node of a task without a reply is asked whether it is still at it (60). The process ends
+    with Flower's that has started it, and so with the SuperLink.
 
     Args:
         make_trainer: Makes the trainer, with the arguments of a simulation: a function, or ``"module:function"``; so
@@ -52,6 +58,7 @@ def server_app(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
+        end_with(os.getppid())  # Flower itself lets it wait for a SuperLink that has ended, which may never come back
         ids: Any = called(client_ids)() if callable(client_ids) or isinstance(client_ids, str) else client_ids
         val = None if make_val is None else called(make_val)()
         with FederatedServer(called(make_trainer)(), called(make_model)(), ids, val=val) as server:
@@ -102,24 +109,45 @@ def run_server(server: FederatedServer, grid: Grid, checkpoint: Path, options: O
 
     Raises:
         FederatedError: If clients do not answer and are not to be dropped. The checkpoint is that of the last round.
+            Or if another run works with the checkpoint.
+    """
+    with _alone_with(checkpoint):
+        if checkpoint.is_file():
+            server.load(checkpoint)
+            _log.info("The run goes on from %s.", checkpoint)
+        courier = Courier(grid, server.client_ids, options.phase_timeout, options.ask_again)
+        while server.phase is not None:
+            refused = _exchange(server, courier, options.phase_timeout)
+            try:
+                report = server.close_phase()
+            except ClientError:
+                raise
+            except FederatedError as error:
+                raise FederatedError(
+                    " ".join([str(error), *(f"{c!r} says: {r}" for c, r in refused.items())])
+                ) from error
+            if report is not None:
+                server.save(checkpoint)
+                _log.info("Round %d: clients %s, loss %.6g.", report.round, list(report.clients), report.loss)
+    _log.info("All rounds are done. The model is in %s.", checkpoint)
+
+
+@contextmanager
+def _alone_with(checkpoint: Path) -> Iterator[None]:
+    """Let no other ServerApp work with a checkpoint meanwhile.
+
+    Raises:
+        FederatedError: If another one does.
     """
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    if checkpoint.is_file():
-        server.load(checkpoint)
-        _log.info("The run goes on from %s.", checkpoint)
-    courier = Courier(grid, server.client_ids, options.phase_timeout, options.ask_again)
-    while server.phase is not None:
-        refused = _exchange(server, courier, options.phase_timeout)
-        try:
-            report = server.close_phase()
-        except ClientError:
-            raise
-        except FederatedError as error:
-            raise FederatedError(" ".join([str(error), *(f"{c!r} says: {r}" for c, r in refused.items())])) from error
-        if report is not None:
-            server.save(checkpoint)
-            _log.info("Round %d: clients %s, loss %.6g.", report.round, list(report.clients), report.loss)
-    _log.info("All rounds are done. The model is in %s.", checkpoint)
+    try:
+        with FileLock(f"{checkpoint}.lock", timeout=_PATIENCE):  # the system frees it, however the process ends
+            yield
+    except Timeout as error:
+        raise FederatedError(
+            f"Another run works with the checkpoint {checkpoint}. `flwr list` shows it, and `flwr stop` ends it; or"
+            " give this one another checkpoint."
+        ) from error
 
 
 def _exchange(server: FederatedServer, courier: Courier, timeout: float) -> dict[ClientId, str]:

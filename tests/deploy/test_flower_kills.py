@@ -1,0 +1,153 @@
+"""Real processes of Flower that are killed, those of the server among them, and started again as the page says."""
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
+
+from lightning_fed.deploy.flower.local import LocalFlower
+from lightning_fed.deploy.flower.sockets import socket_of
+from tests.deploy.test_flower_run import ROOT, written_app
+from tests.deploy.test_resident import is_alive, needs_linux, pid_of, wait_for
+from tests.deploy.wire import make_trainer, simulated
+
+METHOD, ROUNDS = "Scaffold ii", 5
+_PATIENCE = 20.0  # seconds in which a run's ServerApp is to start
+pytestmark = [
+    needs_linux,
+    pytest.mark.thorough,
+    pytest.mark.skipif(shutil.which("flower-superlink") is None, reason="no flower-superlink on the path"),
+]
+
+
+class Run:
+    """A run whose processes are started again when they have ended, as a service manager does.
+
+    Args:
+        flower: Flower's processes.
+        app: The folder of the app.
+        sites: Those of the sites.
+    """
+
+    def __init__(self, flower: LocalFlower, app: Path, sites: list[Path]) -> None:
+        self.flower, self.app, self.sites = flower, app, sites
+        self.checkpoint = flower.folder / "last.ckpt"
+        self.submitted = 0.0
+        self.kills = Counter[str]()
+
+    def pids(self, what: str) -> list[int]:
+        """Return the processes of a kind."""
+        assert self.flower.superlink is not None
+        nodes = list(self.flower.supernodes.values())
+        if what in ("superlink", "supernode"):
+            return [process.pid for process in (nodes if what == "supernode" else [self.flower.superlink])]
+        if what == "site process":
+            return [pid for site in self.sites for pid in listening(site)]
+        roots = nodes if what == "clientapp" else [self.flower.superlink]
+        return [pid for root in roots if root.poll() is None for pid in below(root.pid, f"flwr-{what}")]
+
+    def kill(self, what: str, chance: random.Random) -> None:
+        """Kill a process of a kind, if there is one."""
+        if pids := self.pids(what):
+            pid = chance.choice(pids)
+            os.kill(pid, signal.SIGKILL)
+            for own in (self.flower.superlink, *self.flower.supernodes.values()):
+                if own is not None and own.pid == pid:
+                    own.wait()  # else it stays a zombie, which Flower's SuperExec takes for alive
+            self.kills[what] += 1
+
+    def keep_up(self) -> None:
+        """Start what has ended."""
+        link = self.flower.superlink
+        if link is None or link.poll() is not None:
+            self.flower.start_superlink()
+            self.submitted = 0.0
+        for number, node in list(self.flower.supernodes.items()):
+            if node.poll() is not None:
+                self.flower.start_supernode(number)
+        if time.monotonic() - self.submitted > _PATIENCE and not self.pids("serverapp") and not self.is_done():
+            self.flower.submit(self.app)
+            self.submitted = time.monotonic()
+
+    def rounds(self) -> int:
+        """Return how many rounds the checkpoint has."""
+        if not self.checkpoint.is_file():
+            return 0
+        saved = torch.load(self.checkpoint, weights_only=True, map_location="meta", mmap=True)
+        return int(saved["loops"]["fit_loop"]["state_dict"]["round"])
+
+    def is_done(self) -> bool:
+        return self.rounds() >= ROUNDS
+
+    def wait_for(self, holds: Callable[[], bool], seconds: float = 600.0) -> None:
+        """Keep up until something holds."""
+        end = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < end, self.flower.log("superlink")[-5000:]
+            self.keep_up()
+            time.sleep(0.5)
+
+
+def listening(site: Path) -> list[int]:
+    try:
+        return [pid_of(socket_of(site))]
+    except OSError:
+        return []
+
+
+def below(pid: int, program: str) -> list[int]:
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            found += [process.pid] if any(program in word for word in process.cmdline()[:2]) else []
+    return found
+
+
+@contextmanager
+def started(folder: Path, monkeypatch: pytest.MonkeyPatch, has_database: bool = True) -> Iterator[Run]:
+    monkeypatch.setenv("METHOD", METHOD)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    sites = [folder / f"site{number}" for number in range(3)]
+    nodes = [f'client-id="{ids}" state-dir="{site}"' for ids, site in zip(("0", "1", "2,3"), sites, strict=True)]
+    options = ["--insecure", *(["--database", str(folder / "link.db")] if has_database else [])]
+    with LocalFlower(folder / "flower", nodes, superlink=options) as flower:
+        yield Run(flower, written_app(folder / "app"), sites)
+
+
+def check_bits(checkpoint: Path) -> None:
+    expected = simulated(partial(make_trainer, METHOD)).lightning_module.state_dict()
+    found = torch.load(checkpoint, weights_only=True)["state_dict"]
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("has_database", [True, False], ids=["database", "memory"])
+def test_a_run_goes_on_when_the_processes_of_the_server_were_killed(
+    has_database: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(0)
+    with started(tmp_path, monkeypatch, has_database) as run:
+        nodes = run.pids("supernode")
+        run.wait_for(lambda: run.rounds() >= 1)
+        run.kill("serverapp", chance)
+        run.submitted = 0.0
+        run.wait_for(lambda: run.rounds() >= 2)
+        left = run.pids("serverapp")
+        run.kill("superlink", chance)
+        wait_for(lambda: not any(map(is_alive, left)))  # a ServerApp ends with its SuperLink
+        run.wait_for(run.is_done)
+        assert (run.pids("supernode") == nodes) == has_database, "with a database, SuperNodes stay"
+        assert run.kills == {"serverapp": 1, "superlink": 1}
+    check_bits(run.checkpoint)
