@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["client_app", "server_app"]
 
+importlib.import_module(f"{__name__}.lifetime")  # at once: it looks who has started this process
+
 _HOME_OF = {"client_app": "client", "server_app": "server"}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from lightning_fed.deploy.flower.lifetime import end_with
+from lightning_fed.deploy.flower.lifetime import STARTED_BY, end_with
 from lightning_fed.deploy.flower.names import Maker, named
 from lightning_fed.deploy.flower.node import clients_of, state_dir_of
 from lightning_fed.deploy.flower.records import packed, unpacked, who
@@ -54,12 +54,12 @@ def client_app(make_trainer: Maker, make_model: Maker, make_data: Maker) -> Clie
 
     @app.query()
     def say_who(message: Message, context: Context) -> Message:
-        end_with(os.getppid())  # Flower's, and so with the SuperNode: else it would wait for it for ever
+        end_with(STARTED_BY)  # Flower's, and so with the SuperNode: else it would wait for it for ever
         return Message(who(clients_of(context.node_config)), reply_to=message)
 
     @app.train()
     def work(message: Message, context: Context) -> Message:
-        end_with(os.getppid())
+        end_with(STARTED_BY)
         tasks, _ = unpacked(message.content)
         replies, refused = SiteProcess(makers, context.node_config).answer(tasks)
         return Message(packed(replies, refused), reply_to=message)
@@ -80,7 +80,7 @@ class SiteProcess:
     def __init__(self, makers: Mapping[str, str], node_config: Mapping[str, Any], parent: int | None = None) -> None:
         self.state_dir = state_dir_of(node_config)
         self.socket = socket_of(self.state_dir)
-        parent = os.getppid() if parent is None else parent
+        parent = STARTED_BY if parent is None else parent
         paths = [path for path in sys.path if path]
         spec = {"makers": dict(makers), "node_config": dict(node_config), "parent": parent, "paths": paths}
         self._spec = spec_of(spec)

@@ -5,7 +5,10 @@ import select
 import threading
 import time
 
-__all__ = ["end_with"]
+__all__ = ["STARTED_BY", "end_with"]
+
+STARTED_BY = os.getppid()
+"""The process that has started this one; of an orphan, the system's first one, if it was one already."""
 
 _LOOK = 1.0  # seconds between two looks at the other process, where the system does not tell of its end
 

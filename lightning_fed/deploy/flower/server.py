@@ -1,7 +1,6 @@
 """The ServerApp: it drives a FederatedServer through Flower, and saves its checkpoint after every round."""
 
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flower.courier import Courier, Refusal
-from lightning_fed.deploy.flower.lifetime import end_with
+from lightning_fed.deploy.flower.lifetime import STARTED_BY, end_with
 from lightning_fed.deploy.flower.names import Maker, called
 from lightning_fed.deploy.server import FederatedServer
 
@@ -58,7 +57,7 @@ def server_app(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        end_with(os.getppid())  # Flower itself lets it wait for a SuperLink that has ended, which may never come back
+        end_with(STARTED_BY)  # Flower itself lets it wait for a SuperLink that has ended, which may never come back
         ids: Any = called(client_ids)() if callable(client_ids) or isinstance(client_ids, str) else client_ids
         val = None if make_val is None else called(make_val)()
         with FederatedServer(called(make_trainer)(), called(make_model)(), ids, val=val) as server:
