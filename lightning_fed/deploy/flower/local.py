@@ -1,5 +1,6 @@
 """A SuperLink and SuperNodes on this machine, to try an app."""
 
+import json
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from lightning_fed.core.errors import FederatedError
 
@@ -140,13 +141,15 @@ class LocalFlower:
                 out.flush()
         process.wait()
 
+    def described(self, run: str) -> dict[str, Any]:
+        """Return what Flower tells of a run: its ``status``, its ``network-traffic`` and more."""
+        shown = self.flwr("list", "here", "--run-id", run, "--format", "json")
+        found: dict[str, Any] = json.loads(shown)["runs"][0]
+        return found
+
     def status(self, run: str) -> str:
         """Return the status of a run, such as ``running``, ``finished:completed`` or ``finished:failed``."""
-        import json
-
-        shown = self.flwr("list", "here", "--run-id", run, "--format", "json")
-        found: str = json.loads(shown)["runs"][0]["status"]
-        return found
+        return str(self.described(run)["status"])
 
     def stop(self) -> None:
         """End all processes, SuperNodes first; their own processes end with them."""
