@@ -5,7 +5,6 @@ import random
 import shutil
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,7 +23,8 @@ from tests.deploy.test_resident import is_alive, needs_linux, pid_of, wait_for
 from tests.deploy.wire import make_trainer, simulated
 
 METHOD, ROUNDS = "Scaffold ii", 5
-_PATIENCE = 20.0  # seconds in which a run's ServerApp is to start
+KILLS = {"superlink": 3, "serverapp": 4, "clientapp": 3, "supernode": 9, "site process": 11}
+_PATIENCE = 120.0  # seconds in which a run's ServerApp is to start
 pytestmark = [
     needs_linux,
     pytest.mark.thorough,
@@ -44,8 +44,7 @@ class Run:
     def __init__(self, flower: LocalFlower, app: Path, sites: list[Path]) -> None:
         self.flower, self.app, self.sites = flower, app, sites
         self.checkpoint = flower.folder / "last.ckpt"
-        self.submitted = 0.0
-        self.kills = Counter[str]()
+        self.submitted = -_PATIENCE
 
     def pids(self, what: str) -> list[int]:
         """Return the processes of a kind."""
@@ -58,22 +57,27 @@ class Run:
         roots = nodes if what == "clientapp" else [self.flower.superlink]
         return [pid for root in roots if root.poll() is None for pid in below(root.pid, f"flwr-{what}")]
 
-    def kill(self, what: str, chance: random.Random) -> None:
-        """Kill a process of a kind, if there is one."""
-        if pids := self.pids(what):
-            pid = chance.choice(pids)
+    def kill(self, what: str, chance: random.Random) -> bool:
+        """Kill a process of a kind; return whether there was one."""
+        if not (pids := self.pids(what)):
+            return False
+        pid = chance.choice(pids)
+        try:
             os.kill(pid, signal.SIGKILL)
-            for own in (self.flower.superlink, *self.flower.supernodes.values()):
-                if own is not None and own.pid == pid:
-                    own.wait()  # else it stays a zombie, which Flower's SuperExec takes for alive
-            self.kills[what] += 1
+        except ProcessLookupError:  # it has just ended
+            return False
+        for own in (self.flower.superlink, *self.flower.supernodes.values()):
+            if own is not None and own.pid == pid:
+                own.wait()  # else it stays a zombie, which Flower's SuperExec takes for alive
+        if what in ("superlink", "serverapp"):
+            self.submitted = -_PATIENCE  # there is no run
+        return True
 
     def keep_up(self) -> None:
         """Start what has ended."""
         link = self.flower.superlink
         if link is None or link.poll() is not None:
             self.flower.start_superlink()
-            self.submitted = 0.0
         for number, node in list(self.flower.supernodes.items()):
             if node.poll() is not None:
                 self.flower.start_supernode(number)
@@ -141,13 +145,29 @@ def test_a_run_goes_on_when_the_processes_of_the_server_were_killed(
     with started(tmp_path, monkeypatch, has_database) as run:
         nodes = run.pids("supernode")
         run.wait_for(lambda: run.rounds() >= 1)
-        run.kill("serverapp", chance)
-        run.submitted = 0.0
+        assert run.kill("serverapp", chance)
         run.wait_for(lambda: run.rounds() >= 2)
         left = run.pids("serverapp")
-        run.kill("superlink", chance)
+        assert left
+        assert run.kill("superlink", chance)
         wait_for(lambda: not any(map(is_alive, left)))  # a ServerApp ends with its SuperLink
         run.wait_for(run.is_done)
         assert (run.pids("supernode") == nodes) == has_database, "with a database, SuperNodes stay"
-        assert run.kills == {"serverapp": 1, "superlink": 1}
     check_bits(run.checkpoint)
+
+
+def test_thirty_kills_at_random_moments_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance, runs = random.Random(31), 0
+    to_kill = [what for what, count in KILLS.items() for _ in range(count)]
+    chance.shuffle(to_kill)
+    while to_kill:
+        with started(tmp_path / str(runs), monkeypatch) as run:
+            while to_kill and not run.is_done():
+                run.wait_for(lambda run=run: bool(run.pids(to_kill[-1])) or run.is_done())  # type: ignore[misc]
+                end = time.monotonic() + chance.uniform(0.0, 4.0)
+                run.wait_for(lambda run=run, end=end: time.monotonic() > end or run.is_done())  # type: ignore[misc]
+                if run.kill(to_kill[-1], chance):
+                    to_kill.pop()
+            run.wait_for(run.is_done)
+        check_bits(run.checkpoint)
+        runs += 1
