@@ -1,5 +1,6 @@
 """Methods that cannot be right are refused before they run, by the name of what is wrong."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,7 +8,18 @@ import torch
 from torch import Tensor
 
 from lightning_fed import FederatedError, algorithms
-from lightning_fed.algorithms import Algorithm, CMime, FedAvg, FedSpeed, MimeMVR, MoFedSAM, SGDm
+from lightning_fed.algorithms import (
+    Algorithm,
+    CMime,
+    FedAvg,
+    FedPer,
+    FedRep,
+    FedSpeed,
+    LGFedAvg,
+    MimeMVR,
+    MoFedSAM,
+    SGDm,
+)
 from lightning_fed.method_checks import check_method
 from tests.helpers.training import fit
 
@@ -96,6 +108,7 @@ class OfTheModel(Algorithm):
 def test_what_may_be_right_passes() -> None:
     makes: dict[Any, Any] = {
         CMime: lambda: CMime(SGDm()),
+        **{cls: partial(cls, ["head.*"]) for cls in (FedPer, FedRep, LGFedAvg)},
         FedSpeed: lambda: FedSpeed(2.0, 0.1),
         MimeMVR: lambda: MimeMVR(0.3),
         MoFedSAM: lambda: MoFedSAM(0.1, 0.3),
