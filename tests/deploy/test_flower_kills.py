@@ -28,6 +28,7 @@ _PATIENCE = 120.0  # seconds in which a run's ServerApp is to start
 pytestmark = [
     needs_linux,
     pytest.mark.thorough,
+    pytest.mark.timeout(1800),  # minutes where nothing else runs
     pytest.mark.skipif(shutil.which("flower-superlink") is None, reason="no flower-superlink on the path"),
 ]
 
