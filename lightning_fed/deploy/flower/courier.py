@@ -16,7 +16,7 @@ from lightning_fed.deploy.message import Message
 
 __all__ = ["Courier", "Refusal"]
 
-_MOST = 256 * 2**20  # bytes in one of Flower's messages, which a node holds in memory as a whole; one task at least
+_MOST = 64 * 2**20  # bytes in one of Flower's messages, which all on the way hold as a whole; one task at least
 _BACK_OFF = 5.0  # seconds before a node that has answered with an error is asked again
 _log = logging.getLogger("flwr")
 
