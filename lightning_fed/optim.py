@@ -1,6 +1,6 @@
 """The wrapper that puts a method's correction between backward and the user's optimizer step."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -179,7 +179,7 @@ class FederatedOptimizer(Optimizer):
         self._lr_sums = [0.0] * len(self.base.param_groups)
         self._advances = overrides(work.algorithm, "advance")
         self._is_straight = self.goes_straight(work.algorithm)
-        self._tracks = self.tracks(work.algorithm)
+        self._tracks = self.needs_path(work.algorithm) and not self._is_straight
         self.is_injecting = self.injects(work.algorithm)
         self._decay = self.decay if self.is_injecting else []
 
@@ -248,34 +248,39 @@ class FederatedOptimizer(Optimizer):
 
     @torch.no_grad()
     def _inject(self, work: LocalWork) -> None:
-        algorithm = work.algorithm
+        algorithm, shared, groups = work.algorithm, self.flat.num_shared, self.base.param_groups
         correct, advance = algorithm.correct, algorithm.advance
-        shared = self.flat.num_shared
-        grads: Iterable[Tensor] = map(_with_decay, self.flat.params, self._decay)
         if work.second_gradient is not None:
-            grads = list(grads)
-            self._look_ahead(work, work.second_gradient, grads[:shared])
-        for i, (p, g, rate) in enumerate(zip(self.flat.params, grads, self.rates, strict=True)):
+            self._look_ahead(work, work.second_gradient)
+        for i, (p, decay, group) in enumerate(zip(self.flat.params, self._decay, self._groups, strict=True)):
             if (i < shared and algorithm.trains == "personal") or (i >= shared and algorithm.trains == "shared"):
                 p.grad = None
                 continue
+            y = p.data
+            g = torch.zeros_like(y) if p.grad is None else p.grad
+            if decay:
+                g = g.add(y, alpha=decay)
             if i >= shared:  # personal parameters are of no concern to the method
                 p.grad = g
                 continue
-            step, y = work.steps[i], p.data
-            step.lr = rate
+            step = work.steps[i]
+            step.lr = groups[group]["lr"]
             p.grad = correct(g, y, step)
             if self._advances:
                 step.local = advance(g, y, step)
 
-    def _look_ahead(self, work: LocalWork, second_gradient: Callable[[Vector], Vector], grads: list[Tensor]) -> None:
+    def _look_ahead(self, work: LocalWork, second_gradient: Callable[[Vector], Vector]) -> None:
         """Take the second gradient where the method wants it, before anything is corrected."""
         layout, whole = self.flat.layout, work.whole
         assert whole is not None
         whole.lr = self.spread(self.rates)
         if self._advances:
             whole.local = layout.joined_state([step.local for step in work.steps], whole.local)
-        point = work.algorithm.second_gradient_at(layout.joined(grads), self.flat.y, whole)
+        params = self.flat.params[: self.flat.num_shared]
+        g = layout.joined([torch.zeros_like(p.data) if p.grad is None else p.grad for p in params])
+        for part, view, decay in zip(layout.views(g), self.flat.views, self._decay, strict=False):
+            part.add_(view, alpha=decay)
+        point = work.algorithm.second_gradient_at(g, self.flat.y, whole)
         for step, part in zip(work.steps, layout.views(second_gradient(point)), strict=True):
             step.anchor_grad = part
 
@@ -401,12 +406,6 @@ def solver_entries(state: State, num_params: int) -> list[dict[str, Tensor]]:
             _, i, name = key.split(".", 2)
             entries[int(i)][name] = value
     return entries
-
-
-def _with_decay(p: Tensor, decay: float) -> Tensor:
-    """Return a parameter's gradient, zero if it has none, with that of coupled weight decay."""
-    g = torch.zeros_like(p.data) if p.grad is None else p.grad
-    return g.add(p.data, alpha=decay) if decay else g
 
 
 def _groups_of(base: Optimizer, flat: FlatParameters) -> list[int]:

@@ -39,6 +39,8 @@ class SequentialEngine(Engine):
         self.epoch_loop = epoch_loop
         self.fetcher = ClientFetcher()
         self.anchor_grad = torch.zeros_like(self.flat.y) if self.algorithm.anchor_at else None
+        self.starts_elsewhere = overrides(self.algorithm, "start")
+        self.looks_ahead = epoch_loop.automatic_optimization.looks_ahead = looks_ahead(self.algorithm)
         epoch_loop.prepare()
 
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
@@ -60,12 +62,11 @@ class SequentialEngine(Engine):
             work = LocalWork(self.algorithm, [], self._solver(inputs, local))
             self.optimizer.begin(work, solver)
             self.epoch_loop.automatic_optimization.anchor_grad = None
-            self.epoch_loop.automatic_optimization.looks_ahead = False
-            if overrides(self.algorithm, "start"):
+            if self.starts_elsewhere:
                 self.flat.y.copy_(self.algorithm.start(inputs.x, self._whole_step(inputs, plan, client, local)))
             if self.optimizer.is_injecting:
                 work.steps = self._steps(inputs, plan, client, local)
-                if looks_ahead(self.algorithm):
+                if self.looks_ahead:
                     self._prepare_look_ahead(work, self._whole_step(inputs, plan, client, local))
             before = self.buffers.read() if self.split.size > 1 else {}
             self.epoch_loop.begin_client()
@@ -149,7 +150,7 @@ class SequentialEngine(Engine):
             cohort_grad,
             [float(who.size)] * len(anchors),
             [inputs.mean_examples] * len(anchors),
-            self.optimizer.rates[: len(anchors)],
+            [math.nan] * len(anchors),  # the rate is set in every step
         )
         return [Step(*row) for row in zip(*columns, strict=True)]
 
@@ -171,8 +172,7 @@ class SequentialEngine(Engine):
     def _prepare_look_ahead(self, work: LocalWork, whole: Step) -> None:
         """Let the optimizer take second gradients at points that the method makes anew in every step."""
         optimization = self.epoch_loop.automatic_optimization
-        optimization.gradients, optimization.looks_ahead = self.gradients, True
-        optimization.decay = self.optimizer.decay
+        optimization.gradients, optimization.decay = self.gradients, self.optimizer.decay
         work.whole, work.second_gradient = whole, optimization.second_gradient
 
     def _solver(self, inputs: RoundInputs, local: State) -> list[dict[str, torch.Tensor]] | None:
