@@ -14,22 +14,26 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import (
+    APFL,
+    Ditto,
     FedAvg,
     FedBN,
     FedCM,
     FedNova,
     FedPer,
     FedProx,
+    FedRep,
     FedSAM,
     LGFedAvg,
     Mime,
     MimeLite,
+    PFedMe,
     Scaffold,
     ServerOnly,
 )
 from lightning_fed.callbacks import ClientAccuracy, PersonalizedAccuracy
 from lightning_fed.core.errors import FederatedError as CoreError
-from lightning_fed.server import FedAdam, TopK
+from lightning_fed.server import FedAdam, FedBuff, TopK
 from tests.helpers.processes import in_processes
 from tests.helpers.training import Net, clients, data, parameters, same, seeded, trainer
 
@@ -66,6 +70,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "FedNova, momentum": {"algorithm": FedNova(), "personal": ["head.*"], "momentum": 0.9},
     "FedSAM": {"algorithm": FedSAM(0.1), "personal": ["head.*"]},
     "sparse": {"personal": ["head.*"], "compression": TopK(0.2)},
+    "FedBuff": {"personal": ["head.*"], "asynchronous": FedBuff(size=2, concurrency=3), "sampler": None},
     "FedAdam": {"personal": ["head.*"], "server_optimizer": partial(FedAdam, lr=0.05)},
 }
 
@@ -110,6 +115,26 @@ def test_two_processes_do_the_same(tmp_path: Path) -> None:
         close(kept[i], value)
 
 
+def split(**options: Any) -> dict[str, tuple[Tensor, Any]]:
+    """Return x and clients' states after rounds of methods with own solves, and of one without."""
+    methods = (FedPer(["head.*"]), FedRep(["head.*"], 2), Ditto(0.5, batches="own"), APFL(0.4), PFedMe(2.0, 2))
+    runs = {repr(method): run(algorithm=method, max_rounds=2, **options).fit_loop.state for method in methods}
+    return {name: (state.x, state.clients.state_dict()) for name, state in runs.items()}
+
+
+@pytest.mark.thorough
+def test_processes_that_split_batches_do_the_same(tmp_path: Path) -> None:
+    expected = split()
+    for outcome in in_processes(partial(split, strategy="ddp", devices=2), tmp_path):
+        assert not outcome.trace, outcome.trace
+        for name, (x, states) in outcome.value.items():
+            close(x, expected[name][0])
+            assert states.keys() == expected[name][1].keys()
+            for i, state in states.items():
+                for key, value in state.items():
+                    close(value, expected[name][1][i][key])
+
+
 # ---------------------------------------------------------------------- what stays, and what travels
 
 
@@ -130,7 +155,10 @@ def test_personal_parameters_are_in_no_bytes() -> None:
 
 
 def test_no_personal_parameters_is_the_method_alone() -> None:
-    assert torch.equal(run(personal=[]).fit_loop.state.x, run().fit_loop.state.x)
+    state = run(personal=[]).fit_loop.state
+    assert torch.equal(state.x, run().fit_loop.state.x)
+    saved = state.state_dict()
+    assert not any(saved[name].untyped_storage().nbytes() for name in ("personal", "start")), "which a file would hold"
 
 
 def test_one_client_trains_as_if_nothing_were_personal() -> None:

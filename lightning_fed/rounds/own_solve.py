@@ -10,6 +10,7 @@ from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.core.types import State
 from lightning_fed.engines.base import Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.rounds.local_plans import limited
 from lightning_fed.settings import Settings, cut
 
 __all__ = ["OwnSolve", "prepared_for_own_solve"]
@@ -48,7 +49,7 @@ class OwnSolve:
         batches, accumulated = plan.batches.for_own_solve(), self._trainer.accumulate_grad_batches
         if self._epochs is None and batches is plan.batches:
             return plan
-        length = plan.epochs[0] if batches is plan.batches else batches.num_batches()
+        length = limited(batches.num_batches(), self._trainer.limit_train_batches)
         steps = self.settings.steps(length, accumulated)
         if self._epochs is not None:
             steps = -(-length // accumulated) * self._epochs

@@ -79,8 +79,8 @@ class Server:
         self.step = ServerStep(build_optimizer, x, layout, build_scheduler)
         self.state: State = algorithm.init_server(self.x.clone())
         self.clients: ClientStore = MemoryClientStore()
-        self.start = self.x.clone() if algorithm.init_client_at_start else x[:0]  # x^0, where new clients need it
-        self.personal = x[:0]  # the personal parameters [Q] of a new client
+        self.start = self.x.clone() if algorithm.init_client_at_start else x.new_empty(0)  # x^0, if needed
+        self.personal = x.new_empty(0)  # the personal parameters [Q] of a new client
         self.buffers: State = {}
         self.kept_buffers: frozenset[str] = frozenset()  # those that clients keep
         self.moved_buffers: set[str] = set()  # those that are no longer what the module began with

@@ -179,6 +179,8 @@ def test_what_an_own_solve_logs_is_forgotten_and_what_it_computes_is_counted() -
     assert fit(PFedMe(2.0, inner_steps=3))[1] == [3 * n for n in gradients]
     assert fit(FedRep(HEAD, head_epochs=2))[1] == [3 * n for n in gradients]
     assert fit(FedPer(HEAD))[1] == gradients
+    few = fit(FedRep(HEAD, head_epochs=2), local_steps=1)[1]
+    assert few == [2 * 72 + 6 * 4] * 3, "an epoch of the head is one, however few steps follow"
 
 
 class Fails(Net):
