@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.processes import in_processes
 
-from .cases import PERSONAL, Case, load_case, load_index
+from .cases import Case, load_case, load_index
 from .conftest import WORST
 from .methods import METHODS, takes_full_batches, takes_population_loss, translate
 from .runner import Result, Variant, run, run_resumed
@@ -22,7 +22,6 @@ TOLERANCE = 1e-9
 
 APPLIES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "test_full_batches_in_uneven_chunks": lambda entry: takes_full_batches(entry["algorithm"], entry["hp"]),
-    "test_two_processes": lambda entry: entry["algorithm"] in PERSONAL,
     "test_l2_as_weight_decay": lambda entry: entry["problem"]["l2"] > 0,
 }
 """The cases that a variant has something to say about."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from .cases import Case, CaseError, load_case, load_index
+from .cases import PERSONAL, Case, CaseError, load_case, load_index
 from .methods import METHODS, translate
 from .problem import OracleBatches, build_module
 from .runner import Variant, run
@@ -30,6 +30,23 @@ HP: dict[str, dict[str, Any]] = {
     "scaffold_m": {"client_lr": 0.1, "beta": 0.2, "gamma": 1.0, "gamma_mode": "paper"},
     "scaffnew": {"client_lr": 0.1, "prob": 0.5},
     "fedacg": {"client_lr": 0.1, "lam": 0.5, "beta": 0.1, "weighting": "uniform"},
+    "fedsam": {"client_lr": 0.1, "rho": 0.1, "weighting": "uniform"},
+    "mofedsam": {"client_lr": 0.1, "rho": 0.1, "alpha": 0.1, "eta_g": 1.0, "eta_g_mode": "paper"},
+    "fedspeed": {
+        "client_lr": 0.1,
+        "lam": 1.0,
+        "rho": 0.1,
+        "alpha": 1.0,
+        "perturb": "plain",
+        "dual_average": "cohort",
+    },
+    "fedproxvr": {"client_lr": 0.1, "mu": 0.5, "estimator": "svrg"},
+    "fedper": {"client_lr": 0.1, "shared": [], "weighting": "uniform"},
+    "lg_fedavg": {"client_lr": 0.1, "shared": [], "weighting": "uniform"},
+    "fedrep": {"client_lr": 0.1, "shared": [], "weighting": "uniform"},
+    "ditto": {"client_lr": 0.1, "lam": 0.5, "personal_lr": 0.1, "weighting": "uniform"},
+    "pfedme": {"client_lr": 0.1, "lam": 0.5, "personal_lr": 0.1, "inner_steps": 2, "weighting": "uniform"},
+    "apfl": {"client_lr": 0.1, "alpha": 0.5, "weighting": "uniform"},
 }
 """The fewest hyper-parameters that each method takes."""
 
@@ -84,14 +101,14 @@ def test_a_case_computed_by_hand_comes_out_exactly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", METHODS)
 def test_the_fewest_hyper_parameters_are_enough(algorithm: str, tmp_path: Path) -> None:
-    case = case_of(tmp_path, algorithm=algorithm, hp=HP[algorithm], arrays=_own_cohort(algorithm))
+    case = case_of(tmp_path, algorithm=algorithm, hp=HP[algorithm], arrays=_own_arrays(algorithm))
     assert type(translate(case).algorithm()).__name__ == METHODS[algorithm].name
 
 
 @pytest.mark.parametrize("algorithm", METHODS)
 def test_an_unknown_hyper_parameter_is_named(algorithm: str, tmp_path: Path) -> None:
     hp = {**HP[algorithm], "nu": 1.0}
-    case = case_of(tmp_path, algorithm=algorithm, hp=hp, arrays=_own_cohort(algorithm))
+    case = case_of(tmp_path, algorithm=algorithm, hp=hp, arrays=_own_arrays(algorithm))
     with pytest.raises(CaseError, match=r"tiny, hp: unknown \['nu'\]"):
         translate(case)
 
@@ -179,5 +196,10 @@ def test_uneven_chunks_cover_every_row_once() -> None:
     assert batches.num_batches() == 2
 
 
-def _own_cohort(algorithm: str) -> dict[str, Any]:
-    return {"grad_cohort": np.array([[0, 1]])} if algorithm == "feddane" else {}
+def _own_arrays(algorithm: str) -> dict[str, Any]:
+    """Return the arrays that cases of a method have beside the others."""
+    if algorithm == "feddane":
+        return {"grad_cohort": np.array([[0, 1]])}
+    shapes = {"personal_batch_idx": (1, 2, 1, 1), "personal_steps": (1, 2)}
+    own = {name: np.zeros(shapes[name], np.int64) for name in PERSONAL.get(algorithm, ())}
+    return own | ({"expected_personal_x": np.zeros((1, 2, 1))} if algorithm in PERSONAL else {})
