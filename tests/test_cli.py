@@ -268,11 +268,11 @@ def test_a_class_in_the_folder_that_one_is_in_is_found(monkeypatch: pytest.Monke
         (["--trainer.algorithm", "fedavg"], "Did you mean FedAvg instead of fedavg?"),
         thorough(["--trainer.algorithm", "mime"], "Did you mean Mime instead of mime?"),
         thorough(["--trainer.algorithm", "Fedavgg"], "Did you mean FedAvg instead of Fedavgg?"),
-        thorough(["--trainer.algorithm", "Digits"], "There are CMime, FedACG, FedAvg, "),
+        thorough(["--trainer.algorithm", "Digits"], "There are APFL, CMime, Ditto, "),
         thorough(
             ["--trainer.algorithm", "lightning_fed.algorithms.FedProxx"], "Did you mean FedProx instead of FedProxx?"
         ),
-        (["--trainer.algorithm", "lightning_fed.algorithms.Unknown"], "There are CMime, FedACG, FedAvg, "),
+        (["--trainer.algorithm", "lightning_fed.algorithms.Unknown"], "There are APFL, CMime, Ditto, "),
         (["--trainer.algorithm", "torch.optim.NotThere"], "has no attribute 'NotThere'"),
         thorough(["--data.partition", "foo"], "There are BalancedDirichlet, ByKey, "),
         thorough(["--model.lrr", "0.2"], "Did you mean lr instead of lrr?"),

@@ -134,7 +134,6 @@ def _fit(
         callbacks=[recorder],
         seed=0,
         engine=variant.engine,
-        **({"strategy": "clients", "devices": variant.processes} if variant.processes > 1 else {}),
         accelerator="cpu",
         precision="64-true",
         logger=False,
