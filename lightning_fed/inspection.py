@@ -21,6 +21,7 @@ from lightning_fed.evaluation.client_evaluation import ClientEvaluation, own_mod
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.round import Rounds
 from lightning_fed.rounds.server_round import ServerRound
+from lightning_fed.server.asynchronous import Asynchronous
 from lightning_fed.server.client_state import ClientStates
 from lightning_fed.server.population import Population
 from lightning_fed.server.privacy import DifferentialPrivacy
@@ -67,6 +68,23 @@ class Inspection:
         """The privacy spent in the completed rounds, None without differential privacy."""
         aggregator = self.settings.aggregator
         return aggregator.epsilon(self.round) if isinstance(aggregator, DifferentialPrivacy) else None
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the server steps when some answers have arrived, by a simulated clock."""
+        return isinstance(self.settings.aggregator, Asynchronous)
+
+    @property
+    def arrived(self) -> float:
+        """The simulated seconds at which the answers had arrived of which the last step is made.
+
+        Raises:
+            FederatedError: In a synchronous run.
+        """
+        run = self.settings.aggregator
+        if not isinstance(run, Asynchronous):
+            raise FederatedError("fit_loop.arrived is of asynchronous runs: pass asynchronous=FedBuff(...).")
+        return run.between().time
 
     @property
     def state(self) -> Server:

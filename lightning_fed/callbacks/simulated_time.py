@@ -4,10 +4,9 @@ from typing import Any
 
 from lightning_fed._lightning import pl
 from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.core.clock import ClientClock
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
-from lightning_fed.server.asynchronous import Asynchronous
-from lightning_fed.server.clock import ClientClock
 
 __all__ = ["SimulatedTime"]
 
@@ -48,18 +47,16 @@ class SimulatedTime(FederatedCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse a second clock."""
-        asynchronous = trainer.fit_loop.settings.aggregator
-        if self.clock is not None and isinstance(asynchronous, Asynchronous):
+        if self.clock is not None and trainer.fit_loop.is_asynchronous:
             raise FederatedError(
-                f"SimulatedTime(clock=...) does not go with asynchronous={type(asynchronous).__name__}(...), whose"
-                " clock it goes by. Leave it unset."
+                "SimulatedTime(clock=...) does not go with asynchronous=..., whose clock it goes by. Leave it unset."
             )
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
         """Add the round."""
         loop = trainer.fit_loop
-        if isinstance(loop.settings.aggregator, Asynchronous):
-            self.seconds = loop.settings.aggregator.between().time
+        if loop.is_asynchronous:
+            self.seconds = loop.arrived
         else:
             clock, population = self.clock or ClientClock(), loop.population
             places = map(population.place_of, round_report.cohort)

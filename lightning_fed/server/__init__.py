@@ -1,8 +1,8 @@
 """The server's side: who takes part, aggregation, the server's optimizers, client states."""
 
+from lightning_fed.core.clock import ClientClock
 from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.asynchronous import Asynchronous
-from lightning_fed.server.clock import ClientClock
 from lightning_fed.server.compression import QSGD, Compressor, TopK
 from lightning_fed.server.fedasync import FedAsync
 from lightning_fed.server.fedbuff import FedBuff

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import check_count
+from lightning_fed.core.clock import ClientClock
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.aggregation import Exchange, Participant, accumulation_dtype
 from lightning_fed.server.aggregator import Aggregator, averaged_points
 from lightning_fed.server.arrivals import Arrival, Arrivals, Between
-from lightning_fed.server.clock import ClientClock
 from lightning_fed.server.held import HeldAggregation
 from lightning_fed.server.sampling import Sampler
 

@@ -3,10 +3,10 @@
 from typing import Literal
 
 from lightning_fed.core.arguments import check_number, check_one_of
+from lightning_fed.core.clock import ClientClock
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Vector
 from lightning_fed.server.asynchronous import Asynchronous
-from lightning_fed.server.clock import ClientClock
 
 __all__ = ["FedAsync"]
 

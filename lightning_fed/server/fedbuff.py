@@ -1,9 +1,9 @@
 """FedBuff: a step for every M answers."""
 
 from lightning_fed.core.arguments import check_number
+from lightning_fed.core.clock import ClientClock
 from lightning_fed.core.types import Vector
 from lightning_fed.server.asynchronous import Asynchronous
-from lightning_fed.server.clock import ClientClock
 
 __all__ = ["FedBuff"]
 

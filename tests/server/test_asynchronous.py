@@ -400,7 +400,7 @@ def test_impossible_arguments_are_refused(make: Any, said: str) -> None:
 def test_a_run_refuses_what_cannot_be_told_before() -> None:
     with pytest.raises(FederatedError, match=r"FedBuff\(concurrency=7\) needs at least as many clients; there are 6"):
         run(FedBuff(2, 7))
-    with pytest.raises(FederatedError, match=r"SimulatedTime\(clock=...\) does not go with asynchronous=FedBuff"):
+    with pytest.raises(FederatedError, match=r"SimulatedTime\(clock=...\) does not go with asynchronous="):
         run(FedBuff(2, 4), callbacks=SimulatedTime(LATE))
     with pytest.raises(FederatedError, match=r"asynchronous=FedBuff\(...\) goes by a simulated clock"):
         FederatedServer(trainer(asynchronous=FedBuff(2, 4), clients_per_round=None), Net(), range(6))

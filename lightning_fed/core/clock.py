@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_fed.core.arguments import check_flags, check_fraction, check_number
+from lightning_fed.core.client_weights import ClientWeights
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
 from lightning_fed.core.types import ClientId
-from lightning_fed.server.client_weights import ClientWeights
 
 __all__ = ["ClientClock"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_fed.core.client_weights import ClientWeights
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.server.client_weights import ClientWeights
 from lightning_fed.server.population import Population
 
 
