@@ -33,7 +33,7 @@ SIZE = 40  # numbers of a vector
 
 LEFT_UNSET = (
     *("clients_per_round", "local_steps", "server_lr_scheduler", "heterogeneity", "sampler", "gradient_sampler"),
-    *("weighting", "aggregator", "compression", "chunk_size", "client_states_dir"),
+    *("weighting", "aggregator", "asynchronous", "compression", "chunk_size", "client_states_dir"),
 )
 
 
