@@ -199,14 +199,13 @@ class FederatedOptimizer(Optimizer):
 
     def injects(self, algorithm: Algorithm) -> bool:
         """Whether anything happens to a gradient before the wrapped optimizer steps."""
-        rates = self.rates[: self.flat.num_shared]
         return (
             overrides(algorithm, "correct")
             or overrides(algorithm, "advance")
             or algorithm.trains != "all"
             or self.clip is not None
             or self.tracks(algorithm)
-            or (self.needs_path(algorithm) and 0 in rates)  # the path is a mean of directions there
+            or (self.needs_path(algorithm) and 0 in self.rates[: self.flat.num_shared])  # the path is a mean there
         )
 
     def end(self) -> LocalWork:

@@ -15,6 +15,7 @@ NAMES = {
     "SCAFFOLD, option i": ("Scaffold i",),
     "SCAFFOLD, option ii, with plain SGD": ("Scaffold ii",),
     "FedSAM, FedSpeed": ("FedSAM", "FedSpeed"),
+    "FedRep, Ditto, APFL, pFedMe": ("FedRep", "Ditto", "APFL", "pFedMe"),
     "FedProxVR": ("FedProxVR svrg", "FedProxVR sarah"),
     "FedCM, MoFedSAM with plain SGD": ("FedCM", "MoFedSAM"),
     "FedDyn": ("FedDyn",),
