@@ -1,13 +1,17 @@
 """A small real data set that needs no download: handwritten digits, dealt out to clients."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
-from lightning_fed.core.arguments import check_flags, finite
+from lightning_fed.core.arguments import check_flags, check_fraction, finite
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.data.dataset import FederatedDataset
 from lightning_fed.data.examples import BareInputs
 from lightning_fed.data.partition import Dirichlet, Partition, PartitionFunction
 
@@ -31,6 +35,8 @@ class Digits(FederatedDataModule):
         test_fraction: The share of the examples in the test set, in (0, 0.9).
         seed: Draws another Dirichlet partition.
         flatten: Whether an image has shape [64] instead of [1, 8, 8]. Pixels are float32 in [0, 1] either way.
+        client_val_fraction: The share of each client's examples, in [0, 1) and rounded down, that it is not trained on
+            and that ``client_val`` holds. It is drawn once and for all, whatever the seeds.
 
     Raises:
         FederatedError: If scikit-learn is missing or an argument is not allowed.
@@ -52,8 +58,10 @@ class Digits(FederatedDataModule):
         test_fraction: float = 0.2,
         seed: int = 0,
         flatten: bool = False,
+        client_val_fraction: float = 0.0,
     ) -> None:
         check_flags("Digits", flatten=flatten)
+        check_fraction("Digits", "client_val_fraction", client_val_fraction)
         if not 0 < finite(test_fraction) < 1 - _VAL_FRACTION:
             raise FederatedError(f"Digits(test_fraction={test_fraction!r}): test_fraction must lie in (0, 0.9).")
         images, labels = _load()
@@ -67,6 +75,21 @@ class Digits(FederatedDataModule):
             predict=BareInputs(test.tensors[0]),
             batch_size=batch_size,
         )
+        if client_val_fraction:
+            self._hold_out(self._need_clients(), client_val_fraction)
+
+    def _hold_out(self, shared: FederatedDataset, fraction: float) -> None:
+        """Set a share of each client's examples aside as its own validation set."""
+        random = np.random.RandomState(0)
+        clients: dict[ClientId, Dataset[Any]] = {}
+        held_out: dict[ClientId, Dataset[Any]] = {}
+        for i in shared.ids:
+            own = shared.dataset(i)
+            order = random.permutation(shared.size(i)).tolist()
+            num_val = int(fraction * len(order))
+            clients[i], held_out[i] = Subset(own, order[num_val:]), Subset(own, order[:num_val])
+        self.client_val = held_out
+        self.set_clients(clients)
 
 
 def _load() -> tuple[Tensor, Tensor]:

@@ -80,3 +80,18 @@ def test_missing_scikit_learn_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(FederatedError, match="pip install scikit-learn"):
         Digits()
+
+
+def test_a_share_of_each_clients_own_examples_is_held_out_from_its_training():
+    whole, cut = Digits(num_clients=5, alpha=0.3), Digits(num_clients=5, alpha=0.3, client_val_fraction=0.3)
+    for i in whole.client_ids:
+        held_out, kept = cut.client_val_dataset(i), cut.client_dataset(i)
+        assert len(held_out) == int(0.3 * len(whole.client_dataset(i)))
+        found = keys([part[j][0] for part in (held_out, kept) for j in range(len(part))])
+        own = whole.client_dataset(i)
+        assert sorted(found) == sorted(keys([own[j][0] for j in range(len(own))]))
+
+
+def test_a_share_that_is_held_out_lies_below_one():
+    with pytest.raises(FederatedError, match="client_val_fraction must lie in"):
+        Digits(client_val_fraction=1.0)
