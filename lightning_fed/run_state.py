@@ -14,7 +14,7 @@ from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.inspection import Inspection
-from lightning_fed.restoring import Schedules, notes_of, start_server
+from lightning_fed.restoring import Schedules, notes_of, restored_from, start_server
 from lightning_fed.rounds.client_states import ClientStatesPlace
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.cohort import CohortSampling, cohort_seed
@@ -157,9 +157,6 @@ class RunState(Inspection, _FitLoop):
         assert self.prepared is not None
         restored, self._restored = self._restored, None
         previous = self._state if restored is None and self._state is not None and self._state.round > 0 else None
-        aggregator = self.settings.aggregator
-        if aggregator is not None and previous is None:
-            aggregator.load_state_dict((restored or {}).get("aggregator", {}), self.trainer.strategy.root_device)
         if restored is not None:
             self._gave_up = bool(restored.get("gave_up"))
             self.steps_taken = int(restored["steps_taken"])
@@ -173,6 +170,10 @@ class RunState(Inspection, _FitLoop):
             self._schedules.resume(self.trainer, self.prepared.optimizer.base)
         server = start_server(self.prepared, self.kept_states, self._ranks, self._work_notes, restored, previous)
         self._module = self.prepared.module
+        aggregator = self.settings.aggregator
+        if aggregator is not None and previous is None:
+            with restored_from(self.trainer.ckpt_path, "the messages on their way"):
+                aggregator.load_state_dict((restored or {}).get("aggregator", {}), server.x)
         return server
 
     def _check_sites(self, sites: Mapping[str, Any]) -> None:

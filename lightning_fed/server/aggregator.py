@@ -6,11 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.types import Weighting
+from lightning_fed.core.types import Vector, Weighting
 from lightning_fed.server.aggregation import Aggregation, Participant
 from lightning_fed.server.sampling import Sampler
 
@@ -77,12 +75,12 @@ class Aggregator(ABC):
         """Return what it keeps from round to round, as checkpoints hold it; nothing by default."""
         return {}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], device: torch.device) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], x: Vector) -> None:
         """Go on from where a checkpoint's run was.
 
         Args:
             state_dict: What :meth:`state_dict` has returned; nothing to begin.
-            device: Where tensors go.
+            x: The server parameters [P].
         """
         assert not state_dict
 

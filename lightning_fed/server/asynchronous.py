@@ -151,8 +151,9 @@ class Asynchronous(Aggregator):
             began, client_id = key = self.key_of(arrival)
             if key not in self._messages:
                 raise FederatedError(
-                    f"Client {client_id!r}, which began in round {began}, has no examples or took no step: in an"
-                    " asynchronous run every client that begins must answer. Leave such clients out of the data."
+                    f"There is no message of client {client_id!r}, which began in round {began}: it has no examples or"
+                    " took no step, or the checkpoint has lost it. In an asynchronous run every client that begins must"
+                    " answer. Leave clients without examples out of the data."
                 )
             arriving.append((self._round - began, self._messages[key]))
         self._on_their_way = [self.key_of(arrival) for arrival in between.left]
@@ -164,19 +165,27 @@ class Asynchronous(Aggregator):
         """Return the messages that are on their way after the last completed round."""
         return {"messages": [(*key, dict(self._messages[key])) for key in self._on_their_way]}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], device: torch.device) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], x: Vector) -> None:
         """Go on with the messages of a checkpoint.
 
         Args:
             state_dict: What :meth:`state_dict` has returned; nothing to begin.
-            device: Where they are held.
+            x: The server parameters [P], beside which they are held.
+
+        Raises:
+            ValueError: If they are not such.
         """
         self._arrivals = None
         self._messages = {
-            (began, client_id): {name: value.to(device) for name, value in messages.items()}
+            (began, client_id): {name: value.to(x.device) for name, value in messages.items()}
             for began, client_id, messages in state_dict.get("messages", ())
         }
         self._on_their_way = list(self._messages)
+        for (began, client_id), messages in self._messages.items():
+            if messages["delta"].shape != x.shape or not all(bool(v.isfinite().all()) for v in messages.values()):
+                raise ValueError(
+                    f"the message of client {client_id!r} from round {began} has another shape, or no numbers"
+                )
 
 
 class _Arriving(HeldAggregation):

@@ -274,6 +274,41 @@ def test_a_checkpoint_of_other_events_is_refused(tmp_path: Path) -> None:
         run(FedBuff(2, 4, clock=LATE), fit={"ckpt_path": tmp_path / "run.ckpt"})
 
 
+DAMAGES: dict[str, Any] = {
+    "no triple": lambda messages: [(0, 1)],
+    "no mapping": lambda messages: [(0, 1, 2.0)],
+    "shape": lambda messages: [(*key, {"delta": torch.zeros(3)}) for *key, _ in messages],
+    "nan": lambda messages: [(*key, {"delta": own["delta"] * float("nan")}) for *key, own in messages],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+def test_damaged_messages_are_refused_by_name(damage: Any, tmp_path: Path) -> None:
+    run(FedBuff(2, 5, clock=LATE), max_rounds=3).save_checkpoint(tmp_path / "run.ckpt")
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=True)
+    kept = saved["loops"]["fit_loop"]["state_dict"]["aggregator"]
+    kept["messages"] = damage(kept["messages"])
+    torch.save(saved, tmp_path / "run.ckpt")
+    with pytest.raises(FederatedError, match=r"run\.ckpt does not fit this run: restoring the messages on their way"):
+        run(FedBuff(2, 5, clock=LATE), fit={"ckpt_path": tmp_path / "run.ckpt"})
+
+
+def test_a_lost_message_is_missed_by_name(tmp_path: Path) -> None:
+    run(FedBuff(2, 5, clock=LATE), max_rounds=3).save_checkpoint(tmp_path / "run.ckpt")
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=True)
+    del saved["loops"]["fit_loop"]["state_dict"]["aggregator"]
+    torch.save(saved, tmp_path / "run.ckpt")
+    with pytest.raises(FederatedError, match=r"no message of client \d, .* or the checkpoint has lost it"):
+        run(FedBuff(2, 5, clock=LATE), fit={"ckpt_path": tmp_path / "run.ckpt"})
+
+
+@pytest.mark.parametrize("aggregator", [None, CoordinateMedian()])
+def test_a_synchronous_run_does_not_go_on_from_an_asynchronous_one(aggregator: Any, tmp_path: Path) -> None:
+    run(FedBuff(2, 5), max_rounds=3).save_checkpoint(tmp_path / "run.ckpt")
+    with pytest.raises(FederatedError, match="aggregator is FedBuff"):
+        run(None, aggregator=aggregator, clients_per_round=3, fit={"ckpt_path": tmp_path / "run.ckpt"})
+
+
 # ---------------------------------------------------------------------- events, and time
 
 
