@@ -182,7 +182,7 @@ class Asynchronous(Aggregator):
         }
         self._on_their_way = list(self._messages)
         for (began, client_id), messages in self._messages.items():
-            if messages["delta"].shape != x.shape or not all(bool(v.isfinite().all()) for v in messages.values()):
+            if messages.get("delta", x).shape != x.shape or not all(bool(v.isfinite().all()) for v in messages.values()):
                 raise ValueError(
                     f"the message of client {client_id!r} from round {began} has another shape, or no numbers"
                 )
