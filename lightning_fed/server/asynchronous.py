@@ -182,10 +182,9 @@ class Asynchronous(Aggregator):
         }
         self._on_their_way = list(self._messages)
         for (began, client_id), messages in self._messages.items():
-            if messages.get("delta", x).shape != x.shape or not all(bool(v.isfinite().all()) for v in messages.values()):
-                raise ValueError(
-                    f"the message of client {client_id!r} from round {began} has another shape, or no numbers"
-                )
+            is_finite = all(bool(value.isfinite().all()) for value in messages.values())
+            if not is_finite or messages.get("delta", x).shape != x.shape:
+                raise ValueError(f"client {client_id!r} of round {began} has a message of another shape, or not finite")
 
 
 class _Arriving(HeldAggregation):
