@@ -58,14 +58,6 @@ class Layout:
             for i in range(len(self.shapes))
         ]
 
-    def state_columns(self, state: State) -> list[State]:
-        """Return ``state`` once per shape, its vectors cut into flat parts [n_p], everything else as it is."""
-        columns = {k: v.split(self.sizes) if v.shape == (self.numel,) else None for k, v in state.items()}
-        return [
-            {k: state[k] if column is None else column[i] for k, column in columns.items()}
-            for i in range(len(self.shapes))
-        ]
-
 
 class FlatParameters:
     """Parameters of a module, re-pointed as views of one vector ``whole`` [P + Q].

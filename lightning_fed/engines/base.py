@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fed.core.errors import ClientError
@@ -59,24 +59,22 @@ class RoundInputs:
     full_grad: dict[int, State]
     cohort_grad: Watched
     mean_examples: float
-    _cuts: dict[bool, tuple[Sequence[Vector], list[State], list[State]]] = field(default_factory=dict)
+    _parts: list[tuple[list[Tensor], list[State], list[State]]] = field(default_factory=list)
 
-    def per_parameter(self, layout: Layout, flat: bool) -> tuple[Sequence[Vector], list[State], list[State]]:
+    def per_parameter(self, layout: Layout) -> tuple[list[Tensor], list[State], list[State]]:
         """Return x, the server state and the mean gradients once per parameter; they are cut once a round.
 
         Args:
             layout: The parameters' shapes.
-            flat: Whether the parts are flat [n_p], or in the parameters' shapes.
         """
-        if flat not in self._cuts:
-            cut = layout.state_columns if flat else layout.state_views
-            server, cohort_grad = cut(self.server.unwatched()), cut(self.cohort_grad.unwatched())
+        if not self._parts:
+            server = layout.state_views(self.server.unwatched())
+            cohort_grad = layout.state_views(self.cohort_grad.unwatched())
             # what is read of the first parameter's part is read of all
             server[0] = Watched(server[0], self.server.read)
             cohort_grad[0] = Watched(cohort_grad[0], self.cohort_grad.read)
-            x = self.x.split(layout.sizes) if flat else layout.views(self.x)
-            self._cuts[flat] = (x, server, cohort_grad)
-        return self._cuts[flat]
+            self._parts.append((layout.views(self.x), server, cohort_grad))
+        return self._parts[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +97,8 @@ class ChunkResult:
     """
 
     participants: Sequence[Participant]
-    y: torch.Tensor
-    delta: torch.Tensor
+    y: Tensor
+    delta: Tensor
     send: State
     keep: State
     sends_delta: bool
@@ -112,7 +110,7 @@ class ChunkResult:
     implied: tuple[str, ...] = ()
 
     @property
-    def shared(self) -> torch.Tensor:
+    def shared(self) -> Tensor:
         """The part of :attr:`y` that is exchanged [S, P]."""
         return self.y[:, : self.delta.shape[1]]
 

@@ -139,7 +139,7 @@ class SequentialEngine(Engine):
             optimization.gradients, optimization.anchor_grad = self.gradients, self.anchor_grad
             optimization.anchor_point, optimization.decay = layout.views(point), self.optimizer.decay
             anchors = list(layout.views(self.anchor_grad))
-        x, server, cohort_grad = inputs.per_parameter(layout, flat=False)
+        x, server, cohort_grad = inputs.per_parameter(layout)
         columns: tuple[Sequence[Any], ...] = (
             x,
             server,

@@ -17,7 +17,7 @@ from lightning_fed.core.seeds import foreign_state, preserved_random_state, rand
 from lightning_fed.core.torch_optimizers import coupled_decay
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.batch_hooks import overridden_hooks
-from lightning_fed.engines.failures import in_short
+from lightning_fed.engines.client_errors import in_short
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.vectorized.batches import BatchGroup, check_tensors
 from lightning_fed.engines.vectorized.changes import INTERNAL, PASSING, changed, holders, marks
