@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fed.core.errors import ClientError
 from lightning_fed.core.flat import Layout
-from lightning_fed.core.rounds import ClientReport
+from lightning_fed.core.rounds import ClientReport, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import State, Vector
 from lightning_fed.core.watched import Watched
@@ -22,7 +23,7 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.client_store import lasting_copies
 
-__all__ = ["ChunkResult", "Engine", "RoundInputs", "WorkPlan"]
+__all__ = ["ChunkResult", "Engine", "RoundInputs", "WorkPlan", "per_parameter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +60,36 @@ class RoundInputs:
     full_grad: dict[int, State]
     cohort_grad: Watched
     mean_examples: float
-    _parts: list[tuple[list[Tensor], list[State], list[State]]] = field(default_factory=list)
 
-    def per_parameter(self, layout: Layout) -> tuple[list[Tensor], list[State], list[State]]:
-        """Return x, the server state and the mean gradients once per parameter; they are cut once a round.
 
-        Args:
-            layout: The parameters' shapes.
-        """
-        if not self._parts:
-            server = layout.state_views(self.server.unwatched())
-            cohort_grad = layout.state_views(self.cohort_grad.unwatched())
-            # what is read of the first parameter's part is read of all
-            server[0] = Watched(server[0], self.server.read)
-            cohort_grad[0] = Watched(cohort_grad[0], self.cohort_grad.read)
-            self._parts.append((layout.views(self.x), server, cohort_grad))
-        return self._parts[0]
+def per_parameter(whole: Step, layout: Layout) -> list[Step]:
+    """Return what ``correct`` reads, one :class:`Step` per parameter.
+
+    Args:
+        whole: What hooks of whole vectors read; what is read of the server's part counts as read.
+        layout: The parameters' shapes.
+    """
+    assert isinstance(whole.server, Watched)
+    assert isinstance(whole.cohort_grad, Watched)
+    servers = layout.state_views(whole.server.unwatched())
+    cohort_grads = layout.state_views(whole.cohort_grad.unwatched())
+    # what is read of the first parameter's part is read of all
+    servers[0] = Watched(servers[0], whole.server.read)
+    cohort_grads[0] = Watched(cohort_grads[0], whole.cohort_grad.read)
+    columns = zip(
+        layout.views(whole.x),
+        servers,
+        layout.state_views(whole.client),
+        layout.state_views(whole.local),
+        layout.state_views(whole.full_grad),
+        cohort_grads,
+        layout.state_views({"lr": torch.as_tensor(whole.lr)}),
+        strict=True,
+    )
+    return [
+        Step(x, server, client, local, None, full_grad, mean, whole.num_examples, whole.mean_examples, rate["lr"])
+        for x, server, client, local, full_grad, mean, rate in columns
+    ]
 
 
 @dataclass(frozen=True, slots=True)

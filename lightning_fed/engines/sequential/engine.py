@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from lightning_fed.core.errors import ClientError
 from lightning_fed.core.rounds import ClientReport, Run, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import State
-from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
+from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
@@ -62,12 +61,13 @@ class SequentialEngine(Engine):
             work = LocalWork(self.algorithm, [], self._solver(inputs, local))
             self.optimizer.begin(work, solver)
             self.epoch_loop.automatic_optimization.anchor_grad = None
+            whole = self._whole_step(inputs, plan, client, local)
             if self.starts_elsewhere:
-                self.flat.y.copy_(self.algorithm.start(inputs.x, self._whole_step(inputs, plan, client, local)))
+                self.flat.y.copy_(self.algorithm.start(inputs.x, whole))
             if self.optimizer.is_injecting:
-                work.steps = self._steps(inputs, plan, client, local)
+                work.steps = self._steps(inputs, whole)
                 if self.looks_ahead:
-                    self._prepare_look_ahead(work, self._whole_step(inputs, plan, client, local))
+                    self._prepare_look_ahead(work, whole)
             before = self.buffers.read() if self.split.size > 1 else {}
             self.epoch_loop.begin_client()
             with self.epoch_loop._results.of_client(self.trainer.lightning_module):
@@ -127,32 +127,17 @@ class SequentialEngine(Engine):
         self.buffers.write(merged)
         return merged
 
-    def _steps(self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State) -> list[Step]:
-        """Cut everything that ``correct`` may read into the parameters' shapes, once a client."""
-        layout, who = self.flat.layout, plan.participant
-        full_grad = inputs.full_grad.get(who.index, {})
-        optimization = self.epoch_loop.automatic_optimization
-        anchors: list[torch.Tensor | None] = [None] * len(layout.sizes)
+    def _steps(self, inputs: RoundInputs, whole: Step) -> list[Step]:
+        """Return what ``correct`` reads of a client; gradients are to be taken at the anchor, if there is one."""
+        steps, layout = per_parameter(whole, self.flat.layout), self.flat.layout
         if self.anchor_grad is not None:
-            name = self.algorithm.anchor_at
+            name, optimization = self.algorithm.anchor_at, self.epoch_loop.automatic_optimization
             point = inputs.x if name == "x" or name is None else inputs.server[name]
             optimization.gradients, optimization.anchor_grad = self.gradients, self.anchor_grad
             optimization.anchor_point, optimization.decay = layout.views(point), self.optimizer.decay
-            anchors = list(layout.views(self.anchor_grad))
-        x, server, cohort_grad = inputs.per_parameter(layout)
-        columns: tuple[Sequence[Any], ...] = (
-            x,
-            server,
-            layout.state_views(client),
-            layout.state_views(local),
-            anchors,
-            layout.state_views(full_grad),
-            cohort_grad,
-            [float(who.size)] * len(anchors),
-            [inputs.mean_examples] * len(anchors),
-            [math.nan] * len(anchors),  # the rate is set in every step
-        )
-        return [Step(*row) for row in zip(*columns, strict=True)]
+            for step, part in zip(steps, layout.views(self.anchor_grad), strict=True):
+                step.anchor_grad = part
+        return steps
 
     def _whole_step(self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State) -> Step:
         """Return what hooks of whole vectors may read."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_fed.core.seeds import capture_random_state
 from lightning_fed.core.types import State
+from lightning_fed.engines.base import per_parameter
 from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.clients import Clients
@@ -108,7 +109,7 @@ class LocalStep:
         if not self._reads:
             return Taken(corrected_clip(self._moving(g)), [], loss, values)
         whole = self.work.step_inputs.whole(shared, given.own, given.local)
-        steps, point = self.work.step_inputs.steps(whole), given.point
+        steps, point = per_parameter(whole, self.work.shared_layout), given.point
         if self.looks_ahead:
             layout, n = self.work.shared_layout, len(steps)
             at = self.algorithm.second_gradient_at(layout.joined(g[:n]), layout.joined(given.y[:n]), whole)

@@ -74,31 +74,6 @@ class StepInputs:
         watched = Watched(server, self.read["server"]), Watched(cohort_grad, self.read["cohort_grad"])
         return Step(x, watched[0], client, local, None, full_grad, watched[1], examples, mean, lr)
 
-    def steps(self, whole: Step) -> list[Step]:
-        """Return the same as ``correct`` reads it, one :class:`Step` per parameter."""
-        cut = self._layout.state_views
-        assert isinstance(whole.server, Watched)
-        assert isinstance(whole.cohort_grad, Watched)
-        servers, mean_grads = cut(whole.server.unwatched()), cut(whole.cohort_grad.unwatched())
-        # what is read of the first parameter's part is read of all
-        servers[0] = Watched(servers[0], self.read["server"])
-        mean_grads[0] = Watched(mean_grads[0], self.read["cohort_grad"])
-        rates = [column["lr"] for column in cut({"lr": torch.as_tensor(whole.lr)})]
-        columns = zip(
-            self._layout.views(whole.x),
-            servers,
-            cut(whole.client),
-            cut(whole.local),
-            cut(whole.full_grad),
-            mean_grads,
-            rates,
-            strict=True,
-        )
-        return [
-            Step(part, server, client, local, None, own_grad, mean_grad, whole.num_examples, whole.mean_examples, lr)
-            for part, server, client, local, own_grad, mean_grad, lr in columns
-        ]
-
     def point(self, shared: Sequence[Tensor], name: str) -> list[Tensor]:
         """Return the parameters at a point that the method names: x, or an entry of the server's state."""
         if name == "x":
