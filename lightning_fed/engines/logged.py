@@ -65,10 +65,8 @@ class SharedResults(_ResultCollection):
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Collect one value; see :meth:`pytorch_lightning.LightningModule.log`."""
-        kwargs = {
-            k: v for k, v in kwargs.items() if k not in _SYNC
-        }  # told apart from what other processes logged, else
-        super().log(fx, name, value, *args, **kwargs)
+        flags = {k: v for k, v in kwargs.items() if k not in _SYNC}  # or values would differ from other processes'
+        super().log(fx, name, value, *args, **flags)
 
     def outline(self) -> dict[str, Logged]:
         """Return the numbers that were logged, for other processes."""
@@ -158,9 +156,8 @@ class RoundResults(SharedResults):
     ) -> None:
         """Collect one value; see :meth:`pytorch_lightning.LightningModule.log`."""
         if not self._in_client:
-            super().log(
-                fx, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size=batch_size, **kwargs
-            )
+            given = (prog_bar, logger, on_step, on_epoch, reduce_fx)
+            super().log(fx, name, value, *given, batch_size=batch_size, **kwargs)
             return
         if on_step and not on_epoch:
             on_step, on_epoch = False, True

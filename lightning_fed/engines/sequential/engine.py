@@ -17,7 +17,7 @@ from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPla
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
-from lightning_fed.optim import LocalWork, looks_ahead, overrides, solver_entries
+from lightning_fed.optim import LocalWork, looks_ahead, solver_entries
 from lightning_fed.server.client_state import PERSONAL, method_part, with_personal
 
 __all__ = ["SequentialEngine"]
@@ -38,7 +38,6 @@ class SequentialEngine(Engine):
         self.epoch_loop = epoch_loop
         self.fetcher = ClientFetcher()
         self.anchor_grad = torch.zeros_like(self.flat.y) if self.algorithm.anchor_at else None
-        self.starts_elsewhere = overrides(self.algorithm, "start")
         self.looks_ahead = epoch_loop.automatic_optimization.looks_ahead = looks_ahead(self.algorithm)
         epoch_loop.prepare()
 
@@ -54,20 +53,10 @@ class SequentialEngine(Engine):
         started = time.perf_counter()
         who = plan.participant
         with self.errors_of(plan, inputs.round, "its local work"):
-            self.flat.y.copy_(inputs.x)
             self.flat.personal.copy_(client.get(PERSONAL, self.flat.personal))
             client = method_part(client)
             local = self.algorithm.init_local(inputs.x, inputs.server, client)
-            work = LocalWork(self.algorithm, [], self._solver(inputs, local))
-            self.optimizer.begin(work, solver)
-            self.epoch_loop.automatic_optimization.anchor_grad = None
-            whole = self._whole_step(inputs, plan, client, local)
-            if self.starts_elsewhere:
-                self.flat.y.copy_(self.algorithm.start(inputs.x, whole))
-            if self.optimizer.is_injecting:
-                work.steps = self._steps(inputs, whole)
-                if self.looks_ahead:
-                    self._prepare_look_ahead(work, whole)
+            self._begin(inputs, self._whole_step(inputs, plan, client, local), solver)
             before = self.buffers.read() if self.split.size > 1 else {}
             self.epoch_loop.begin_client()
             with self.epoch_loop._results.of_client(self.trainer.lightning_module):
@@ -99,6 +88,17 @@ class SequentialEngine(Engine):
             buffers=[buffers],
             implied=update.implied,
         )
+
+    def _begin(self, inputs: RoundInputs, whole: Step, solver: State) -> None:
+        """Put the client where its work starts, and let the optimizer correct its gradients."""
+        work = LocalWork(self.algorithm, [], self._solver(inputs, whole.local))
+        self.optimizer.begin(work, solver)
+        self.epoch_loop.automatic_optimization.anchor_grad = None
+        self.flat.y.copy_(self.algorithm.start(inputs.x, whole))
+        if self.optimizer.is_injecting:
+            work.steps = self._steps(inputs, whole)
+            if self.looks_ahead:
+                self._prepare_look_ahead(work, whole)
 
     def _train(self, inputs: RoundInputs, plan: WorkPlan) -> None:
         who = plan.participant

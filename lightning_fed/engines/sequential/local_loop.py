@@ -231,8 +231,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         if self._uses["on_train_batch_end"] and not is_idle:
             call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
             call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
-        self._results.batch = None
-        self._results.batch_size = None
+        self._results.batch = self._results.batch_size = None
         self.batch_progress.increment_completed()
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
