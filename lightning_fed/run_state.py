@@ -10,6 +10,7 @@ from lightning_fed._compat import _FitLoop
 from lightning_fed._lightning import pl
 from lightning_fed.checks import check_hyper_parameters, check_module, check_trainer
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
 from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
@@ -18,7 +19,6 @@ from lightning_fed.restoring import Schedules, notes_of, restored_from, start_se
 from lightning_fed.rounds.client_states import ClientStatesPlace
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.cohort import CohortSampling, cohort_seed
-from lightning_fed.rounds.faults import FailureWarnings
 from lightning_fed.rounds.prepare import population_of, prepare_clients, prepare_module
 from lightning_fed.rounds.round import Rounds
 from lightning_fed.server.population import Population
@@ -54,7 +54,7 @@ class RunState(Inspection, _FitLoop):
         self._work_notes: dict[str, str] = {}
         self.clients_elsewhere: Callable[[PreparedModule, Population], ClientWork] | None = None  # than in this process
         self.sites: dict[str, Any] = {}  # of clients elsewhere: which run they know, and the versions of their states
-        self._failure_warnings = FailureWarnings()
+        self._warned: set[ClientId] = set()  # of whose failures the user has been warned
         self._gave_up = False  # whether engine="auto" has left the vectorized engine for the sequential one
         self._stop = Stop.NO  # what any process was asked for in this round
         self.steps_taken = 0  # of all clients in all completed rounds

@@ -7,11 +7,10 @@ import torch
 
 from lightning_fed._compat import rank_zero_warn
 from lightning_fed.core.errors import ClientError
-from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.server.aggregation import Participant
 
-__all__ = ["FailureWarnings", "Faults"]
+__all__ = ["Faults", "warn_of"]
 
 _SHOWN = 5  # causes that one message lists
 
@@ -38,8 +37,6 @@ class Faults:
         self.refused: set[ClientId] = set()  # those of them whose messages had all been sent
         self.asked: set[ClientId] = set()  # to train
         self._asked_for_gradients: set[ClientId] = set()
-        self._at_work: set[ClientId] = set()
-        self._with_gradients: set[ClientId] = set()
         self._first: ClientError | None = None
 
     def ask(
@@ -58,25 +55,18 @@ class Faults:
         failed = self.causes.keys()
         self.asked = {member.client_id for member in members} | (failed & set(dropped))
         self._asked_for_gradients = {member.client_id for member in gradient_members}
-        self._with_gradients = self._asked_for_gradients - failed
-        self._at_work = (self.asked | self._asked_for_gradients) - failed
-        if self._with_gradients:
+        if self._asked_for_gradients - failed:
             self._asked_for_gradients |= failed - self.asked
-        self.have_hit_cohort()
+        self.check_asked()
 
-    def have_hit_cohort(self) -> bool:
-        """Return whether a client has failed that was to work in this round.
-
-        Raises:
-            ClientError: If too many have.
-        """
-        for asked in (self.asked, self._asked_for_gradients) if self.causes else ():
+    def check_asked(self) -> None:
+        """End the run if too many of those that are asked have failed; see :meth:`check`."""
+        for asked in (self.asked, self._asked_for_gradients):
             self.check(self.causes.keys() & asked, len(asked))
-        return not self._at_work.isdisjoint(self.causes)
 
-    def have_hit_gradients(self) -> bool:
-        """Return whether a client has failed whose gradient is in the mean that others rest on."""
-        return not self._with_gradients.isdisjoint(self.causes)
+    def have_hit(self, members: Iterable[Participant]) -> bool:
+        """Return whether one of these has failed."""
+        return bool(self.causes) and any(member.client_id in self.causes for member in members)
 
     def add(self, error: ClientError) -> None:
         """Take note of a client that failed.
@@ -91,7 +81,9 @@ class Faults:
 
     def merge(self, parts: Iterable[Mapping[ClientId, str]]) -> None:
         """Take in everybody's :attr:`causes`, the same way in every process."""
-        self.causes = {client_id: cause for part in [self.causes, *parts] for client_id, cause in part.items()}
+        self.causes = dict(self.causes)  # the old one is this process's part
+        for part in parts:
+            self.causes.update(part)
 
     def check(self, failed: Iterable[ClientId], asked: int) -> None:
         """End the run if too many clients failed.
@@ -151,18 +143,16 @@ class Faults:
         return set(outliers)
 
 
-class FailureWarnings:
-    """Warns of the clients that fail in a run, once of each."""
+def warn_of(failed: Mapping[ClientId, str], warned: set[ClientId]) -> None:
+    """Warn of clients that have failed in a round, once of each in a run.
 
-    def __init__(self) -> None:
-        self._warned: set[ClientId] = set()
-
-    def warn_of(self, report: RoundReport) -> None:
-        """Warn of those that have failed in a round, and of no other round before."""
-        for client_id, cause in report.failed.items():
-            if client_id in self._warned:
-                continue
-            self._warned.add(client_id)
+    Args:
+        failed: Why each has failed, by id.
+        warned: Those of whom a warning was given before; these are added.
+    """
+    for client_id, cause in failed.items():
+        if client_id not in warned:
+            warned.add(client_id)
             rank_zero_warn(
                 f"{cause.rstrip('.')}. It has left the round, since on_client_error='drop'. From here on this client's"
                 " failures are only counted."

@@ -100,12 +100,12 @@ class ReplyOrder:
     nothing is copied.
 
     Args:
-        order: The clients that are asked, by stored index.
+        clients: Those that are asked, by stored index.
     """
 
-    def __init__(self, order: Iterable[int]) -> None:
-        self._clients = list(order)
-        self._place = {index: place for place, index in enumerate(self._clients)}
+    def __init__(self, clients: Iterable[int]) -> None:
+        self._clients = list(clients)
+        self._place = dict(zip(self._clients, range(len(self._clients)), strict=True))
         self._answered: set[int] = set()
         self._waiting: dict[int, Reply] = {}  # by the first place that each answers for
         self._done: set[int] = set()  # clients whose replies have been handed on
@@ -113,10 +113,9 @@ class ReplyOrder:
 
     def rows(self, reply: Reply) -> list[int]:
         """Return the rows of a reply in the order of the sum, without those of clients that failed."""
-        if len(reply.clients) == 1:
-            return [] if reply.failed else [0]
-        rows = (row for row, index in enumerate(reply.clients) if index not in reply.failed)
-        return sorted(rows, key=lambda row: self._place[reply.clients[row]])
+        row_of = dict(zip(reply.clients, range(len(reply.clients)), strict=True))
+        ordered = sorted(row_of.keys() - reply.failed.keys(), key=self._place.__getitem__)
+        return list(map(row_of.__getitem__, ordered))
 
     def arrive(self, reply: Reply) -> list[Reply]:
         """Return the replies whose turn it is now that this one is here; a second copy of one is ignored.
@@ -141,26 +140,15 @@ class ReplyOrder:
         if known or not clients:
             return []
         self._answered |= clients
-        first = min(self._place[index] for index in clients)
-        if first > self._next:
-            self._waiting[first] = _copied(reply)
-            return []
-        ready = [reply]
-        self._hand_on(reply)
+        first = min(map(self._place.__getitem__, clients))
+        self._waiting[first] = reply if first == self._next else _copied(reply)
+        ready = []
         while self._next in self._waiting:
             ready.append(self._waiting.pop(self._next))
-            self._hand_on(ready[-1])
+            self._done.update(ready[-1].clients)
+            while self._next < len(self._clients) and self._clients[self._next] in self._done:
+                self._next += 1
         return ready
-
-    def _hand_on(self, reply: Reply) -> None:
-        self._done.update(reply.clients)
-        while self._next < len(self._clients) and self._clients[self._next] in self._done:
-            self._next += 1
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all replies have been handed on."""
-        return self._next == len(self._clients)
 
     def missing(self) -> list[int]:
         """Return the clients that have not answered, by stored index, in order."""
@@ -168,7 +156,7 @@ class ReplyOrder:
 
     def rest(self) -> list[Reply]:
         """Return the replies that still wait for clients which do not answer, in order."""
-        return [self._waiting.pop(first) for first in sorted(self._waiting)]
+        return list(map(self._waiting.pop, sorted(self._waiting)))
 
 
 def _copied(reply: Reply) -> Reply:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.types import State
+from lightning_fed.rounds.messages import Reply
 from lightning_fed.server.aggregation import Exchange, accumulation_dtype
 
 __all__ = ["Drift", "Traffic"]
@@ -18,8 +19,8 @@ _BLOCK = 2**16  # numbers that are converted to float64 at once
 class Traffic:
     """What travels in a round: of the server's state what clients read, of gradients and messages what is used."""
 
-    def __init__(self, algorithm: Algorithm, x: torch.Tensor) -> None:
-        self._vector = _bytes([x])
+    def __init__(self, algorithm: Algorithm, x: Tensor) -> None:
+        self._vector = x.nbytes
         self._points = set(algorithm.full_grad_at) - {"x"}
         self._messages = 0
         self.server: set[str] = set()  # entries of the server state that clients read
@@ -28,14 +29,17 @@ class Traffic:
         self.clients: set[int] = set()
         self.gradient_clients: set[int] = set()
 
-    def add_messages(self, send: State, clients: int = 1) -> None:
-        """Add a client's messages, those of so many like it; a tensor sent under two names travels once."""
-        once = {value.data_ptr() if value.numel() > 1 else name: value for name, value in send.items()}
-        self._messages += clients * _bytes(list(once.values()))
-
-    def add_bytes(self, size: int) -> None:
-        """Add the size of one client's messages where they are compressed."""
-        self._messages += size
+    def add_messages(self, reply: Reply, rows: Sequence[int]) -> None:
+        """Add the messages of some rows, all of one size; a tensor sent under two names travels once."""
+        if reply.message_bytes is not None:
+            self._messages += reply.message_bytes
+            return
+        once: dict[int | str, int] = {}
+        for name, value in reply.send.items():
+            if name not in reply.implied:
+                own = value[rows[0]]
+                once[own.data_ptr() if own.numel() > 1 else name] = own.nbytes
+        self._messages += len(rows) * sum(once.values())
 
     def merge(self, others: Iterable["Traffic"]) -> None:
         """Add what other processes have."""
@@ -59,17 +63,17 @@ class Traffic:
             everyone: The clients that evaluate the population's loss; none if nobody asked for it.
         """
         involved = self.clients | self.gradient_clients
-        once = self._vector + _bytes([state[name] for name in self._points if name in state])
-        then = _bytes([state[name] for name in self.server - self._points]) + len(self.cohort_grad) * self._vector
-        down = len(involved) * once + len(self.clients) * (then + buffers_down)
+        once, then = self._vector, len(self.cohort_grad) * self._vector + buffers_down
+        for name, value in state.items():
+            if name in self._points:
+                once += value.nbytes
+            elif name in self.server:
+                then += value.nbytes
+        down = len(involved) * once + len(self.clients) * then
         down += max(0, everyone - len(involved)) * self._vector
         gradients = len(self.gradient_clients) * len(self.gradients | self.cohort_grad) * self._vector
         messages = self._messages + self._messages // max(1, completed) * refused
         return messages + gradients + (completed + refused) * buffers_up + everyone * 8, down
-
-
-def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(value.numel() * value.element_size() for value in tensors)
 
 
 class Drift:
@@ -83,7 +87,7 @@ class Drift:
         self._reference: Tensor | None = None  # [P]; from settle() on the mean of this process's clients
         self._own: Tensor | None = None  # the weighted sum [P] of differences that nobody else sums
         self._squares = 0.0
-        self._weight = 0.0
+        self.weight = 0.0  # the sum of those of this process's clients; from merge() on of all
 
     def add(self, deltas: Tensor, weights: Sequence[float], is_summed: bool) -> None:
         """Add the changes of several clients.
@@ -104,7 +108,7 @@ class Drift:
                 own = differences.new_tensor(weights[start : start + several]) @ differences
                 self._own = own if self._own is None else self._own.add_(own)
         self._squares += sum(w * norm**2 for w, norm in zip(weights, torch.cat(norms).tolist(), strict=True))
-        self._weight += sum(weights)
+        self.weight += sum(weights)
 
     def settle(self, x: Tensor, models: Tensor | None, models_weight: float) -> None:
         """Take the mean of this process's clients, and the squares around it.
@@ -114,7 +118,7 @@ class Drift:
             models: The weighted sum [P] of the models that the aggregation sums in this process, if there is one.
             models_weight: The sum of their weights.
         """
-        if self._reference is None or self._weight == 0:
+        if self._reference is None or self.weight == 0:
             return
         parts: list[Sequence[Tensor | None]] = [
             [None] * -(-len(x) // _BLOCK) if vector is None else vector.split(_BLOCK) for vector in (models, self._own)
@@ -124,8 +128,8 @@ class Drift:
             offset = torch.zeros_like(r, dtype=dtype) if own is None else own.to(dtype)
             if y is not None:
                 offset += y - models_weight * (x_.to(dtype) + r)
-            self._squares -= float(offset.square().sum()) / self._weight
-            r += offset / self._weight
+            self._squares -= float(offset.square().sum()) / self.weight
+            r += offset / self.weight
         self._own = None
 
     def merge(self, weights: Sequence[float], ranks: Exchange, x: Tensor) -> None:
@@ -138,18 +142,13 @@ class Drift:
         """
         total = sum(weights)
         mine = torch.zeros_like(x) if self._reference is None else self._reference
-        mean = mine * (self._weight / total if total else 0.0)
+        mean = mine * (self.weight / total if total else 0.0)
         ranks.sum([mean])
-        squares = self._squares + self._weight * float(torch.linalg.vector_norm(mine - mean)) ** 2
+        squares = self._squares + self.weight * float(torch.linalg.vector_norm(mine - mean)) ** 2
         sums = torch.tensor([squares], dtype=accumulation_dtype(x.device), device=x.device)
         ranks.sum([sums])
-        self._squares, self._weight = float(sums), total
-
-    @property
-    def weight(self) -> float:
-        """The sum of the weights of this process's clients."""
-        return self._weight
+        self._squares, self.weight = float(sums), total
 
     def value(self) -> float:
         """The drift; nan if there are no clients."""
-        return math.sqrt(max(0.0, self._squares / self._weight)) if self._weight else math.nan
+        return math.sqrt(max(0.0, self._squares / self.weight)) if self.weight else math.nan

@@ -13,11 +13,11 @@ from lightning_fed.core.rounds import Cohort, RoundReport
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.core.watched import Watched
 from lightning_fed.rounds.cohort import DrawnCohort
-from lightning_fed.rounds.collect import CollectedGradients, CollectedLoss, CollectedMessages
+from lightning_fed.rounds.collect import CollectedGradients, CollectedMessages
 from lightning_fed.rounds.faults import Faults
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, ReplyOrder, Task
 from lightning_fed.rounds.report import Traffic
-from lightning_fed.server.aggregation import Aggregation, Alone, Exchange, Participant
+from lightning_fed.server.aggregation import Aggregation, Alone, Exchange
 from lightning_fed.server.aggregator import FULL_GRAD
 from lightning_fed.server.population import Population
 from lightning_fed.server.server import Server
@@ -54,39 +54,29 @@ class ServerRound:
     ) -> None:
         self.server, self.settings, self.population = server, settings, population
         self.algorithm, self.faults, self._dropped = server.algorithm, faults, tuple(cohort.dropped)
-        averages = bool(cohort.members and self.algorithm.full_grad_at and self.algorithm.full_grad_for != "client")
+        algorithm, weighting, size = server.algorithm, settings.weighting, len(population)
+        averages = bool(cohort.members and algorithm.full_grad_at and algorithm.full_grad_for != "client")
         gradient_members = cohort.gradient_members if averages else ()
         faults.ask(cohort.members, gradient_members, cohort.dropped)
         self.members = {p.index: p for p in cohort.members if p.client_id not in faults.causes}
         self.gradient_members = {p.index: p for p in gradient_members if p.client_id not in faults.causes}
         self.state, self.cohort_grad = server.state, State()
-        self._cohort = Cohort(len(self.members), len(population), server.round, advance_solver=server.advance_solver)
-        self._traffic = Traffic(self.algorithm, server.x)
-        self._traffic.clients = {population.index_of(i) for i in faults.causes.keys() & faults.asked}
-        aggregation = self._aggregation_of(self.algorithm.reduces, self.members, self.algorithm.local_work)
-        self._messages = CollectedMessages(
-            self.algorithm,
-            aggregation,
-            self._traffic,
-            self.members,
-            State() if settings.buffers == "server" else server.buffers,
-        )
+        self._cohort = Cohort(len(self.members), size, server.round, advance_solver=server.advance_solver)
+        self._traffic = Traffic(algorithm, server.x)
+        self._traffic.clients = set(map(population.index_of, faults.causes.keys() & faults.asked))
+        make = Aggregation if settings.aggregator is None else settings.aggregator.of_round
+        sums = make(algorithm.reduces, weighting, list(self.members.values()), size, algorithm.local_work)
+        buffers = State() if settings.buffers == "server" else server.buffers
+        self._messages = CollectedMessages(algorithm, sums, self._traffic, self.members, buffers)
         self._gradients: CollectedGradients | None = None
         if averages:
-            reduces = {FULL_GRAD + point: "weighting" for point in self.algorithm.full_grad_at}
-            means = self._aggregation_of(reduces, self.gradient_members, False)
+            reduces = {FULL_GRAD + point: "weighting" for point in algorithm.full_grad_at}
+            means = make(reduces, weighting, list(self.gradient_members.values()), size, False)
             self._gradients = CollectedGradients(means, self.gradient_members)
-        self._loss = CollectedLoss()
+        self._loss: tuple[float, int] = (0.0, 0)  # the population's, and of how many examples
         self._norms: dict[str, dict[ClientId, float]] = {}  # of full-batch gradients in this phase, by point
         self._task: Task | None = None
         self._order = ReplyOrder(())
-
-    def _aggregation_of(
-        self, reduces: Mapping[str, str], members: Mapping[int, Participant], local_work: bool
-    ) -> Aggregation:
-        aggregator = self.settings.aggregator
-        make = Aggregation if aggregator is None else aggregator.of_round
-        return make(reduces, self.settings.weighting, list(members.values()), len(self.population), local_work)
 
     # ------------------------------------------------------------------ what is asked
 
@@ -159,39 +149,35 @@ class ServerRound:
         if reply.phase == TRAIN:
             return self._messages.add_reply(reply, rows, self.faults.add, self.state)
         if reply.phase == LOSS:
-            self._loss.add(reply)
+            total, examples = self._loss
+            self._loss = total + reply.loss, examples + reply.loss_examples
             return [self.server.ids[reply.clients[row]] for row in rows]
         assert self._gradients is not None
         return self._gradients.add_reply(reply, rows, self.faults.add)
 
     def missing(self) -> list[ClientId]:
         """Return the clients that are asked in this phase and have not answered, in the cohort's order."""
-        return [self.server.ids[index] for index in self._order.missing()]
-
-    def _leave_out_missing(self) -> None:
-        """Let clients that do not answer leave the round, and take in the replies that waited for theirs."""
-        if self._order.is_complete:
-            return
-        assert self._task is not None
-        for client_id in self.missing():
-            what = f"to {self._task.phase!r} of round {self._task.round}"
-            self.faults.add(ClientError(f"Client {client_id!r} has sent no reply {what}.", client_id))
-        for reply in self._order.rest():
-            self._take_in(reply)
+        return list(map(self.server.ids.__getitem__, self._order.missing()))
 
     # ------------------------------------------------------------------ the end of a phase
 
     def outline(self) -> dict[str, Any]:
         """Return what other processes need of this one's part in the phase, apart from sums of vectors.
 
+        Clients that do not answer leave the round, and the replies that waited for theirs are taken in.
+
         Raises:
             ClientError: If a client has not answered and is not to be dropped.
         """
-        self._leave_out_missing()
         assert self._task is not None
-        collected = {GRADIENTS: self._gradients, LOSS: self._loss, TRAIN: self._messages}[self._task.phase]
-        assert collected is not None
-        return {**collected.outline(), "failed": self.faults.causes, "norms": self._norms}
+        for client_id in self.missing():
+            what = f"to {self._task.phase!r} of round {self._task.round}"
+            self.faults.add(ClientError(f"Client {client_id!r} has sent no reply {what}.", client_id))
+        for reply in self._order.rest():
+            self._take_in(reply)
+        collected = {GRADIENTS: self._gradients, TRAIN: self._messages}.get(self._task.phase)
+        own = {"loss": self._loss} if collected is None else collected.outline()
+        return {**own, "failed": self.faults.causes, "norms": self._norms}
 
     def close_phase(self, outlines: Sequence[Mapping[str, Any]] = (), ranks: Exchange | None = None) -> bool:
         """Put together what has come, of all processes.
@@ -214,38 +200,37 @@ class ServerRound:
         }
         assert self._task is not None
         phase, self._task = self._task.phase, None
-        if phase == GRADIENTS and self._gradients is not None:
-            return self._close_gradients(self._gradients, outlines, ranks)
+        if phase == TRAIN:
+            self._messages.merge(outlines, ranks, self.server.x)
+            self.faults.check_asked()
+            is_spoiled = self._messages.is_spoiled or self.faults.have_hit(self.gradient_members.values())
+            return not (is_spoiled or self._drop_outliers())
         if phase == LOSS:
             self.faults.check(self.faults.causes, len(self.population))
-            self._cohort.loss = self._loss.mean(outlines, self.server.x)
-            return not self.faults.have_hit_cohort()
-        self._messages.merge(outlines, ranks, self.server.x)
-        self.faults.have_hit_cohort()
-        return not (self._messages.is_spoiled or self.faults.have_hit_gradients() or self._drop_outliers())
-
-    def _close_gradients(
-        self, gradients: CollectedGradients, outlines: Sequence[Mapping[str, Any]], ranks: Exchange
-    ) -> bool:
-        for point, norms in self._norms.items():
+        for point, norms in self._norms.items() if phase == GRADIENTS else ():
             self.faults.add_outliers(norms, f"a full-batch gradient at {point}", self.server.x)
-        if self.faults.have_hit_cohort():
+        self.faults.check_asked()
+        if self.faults.have_hit([*self.members.values(), *self.gradient_members.values()]):
             return False
-        means = gradients.mean(outlines, ranks, self.server.x)
-        self.cohort_grad = {point: means[FULL_GRAD + point] for point in self.algorithm.full_grad_at}
-        self._cohort.grad = Watched(self.cohort_grad, self._traffic.gradients)
-        self._traffic.gradient_clients = set(self.gradient_members)
+        if phase == LOSS:
+            totals, examples = zip(*(outline["loss"] for outline in outlines), strict=True)
+            x = self.server.x
+            self._cohort.loss = torch.tensor(sum(totals) / sum(examples), device=x.device, dtype=x.dtype)
+        elif self._gradients is not None:
+            self.cohort_grad = self._gradients.mean(outlines, ranks, self.server.x)
+            self._cohort.grad = Watched(self.cohort_grad, self._traffic.gradients)
+            self._traffic.gradient_clients = set(self.gradient_members)
         return True
 
     def _drop_outliers(self) -> bool:
         """Return whether an update, or a gradient, is out of all proportion, though it has been added."""
-        reports = self._messages.reports
-        measured = {"an update": {i: report.update_norm for i, report in reports.items() if report.steps}}
+        reports, add_outliers, x = self._messages.reports, self.faults.add_outliers, self.server.x
+        outliers = add_outliers({i: r.update_norm for i, r in reports.items() if r.steps}, "an update", x)
         for point, norms in self._norms.items():
-            measured[f"a full-batch gradient at {point}"] = {i: norms[i] for i in reports if i in norms}
-        outliers = {i for what, n in measured.items() for i in self.faults.add_outliers(n, what, self.server.x)}
+            measured = {i: norms[i] for i in reports if i in norms}
+            outliers |= add_outliers(measured, f"a full-batch gradient at {point}", x)
         self.faults.refused |= outliers
-        self.faults.have_hit_cohort()
+        self.faults.check_asked()
         return bool(outliers)
 
     # ------------------------------------------------------------------ the server's step
@@ -261,39 +246,52 @@ class ServerRound:
             metrics: The cohort's training metrics.
             seconds: The wall time of the round.
         """
-        messages, done = self._messages, self._messages.done()
-        self._cohort.size = len(done)
-        is_step = bool(done) or not messages.aggregation.needs_clients
+        messages = self._messages
+        self._cohort.size = len(messages.done)
+        is_step = bool(messages.done) or not messages.aggregation.needs_clients
         mean, models = messages.aggregation.mean(self.server.x) if is_step else ({}, None)
-        number = self.server.round
         for name, value in mean.items():
             if not (math.isfinite(float(value.sum())) or bool(torch.isfinite(value).all())):  # the sum is soon had
                 raise FederatedError(
-                    f"The mean of the clients' message {name!r} is not finite in round {number}, though every update"
-                    f" is. Look at {type(self.algorithm).__name__}.finish, or lower the learning rate."
+                    f"The mean of the clients' message {name!r} is not finite in round {self._cohort.round}, though"
+                    f" every update is. Look at {type(self.algorithm).__name__}.finish, or lower the learning rate."
                 )
-        up, down = self._traffic.total(
+        travelled = self._traffic.total(
             self.state,
             self._bytes_of_buffers(messages.moved_buffers),
             self._bytes_of_buffers(self.server.moved_buffers),
-            completed=len(done),
+            completed=len(messages.done),
             refused=len(self.faults.refused),
             everyone=len(self.population) if self.algorithm.population_loss and self.members else 0,
         )
         buffers = messages.merged_buffers() or self.server.buffers
         norm = self.server.close_round(mean, models, self.state, self._cohort, buffers)
-        self.server.count([self.population.index_of(i) for i in messages.reports], up, down)
-        failed = {i: self.faults.causes[i] for i in sorted(self.faults.causes, key=self.population.index_of)}
-        return messages.report(
-            list(self.gradient_members.values()),
-            [*self._dropped, *(i for i in failed if i in self.faults.asked and i not in self._dropped)],
-            {
-                "round": number,
-                "metrics": MappingProxyType(dict(metrics)),
-                "failed": MappingProxyType(failed),
-                "update_norm": norm,
-                "bytes_up": up,
-                "bytes_down": down,
-                "seconds": seconds,
-            },
+        self.server.count(list(map(self.population.index_of, messages.reports)), *travelled)
+        return self._report(metrics, norm, travelled, seconds)
+
+    def _report(
+        self, metrics: Mapping[str, float], norm: float, travelled: tuple[int, int], seconds: float
+    ) -> RoundReport:
+        messages, causes, (up, down) = self._messages, self.faults.causes, travelled
+        reports, done = messages.reports, messages.done
+        weights = {p.client_id: messages.aggregation.weight(p.index, messages.rule) for p in self.members.values()}
+        total, examples = sum(weights[i] for i in done), sum(reports[i].size for i in done)
+        failed = {i: causes[i] for i in sorted(causes, key=self.population.index_of)}
+        return RoundReport(
+            round=self._cohort.round,
+            cohort=tuple(reports),
+            dropped=(*self._dropped, *(i for i in failed if i in self.faults.asked and i not in self._dropped)),
+            sizes=MappingProxyType({i: r.size for i, r in reports.items()}),
+            steps=MappingProxyType({i: r.steps for i, r in reports.items()}),
+            weights=MappingProxyType({i: weights[i] / total if i in done else 0.0 for i in reports}),
+            metrics=MappingProxyType(dict(metrics)),
+            clients=MappingProxyType(reports),
+            loss=sum(reports[i].loss * reports[i].size for i in done) / examples if examples else math.nan,
+            update_norm=norm,
+            drift=messages.drift.value() if done else math.nan,
+            bytes_up=up,
+            bytes_down=down,
+            seconds=seconds,
+            failed=MappingProxyType(failed),
+            gradients=messages.gradients_computed(self.gradient_members),
         )

@@ -238,6 +238,8 @@ class Aggregation:
     def add_all(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
         """Add the messages of several clients at once; the sums are those of :meth:`add` up to rounding in float64.
 
+        Of one client it is :meth:`add`.
+
         Args:
             steps: The local steps that each client took, by its stored index, in the order of the rows.
             send: Their messages, stacked [S, ...].
@@ -246,6 +248,11 @@ class Aggregation:
         Raises:
             FederatedError: If the messages are not those that the method declared.
         """
+        if len(steps) == 1:
+            ((index, count),) = steps.items()
+            own = {name: value[0] for name, value in send.items()}
+            self.add(index, count, own, None if models is None else models[0])
+            return
         self._check_names(send)
         self._note_steps(steps)
         self._added += steps
