@@ -17,9 +17,9 @@ from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.inspection import Inspection
 from lightning_fed.restoring import Schedules, notes_of, restored_from, start_server
 from lightning_fed.rounds.client_states import ClientStatesPlace
-from lightning_fed.rounds.client_work import ClientWork
+from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepare_module
 from lightning_fed.rounds.cohort import CohortSampling, cohort_seed
-from lightning_fed.rounds.prepare import population_of, prepare_clients, prepare_module
+from lightning_fed.rounds.local_plans import population_of
 from lightning_fed.rounds.round import Rounds
 from lightning_fed.server.population import Population
 from lightning_fed.server.server import Server

@@ -2,28 +2,32 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_fed.callbacks.base import call_round_hook, hears
+from lightning_fed._lightning import pl
+from lightning_fed.checks import check_algorithm_fits, check_buffers, check_optimizers, check_schedulers
 from lightning_fed.core.errors import ClientError
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.core.watched import Watched
-from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
+from lightning_fed.engines.autocast import check_lstm
+from lightning_fed.engines.base import Engine, RoundInputs, WorkPlan
+from lightning_fed.engines.choice import make_engine
 from lightning_fed.engines.client_errors import NamesClient
-from lightning_fed.rounds.chunks import ChunkReplies, SoundClients
-from lightning_fed.rounds.client_gradients import ClientGradients
+from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.method_checks import check_method
+from lightning_fed.rounds.before_work import ClientGradients, OwnSolve, prepared_for_own_solve
 from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans
+from lightning_fed.rounds.local_work import LocalWork, stop_at
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
-from lightning_fed.rounds.own_solve import OwnSolve
 from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.client_state import ClientStates
+from lightning_fed.server.population import Population
 from lightning_fed.settings import Settings
 
-__all__ = ["ClientWork", "gradients_together"]
+__all__ = ["ClientWork", "gradients_together", "prepare_clients", "prepare_module"]
 
 _TOGETHER = 2**16  # numbers in the gradients of clients that answer at once
 
@@ -55,15 +59,12 @@ class ClientWork:
     ) -> None:
         self.engine, self.plans, self.settings = engine, plans, settings
         self.algorithm, self.trainer, self._own_solve = engine.algorithm, engine.trainer, own_solve
+        self._gradients = ClientGradients(engine)
+        self._local = LocalWork(engine, settings, self._gradients, own_solve)
         self._round: RoundPlans | None = None
         self._training: list[int] = []  # the clients that are to train, by stored index
-        self._gradients = ClientGradients(engine)
         self._inputs: tuple[Task, RoundInputs] | None = None  # what the engine makes of a task
         self._read: tuple[set[str], set[str]] = (set(), set())  # of the server state, and of the mean gradients
-        self._before: tuple[Sequence[int], Sequence[State]] = ([], [])  # stored indices, and states before the work
-        self._result: ChunkResult | None = None  # of the clients whose reply is out
-        self._hears = {"on_client_start": False, "on_client_end": False}
-        self._sound = SoundClients(engine, settings.drops_failed)
 
     # ------------------------------------------------------------------ a round
 
@@ -95,8 +96,8 @@ class ClientWork:
             members: The clients that are to train here, with the steps asked of them.
         """
         self._training, self._inputs, self._read = [member.index for member in members], None, (set(), set())
-        self._gradients, self._result = ClientGradients(self.engine, len(members)), None
-        self._hears = {hook: hears(self.trainer, hook) for hook in ("on_client_start", "on_client_end")}
+        self._gradients.begin_round(len(members))
+        self._local.begin_round()
         plans = self._plans_of(round)
         work = [plans.of(member.index, member.steps) for member in members]
         self.engine.begin_round(work)
@@ -105,8 +106,9 @@ class ClientWork:
 
     def end(self) -> None:
         """Let go of the round and of its data: the next round's need not lie beside them."""
-        self._round = self._inputs = self._result = None
-        self._training, self._gradients, self._before = [], ClientGradients(self.engine), ([], [])
+        self._round, self._inputs, self._training = None, None, []
+        self._gradients.begin_round(0)
+        self._local.begin_round()
 
     def chunks(self, task: Task, clients: Sequence[int]) -> list[Sequence[int]]:
         """Return the clients that are to be asked together, by stored index, of those that are here."""
@@ -133,7 +135,8 @@ class ClientWork:
             return self._answer_gradients(task, clients)
         if task.phase == LOSS:
             return self._answer_loss(task, clients)
-        return self._train(task, clients, states)
+        reply, inputs, plans = partial(self._reply, task), self._inputs_of(task), self._work_of(task, clients)
+        return self._local.answer(reply, task, inputs, plans, states)
 
     def _work_of(self, task: Task, clients: Sequence[int]) -> list[WorkPlan]:
         plans = self._plans_of(task.round)
@@ -146,16 +149,9 @@ class ClientWork:
     def _inputs_of(self, task: Task) -> RoundInputs:
         """Return a task as engines read it; what they read of it is noted."""
         if self._inputs is None or self._inputs[0] is not task:
-            server, cohort_grad = (
-                Watched(state, read) for state, read in zip((task.server, task.cohort_grad), self._read, strict=True)
-            )
+            server, cohort_grad = map(Watched, (task.server, task.cohort_grad), self._read)
             self._inputs = task, RoundInputs(task.round, task.x, server, {}, cohort_grad, task.mean_examples)
         return self._inputs[1]
-
-    def _stop_at(self, error: ClientError) -> None:
-        """Raise an error that is not a reason to leave a client out."""
-        if not self.settings.drops_failed or error.culprit is None:
-            raise error
 
     # ------------------------------------------------------------------ gradients, and the loss
 
@@ -170,7 +166,7 @@ class ClientWork:
                 yield self._gradient_reply(task, ready, ready[0][0] in asked)
                 ready = []
             if isinstance(gradients, ClientError):
-                self._stop_at(gradients)
+                stop_at(gradients, self.settings.drops_failed)
                 yield self._reply(task, [index], failed={index: gradients})
             else:
                 ready.append((index, gradients))
@@ -201,7 +197,7 @@ class ClientWork:
                     if not math.isfinite(loss):
                         raise ClientError(f"its loss is {loss:g}. Lower the rates, or look at its data.")
             except ClientError as error:
-                self._stop_at(error)
+                stop_at(error, self.settings.drops_failed)
                 failed[index] = error
                 continue
             total += loss
@@ -209,58 +205,7 @@ class ClientWork:
         total = sum(engine.split.gather(total))
         yield self._reply(task, clients, loss=total, loss_examples=examples, failed=failed)
 
-    # ------------------------------------------------------------------ local work
-
-    def _train(self, task: Task, clients: Sequence[int], states: ClientStates) -> Iterator[Reply]:
-        engine, plans = self.engine, self._work_of(task, clients)
-        if self._hears["on_client_start"]:
-            for plan in plans:
-                call_round_hook(self.trainer, "on_client_start", task.round, plan.participant.client_id)
-            engine.check_hooks()
-        self._result = None
-        result = self._sound.train(partial(self._run, task, states), plans)
-        failed = dict(self._sound.failed)
-        if result is None:
-            yield self._reply(task, list(failed), failed=failed)
-            return
-        failed |= {result.participants[row].index: error for row, error in result.faults.items()}
-        for error in failed.values():
-            self._stop_at(error)
-        self._result = result
-        work = {plan.participant.index: plan for plan in plans}
-        ordered = [work[who.index] for who in result.participants]
-        examples = [_examples(plan) for plan in ordered]
-        own_examples = [] if self._own_solve is None else self._own_solve.examples(ordered)
-        chunk = ChunkReplies(engine, result, states, self._before, self.settings.compression, task.round)
-        norms = self._gradients.norms_of(work, taken_anew=True) if self.algorithm.full_grad_at else {}
-        yield from chunk.each(partial(self._reply, task, norms=norms), examples, own_examples, failed)
-
-    def _run(self, task: Task, states: ClientStates, plans: Sequence[WorkPlan]) -> ChunkResult:
-        """Hand out what the clients of a chunk keep, and train them.
-
-        Args:
-            task: What is asked.
-            states: What clients keep.
-            plans: The clients' work.
-        """
-        engine, indices = self.engine, [plan.participant.index for plan in plans]
-        has_more = bool(engine.buffers.kept) or engine.keeps_solver
-        together = None if has_more else states.of_all(indices)
-        each = states.of_each(indices) if together is None else []
-        buffers = each[0].buffers if engine.buffers.kept else {}  # engines that run several refuse these
-        engine.buffers.write({**task.buffers, **buffers})
-        solvers = [state.solver for state in each] if engine.keeps_solver else [{}] * len(plans)
-        own: Sequence[State] = [state.own for state in each] if together is None else together
-        inputs, failed = self._inputs_of(task), dict[int, ClientError]()
-        if self._own_solve is not None:
-            own, failed = self._own_solve.run(inputs, plans, own)
-            engine.buffers.write({**task.buffers, **buffers})
-        self._before = indices, own
-        if self.algorithm.full_grad_at:
-            inputs = replace(inputs, full_grad=self._gradients.of_workers(inputs, plans))
-        result = engine.run(inputs, plans, own, solvers)
-        faults = {row: failed[who.index] for row, who in enumerate(result.participants) if who.index in failed}
-        return replace(result, faults={**result.faults, **faults}) if faults else result
+    # ------------------------------------------------------------------ what ends local work
 
     def end_training(self) -> None:
         """Finish what is done once for all clients that were trained here in this round."""
@@ -274,13 +219,7 @@ class ClientWork:
         Args:
             clients: Those whose answers count.
         """
-        result = self._result
-        if result is None or not self._hears["on_client_end"]:
-            return
-        rows = {report.client_id: row for row, report in enumerate(result.reports)}
-        for client_id in clients:
-            self.engine.point_to(result, rows[client_id])
-            call_round_hook(self.trainer, "on_client_end", result.reports[rows[client_id]])
+        self._local.call_end_hooks(clients)
 
     def _reply(self, task: Task, clients: Sequence[int], **parts: Any) -> Reply:
         server, cohort_grad = self._read
@@ -297,6 +236,44 @@ def gradients_together(x: Vector) -> int:
     return max(1, _TOGETHER // len(x))
 
 
-def _examples(plan: WorkPlan) -> int:
-    """Return how many examples a client goes through in its local epochs."""
-    return sum(plan.batches.num_examples(batches) for batches in plan.epochs)
+def prepare_module(trainer: pl.Trainer) -> PreparedModule:
+    """Return the trainer's module, ready for an engine.
+
+    Args:
+        trainer: The trainer, whose strategy has set up module and optimizer.
+
+    Raises:
+        FederatedError: If optimizer, schedules, buffers or method cannot be federated, or do not go together.
+    """
+    settings, module = trainer.fit_loop.settings, trainer.lightning_module
+    base = check_optimizers(trainer.optimizers, module)
+    check_schedulers(trainer)
+    check_algorithm_fits(settings.algorithm, base, module)
+    prepared = PreparedModule(trainer, settings, base)
+    check_buffers(settings, prepared.buffers)
+    check_method(settings.algorithm)
+    return prepared
+
+
+def prepare_clients(
+    prepared: PreparedModule, population: Population, engine: str, clients: Sequence[ClientId] | None = None
+) -> ClientWork:
+    """Return what answers for clients.
+
+    Args:
+        prepared: The module.
+        population: The clients there are.
+        engine: The engine's name.
+        clients: Those whose data is here; all of them by default.
+
+    Raises:
+        FederatedError: If the engine, or this machine, cannot run the module.
+    """
+    settings = prepared.settings
+    plans = LocalPlans(prepared.trainer, settings, population, clients)
+    check_lstm(prepared.trainer, prepared.flat, plans.some())
+    main, own_solve = make_engine(engine, settings.chunk_size, prepared, plans.some), None
+    if prepared.algorithm.own_solve is not None:
+        other = prepared_for_own_solve(prepared)
+        own_solve = OwnSolve(make_engine(engine, settings.chunk_size, other, plans.some), settings)
+    return ClientWork(main, plans, settings, own_solve)

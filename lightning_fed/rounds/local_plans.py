@@ -1,4 +1,4 @@
-"""What clients' data make of the work that is asked of them."""
+"""Which clients there are, and what their data make of the work that is asked of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -8,16 +8,42 @@ from lightning_fed._lightning import pl
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches import ClientBatches
+from lightning_fed.data.datamodule import FederatedDataModule, check_ids
 from lightning_fed.data.repeated_batches import RepeatedBatches
 from lightning_fed.engines.base import WorkPlan
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.population import Population
+from lightning_fed.server.sampling import check_count
 from lightning_fed.settings import Settings, cut
 
-__all__ = ["LocalPlans", "limited"]
+__all__ = ["LocalPlans", "limited", "num_examples", "population_of"]
 
 _TRIED = 10  # clients whose data cannot be made, before the first round
+
+
+def population_of(trainer: pl.Trainer, among: Sequence[ClientId] | None = None) -> Population:
+    """Return the clients of the trainer's data module.
+
+    Args:
+        trainer: The trainer.
+        among: The ids of all clients of the run, of which the data module has some; its own by default.
+
+    Raises:
+        FederatedError: If ids or sizes cannot be, or samplers draw more clients than there are.
+    """
+    data: FederatedDataModule = trainer.datamodule
+    check_ids(data)
+    if among is not None:
+        return Population(among, data.client_size)
+    population = Population(data.client_ids, data.client_size, data.known_sizes)
+    if empty := population.empty:
+        shown = ", ".join(repr(i) for i in empty[:5]) + (", ..." if len(empty) > 5 else "")
+        rank_zero_warn(f"{len(empty)} of {len(data.client_ids)} clients are empty and never sampled: {shown}.")
+    settings = trainer.fit_loop.settings
+    for sampler in (settings.sampler, settings.gradient_sampler):
+        check_count(sampler, len(population))
+    return population
 
 
 class LocalPlans:
@@ -157,3 +183,8 @@ def limited(num_batches: int, limit: int | float) -> int:
     if isinstance(limit, int):
         return min(num_batches, limit)
     return min(num_batches, max(1, int(num_batches * limit)))
+
+
+def num_examples(plan: WorkPlan) -> int:
+    """Return how many examples a client goes through in its local epochs."""
+    return sum(map(plan.batches.num_examples, plan.epochs))

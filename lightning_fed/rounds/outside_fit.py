@@ -15,9 +15,9 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.evaluation.client_evaluation import ClientEvaluation, own_model
-from lightning_fed.rounds.client_work import ClientWork
+from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepare_module
+from lightning_fed.rounds.local_plans import population_of
 from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
-from lightning_fed.rounds.prepare import population_of, prepare_clients, prepare_module
 from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.client_state import PERSONAL, ClientStates, ExpectedState
 from lightning_fed.server.client_store import ClientStore
