@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 from lightning_fed._compat import rank_zero_info
 from lightning_fed.callbacks.base import call_round_hook
-from lightning_fed.rounds.assignment import assign
+from lightning_fed.rounds.assignment import TravellingStates, assign
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.cohort import CohortSampling, DrawnCohort
 from lightning_fed.rounds.faults import Faults
 from lightning_fed.rounds.messages import LOSS, TRAIN, Task
 from lightning_fed.rounds.server_round import ServerRound
-from lightning_fed.rounds.travelling_states import TravellingStates
 from lightning_fed.server.server import Server
 from lightning_fed.strategies.processes import Ranks, Sent, metrics_alone
 
@@ -83,19 +83,19 @@ class Rounds:
         if self.settings.drops_failed:  # data may have failed to load in some processes only
             self._faults.merge(ranks.gather(self._faults.causes))
         server_round = ServerRound(self.server, self.settings, self.sampling.population, self._cohort, self._faults)
-        self.at_work = server_round
-        owners = self._owners(server_round)
-        trainers = {i: owners[i] for i in server_round.members} if self.settings.clients_keep_state else None
-        states = TravellingStates(self.server, ranks, trainers)
+        self.at_work, members, x = server_round, server_round.members, self.server.x
+        asked = [*members.values(), *server_round.gradient_members.values()]
+        keeps_state, most_moves = self.settings.clients_keep_state, max(1, _MOVED_BYTES // x.nbytes)
+        owners = assign(asked, ranks, keeps_state, most_moves, x.numel())
+        states = TravellingStates(self.server, ranks, {i: owners[i] for i in members} if keeps_state else None)
         with split.in_step(), metrics_alone(self.trainer):
-            self.work.begin(
-                self.server.round, [m for m in server_round.members.values() if owners[m.index] == ranks.rank]
-            )
+            self.work.begin(self.server.round, [m for i, m in members.items() if owners[i] == ranks.rank])
             for task in server_round.phases():
                 answers = ranks.exchange_and_deliver(partial(self._answer, task, server_round, owners, states, tell))
                 outlines = [outline for outline, _ in answers]
                 if task.phase == TRAIN:
-                    states.take_home([outline["travelling"] for outline in outlines], [part for _, part in answers])
+                    if states.moves:
+                        states.take_home([outline["travelling"] for outline in outlines], [part for _, part in answers])
                     told = [outline["told"] for outline in outlines]
                     told = split.gather(told[0]) if split.size > 1 else told
                 if not server_round.close_phase(outlines, ranks):
@@ -113,10 +113,12 @@ class Rounds:
         """Answer a task for this process's clients, and return what other processes need of it."""
         ranks, work, trains = self.ranks, self.work, task.phase == TRAIN
         owner = ranks.home_of if task.phase == LOSS else owners.__getitem__
-        if trains:
+        if trains and states.moves:
             states.send()
-        chunks = states.last(work.chunks(task, [index for index in task.clients if owner(index) == ranks.rank]))
-        server_round.expect(index for clients in chunks for index in clients)
+        chunks = work.chunks(task, [index for index in task.clients if owner(index) == ranks.rank])
+        if trains and states.moves:
+            chunks = states.last(chunks)
+        server_round.expect(chain.from_iterable(chunks))
         for clients in chunks:
             for reply in work.answer(task, clients, states):
                 work.call_end_hooks(server_round.receive(reply))
@@ -125,10 +127,3 @@ class Rounds:
         work.end_training()
         travelling, sent = states.leaving()
         return {**server_round.outline(), "travelling": travelling, "told": tell()}, sent
-
-    def _owners(self, server_round: ServerRound) -> Mapping[int, int]:
-        """Return who trains whom: ranks by stored index."""
-        x = self.server.x
-        members = [*server_round.members.values(), *server_round.gradient_members.values()]
-        most_moves = max(1, _MOVED_BYTES // x.nbytes)
-        return assign(members, self.ranks, self.settings.clients_keep_state, most_moves, x.numel())

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fed.rounds.assignment import _balanced, assign
-from lightning_fed.rounds.travelling_states import pack, unpack
+from lightning_fed.rounds.assignment import _balanced, assign, pack, unpack
 from lightning_fed.server.aggregation import Participant
 from lightning_fed.strategies.processes import Ranks
 from tests.helpers.processes import in_processes
