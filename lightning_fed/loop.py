@@ -9,7 +9,7 @@ from lightning_fed.checkpoint_places import keep_last_round
 from lightning_fed.checks import check_batch_statistics
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.seeds import Purpose, derive_seed, seed_global
-from lightning_fed.rounds.faults import warn_of
+from lightning_fed.rounds.cohort import warn_of
 from lightning_fed.run_state import RunState
 from lightning_fed.server.step import steps_not_counted
 from lightning_fed.stopping import Stop, exception_of, stop_of

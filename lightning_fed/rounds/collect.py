@@ -157,7 +157,7 @@ class CollectedMessages:
     def merged_buffers(self) -> State:
         """Return the server's buffers after the round: what no client has changed keeps its bits."""
         means = self.mean_buffers.result(self.buffers)
-        return {**self.buffers, **{name: means[name] for name in self.moved_buffers}}
+        return {name: means[name] if name in self.moved_buffers else old for name, old in self.buffers.items()}
 
     def outline(self) -> dict[str, Any]:
         """Return what other processes need of this one's part, apart from the sums of vectors."""
@@ -181,7 +181,7 @@ class CollectedMessages:
             x: The server parameters [P].
         """
         reports = {client_id: report for outline in outlines for client_id, report in outline["reports"].items()}
-        cohort = (member.client_id for member in self.members.values())
+        cohort = [member.client_id for member in self.members.values()]
         self.reports = {client_id: reports[client_id] for client_id in cohort if client_id in reports}
         self.done = [client_id for client_id, report in self.reports.items() if self._is_done(report)]
         self.is_spoiled = any(outline["is_spoiled"] for outline in outlines)

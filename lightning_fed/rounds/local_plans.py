@@ -102,9 +102,8 @@ class RoundPlans:
         self._accumulated = plans.trainer.accumulate_grad_batches
         self._limit, self._repeats = plans.trainer.limit_train_batches, plans.settings.algorithm.steps_per_batch
         self._batches_of: Callable[[ClientId], ClientBatches] = plans.trainer.datamodule.batches_of()
-        self._built: dict[ClientId, tuple[ClientBatches, int]] = {}  # data, and number of batches
         self._work: dict[int, tuple[int, tuple[int, ...]]] = {}  # steps and batches by the length of an epoch
-        self._plans: dict[int, WorkPlan] = {}
+        self._plans: dict[ClientId, WorkPlan | None] = {}  # None of clients without examples
 
     def of_drawn(
         self, drawn: Mapping[ClientId, int], failed: Callable[[ClientError], None] | None
@@ -134,21 +133,24 @@ class RoundPlans:
         Raises:
             ClientError: If its data cannot be made.
         """
-        if client_id not in self._built:
-            self._built[client_id] = self._build(client_id)
-        batches, length = self._built[client_id]
+        if client_id not in self._plans:
+            self._plans[client_id] = self._plan(client_id)
+        plan = self._plans[client_id]
+        if plan is None and warns:
+            rank_zero_warn(f"Client {client_id!r} is empty: it is left out of round {self.round}.")
+        return plan
+
+    def _plan(self, client_id: ClientId) -> WorkPlan | None:
+        batches, length = self._build(client_id)
         if batches.size == 0:
-            if warns:
-                rank_zero_warn(f"Client {client_id!r} is empty: it is left out of round {self.round}.")
             return None
         if length not in self._work:
             num_batches = limited(length, self._limit) * self._repeats
             steps = self.settings.steps(num_batches, self._accumulated)
             self._work[length] = steps, cut(steps, num_batches, self._accumulated)
         steps, epochs = self._work[length]
-        index = self.population.index_of(client_id)
-        plan = self._plans[index] = WorkPlan(Participant(client_id, index, batches.size, 1, steps), batches, epochs)
-        return plan
+        who = Participant(client_id, self.population.index_of(client_id), batches.size, 1, steps)
+        return WorkPlan(who, batches, epochs)
 
     def of(self, index: int, steps: int | None = None) -> WorkPlan:
         """Return the work planned for a client, cut to what is asked of it.
@@ -157,9 +159,10 @@ class RoundPlans:
             index: Its stored index.
             steps: The local steps asked of it; None for all that were planned.
         """
-        plan = self._plans.get(index) or self.plan(self.population.ids[index])
+        client_id = self.population.ids[index]
+        plan = self._plans.get(client_id) or self.plan(client_id)
         if plan is None:
-            raise ClientError(f"Client {self.population.ids[index]!r} has no examples.", self.population.ids[index])
+            raise ClientError(f"Client {client_id!r} has no examples.", client_id)
         if steps is None or steps == plan.participant.steps:
             return plan
         epochs = cut(steps, plan.epochs[0], self._accumulated)

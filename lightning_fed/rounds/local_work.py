@@ -46,7 +46,8 @@ class LocalWork:
         """Let go of the last clients, and look at whether any callback hears of clients."""
         self.result: ChunkResult | None = None
         self._before: tuple[Sequence[int], Sequence[State]] = ([], [])  # stored indices, and states before the work
-        self._hears_start, self._hears_end = (hears(self.trainer, f"on_client_{at}") for at in ("start", "end"))
+        self._hears_start = hears(self.trainer, "on_client_start")
+        self._hears_end = hears(self.trainer, "on_client_end")
 
     def answer(
         self,
@@ -80,6 +81,17 @@ class LocalWork:
         for error in failed.values():
             stop_at(error, self.settings.drops_failed)
         self.result = result
+        yield from self._replies(reply, result, task.round, plans, states, failed)
+
+    def _replies(
+        self,
+        reply: Callable[..., Reply],
+        result: ChunkResult,
+        round: int,
+        plans: Sequence[WorkPlan],
+        states: ClientStates,
+        failed: dict[int, ClientError],
+    ) -> Iterator[Reply]:
         clients, work = [who.index for who in result.participants], {plan.participant.index: plan for plan in plans}
         ordered = [work[index] for index in clients]
         examples = list(map(num_examples, ordered))
@@ -87,7 +99,7 @@ class LocalWork:
         personal = self.engine.buffers.personal  # these stay with the client
         buffers = [{name: value for name, value in own.items() if name not in personal} for own in result.buffers]
         norms = self.gradients.norms_of(work, taken_anew=True) if self.engine.algorithm.full_grad_at else {}
-        for at, messages in self._messages(result, task.round, states):
+        for at, messages in self._messages(result, round, states):
             others = [index for index in failed if index not in clients[at]]
             yield reply(
                 [*clients[at], *others],

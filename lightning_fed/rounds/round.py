@@ -9,8 +9,7 @@ from lightning_fed._compat import rank_zero_info
 from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.rounds.assignment import TravellingStates, assign
 from lightning_fed.rounds.client_work import ClientWork
-from lightning_fed.rounds.cohort import CohortSampling, DrawnCohort
-from lightning_fed.rounds.faults import Faults
+from lightning_fed.rounds.cohort import CohortSampling, DrawnCohort, Faults
 from lightning_fed.rounds.messages import LOSS, TRAIN, Task
 from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.server.server import Server

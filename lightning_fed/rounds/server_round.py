@@ -12,9 +12,8 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import Cohort, RoundReport
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.core.watched import Watched
-from lightning_fed.rounds.cohort import DrawnCohort
+from lightning_fed.rounds.cohort import DrawnCohort, Faults
 from lightning_fed.rounds.collect import CollectedGradients, CollectedMessages
-from lightning_fed.rounds.faults import Faults
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, ReplyOrder, Task
 from lightning_fed.rounds.report import Traffic
 from lightning_fed.server.aggregation import Aggregation, Alone, Exchange
@@ -201,14 +200,12 @@ class ServerRound:
         assert self._task is not None
         phase, self._task = self._task.phase, None
         if phase == TRAIN:
-            self._messages.merge(outlines, ranks, self.server.x)
-            self.faults.check_asked()
-            is_spoiled = self._messages.is_spoiled or self.faults.have_hit(self.gradient_members.values())
-            return not (is_spoiled or self._drop_outliers())
+            return self._close_training(outlines, ranks)
         if phase == LOSS:
             self.faults.check(self.faults.causes, len(self.population))
-        for point, norms in self._norms.items() if phase == GRADIENTS else ():
-            self.faults.add_outliers(norms, f"a full-batch gradient at {point}", self.server.x)
+        else:
+            for point, norms in self._norms.items():
+                self.faults.add_outliers(norms, f"a full-batch gradient at {point}", self.server.x)
         self.faults.check_asked()
         if self.faults.have_hit([*self.members.values(), *self.gradient_members.values()]):
             return False
@@ -222,22 +219,23 @@ class ServerRound:
             self._traffic.gradient_clients = set(self.gradient_members)
         return True
 
-    def _drop_outliers(self) -> bool:
-        """Return whether an update, or a gradient, is out of all proportion, though it has been added."""
-        reports, add_outliers, x = self._messages.reports, self.faults.add_outliers, self.server.x
-        outliers = add_outliers({i: r.update_norm for i, r in reports.items() if r.steps}, "an update", x)
+    def _close_training(self, outlines: Sequence[Mapping[str, Any]], ranks: Exchange) -> bool:
+        """Close the last phase; an update, or a gradient, that is out of all proportion has been added by then."""
+        faults, messages, x = self.faults, self._messages, self.server.x
+        messages.merge(outlines, ranks, x)
+        faults.check_asked()
+        if messages.is_spoiled or faults.have_hit(self.gradient_members.values()):
+            return False
+        reports = messages.reports
+        outliers = faults.add_outliers({i: r.update_norm for i, r in reports.items() if r.steps}, "an update", x)
         for point, norms in self._norms.items():
             measured = {i: norms[i] for i in reports if i in norms}
-            outliers |= add_outliers(measured, f"a full-batch gradient at {point}", x)
-        self.faults.refused |= outliers
-        self.faults.check_asked()
-        return bool(outliers)
+            outliers |= faults.add_outliers(measured, f"a full-batch gradient at {point}", x)
+        faults.refused |= outliers
+        faults.check_asked()
+        return not outliers
 
     # ------------------------------------------------------------------ the server's step
-
-    def _bytes_of_buffers(self, names: Iterable[str]) -> int:
-        """Return what one transfer of some buffers costs; nothing where they do not travel back and forth."""
-        return sum(self.server.buffers[name].nbytes for name in names) if self.settings.buffers == "average" else 0
 
     def close(self, metrics: Mapping[str, float], seconds: float) -> RoundReport:
         """Average the messages, take the server's step, and report.
@@ -256,10 +254,11 @@ class ServerRound:
                     f"The mean of the clients' message {name!r} is not finite in round {self._cohort.round}, though"
                     f" every update is. Look at {type(self.algorithm).__name__}.finish, or lower the learning rate."
                 )
+        buffers = self.server.buffers if self.settings.buffers == "average" else State()  # those that travel
         travelled = self._traffic.total(
             self.state,
-            self._bytes_of_buffers(messages.moved_buffers),
-            self._bytes_of_buffers(self.server.moved_buffers),
+            buffers_up=sum(buffers[name].nbytes for name in messages.moved_buffers & buffers.keys()),
+            buffers_down=sum(buffers[name].nbytes for name in self.server.moved_buffers & buffers.keys()),
             completed=len(messages.done),
             refused=len(self.faults.refused),
             everyone=len(self.population) if self.algorithm.population_loss and self.members else 0,
