@@ -13,7 +13,7 @@ from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.types import State
-from lightning_fed.server.client_store import ClientStore, MemoryClientStore
+from lightning_fed.server.client_store import ClientStore
 from lightning_fed.server.disk_store import DiskClientStore
 from lightning_fed.server.leftovers import clean_after, note_run
 from lightning_fed.server.segments import Segment, owner
@@ -67,18 +67,19 @@ class ClientStatesPlace:
             FederatedError: If the folder cannot be used.
         """
         self._size, self._fits = ranks.size, True
-        if kept is not None:
-            server.clients = kept
-        elif self._choose(server, settings) == "memory":
-            server.clients, self._folder = MemoryClientStore(), None
-        else:
-            self._folder = StoreFolder(self._choose_folder())
-            server.clients = self._make_store(server)
+        if kept is None:
+            on_disk = self._choose(server, settings) == "disk"
+            self._folder = StoreFolder(self._choose_folder()) if on_disk else None
         if self._folder is not None:
             self._from_rank_zero(self._folder.acquire)
+        if kept is not None:
+            server.clients = kept
+        elif self._folder is not None:
+            server.clients = self._make_store(server, self._folder)
         named = zip(flat.names, flat.params, strict=True)
         model = {f"parameter {name}": f"{list(p.shape)} of {p.dtype}" for name, p in named}
-        self._run = {"method": f"{type(server.algorithm).__name__} {server.algorithm.options()}", **model}
+        method = f"{type(server.algorithm).__name__} {server.algorithm.options()}"
+        self._run = {"method": method, **model, "seed": str(server.seed)}
 
     def _choose(self, server: Server, settings: Settings) -> str:
         """Return "memory" or "disk", by what the states of all clients that may take part come to."""
@@ -113,15 +114,8 @@ class ClientStatesPlace:
             )
         return Path(os.path.abspath(trainer.strategy.broadcast(chosen)))
 
-    def _make_store(self, server: Server) -> DiskClientStore:
-        assert self._folder is not None
-        folder = self._folder
-
-        def prepare() -> str:
-            folder.acquire()
-            return folder.new_prefix()
-
-        self._prefix = prefix = self._from_rank_zero(prepare)
+    def _make_store(self, server: Server, folder: StoreFolder) -> DiskClientStore:
+        self._prefix = prefix = self._from_rank_zero(folder.new_prefix)
         note_run(prefix)
         if not folder.path.is_dir():
             raise FederatedError(
@@ -158,7 +152,7 @@ class ClientStatesPlace:
             return
         source = Path(saved["path"])
         version = StoreFolder(source).read(saved["version"])
-        self._check(version, server, source)
+        self._check(version, source, len(server.ids))
         segments = list(version.segments)
         if not isinstance(clients, DiskClientStore):
             clients.load_state_dict(_read_all(source, version, is_mine), device)
@@ -177,21 +171,18 @@ class ClientStatesPlace:
         note_run(self._prefix)
         clients.load_segments(segments, is_mine)
 
-    def _check(self, version: Version, server: Server, folder: Path) -> None:
-        mine = self._described(server)
-        for name in sorted({*version.run, *mine}):
-            if version.run.get(name) != mine.get(name):
+    def _check(self, version: Version, folder: Path, clients: int) -> None:
+        """Refuse states of another run, or of another number of clients."""
+        for name in sorted({*version.run, *self._run}):
+            if version.run.get(name) != self._run.get(name):
                 raise FederatedError(
                     f"The client states in {folder} belong to another run: their {name} is {version.run.get(name)},"
-                    f" this run's is {mine.get(name)}. Resume with what they were made with."
+                    f" this run's is {self._run.get(name)}. Resume with what they were made with."
                 )
-        if version.clients != len(server.ids):
+        if version.clients != clients:
             raise FederatedError(
-                f"The client states in {folder} are of {version.clients:,} clients, this run has {len(server.ids):,}."
+                f"The client states in {folder} are of {version.clients:,} clients, this run has {clients:,}."
             )
-
-    def _described(self, server: Server) -> dict[str, str]:
-        return {**self._run, "seed": str(server.seed)}
 
     def resolved(self, saved: Any) -> Any:
         """Return a checkpoint's client states, or where they are whatever is the working directory.
@@ -227,7 +218,7 @@ class ClientStatesPlace:
                 " was started there since has removed what no checkpoint needed."
             )
         ordered = tuple(sorted(segments, key=lambda segment: segment.name))
-        reference = self._write(folder, server.round, self._described(server), len(server.ids), ordered)
+        reference = self._write(folder, server.round, self._run, len(server.ids), ordered)
         # asked here, where all processes wait for the checkpoint: later, others may be at the next round's segments
         # segments of a process that keeps states for itself are of no version, and are its own
         owners = {name: owner(name) for name in folder.segments() - needed}
