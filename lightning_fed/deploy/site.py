@@ -116,8 +116,7 @@ class FederatedSite:
 
     def _work(self, message: Message, clients: ClientsOutsideFit) -> Message:
         client_id, header = message.client, message.header
-        index = clients.index_of(client_id)
-        device = clients.device
+        index, device = clients.population.index_of(client_id), clients.device
         task, sent = task_in(message, index, clients.buffers, device)
         version, store, plateaus = int(header["state"]), MemoryClientStore(), header["plateaus"]
         needs_state = task.phase != MEASURE or header["own"]

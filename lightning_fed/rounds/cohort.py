@@ -2,7 +2,7 @@
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -154,8 +154,8 @@ class Faults:
 
     def check_asked(self) -> None:
         """End the run if too many of those that are asked have failed; see :meth:`check`."""
-        for asked in (self.asked, self._asked_for_gradients):
-            self.check(self.causes.keys() & asked, len(asked))
+        self.check(self.asked)
+        self.check(self._asked_for_gradients)
 
     def have_hit(self, members: Iterable[Participant]) -> bool:
         """Return whether one of these has failed."""
@@ -178,24 +178,23 @@ class Faults:
         for part in parts:
             self.causes.update(part)
 
-    def check(self, failed: Iterable[ClientId], asked: int) -> None:
+    def check(self, asked: Collection[ClientId]) -> None:
         """End the run if too many clients failed.
 
         Args:
-            failed: Those that failed.
-            asked: The number of clients that were to do one thing together, these among them.
+            asked: The clients that were to do one thing together.
 
         Raises:
             ClientError: If all of them failed, or a larger share than allowed; it names them and the causes.
         """
-        failed = sorted(failed, key=str)
-        if not failed or (len(failed) < asked and len(failed) <= self.max_share * asked):
+        failed, count = sorted(self.causes.keys() & asked, key=str), len(asked)
+        if not failed or (len(failed) < count and len(failed) <= self.max_share * count):
             return
         causes = "".join(f"\n- {self.causes[client_id]}" for client_id in failed[:_SHOWN])
         more = f"\n- and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
-        limit = f", more than max_failed_share={self.max_share:g} allows" if len(failed) < asked else ""
+        limit = f", more than max_failed_share={self.max_share:g} allows" if len(failed) < count else ""
         raise ClientError(
-            f"{len(failed)} of {asked} clients failed in round {self.round}{limit}:{causes}{more}"
+            f"{len(failed)} of {count} clients failed in round {self.round}{limit}:{causes}{more}"
         ) from self._first
 
     def add_outliers(self, norms: Mapping[ClientId, float], what: str, x: torch.Tensor) -> set[ClientId]:

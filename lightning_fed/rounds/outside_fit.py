@@ -7,12 +7,9 @@ import torch
 
 from lightning_fed._compat import TrainerFn, TrainerState, call
 from lightning_fed._lightning import pl
-from lightning_fed.checks import (
-    check_module,
-    check_trainer,
-)
+from lightning_fed.checks import check_module, check_trainer
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.types import ClientId, State, Vector
+from lightning_fed.core.types import ClientId, State
 from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.evaluation.client_evaluation import ClientEvaluation, own_model
 from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepare_module
@@ -38,6 +35,13 @@ class ClientsOutsideFit:
         datamodule: The data module: the ids of all clients, and the data of some.
         clients: Those whose data is here; all of them by default.
         among: The ids of all clients, where the data module knows only those that are here.
+
+    Attributes:
+        work: Answers for the clients.
+        population: All clients.
+        prepared: The module, ready for an engine.
+        device: Where it is.
+        buffers: The buffers that it began with.
 
     Raises:
         FederatedError: If settings, module or data cannot be federated, or if there are several processes.
@@ -99,33 +103,17 @@ class ClientsOutsideFit:
 
     def _prepare(self, clients: Sequence[ClientId] | None, among: Sequence[ClientId] | None) -> ClientWork:
         loop = self._loop
-        loop.population = population_of(self.trainer, among)
-        loop.prepared = prepare_module(self.trainer)
+        loop.population = self.population = population_of(self.trainer, among)
+        loop.prepared = self.prepared = prepare_module(self.trainer)
         self.trainer._logger_connector.reset_results()
-        loop.clients = prepare_clients(loop.prepared, loop.population, loop.settings.engine, clients)
+        loop.clients = work = prepare_clients(self.prepared, self.population, loop.settings.engine, clients)
         call._call_lightning_module_hook(self.trainer, "on_train_start")
-        work: ClientWork = loop.clients
-        self._buffers: State = loop.prepared.buffers.read()
-        self._personal: Vector = loop.prepared.flat.personal.clone()  # of a new client
-        self._start: Vector = loop.prepared.flat.y.clone()  # x^0, if the module here began as the server's
-        self._here = {loop.population.index_of(client_id) for client_id in work.plans.clients}
+        flat = self.prepared.flat
+        self.device, self.buffers = flat.y.device, self.prepared.buffers.read()
+        self._personal = flat.personal.clone()  # of a new client
+        self._start = flat.y.clone()  # x^0, if the module here began as the server's
+        self._here = set(map(self.population.index_of, work.plans.clients))
         return work
-
-    @property
-    def device(self) -> torch.device:
-        """Where the module is."""
-        device: torch.device = self._loop.prepared.flat.y.device
-        return device
-
-    @property
-    def buffers(self) -> State:
-        """The buffers that the module began with."""
-        return self._buffers
-
-    def index_of(self, client_id: ClientId) -> int:
-        """Return a client's stored index."""
-        index: int = self._loop.population.index_of(client_id)
-        return index
 
     def hello(self, clients: Sequence[ClientId], round: int = 0) -> list[Participant]:
         """Return those of some clients that can take part, with their sizes and the steps of their work.
@@ -142,7 +130,7 @@ class ClientsOutsideFit:
             task: The task.
             store: Where it is kept; committed by whoever has sent the replies.
         """
-        algorithm, prepared = self.work.algorithm, self._loop.prepared
+        algorithm, prepared = self.work.algorithm, self.prepared
 
         def new() -> State:
             own = {PERSONAL: self._personal} if self._personal.numel() else {}
@@ -150,9 +138,9 @@ class ClientsOutsideFit:
             return {**algorithm.init_client(x), **own}
 
         kept = {name: prepared.buffers.server[name] for name in prepared.buffers.kept}
-        ids, num_parameters = self._loop.population.ids, len(prepared.flat.params)
         like = {name: value.to("meta") for name, value in new().items()}
-        return ClientStates(new, store, ExpectedState(type(algorithm).__name__, like, kept, num_parameters, ids))
+        method, num_parameters = type(algorithm).__name__, len(prepared.flat.params)
+        return ClientStates(new, store, ExpectedState(method, like, kept, num_parameters, self.population.ids))
 
     def answer(self, task: Task, states: ClientStates, plateaus: Sequence[Mapping[str, Any]] = ()) -> Iterator[Reply]:
         """Yield the replies of the clients that a task names and that are here.
@@ -202,8 +190,8 @@ class ClientsOutsideFit:
         Raises:
             FederatedError: If it has no such data, or ``validation_step`` logs nothing.
         """
-        engine, index = self.work.engine, self.index_of(client_id)
-        self._loop.prepared.set_round(task.round, plateaus)
+        engine, index = self.work.engine, self.population.index_of(client_id)
+        self.prepared.set_round(task.round, plateaus)
         x, buffers = torch.cat([task.x, self._personal]), task.buffers
         if kept is not None:
             (own,) = kept.of_each([index])
@@ -216,7 +204,7 @@ class ClientsOutsideFit:
 
     def _begin(self, task: Task, clients: Sequence[int], plateaus: Sequence[Mapping[str, Any]]) -> None:
         if task.round != self._round:
-            self._loop.prepared.set_round(task.round, plateaus)
+            self.prepared.set_round(task.round, plateaus)
             call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
             self._round, self._has_begun = task.round, False
         if task.phase != LOSS and not self._has_begun:

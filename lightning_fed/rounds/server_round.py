@@ -202,7 +202,7 @@ class ServerRound:
         if phase == TRAIN:
             return self._close_training(outlines, ranks)
         if phase == LOSS:
-            self.faults.check(self.faults.causes, len(self.population))
+            self.faults.check(self.population)
         else:
             for point, norms in self._norms.items():
                 self.faults.add_outliers(norms, f"a full-batch gradient at {point}", self.server.x)
