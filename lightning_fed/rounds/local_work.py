@@ -70,7 +70,10 @@ class LocalWork:
             ClientError: If a client fails and is not to be dropped, or if something fails that is no client's own
                 fault.
         """
-        self._call_start_hooks(task.round, plans)
+        if self._hears_start:
+            for plan in plans:
+                call_round_hook(self.trainer, "on_client_start", task.round, plan.participant.client_id)
+            self.engine.check_hooks()
         failed: dict[int, ClientError] = {}
         self.result = None
         result = self._train_sound(partial(self._run, task, inputs, states), plans, failed)
@@ -113,12 +116,6 @@ class LocalWork:
                 **messages,
             )
             failed = {}
-
-    def _call_start_hooks(self, round: int, plans: Sequence[WorkPlan]) -> None:
-        if self._hears_start:
-            for plan in plans:
-                call_round_hook(self.trainer, "on_client_start", round, plan.participant.client_id)
-            self.engine.check_hooks()
 
     def call_end_hooks(self, clients: Sequence[ClientId]) -> None:
         """Let callbacks hear of clients of the last reply; see :meth:`ClientWork.call_end_hooks`."""

@@ -120,10 +120,10 @@ class Drift:
         """
         if self._reference is None or self.weight == 0:
             return
-        parts: list[Sequence[Tensor | None]] = [
-            [None] * -(-len(x) // _BLOCK) if vector is None else vector.split(_BLOCK) for vector in (models, self._own)
-        ]
-        for r, x_, y, own in zip(self._reference.split(_BLOCK), x.split(_BLOCK), *parts, strict=True):
+        blocks, nothing = x.split(_BLOCK), [None] * -(-len(x) // _BLOCK)
+        ys: Sequence[Tensor | None] = nothing if models is None else models.split(_BLOCK)
+        owns: Sequence[Tensor | None] = nothing if self._own is None else self._own.split(_BLOCK)
+        for r, x_, y, own in zip(self._reference.split(_BLOCK), blocks, ys, owns, strict=True):
             dtype = accumulation_dtype(x.device)
             offset = torch.zeros_like(r, dtype=dtype) if own is None else own.to(dtype)
             if y is not None:
