@@ -12,11 +12,11 @@ import torch
 
 from lightning_fed._compat import rank_zero_warn
 from lightning_fed._lightning import pl
+from lightning_fed.client_states import ClientStatesPlace
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.options import differing_options, options_of
 from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.rounds.client_states import ClientStatesPlace
 from lightning_fed.server.client_store import ClientStore
 from lightning_fed.server.server import Server
 from lightning_fed.settings import Settings

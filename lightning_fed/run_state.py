@@ -9,6 +9,7 @@ import torch
 from lightning_fed._compat import _FitLoop
 from lightning_fed._lightning import pl
 from lightning_fed.checks import check_hyper_parameters, check_module, check_trainer
+from lightning_fed.client_states import ClientStatesPlace
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.engines.batch_hooks import time_by_rounds
@@ -16,7 +17,6 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.inspection import Inspection
 from lightning_fed.restoring import Schedules, notes_of, restored_from, start_server
-from lightning_fed.rounds.client_states import ClientStatesPlace
 from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepare_module
 from lightning_fed.rounds.cohort import CohortSampling, cohort_seed
 from lightning_fed.rounds.local_plans import population_of

@@ -23,7 +23,7 @@ FLOORS = {
     "settings": 4,
     "engines": 5,
     "evaluation": 6, "checks": 6, "method_checks": 6,
-    "rounds": 7,
+    "rounds": 7, "client_states": 7,
     "inspection": 8, "restoring": 8, "trainer_arguments": 8, "trainer_calls": 8, "environment": 8, "threads": 1,
     "run_state": 9,
     "loop": 10, "connectors": 10,

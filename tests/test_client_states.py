@@ -356,7 +356,7 @@ def test_auto_goes_by_what_states_may_come_to(
 
     size = 4 * parameters(Net()).numel()
     for limit, kept in ((3 * size, MemoryClientStore), (3 * size - 1, DiskClientStore)):
-        monkeypatch.setattr("lightning_fed.rounds.client_states.MEMORY_LIMIT", limit)
+        monkeypatch.setattr("lightning_fed.client_states.MEMORY_LIMIT", limit)
         with caplog.at_level("INFO"):
             assert chosen() is kept
         assert (f"Client states go to disk: 3 of {size:,} bytes" in caplog.text) == (kept is DiskClientStore)
@@ -390,7 +390,7 @@ def test_a_config_file_says_where(tmp_path: Path) -> None:
     text = "trainer:\n  client_states: disk\n  client_states_dir: kept\n"
     (tmp_path / "disk.yaml").write_text(text)
     quiet = ["--trainer.max_rounds", "1", "--trainer.logger", "false", "--trainer.enable_progress_bar", "false"]
-    config = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    config = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
     main(["fit", "--config", str(config), "--config", str(tmp_path / "disk.yaml"), *quiet])
     assert len(list((tmp_path / "kept").glob("*.json"))) >= 1
 

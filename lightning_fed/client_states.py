@@ -104,7 +104,7 @@ class ClientStatesPlace:
     def _choose_folder(self) -> Path:
         """Return the folder, the same in all processes."""
         trainer = self.trainer
-        beside = next((c.dirpath for c in trainer.checkpoint_callbacks if getattr(c, "dirpath", None)), None)
+        beside = next((path for c in trainer.checkpoint_callbacks if (path := getattr(c, "dirpath", None))), None)
         parent = beside or trainer.log_dir or trainer.default_root_dir  # log_dir is exchanged: all processes ask for it
         chosen = str(self.wanted_folder or os.path.join(parent, FOLDER))
         if "://" in chosen:
