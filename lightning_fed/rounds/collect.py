@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BufferMean
@@ -41,8 +42,8 @@ class CollectedGradients:
         return [self.members[reply.clients[row]].client_id for row in taken]
 
     def _add(self, reply: Reply, rows: Sequence[int]) -> None:
-        at, steps = _places(rows), {reply.clients[row]: self.members[reply.clients[row]].steps for row in rows}
-        self.means.add_all(steps, {FULL_GRAD + point: value[at] for point, value in reply.send.items()})
+        steps = {reply.clients[row]: self.members[reply.clients[row]].steps for row in rows}
+        self.means.add_all(steps, {FULL_GRAD + point: _of(rows, value) for point, value in reply.send.items()})
 
     def outline(self) -> dict[str, Any]:
         """Return what other processes need of this one's part, apart from the sums of vectors."""
@@ -138,10 +139,10 @@ class CollectedMessages:
 
     def _add(self, reply: Reply, messages: State, rows: Sequence[int]) -> None:
         """Add the messages of some rows, and take note of what else came with them."""
-        at, steps = _places(rows), {reply.clients[row]: reply.reports[row].steps for row in rows}
+        steps = {reply.clients[row]: reply.reports[row].steps for row in rows}
+        send = {name: _of(rows, value) for name, value in messages.items()}
         models = reply.models if self.aggregation.sums_models else None
-        send = {name: value[at] for name, value in messages.items()}
-        self.aggregation.add_all(steps, send, None if models is None else models[at])
+        self.aggregation.add_all(steps, send, None if models is None else _of(rows, models))
         self.traffic.add_messages(reply, rows)
         for row in rows if self.buffers and reply.buffers else ():
             own, member = reply.buffers[row], self.members[reply.clients[row]]
@@ -152,7 +153,7 @@ class CollectedMessages:
                     self.moved_buffers.add(name)
         if reply.changes is not None:
             is_summed = models is not None and self.rule != "population"
-            self.drift.add(reply.changes[at], self.aggregation.weights(steps, self.rule), is_summed)
+            self.drift.add(_of(rows, reply.changes), self.aggregation.weights(steps, self.rule), is_summed)
 
     def merged_buffers(self) -> State:
         """Return the server's buffers after the round: what no client has changed keeps its bits."""
@@ -233,6 +234,8 @@ def _added(
     return taken
 
 
-def _places(rows: Sequence[int]) -> slice | Sequence[int]:
-    """Return rows [S] as an index, of those next to each other such that nothing is copied."""
-    return slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] < len(rows) else rows
+def _of(rows: Sequence[int], stacked: Tensor) -> Tensor:
+    """Return some rows, in ascending order, of what is stacked; nothing is copied if they are next to each other."""
+    if len(rows) == len(stacked):
+        return stacked
+    return stacked[rows[0] : rows[-1] + 1] if rows[-1] - rows[0] < len(rows) else stacked[rows]

@@ -107,7 +107,6 @@ class LocalWork:
             yield reply(
                 [*clients[at], *others],
                 reports=result.reports[at],
-                changes=result.delta[at],
                 buffers=buffers[at],
                 norms=norms,
                 examples=examples[at],
@@ -191,7 +190,8 @@ class LocalWork:
         if compressor is None or not sound:
             self._keep_all(result, states, sending)
             models = result.shared if result.sends_delta else None
-            yield slice(None), {"send": result.send, "implied": result.implied, "models": models}
+            sent = {"send": result.send, "implied": result.implied, "models": models, "changes": result.delta}
+            yield slice(None), sent
             return
         kept = self._kept(result)
         for row in sound:
@@ -199,7 +199,8 @@ class LocalWork:
             if row in sending:
                 send, residuals, size = self._compressed(compressor, result, row, round, states)
                 self._keep(result, states, row, kept[row], residuals)
-            yield slice(row, row + 1), {"send": send, "message_bytes": size}
+            at = slice(row, row + 1)
+            yield at, {"send": send, "message_bytes": size, "changes": result.delta[at]}
 
     def _compressed(
         self, compressor: Compressor, result: ChunkResult, row: int, round: int, states: ClientStates
