@@ -20,7 +20,7 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.method_checks import check_method
 from lightning_fed.rounds.before_work import ClientGradients, OwnSolve, prepared_for_own_solve
 from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans
-from lightning_fed.rounds.local_work import LocalWork, stop_at
+from lightning_fed.rounds.local_training import LocalTraining, stop_at
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.client_state import ClientStates
@@ -60,7 +60,7 @@ class ClientWork:
         self.engine, self.plans, self.settings = engine, plans, settings
         self.algorithm, self.trainer, self._own_solve = engine.algorithm, engine.trainer, own_solve
         self._gradients = ClientGradients(engine)
-        self._local = LocalWork(engine, settings, self._gradients, own_solve)
+        self._local = LocalTraining(engine, settings, self._gradients, own_solve)
         self._round: RoundPlans | None = None
         self._training: list[int] = []  # the clients that are to train, by stored index
         self._inputs: tuple[Task, RoundInputs] | None = None  # what the engine makes of a task

@@ -18,10 +18,10 @@ from lightning_fed.server.client_state import ClientState, ClientStates
 from lightning_fed.server.compression import Compressor, compress
 from lightning_fed.settings import Settings
 
-__all__ = ["LocalWork", "stop_at"]
+__all__ = ["LocalTraining", "stop_at"]
 
 
-class LocalWork:
+class LocalTraining:
     """Train clients, several at once where the engine does, and make their replies.
 
     Args:
