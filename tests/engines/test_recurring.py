@@ -23,7 +23,7 @@ from tests.helpers.training import CLASSES, same
 
 def group(length: int, examples: int = 4, dtype: torch.dtype = torch.float32) -> BatchGroup:
     """Return two clients' batches of so many examples of a length."""
-    return BatchGroup((0, 1), [torch.zeros(2, examples, length, dtype=dtype)], list, examples, 0)
+    return BatchGroup((0, 1), [torch.zeros(2, examples, length, dtype=dtype)], list, examples, 0, kind=length)
 
 
 def noted(lengths: Sequence[int], **options: Any) -> list[bool]:
@@ -66,9 +66,9 @@ def test_every_round_begins_anew() -> None:
     assert not recurring.note([group(5)])
 
 
-def test_rows_of_tensors_always_have_one_shape() -> None:
-    rows = BatchGroup((0,), [torch.zeros(4, 5)], list, 4, 0, is_rows=True)
-    assert RecurringShapes(batch_size=4).note([rows])
+def test_rows_of_tensors_are_traced_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecurringShapes, "note", None)
+    assert len(run("vectorized", chunk_size=1, max_rounds=1).fit_loop._engine.step.traces) > 0
 
 
 class Texts(Dataset[Any]):

@@ -15,7 +15,7 @@ from lightning_fed.data.batch_settings import BatchSettings
 from lightning_fed.data.batches import LoaderBatches, TensorBatches
 from lightning_fed.engines.vectorized import batches, row_lookup
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
-from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, are_of_one_kind
+from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, rows_of_one_kind
 from tests.helpers.engines import assert_agree, run
 from tests.helpers.selection import few
 from tests.helpers.training import classification, trainer
@@ -46,10 +46,9 @@ def test_rows_are_those_of_each_client(name: str, joined: int, monkeypatch: pyte
     monkeypatch.setattr(row_lookup, "_JOINED", joined)
     cohort, run_of = COHORTS[name](), trainer()
     lookup = RowLookup(run_of, cohort, DeviceData(torch.device("cpu")))
-    places = lookup.places([[b.stored_rows()[:3]] for b in cohort])
     expected = [b.pick(torch.arange(3)) for b in cohort]
     for members in ([0, 1, 2], [1, 2], [0], [1], [2]):
-        (found,) = lookup.in_order([[(i, places[i][0]) for i in members]])
+        (found,) = lookup.in_order([[(i, cohort[i].stored_rows()[:3]) for i in members]])
         for rows, *parts in zip(found, *(expected[i] for i in members), strict=True):
             assert torch.equal(rows, torch.cat(parts))
 
@@ -65,13 +64,7 @@ def test_rows_of_several_steps_come_in_their_order(
     cohort = COHORTS[name]()
     lookup = RowLookup(trainer(), cohort, DeviceData(torch.device("cpu")))
     steps = [[(0, [0, 1]), (2, [2, 0])], [(1, [1])], [(0, [2]), (1, [0]), (2, [1])], [(1, [2, 2, 1])]]
-    places = [
-        iter(own)
-        for own in lookup.places(
-            [[b.stored_rows()[r] for s in steps for c, r in s if c == i] for i, b in enumerate(cohort)]
-        )
-    ]
-    found = lookup.in_order([[(i, next(places[i])) for i, _ in step] for step in steps])
+    found = lookup.in_order([[(i, cohort[i].stored_rows()[rows]) for i, rows in step] for step in steps])
     for batch, step in zip(found, steps, strict=True):
         parts = [cohort[i].pick(torch.tensor(rows)) for i, rows in step]
         for rows_of_all, *column in zip(batch, *parts, strict=True):
@@ -80,7 +73,8 @@ def test_rows_of_several_steps_come_in_their_order(
 
 def test_only_rows_of_like_tensors_are_of_one_kind() -> None:
     one = kept(tensors(3, 1))
-    assert are_of_one_kind([one, kept(tensors(5, 2)), kept(SHARED, [1])])
+    cohort = [one, kept(tensors(5, 2)), kept(SHARED, [1])]
+    assert rows_of_one_kind(cohort) == cohort
     for other in (
         kept(tensors(3, 2, torch.float64)),
         kept(tensors(3, 2, width=3)),
@@ -88,8 +82,8 @@ def test_only_rows_of_like_tensors_are_of_one_kind() -> None:
         kept(tensors(3, 2), transform=lambda batch: batch),
         LoaderBatches(TensorDataset(*tensors(3, 2)), BatchSettings(4)),
     ):
-        assert not are_of_one_kind([one, other])
-    assert not are_of_one_kind([])
+        assert not rows_of_one_kind([one, other])
+    assert not rows_of_one_kind([])
 
 
 def own(sizes: Sequence[int] = SIZES) -> FederatedDataModule:

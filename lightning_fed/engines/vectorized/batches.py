@@ -56,8 +56,7 @@ class BatchGroup(NamedTuple):
         spec: What puts a batch together.
         examples: The examples in each batch.
         batch_idx: The index of the batch in the local epoch.
-        is_rows: Whether the tensors are rows of tensors of one kind in every group, so that the examples tell their
-            shapes.
+        kind: What tells its shapes from those of other groups of the chunk.
     """
 
     clients: Sequence[int]
@@ -65,7 +64,7 @@ class BatchGroup(NamedTuple):
     spec: Any
     examples: int
     batch_idx: int
-    is_rows: bool = False
+    kind: Any
 
     @property
     def first(self) -> Sequence[Tensor]:
@@ -94,9 +93,6 @@ class RowBatches:
         streams: What makes the generators of their batch orders.
         shuffle: Whether local epochs visit batches in random order.
         by_index: Whether clients at different places of their local epochs must be kept apart.
-
-    Attributes:
-        sizes: The examples of each batch of every client.
     """
 
     def __init__(
@@ -104,32 +100,30 @@ class RowBatches:
     ) -> None:
         self._lookup, self._by_index = lookup, by_index
         one = torch.Generator()  # seeded anew for every client, whose orders are all drawn here
-        orders = [_epoch_rows(plan, stream(reuse=one), shuffle) for plan, stream in zip(plans, streams, strict=True)]
-        self.sizes = [[rows.shape[0] for _, rows in order] for order in orders]
-        self._indices = [[batch_idx for batch_idx, _ in order] for order in orders]
-        self._places = lookup.places([[rows for _, rows in order] for order in orders])
+        self._rows = [
+            _epoch_rows(plan, stream(reuse=one), shuffle) for plan, stream in zip(plans, streams, strict=True)
+        ]
 
     def in_order(self, turns: Sequence[Turn]) -> Iterator[list[BatchGroup]]:
         """Yield the batches of one step after the other, those of one size together."""
-        members = [list(self._groups(turn)) for turn in turns]
-        wanted = [[(client, self._places[client][k]) for client, k in group] for groups in members for group in groups]
-        found = self._lookup.in_order(wanted)
-        for groups in members:
-            yield [self._group(group, next(found)) for group in groups]
+        groups_of = [self._groups(turn) for turn in turns]
+        found = self._lookup.in_order([members for groups in groups_of for members in groups.values()])
+        for groups in groups_of:
+            out = []
+            for (size, batch_idx), members in groups.items():
+                leaves: Sequence[Tensor] = next(found)
+                if len(members) > 1:
+                    leaves = [t.view(len(members), size, *t.shape[1:]) for t in leaves]
+                out.append(BatchGroup([client for client, _ in members], leaves, list, size, batch_idx, kind=size))
+            yield out
 
-    def _groups(self, turn: Turn) -> Iterator[list[tuple[int, int]]]:
-        """Yield clients whose batches have one size, each with the number of its batch."""
-        groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    def _groups(self, turn: Turn) -> dict[tuple[int, int], list[tuple[int, Tensor]]]:
+        """Return the clients of a step with the rows of their batches, by the number of examples and the index."""
+        groups: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
         for client, k in zip(turn.clients, turn.at, strict=True):
-            key = self.sizes[client][k], self._indices[client][k] if self._by_index else 0
-            groups.setdefault(key, []).append((client, k))
-        yield from groups.values()
-
-    def _group(self, members: Sequence[tuple[int, int]], rows: Sequence[Tensor]) -> BatchGroup:
-        (client, k), n = members[0], len(members)
-        size = self.sizes[client][k]
-        leaves = rows if n == 1 else [t.view(n, size, *t.shape[1:]) for t in rows]
-        return BatchGroup([c for c, _ in members], leaves, list, size, self._indices[client][k], is_rows=True)
+            batch_idx, rows = self._rows[client][k]
+            groups.setdefault((rows.shape[0], batch_idx if self._by_index else 0), []).append((client, rows))
+        return groups
 
 
 class AnyBatches:
@@ -159,22 +153,22 @@ class AnyBatches:
     def in_order(self, turns: Sequence[Turn]) -> Iterator[list[BatchGroup]]:
         """Yield the batches of one step after the other, those of one shape together."""
         for turn in turns:
-            groups: dict[Any, list[tuple[int, Any, int, int]]] = {}
+            groups: dict[Any, list[tuple[int, Any]]] = {}
             for client in turn.clients:
                 batch_idx, batch, examples = next(self._batches[client])
                 batch = self._prepared(batch)
-                key = (batch_shape(batch), examples, batch_idx if self._by_index else 0)
-                groups.setdefault(key, []).append((client, batch, examples, batch_idx))
-            yield [self._group(members) for members in groups.values()]
+                key = (examples, batch_idx if self._by_index else 0, batch_shape(batch))
+                groups.setdefault(key, []).append((client, batch))
+            yield [self._group(key, members) for key, members in groups.items()]
 
     def _prepared(self, batch: Any) -> Any:
         is_plain = type(batch) is list and all(type(part) is Tensor for part in batch) and not self._has_hooks
         return on_device(self._trainer, batch) if is_plain else prepare_batch(self._trainer, batch)
 
-    def _group(self, members: Sequence[tuple[int, Any, int, int]]) -> BatchGroup:
-        clients, batches, examples, indices = zip(*members, strict=True)
-        leaves, spec = stack_batches(batches)
-        return BatchGroup(clients, leaves, spec, examples[0], indices[0])
+    def _group(self, key: tuple[int, int, Any], members: Sequence[tuple[int, Any]]) -> BatchGroup:
+        examples, batch_idx, shape = key
+        leaves, spec = stack_batches([batch for _, batch in members])
+        return BatchGroup([client for client, _ in members], leaves, spec, examples, batch_idx, kind=(examples, shape))
 
 
 def _batches(plan: WorkPlan, make_stream: Stream, shuffle: bool) -> Iterator[tuple[int, Any, int]]:

@@ -14,7 +14,7 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import State, Vector
-from lightning_fed.data.batches import ClientBatches, TensorBatches
+from lightning_fed.data.batches import ClientBatches
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.gradients import prepare_batch
@@ -25,11 +25,11 @@ from lightning_fed.engines.vectorized.changes import ChangeWatch
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork, steps_are_plain
 from lightning_fed.engines.vectorized.clients import ChunkMemory, default_chunk_size, stack_states
 from lightning_fed.engines.vectorized.full_gradients import FullGradients, add_decay
-from lightning_fed.engines.vectorized.means import ChunkMeans, LoggedMean, log_means
+from lightning_fed.engines.vectorized.means import ChunkMeans, log_means
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.optimizer import Clipping
-from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, are_of_one_kind, is_rows
-from lightning_fed.engines.vectorized.schedule import Schedule, full_batches
+from lightning_fed.engines.vectorized.row_lookup import RowLookup, is_rows
+from lightning_fed.engines.vectorized.schedule import Schedule
 from lightning_fed.engines.vectorized.trial import Trial, check_settings, hooked_parameter
 from lightning_fed.server.aggregation import Participant
 
@@ -59,11 +59,11 @@ class VectorizedEngine(Engine):
         self.step = ModuleStep(self.trainer, self.flat)
         self.full = FullGradients(self.step)
         self.anchors = AnchorPass(self.step)
-        self.schedule = Schedule(self, self.step, DeviceData(self.flat.y.device))
+        self.schedule = Schedule(self, self.step)
         self.changes = ChangeWatch(self.trainer, self.algorithm, self.optimizer)
         self._row: tuple[ChunkResult, int] | None = None
         self._memory: ChunkMemory | None = None
-        self._logged: dict[str, LoggedMean] = {}
+        self._logged: dict[str, tuple[float, int]] = {}  # see ChunkMeans.add_to
 
     def try_out(self, plan: WorkPlan) -> None:
         """Refuse a module that cannot be run on several clients at once, by a step on a client's first batch.
@@ -128,24 +128,22 @@ class VectorizedEngine(Engine):
         started = time.perf_counter()
         self._row = None
         clip = Clipping.of(self.trainer)
-        is_staggered = self.schedule.is_staggered(plans, clip)
-        lengths = [full_batches(plan) if is_staggered else plan.participant.steps for plan in plans]
-        order = sorted(range(len(plans)), key=lambda i: -lengths[i])
-        sorted_plans = [plans[i] for i in order]
-        with self._errors_of(sorted_plans, inputs.round):
-            work = self._work_of(inputs, sorted_plans, stack_states(clients, order), clip)
+        order, turns = self.schedule.turns(plans, clip)
+        plans = [plans[i] for i in order]
+        with self._errors_of(plans, inputs.round):
+            work = self._work_of(inputs, plans, stack_states(clients, order), clip)
             means = ChunkMeans(len(plans))
-            kept = [self.anchors.of(plan.participant.index) for plan in sorted_plans]
-            self.schedule.run(inputs, sorted_plans, work, means, is_staggered, kept)
+            kept = [self.anchors.of(plan.participant.index) for plan in plans] if self.keeps_anchors else []
+            self.schedule.run(inputs, plans, turns, work, means, kept)
             self.changes.check_work()
             delta, send, keep, sends_delta, implied = work.finish()
         seconds = (time.perf_counter() - started) / len(plans)
-        reports = self._reports([plan.participant for plan in sorted_plans], means, delta, seconds)
+        reports = self._reports([plan.participant for plan in plans], means, delta, seconds)
         asked = sorted(range(len(plans)), key=order.__getitem__)
         faults = self._faults(reports, asked, means, inputs.round)
-        means.add_to(self._logged, self.step.options, faults)
+        means.add_to(self._logged, faults)
         return ChunkResult(
-            participants=[plan.participant for plan in sorted_plans],
+            participants=[plan.participant for plan in plans],
             y=work.y,
             delta=delta,
             send=send,
@@ -191,9 +189,13 @@ class VectorizedEngine(Engine):
         self, reports: Sequence[ClientReport], asked: Sequence[int], means: ChunkMeans, round: int
     ) -> dict[int, ClientError]:
         """Return what is wrong with the clients of some rows."""
-        strange = [row for row in asked if not math.isfinite(reports[row].update_norm + reports[row].loss)]
-        faults = {row: fault_of(reports[row], means.losses_of(row), round) for row in strange}
-        return {row: fault for row, fault in faults.items() if fault is not None}
+        faults = {}
+        for row in asked:
+            is_strange = not math.isfinite(reports[row].update_norm + reports[row].loss)
+            fault = fault_of(reports[row], means.losses_of(row), round) if is_strange else None
+            if fault is not None:
+                faults[row] = fault
+        return faults
 
     def each_full_gradients(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan]
@@ -206,16 +208,12 @@ class VectorizedEngine(Engine):
 
     def _gradients_at_once(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> list[State] | None:
         """Return the full-batch gradients of clients that have one batch of one size, None if they have not."""
-        batches = [plan.batches for plan in plans if isinstance(plan.batches, TensorBatches)]
-        if len(plans) == 1 or len(batches) < len(plans) or self.schedule.has_hooks:
+        batches = self.schedule.rows(plans) if len(plans) > 1 else []
+        size, most = (batches[0].size, batches[0].settings.full_batch_size) if batches else (0, 0)
+        if size > most or not batches or not all(self._traces_gradients(b) and b.size == size for b in batches):
             return None
-        size = batches[0].size
-        are_alike = all(self._traces_gradients(b) and b.size == size for b in batches)
-        if not are_alike or size > batches[0].settings.full_batch_size or not are_of_one_kind(batches):
-            return None
-        lookup = RowLookup(self.trainer, batches, self.schedule.data)
-        places = lookup.places([[b.stored_rows()] for b in batches])
-        (rows,) = lookup.in_order([[(client, place) for client, (place,) in enumerate(places)]])
+        stored = [(i, b.stored_rows()) for i, b in enumerate(batches)]
+        (rows,) = RowLookup(self.trainer, batches, self.schedule.data).in_order([stored])
         leaves = [t.view(len(batches), size, *t.shape[1:]) for t in rows]
         grads: dict[str, Tensor] = {}
         with self.gradients.silent(), self.step.recording():
@@ -229,13 +227,13 @@ class VectorizedEngine(Engine):
 
     def _full_gradient(self, inputs: RoundInputs, plan: WorkPlan, name: str) -> Vector:
         """Return a client's full-batch gradient [P]; with what its local steps will ask for again, it is kept."""
+        epoch = None
         if name == self.algorithm.anchor_at and self._keeps_anchor(plan):
-            assert isinstance(plan.batches, TensorBatches)
+            epoch = self.schedule.first_epoch(plan, inputs.round)
+        if epoch is not None:
             point = inputs.x if name == "x" else inputs.server[name]
-            index, settings = plan.participant.index, plan.batches.settings
             with self.gradients.silent(), self.step.recording():
-                epoch = self.schedule.first_epoch(plan, inputs.round)
-                found = self.anchors.gradient(index, point, epoch, settings)
+                found = self.anchors.gradient(plan.participant.index, point, epoch, plan.batches.settings)
             if found is not None:
                 return add_decay(found, point, self.optimizer)
         return super()._full_gradient(inputs, plan, name)
@@ -250,9 +248,9 @@ class VectorizedEngine(Engine):
         """Whether a client's traced steps visit once, in their first epoch, every example of its full pass."""
         batches = plan.batches
         may_keep = self.keeps_anchors and plan.epochs and self._traces_gradients(batches)
-        if not may_keep or not self.schedule.fits_one_lookup(batches):
+        if not may_keep or plan.epochs[0] != batches.num_batches():
             return False
-        is_whole = plan.epochs[0] == batches.num_batches() and batches.num_examples(plan.epochs[0]) == batches.size
+        is_whole = batches.num_examples(plan.epochs[0]) == batches.size
         return is_whole and steps_are_plain(self.algorithm, self.optimizer, Clipping.of(self.trainer))
 
     def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
@@ -273,7 +271,7 @@ class VectorizedEngine(Engine):
 
     def end_round(self) -> None:
         """Hand the means of what clients logged to Lightning, each as one value with the weight of its examples."""
-        log_means(self.trainer, self._logged)
+        log_means(self.trainer, self._logged, self.step.options)
         self.changes.end_round()
         self.anchors.end_round()
         self._logged, self._row = {}, None
@@ -284,11 +282,11 @@ class VectorizedEngine(Engine):
 
     def undo_point(self) -> Callable[[], None]:
         """Return a function that takes back what clients log from here on, and tidies up after one that failed."""
-        undo, logged = super().undo_point(), {name: replace(mean) for name, mean in self._logged.items()}
+        undo, logged = super().undo_point(), dict(self._logged)
 
         def undo_all() -> None:
             undo()
-            self._logged = {name: replace(mean) for name, mean in logged.items()}
+            self._logged = dict(logged)
 
         return undo_all
 

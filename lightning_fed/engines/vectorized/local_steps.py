@@ -60,9 +60,7 @@ class LocalSteps:
         self._bound: dict[Any, _Bound | None] = {}  # by clients and kinds of batches
         self._of_chunk: dict[Trace, tuple[Sequence[Tensor | None], Sequence[Tensor]]] = {}  # see _once
 
-    def run(
-        self, clients: Clients, groups: Sequence[BatchGroup], kept: KeptAnchor | None, may_trace: bool = True
-    ) -> None:
+    def run(self, clients: Clients, groups: Sequence[BatchGroup], kept: KeptAnchor | None, may_trace: bool) -> None:
         """Take a step.
 
         Args:
@@ -73,8 +71,7 @@ class LocalSteps:
         """
         if len(groups) == 1 and may_trace and self._may_trace and self.module.traces.allowed:
             (group,) = groups
-            kind = group.examples if group.is_rows else (group.spec, kinds(group.leaves))
-            key = (clients.rows, kind, kept is None)
+            key = (clients.rows, group.kind, kept is None)
             if key not in self._bound:
                 self._bound[key] = self._bind(clients, group, kept)
             bound = self._bound[key]

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -9,9 +10,8 @@ from torch import Tensor
 from lightning_fed._lightning import pl
 from lightning_fed.data.batches import ClientBatches, TensorBatches
 
-__all__ = ["DeviceData", "RowLookup", "are_of_one_kind", "fits_one_lookup", "is_rows", "on_device"]
+__all__ = ["DeviceData", "RowLookup", "bytes_of_row", "is_rows", "on_device", "rows_of_one_kind"]
 
-_EPOCH = 2**26  # bytes of a local epoch that are looked up at once
 _AHEAD = 2**22  # bytes of several steps that are looked up at once
 _SHARE = 4  # at most one part in so many of the free memory holds data
 _JOINED = 2**25  # bytes of the tensors of several clients that are put side by side
@@ -45,12 +45,6 @@ class DeviceData:
             copy = self._copies[key] = (versions, tuple(t.to(self.device) for t in tensors) if fits else None)
         return tensors if copy[1] is None else copy[1]
 
-    def moved(self, rows: list[Tensor]) -> list[Tensor]:
-        """Return tensors of rows on the device, all in one transfer."""
-        if not rows:
-            return rows
-        return list(torch.cat(rows).to(self.device, non_blocking=True).split([len(r) for r in rows]))
-
     @property
     def is_near(self) -> bool:
         """Whether tensors of the CPU are read from the device as they are."""
@@ -80,88 +74,73 @@ class RowLookup:
     """
 
     def __init__(self, trainer: pl.Trainer, clients: Sequence[TensorBatches], data: DeviceData) -> None:
-        self._trainer, self._data = trainer, data
+        self._trainer = trainer
         self._own = [b.tensors for b in clients]
+        self._ahead = _AHEAD // max(1, bytes_of_row(clients[0]))
         sources = list({id(tensors): tensors for tensors in self._own}.values())
         self._whole: Sequence[Tensor] | None = None
-        self._starts = [0] * len(clients)
-        of_each = sum(t.element_size() * (t.numel() // max(1, len(t))) for t in clients[0].tensors)
-        self._ahead = _AHEAD // max(1, of_each)
+        self._starts = dict.fromkeys(map(id, sources), 0)  # where the rows of each source begin
         if len(sources) == 1:
             self._whole = data.of(sources[0])
         elif sum(t.numel() * t.element_size() for tensors in sources for t in tensors) <= _JOINED:
-            joined = [torch.cat(column) for column in zip(*sources, strict=True)]
-            self._whole = joined if data.is_near else [t.to(data.device) for t in joined]
-            starts, start = dict[int, int](), 0
+            self._whole = [torch.cat(column).to(data.device) for column in zip(*sources, strict=True)]
+            start = 0
             for tensors in sources:
-                starts[id(tensors)], start = start, start + len(tensors[0])
-            self._starts = [starts[id(tensors)] for tensors in self._own]
-
-    def places(self, rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Return where rows of clients' tensors are looked up, on the device in one transfer.
-
-        Args:
-            rows: For every client some rows [B], as often as there are batches.
-        """
-        shifted = [
-            [part + start for part in parts] if start else list(parts)
-            for parts, start in zip(rows, self._starts, strict=True)
-        ]
-        if self._whole is None or self._data.is_near:
-            return shifted
-        moved = iter(self._data.moved([part for parts in shifted for part in parts]))
-        return [[next(moved) for _ in parts] for parts in shifted]
+                self._starts[id(tensors)] = start
+                start += len(tensors[0])
 
     def in_order(self, steps: Sequence[Sequence[tuple[int, Tensor]]]) -> Iterator[list[Tensor]]:
         """Yield the rows of one step after the other, [n * B, ...]; those of several are looked up at once.
 
         Args:
-            steps: For every step its clients, each with its :meth:`places` [B].
+            steps: For every step its clients, each with rows of its tensors [B].
         """
         if self._whole is None:
             for step in steps:
-                own = [self._pick(self._own[client], places) for client, places in step]
+                own = [self._pick(self._own[client], rows) for client, rows in step]
                 yield own[0] if len(own) == 1 else [torch.cat(column) for column in zip(*own, strict=True)]
             return
-        waiting, lengths, rows = list[Tensor](), list[int](), 0
-        for i, step in enumerate(steps):
-            waiting += [places for _, places in step]
-            lengths.append(sum([places.shape[0] for _, places in step]))
-            rows += lengths[-1]
-            if i + 1 == len(steps) or rows >= self._ahead:
-                found = self._pick(self._whole, waiting[0] if len(waiting) == 1 else torch.cat(waiting))
-                yield from (list(parts) for parts in zip(*(t.split_with_sizes(lengths) for t in found), strict=True))
-                waiting, lengths, rows = [], [], 0
+        places, lengths = list[Tensor](), list[int]()
+        for step in steps:
+            lengths.append(0)
+            for client, rows in step:
+                start = self._starts[id(self._own[client])]
+                places.append(rows + start if start else rows)
+                lengths[-1] += rows.shape[0]
+        rest = torch.cat(places).to(self._whole[0].device, non_blocking=True)
+        waiting, count = list[int](), 0
+        for i, length in enumerate(lengths):
+            waiting.append(length)
+            count += length
+            if i + 1 == len(lengths) or count >= self._ahead:
+                found, rest = self._pick(self._whole, rest[:count]), rest[count:]
+                yield from map(list, zip(*(t.split_with_sizes(waiting) for t in found), strict=True))
+                waiting, count = [], 0
 
-    def one(self, rows: Tensor) -> list[Tensor]:
-        """Return rows of the first client's tensors."""
-        ((places,), *_) = self.places([[rows]] + [[] for _ in self._own[1:]])
-        return next(self.in_order([[(0, places)]]))
-
-    def _pick(self, tensors: Sequence[Tensor], places: Tensor) -> list[Tensor]:
-        return on_device(self._trainer, [t.index_select(0, places.to(t.device)) for t in tensors])
+    def _pick(self, tensors: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
+        return on_device(self._trainer, [t.index_select(0, rows.to(t.device)) for t in tensors])
 
 
-def is_rows(batches: ClientBatches) -> bool:
+def is_rows(batches: ClientBatches) -> TypeGuard[TensorBatches]:
     """Whether a batch is nothing but rows of tensors, which takes no randomness but the order's."""
     return isinstance(batches, TensorBatches) and batches.is_plain
 
 
-def are_of_one_kind(clients: Sequence[ClientBatches]) -> bool:
-    """Whether all clients' batches are rows of as many tensors of the same types, shapes and places."""
-    rows = [b for b in clients if isinstance(b, TensorBatches)]
-    if not clients or len(rows) < len(clients):
-        return False
-    sorts = {(id(b.tensors), id(b.settings)): b for b in rows}
-    if not all(b.is_plain for b in sorts.values()):
-        return False
-    kinds = {tuple((t.dtype, t.device, t.shape[1:]) for t in b.tensors) for b in sorts.values()}
-    return len(kinds) == 1
+def rows_of_one_kind(clients: Sequence[ClientBatches]) -> list[TensorBatches]:
+    """Return clients whose batches are all rows of as many tensors of the same types, shapes and places; else none."""
+    rows, sources = list[TensorBatches](), dict[int, tuple[Tensor, ...]]()
+    for batches in clients:
+        if not is_rows(batches):
+            return []
+        rows.append(batches)
+        sources[id(batches.tensors)] = batches.tensors
+    kinds = {tuple((t.dtype, t.device, t.shape[1:]) for t in tensors) for tensors in sources.values()}
+    return rows if len(kinds) == 1 else []
 
 
-def fits_one_lookup(batches: TensorBatches) -> bool:
-    """Whether a local epoch is small enough to be looked up at once."""
-    return batches.size * sum(t.element_size() * (t.numel() // max(1, len(t))) for t in batches.tensors) <= _EPOCH
+def bytes_of_row(batches: TensorBatches) -> int:
+    """Return how many bytes an example takes."""
+    return sum(t.element_size() * (t.numel() // max(1, len(t))) for t in batches.tensors)
 
 
 def on_device(trainer: pl.Trainer, tensors: list[Tensor]) -> list[Tensor]:

@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
-from lightning_fed.data.batches import ClientBatches, TensorBatches
+from lightning_fed.data.batches import TensorBatches
 from lightning_fed.engines.base import Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.vectorized.anchor_traces import KeptAnchor
 from lightning_fed.engines.vectorized.batches import (
@@ -25,10 +26,11 @@ from lightning_fed.engines.vectorized.local_steps import LocalSteps
 from lightning_fed.engines.vectorized.means import ChunkMeans
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.optimizer import Clipping
-from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, are_of_one_kind, fits_one_lookup, is_rows
+from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, bytes_of_row, rows_of_one_kind
 
-__all__ = ["RecurringShapes", "Schedule", "full_batches", "staggered", "together"]
+__all__ = ["RecurringShapes", "Schedule", "batch_sizes", "staggered", "together"]
 
+_EPOCH = 2**26  # bytes of a local epoch that are looked up at once
 _SHARE = 8  # of the steps of a round so far, one in so many has batches of a shape that recurs
 
 
@@ -38,73 +40,82 @@ class Schedule:
     Args:
         engine: The engine that runs them.
         module: The module's step.
-        data: The data on the device.
     """
 
-    def __init__(self, engine: Engine, module: ModuleStep, data: DeviceData) -> None:
+    def __init__(self, engine: Engine, module: ModuleStep) -> None:
         self.trainer, self.algorithm, self.optimizer = engine.trainer, engine.algorithm, engine.optimizer
         self.seed, self.shuffle = engine.seed, engine.shuffle
-        self.device, self.module, self.data = engine.flat.y.device, module, data
+        self.device, self.module, self.data = engine.flat.y.device, module, DeviceData(engine.flat.y.device)
         self.batch_size: int | None = self.trainer.datamodule.batch_size
         self.has_hooks = has_transfer_hooks(self.trainer)
         self.recurring = RecurringShapes(self.batch_size)
         self._taken: int | None = None  # steps of the clients at work
 
-    def is_staggered(self, plans: Sequence[WorkPlan], clip: Clipping | None) -> bool:
-        """Whether clients step in the order of :func:`staggered`, and not all whenever one does.
+    def turns(self, plans: Sequence[WorkPlan], clip: Clipping | None) -> tuple[list[int], list[Turn]]:
+        """Return which row of the chunk each client comes to, and their steps.
 
-        That is faster on a CPU where they come to their smaller batches at different times: traced are full batches.
+        All clients step whenever one does; on a CPU, where that can be, in the order of :func:`staggered`. That is
+        faster where they come to their smaller batches at different times: traced are full batches.
 
         Args:
             plans: The clients' work.
             clip: How gradients are clipped, if they are.
         """
+        if self.batch_size is None or not self._is_staggered(plans, clip):
+            steps = [plan.participant.steps for plan in plans]
+            order = sorted(range(len(plans)), key=steps.__getitem__, reverse=True)
+            return order, list(together([steps[i] for i in order]))
+        sizes = [batch_sizes(plan) for plan in plans]
+        full = [own.count(self.batch_size) for own in sizes]
+        order = sorted(range(len(plans)), key=full.__getitem__, reverse=True)
+        return order, list(staggered([sizes[i] for i in order], self.batch_size))
+
+    def _is_staggered(self, plans: Sequence[WorkPlan], clip: Clipping | None) -> bool:
         module = self.module
         may_trace = module.traces.allowed and not module.reads_index and not module.is_random
         if len(plans) == 1 or self.device.type != "cpu" or not may_trace:
             return False
-        if not steps_are_plain(self.algorithm, self.optimizer, clip):
-            return False
-        if self.has_hooks or not are_of_one_kind([plan.batches for plan in plans]):
-            return False
-        return all(_full_size(plan) == self.batch_size for plan in plans)
+        rows = self.rows(plans) if steps_are_plain(self.algorithm, self.optimizer, clip) else []
+        return bool(rows) and {own.settings.batch_size for own in rows} == {self.batch_size}
 
     def run(
         self,
         inputs: RoundInputs,
         plans: Sequence[WorkPlan],
+        turns: Sequence[Turn],
         work: ChunkWork,
         means: ChunkMeans,
-        is_staggered: bool,
         kept: Sequence[Sequence[KeptAnchor]],
     ) -> None:
         """Take all steps of the clients of a chunk.
 
         Args:
             inputs: What the server hands out.
-            plans: The clients' work, those with the most steps first; with the most full batches, if staggered.
+            plans: The clients' work, row by row.
+            turns: Their steps.
             work: Their parameters and states.
             means: Takes their losses, and what they log.
-            is_staggered: What :meth:`is_staggered` says.
-            kept: What is kept of the gradients at the anchor on each client's first batches.
+            kept: What is kept of the gradients at the anchor on each client's first batches, if anything is.
         """
-        if self.module.is_random or not all(is_rows(plan.batches) for plan in plans):
-            seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, plans[0].participant.index), self.device)
         streams = [partial(generator, self.seed, Purpose.BATCHES, inputs.round, p.participant.index) for p in plans]
         batches = self.batches(plans, streams, self.module.reads_index)
-        if is_staggered and isinstance(batches, RowBatches) and self.batch_size is not None:
-            turns = list(staggered(batches.sizes, self.batch_size))
-        else:
-            turns = list(together([plan.participant.steps for plan in plans]))
+        are_rows = isinstance(batches, RowBatches)
+        if self.module.is_random or not are_rows:
+            seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, plans[0].participant.index), self.device)
         steps = LocalSteps(self.module, work, self.batch_size, means)
         with self.module.recording():
-            groups, has_kept = batches.in_order(turns), any(kept)
+            groups = batches.in_order(turns)
             for turn in turns:
                 self._taken = turn.at[0]
                 self.trainer._signal_connector.check()
                 clients, of_turn = work.memory.clients(turn.clients.start, turn.clients.stop), next(groups)
-                steps.run(clients, of_turn, _kept_of(kept, turn) if has_kept else None, self.recurring.note(of_turn))
+                may_trace = are_rows or self.recurring.note(of_turn)
+                steps.run(clients, of_turn, _kept_of(kept, turn) if kept else None, may_trace)
         self._taken = None
+
+    def rows(self, plans: Sequence[WorkPlan]) -> list[TensorBatches]:
+        """Return the clients' batches if all are rows of tensors of one kind, for which no loader is needed."""
+        return [] if self.has_hooks else rows_of_one_kind([plan.batches for plan in plans])
 
     def batches(self, plans: Sequence[WorkPlan], streams: Sequence[Stream], by_index: bool) -> ChunkBatches:
         """Return the batches of clients.
@@ -114,22 +125,19 @@ class Schedule:
             streams: What makes the generators of their batch orders.
             by_index: Whether clients at different places of their local epochs must be kept apart.
         """
-        rows = [plan.batches for plan in plans if isinstance(plan.batches, TensorBatches)]
-        if not self.has_hooks and are_of_one_kind([plan.batches for plan in plans]):
+        if rows := self.rows(plans):
             return RowBatches(RowLookup(self.trainer, rows, self.data), plans, streams, self.shuffle, by_index)
         return AnyBatches(self.trainer, plans, streams, self.shuffle, by_index, self.has_hooks)
 
-    def fits_one_lookup(self, batches: ClientBatches) -> bool:
-        """Whether :meth:`first_epoch` may look up a client's examples."""
-        if not isinstance(batches, TensorBatches) or self.has_hooks or self.device.type != "cpu":
-            return False
-        return batches.settings.batch_size == self.batch_size and fits_one_lookup(batches)
-
-    def first_epoch(self, plan: WorkPlan, round: int) -> list[Tensor]:
-        """Return the tensors of all batches of a client's first local epoch, one after the other."""
-        assert isinstance(plan.batches, TensorBatches)
+    def first_epoch(self, plan: WorkPlan, round: int) -> list[Tensor] | None:
+        """Return the tensors of all batches of a client's first local epoch, one after the other, if they are few."""
+        (rows,) = self.rows([plan]) or (None,)
+        if rows is None or self.device.type != "cpu" or rows.settings.batch_size != self.batch_size:
+            return None
+        if rows.size * bytes_of_row(rows) > _EPOCH:
+            return None
         stream = generator(self.seed, Purpose.BATCHES, round, plan.participant.index)
-        return RowLookup(self.trainer, [plan.batches], self.data).one(plan.batches.epoch_rows(stream, self.shuffle))
+        return next(RowLookup(self.trainer, [rows], self.data).in_order([[(0, rows.epoch_rows(stream, self.shuffle))]]))
 
     def abandon(self) -> int | None:
         """Forget the clients at work; return the local steps they had taken, None if nobody is."""
@@ -157,7 +165,7 @@ class RecurringShapes:
 
     def note(self, groups: Sequence[BatchGroup]) -> bool:
         """Take note of the batches of a step; return whether they are of shapes that recur."""
-        recur = [group.is_rows or self._recurs(group) for group in groups]  # each is counted
+        recur = [self._recurs(group) for group in groups]  # each is counted
         return all(recur)
 
     def _recurs(self, group: BatchGroup) -> bool:
@@ -189,8 +197,7 @@ def staggered(sizes: Sequence[Sequence[int]], full: int) -> Iterator[Turn]:
     batches are alike all through take the smaller ones at once too.
 
     Args:
-        sizes: The examples of each batch of every client; clients are sorted by :func:`full_batches`, those with the
-            most first.
+        sizes: The examples of each batch of every client; those with the most full batches come first.
         full: The examples in a full batch.
     """
     at = [0] * len(sizes)  # the next batch of each
@@ -209,15 +216,13 @@ def staggered(sizes: Sequence[Sequence[int]], full: int) -> Iterator[Turn]:
         at[:active] = [k + 1 for k in at[:active]]
 
 
-def full_batches(plan: WorkPlan) -> int:
-    """Return how many of a client's batches have the full number of examples."""
-    return sum(min(length, plan.batches.size // _full_size(plan)) for length in plan.epochs)
-
-
-def _full_size(plan: WorkPlan) -> int:
-    """Return the number of examples in a client's full batches."""
-    assert isinstance(plan.batches, TensorBatches)
-    return plan.batches.settings.batch_size
+def batch_sizes(plan: WorkPlan) -> list[int]:
+    """Return the examples of each batch of a client."""
+    batches, sizes = plan.batches, list[int]()
+    for length in plan.epochs:
+        ends = [batches.num_examples(k) for k in range(length + 1)]
+        sizes += [end - start for start, end in pairwise(ends) if end > start]
+    return sizes
 
 
 def _kept_of(kept: Sequence[Sequence[KeptAnchor]], turn: Turn) -> KeptAnchor | None:
