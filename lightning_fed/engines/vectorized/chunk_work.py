@@ -13,7 +13,6 @@ from lightning_fed.core.types import State, Vector
 from lightning_fed.engines.base import RoundInputs
 from lightning_fed.engines.vectorized.clients import ChunkMemory, Clients, of_each
 from lightning_fed.engines.vectorized.optimizer import Clipping, StackedOptimizer
-from lightning_fed.engines.vectorized.step_inputs import StepInputs
 from lightning_fed.optim import FederatedOptimizer, overrides, solver_entries
 from lightning_fed.server.client_state import PERSONAL, method_part, with_personal
 
@@ -36,7 +35,10 @@ class ChunkWork:
 
     Attributes:
         y: Their parameters [S, P + Q], personal ones last.
+        shared: The part of them that is exchanged [S, P].
         local: Their states of this round, stacked.
+        examples: Their numbers of examples [S].
+        read: The names of the server's state and of mean gradients that were read.
         is_plain: See :func:`steps_are_plain`.
         skips: Whether a parameter that a loss does not depend on stands still, where a gradient of zero would move it.
     """
@@ -54,25 +56,21 @@ class ChunkWork:
         clip: Clipping | None,
     ) -> None:
         self.algorithm, self.optimizer, self.inputs, self.clip = algorithm, optimizer, inputs, clip
-        flat = optimizer.flat
+        flat, x = optimizer.flat, inputs.x
         self.layout, self.shared_layout, self.memory = flat.whole_layout, flat.layout, memory
         self.decay, self.rates = optimizer.decay, optimizer.rates
         self._shared_rates = self.rates[: flat.num_shared]
-        x, p = inputs.x, flat.numel
         self.y = memory.y[: len(sizes)]
-        self.shared, self._personal = self.y[:, :p], self.y[:, p:]
+        self.shared, self._personal = self.y[:, : flat.numel], self.y[:, flat.numel :]
         self.shared.copy_(x)
         if PERSONAL in clients:
             self._personal.copy_(clients[PERSONAL])
             clients = method_part(clients)
-        self._clients, self._full_grad = clients, full_grad
-        self._examples = torch.tensor(sizes, dtype=x.dtype, device=x.device)
+        self.clients, self.full_grad = clients, full_grad
+        self.examples = torch.tensor(sizes, dtype=x.dtype, device=x.device)
         self._num_steps = torch.tensor(steps, dtype=x.dtype, device=x.device)
-        lr = optimizer.spread(self.rates)
-        self.step_inputs = StepInputs(inputs, self.shared_layout, self._examples, clients, full_grad, lr)
         self.local = self._init_local()
-        if overrides(algorithm, "start"):
-            self._start()
+        self.read: dict[str, set[str]] = {"server": set(), "cohort_grad": set()}
         self.is_plain = steps_are_plain(algorithm, optimizer, clip)
         self.skips = not optimizer.injects(algorithm) and (any(self.decay) or not optimizer.is_plain)
         self._path = torch.zeros_like(self.y) if optimizer.tracks(algorithm) else None
@@ -90,19 +88,10 @@ class ChunkWork:
         x, server = self.inputs.x, self.inputs.server
         local: State = of_each(
             lambda client, _: dict(self.algorithm.init_local(x, server, client).items()),
-            (self._clients, self._examples),
+            (self.clients, self.examples),
             len(self.y),
         )
         return {name: value.clone() for name, value in local.items()}
-
-    def _start(self) -> None:
-        """Put clients where the method lets their work start."""
-        x, inputs = self.inputs.x, self.step_inputs
-
-        def start_one(own: Sequence[Tensor], local: State) -> Vector:
-            return self.algorithm.start(x, inputs.whole(inputs.shared, own, local))
-
-        self.shared.copy_(of_each(start_one, (tuple(inputs.own), self.local), len(self.y)))
 
     # ------------------------------------------------------------------ local steps
 
@@ -153,13 +142,13 @@ class ChunkWork:
 
         That is whether "delta" is the changes themselves, and which need not travel.
         """
-        read = self.step_inputs.read
-        self.inputs.server.read |= read["server"]
-        self.inputs.cohort_grad.read |= read["cohort_grad"]
-        y, p = self.shared, self.shared.shape[1]
-        delta = torch.sub(y, self.inputs.x, out=self.memory.delta[: len(y), :p])
+        inputs = self.inputs
+        inputs.server.read |= self.read["server"]
+        inputs.cohort_grad.read |= self.read["cohort_grad"]
+        y = self.shared
+        delta = torch.sub(y, inputs.x, out=self.memory.delta[: len(y), : y.shape[1]])
         if not overrides(self.algorithm, "finish"):
-            return delta, {"delta": delta}, with_personal({}, self._clients, self._personal), True, ()
+            return delta, {"delta": delta}, with_personal({}, self.clients, self._personal), True, ()
         sends_delta, implied = False, tuple[str, ...]()
         rates = set(self._shared_rates)
         follows = self.optimizer.goes_straight(self.algorithm) and len(rates) == 1 and 0 not in rates
@@ -167,11 +156,11 @@ class ChunkWork:
         def finish_one(y: Vector, change: Vector, own: dict[str, Any], path: dict[str, Tensor]) -> tuple[State, State]:
             nonlocal sends_delta, implied
             run = Run(
-                x=self.inputs.x,
+                x=inputs.x,
                 delta=change,
-                server=self.inputs.server,
-                cohort_grad=self.inputs.cohort_grad,
-                mean_examples=self.inputs.mean_examples,
+                server=inputs.server,
+                cohort_grad=inputs.cohort_grad,
+                mean_examples=inputs.mean_examples,
                 path=lambda: path["gradient"] if path else self._undeclared(),
                 path_follows=follows,
                 **own,
@@ -180,51 +169,47 @@ class ChunkWork:
             sends_delta, implied = update.send.get("delta") is change, update.implied
             return update.send, update.keep
 
+        lr_sum = self._lr_sum()
+        path = {"gradient": self._path_gradient(delta, lr_sum)} if self.optimizer.needs_path(self.algorithm) else {}
         try:
-            send, keep = of_each(finish_one, (y, delta, self._own(), self._path_gradient(delta)), len(y))
-        except FederatedError:
-            raise
+            send, keep = of_each(finish_one, (y, delta, self._own(lr_sum), path), len(y))
         except Exception as error:
-            if len(self.y) == 1:
+            if isinstance(error, FederatedError) or len(y) == 1:
                 raise
             raise FederatedError(
                 f"engine='vectorized' cannot run {type(self.algorithm).__name__}.finish for several clients at once"
                 f" ({error}). Use tensor operations only, or engine='sequential'."
             ) from error
-        return delta, send, with_personal(keep, self._clients, self._personal), sends_delta, implied
+        return delta, send, with_personal(keep, self.clients, self._personal), sends_delta, implied
 
-    def _own(self) -> dict[str, Any]:
+    def _own(self, lr_sum: Tensor) -> dict[str, Any]:
         """Return what ``finish`` may read that is a client's own, stacked."""
         return {
-            "client": self._clients,
+            "client": self.clients,
             "local": self.local,
-            "full_grad": self._full_grad,
-            "num_examples": self._examples,
+            "full_grad": self.full_grad,
+            "num_examples": self.examples,
             "num_steps": self._num_steps,
-            "lr_sum": self._lr_sum(),
+            "lr_sum": lr_sum,
         }
 
     def _lr_sum(self) -> Tensor:
         """The sum of the rates of each client's steps: [S], or [S, P] where groups differ."""
-        steps = self._num_steps
-        shared = self._shared_rates
+        steps, shared = self._num_steps, self._shared_rates
         if len(set(shared)) == 1:
             return steps * shared[0]
         rates = [steps.new_full((m,), rate) for m, rate in zip(self.shared_layout.sizes, shared, strict=True)]
         return steps[:, None] * torch.cat(rates)
 
-    def _path_gradient(self, delta: Tensor) -> dict[str, Tensor]:
-        """Return the mean direction of each client [S, P], if the method reads it."""
-        if not self.optimizer.needs_path(self.algorithm):
-            return {}
-        lr_sum = self._lr_sum()
+    def _path_gradient(self, delta: Tensor, lr_sum: Tensor) -> Tensor:
+        """Return the mean direction of each client [S, P]."""
         rates = lr_sum if lr_sum.ndim == 2 else lr_sum[:, None]
         divisor = torch.where(rates == 0, 1.0, rates)  # who took no step has not moved either
         path, still = (sums if sums is None else sums[:, : delta.shape[1]] for sums in (self._path, self._still))
         mean = delta / -divisor if path is None else path / divisor
         if still is not None:
             mean = torch.where(rates == 0, still / self._num_steps[:, None].clamp(min=1), mean)
-        return {"gradient": mean}
+        return mean
 
     def _undeclared(self) -> Vector:
         raise FederatedError(

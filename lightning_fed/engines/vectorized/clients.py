@@ -29,22 +29,19 @@ class Clients:
 
     Attributes:
         count: Their number, n.
+        is_one: Whether it is a single client.
         y: Their parameters [n, P], [P] of one.
         views: The same once per parameter, [n, *shape], [*shape] of one.
     """
 
     def __init__(self, y: Tensor, rows: Sequence[int], layout: Layout) -> None:
         self.rows, self.count, self._layout = rows, len(rows), layout
+        self.is_one = len(rows) == 1
         self._at: int | slice | Tensor = rows[0]
-        if len(rows) > 1:
+        if not self.is_one:
             self._at = slice(rows.start, rows.stop) if isinstance(rows, range) else torch.tensor(rows, device=y.device)
         self.y = y[self._at]
         self.views = self._cut(self.y)
-
-    @property
-    def is_one(self) -> bool:
-        """Whether it is a single client."""
-        return self.count == 1
 
     def of(self, stacked: Sequence[Tensor]) -> list[Tensor]:
         """Return these clients' part of tensors of the chunk's clients [S, ...]."""

@@ -6,21 +6,25 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_fed.core.rounds import Step
 from lightning_fed.core.seeds import capture_random_state
-from lightning_fed.core.types import State
+from lightning_fed.core.types import State, Vector
+from lightning_fed.core.watched import Watched
 from lightning_fed.engines.base import per_parameter
 from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
-from lightning_fed.engines.vectorized.clients import Clients
+from lightning_fed.engines.vectorized.clients import Clients, of_each
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.optim import looks_ahead, overrides
 
-__all__ = ["Given", "LocalStep", "Taken"]
+__all__ = ["DIMS", "Given", "LocalStep", "Taken"]
 
 Gradient: TypeAlias = Callable[
     [Sequence[Tensor], Sequence[Tensor], Any, int], tuple[Sequence[Tensor | None], Tensor, dict[str, Tensor]]
 ]
 """From a point, the tensors of a batch, what puts it together and its index to gradients, loss and logged values."""
+
+_Clip: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Given(NamedTuple):
@@ -30,8 +34,9 @@ class Given(NamedTuple):
         y: Its parameters, one tensor each.
         leaves: The tensors of its batch.
         parts: The parts of the gradient at the anchor on this batch, if they are kept.
-        own: What corrections read that is its own.
+        own: What the method may read that is its own.
         local: Its states of this round.
+        shared: What the method may read that is the same for all clients.
         point: The parameters at the anchor, the same for all clients; none if the method has no anchor.
     """
 
@@ -40,7 +45,12 @@ class Given(NamedTuple):
     parts: Sequence[Tensor]
     own: Sequence[Tensor]
     local: State
+    shared: Sequence[Tensor]
     point: Sequence[Tensor]
+
+
+DIMS: Any = Given(y=0, leaves=0, parts=0, own=0, local=0, shared=None, point=None)  # type: ignore[arg-type]
+"""Which dimension is that of clients."""
 
 
 class Taken(NamedTuple):
@@ -60,25 +70,60 @@ class Taken(NamedTuple):
 
 
 class LocalStep:
-    """The local step of the clients of a chunk.
+    """The local step of the clients of a chunk, who are put where the method lets their work start.
 
     Args:
         module: The module's step.
         work: The clients' work.
 
     Attributes:
-        shared: What corrections read that is the same for all clients.
-        own: What they read that is each client's own, stacked.
+        shared: What the method may read in all steps that is the same for all clients; nothing if it reads nothing.
+        own: What it may read that is each client's own, stacked [S, ...].
         local: The clients' states of this round, stacked.
+        key: What decides how these are used, the same for any number of clients.
     """
 
     def __init__(self, module: ModuleStep, work: ChunkWork) -> None:
         self.module, self.work, self.algorithm = module, work, work.algorithm
         self.advances, self.looks_ahead = overrides(self.algorithm, "advance"), looks_ahead(self.algorithm)
-        self._reads = self.advances or overrides(self.algorithm, "correct")
-        self.shared = work.step_inputs.shared if self._reads else []
-        self.own = work.step_inputs.own if self._reads else []
-        self.local = work.local if self._reads else {}
+        self._layout, self._decay = work.shared_layout, work.decay
+        clips_corrected = work.clip is not None and work.clip.corrected
+        self._own_clip: _Clip = _keep if work.clip is None or clips_corrected else work.clip
+        self._corrected_clip: _Clip = work.clip if work.clip is not None and clips_corrected else _keep
+        starts = overrides(self.algorithm, "start")
+        self._reads = starts or self.advances or overrides(self.algorithm, "correct")
+        self.shared, self.own, self.local = list[Tensor](), list[Tensor](), State()
+        self.key: tuple[Any, ...] = ()
+        if self._reads:
+            self._read()
+        if starts:
+            self._start()
+
+    def _read(self) -> None:
+        """Lay out what the method may read, as tensors in a fixed order."""
+        work, x = self.work, self.work.inputs.x
+        server, cohort_grad = work.inputs.server.unwatched(), work.inputs.cohort_grad.unwatched()
+        mean = torch.tensor(work.inputs.mean_examples, dtype=x.dtype, device=x.device)
+        rate = torch.as_tensor(work.optimizer.spread(work.rates), dtype=x.dtype, device=x.device)
+        self.shared = [x, mean, rate, *server.values(), *cohort_grad.values()]
+        self.own = [work.examples, *work.clients.values(), *work.full_grad.values()]
+        self.local = work.local
+        self._shared_names = [list(server), list(cohort_grad)]
+        self._own_names = [list(work.clients), list(work.full_grad)]
+        names = (*self._shared_names, *self._own_names, list(self.local))
+        shapes = [(value.shape, value.dtype) for value in self.shared]
+        shapes += [(value.shape[1:], value.dtype) for value in self.own]
+        self.key = (*map(tuple, names), *shapes)
+
+    def _start(self) -> None:
+        x, work = self.work.inputs.x, self.work
+
+        def start_one(own: Sequence[Tensor], local: State) -> Vector:
+            return self.algorithm.start(x, self._whole(self.shared, own, local))
+
+        work.shared.copy_(of_each(start_one, (tuple(self.own), self.local), len(work.y)))
+
+    # ------------------------------------------------------------------ the step
 
     def __call__(
         self,
@@ -86,7 +131,6 @@ class LocalStep:
         given: Given,
         spec: Any,
         batch_idx: int,
-        shared: Sequence[Tensor],
         assemble: Callable[..., list[Tensor]] | None = None,
         draw_again: Callable[[], None] | None = None,
     ) -> Taken:
@@ -97,23 +141,16 @@ class LocalStep:
             given: What the step starts from.
             spec: What puts the batch together.
             batch_idx: Its index in the local epoch.
-            shared: What corrections read that is the same for all clients.
             assemble: Puts the parts of a gradient at the anchor together, given the batch, if they are kept.
             draw_again: Lets random layers draw what they drew before.
         """
-        decay, clip = self.work.decay, self.work.clip
-        clips = _keep if clip is None else clip
-        own_clip, corrected_clip = (_keep, clips) if clip is not None and clip.corrected else (clips, _keep)
         found, loss, values = gradient(given.y, given.leaves, spec, batch_idx)
-        g = _with_decay(own_clip(_whole(found, given.y)), given.y, decay)
+        g = self._completed(found, given.y, self._own_clip)
         if not self._reads:
-            return Taken(corrected_clip(self._moving(g)), [], loss, values)
-        whole = self.work.step_inputs.whole(shared, given.own, given.local)
-        steps, point = per_parameter(whole, self.work.shared_layout), given.point
-        if self.looks_ahead:
-            layout, n = self.work.shared_layout, len(steps)
-            at = self.algorithm.second_gradient_at(layout.joined(g[:n]), layout.joined(given.y[:n]), whole)
-            point = layout.views(at)
+            return Taken(self._corrected_clip(self._moving(g)), [], loss, values)
+        whole = self._whole(given.shared, given.own, given.local)
+        steps = per_parameter(whole, self._layout)
+        point = self._ahead(g, given.y, whole) if self.looks_ahead else given.point
         if point:
             point = [*point, *given.y[len(point) :]]  # personal parameters come last
             if draw_again is not None:
@@ -122,13 +159,22 @@ class LocalStep:
                 found = assemble(*given.leaves, *given.parts)
             else:
                 found, _, _ = gradient(point, given.leaves, spec, batch_idx)
-            anchor_grads = _with_decay(_whole(found, point), point, decay)
-            for step, anchor_grad in zip(steps, anchor_grads, strict=False):
+            for step, anchor_grad in zip(steps, self._completed(found, point, _keep), strict=False):
                 step.anchor_grad = anchor_grad
         each = list(zip(g, given.y, steps, strict=False))
         v = [self.algorithm.correct(*one) for one in each]
         local = [self.algorithm.advance(*one) for one in each] if self.advances else []
-        return Taken(corrected_clip(self._moving([*v, *g[len(v) :]])), local, loss, values)
+        return Taken(self._corrected_clip(self._moving([*v, *g[len(v) :]])), local, loss, values)
+
+    def _completed(self, grads: Sequence[Tensor | None], at: Sequence[Tensor], clip: _Clip) -> list[Tensor]:
+        """Return gradients, zero where the loss does not depend on a parameter, with that of coupled weight decay."""
+        clipped = clip([torch.zeros_like(v) if g is None else g for g, v in zip(grads, at, strict=True)])
+        return [g.add(v, alpha=d) if d else g for g, v, d in zip(clipped, at, self._decay, strict=True)]
+
+    def _ahead(self, g: Sequence[Tensor], y: Sequence[Tensor], whole: Step) -> list[Tensor]:
+        """Return the point at which the method takes a second gradient, given the first one."""
+        layout, n = self._layout, self.module.flat.num_shared
+        return layout.views(self.algorithm.second_gradient_at(layout.joined(g[:n]), layout.joined(y[:n]), whole))
 
     def _moving(self, directions: list[Tensor]) -> list[Tensor]:
         """Return directions, zero for parameters that are to stay where they are."""
@@ -146,39 +192,46 @@ class LocalStep:
             clients: The clients.
             group: Their batches.
         """
-        module, work = self.module, self.work
+        module, point, draw_again, dims = self.module, self.point(self.shared), None, DIMS
         gradient: Gradient = module.own_gradient if clients.is_one else module.gradient
-        point, draw_again = self.point(self.shared), None
-        point_dim = None
         if (point or self.looks_ahead) and module.is_random:
-            draw_again = capture_random_state(work.y.device)
+            draw_again = capture_random_state(self.work.y.device)
             if point and not clients.is_one:  # as many draws, in the same order, as at the clients' own parameters
-                point, point_dim = [v.expand(clients.count, *v.shape) for v in point], 0
+                point, dims = [v.expand(clients.count, *v.shape) for v in point], DIMS._replace(point=0)
         local = dict(zip(self.local, clients.of(list(self.local.values())), strict=True))
-        given = Given(clients.views, group.leaves, (), clients.of(self.own), local, point)
+        given = Given(clients.views, group.leaves, (), clients.of(self.own), local, self.shared, point)
 
         def take(given: Given) -> Taken:
-            return self(gradient, given, group.spec, group.batch_idx, self.shared, None, draw_again)
+            return self(gradient, given, group.spec, group.batch_idx, None, draw_again)
 
         with torch.no_grad(), module.drawing_nothing():
-            taken: Taken = clients.each(take, (Given(0, 0, 0, 0, 0, point_dim),))(given)  # type: ignore[arg-type]
+            taken: Taken = clients.each(take, (dims,))(given)
         return taken
 
+    # ------------------------------------------------------------------ what the method may read
+
     def point(self, shared: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parameters at the anchor, out of what corrections read; nothing if the method has none."""
+        """Return the parameters at the anchor, x or an entry of the server's state; nothing if the method has none."""
         name = self.algorithm.anchor_at
-        return [] if name is None or not self._reads else self.work.step_inputs.point(shared, name)
+        if name is None or not self._reads:
+            return []
+        return self._layout.views(shared[0 if name == "x" else 3 + self._shared_names[0].index(name)])
+
+    def _whole(self, shared: Sequence[Tensor], own: Sequence[Tensor], local: State) -> Step:
+        """Return what hooks of whole vectors read of one client."""
+        x, mean, lr, *states = shared
+        examples, *own_states = own
+        server, cohort_grad = _named(self._shared_names, states)
+        client, full_grad = _named(self._own_names, own_states)
+        watched = [Watched(server, self.work.read["server"]), Watched(cohort_grad, self.work.read["cohort_grad"])]
+        return Step(x, watched[0], client, local, None, full_grad, watched[1], examples, mean, lr)
 
 
 def _keep(g: list[Tensor]) -> list[Tensor]:
     return g
 
 
-def _whole(grads: Sequence[Tensor | None], at: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients, zero for parameters that the loss does not depend on."""
-    return [torch.zeros_like(v) if g is None else g for g, v in zip(grads, at, strict=True)]
-
-
-def _with_decay(grads: Sequence[Tensor], at: Sequence[Tensor], decay: Sequence[float]) -> list[Tensor]:
-    """Return gradients with that of coupled weight decay, which is part of the loss."""
-    return [g.add(v, alpha=d) if d else g for g, v, d in zip(grads, at, decay, strict=True)]
+def _named(names: Sequence[Sequence[str]], tensors: Sequence[Tensor]) -> list[State]:
+    """Return states, given the names in each, of tensors that come one after the other."""
+    rest = iter(tensors)
+    return [{name: next(rest) for name in state} for state in names]

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,13 +14,14 @@ from lightning_fed.engines.vectorized.anchor_traces import KeptAnchor
 from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.clients import Clients
-from lightning_fed.engines.vectorized.local_step import LocalStep
+from lightning_fed.engines.vectorized.local_step import DIMS, Given, LocalStep, Taken
 from lightning_fed.engines.vectorized.means import ChunkMeans
 from lightning_fed.engines.vectorized.module_step import ModuleStep
-from lightning_fed.engines.vectorized.step_traces import StepTraces
-from lightning_fed.tracing.traces import Trace, kinds
+from lightning_fed.tracing.traces import Found, Trace, kinds, resized
 
 __all__ = ["LocalSteps"]
+
+_CLIENTS = (5, 7)  # numbers of clients with which a trace that takes any is made, whoever is at work
 
 
 @dataclass(slots=True)
@@ -118,17 +121,83 @@ class LocalSteps:
 
     def _bind(self, clients: Clients, group: BatchGroup, kept: KeptAnchor | None) -> _Bound | None:
         """Return a trace of such a step with what stays as it is, None if there can be none."""
-        work, step = self.work, self.step
+        work = self.work
         unused = self.module.unused(group.first, group.spec, group.batch_idx) if work.skips else frozenset[int]()
-        trace = StepTraces(step, clients, group, kept, work.is_plain and not unused).find(self.batch_size)
+        trace = self._trace(clients, group, kept, work.is_plain and not unused)
         if trace is None or not self.module.traces.allowed:
             return None
         for name, read in trace.notes.items():
-            work.step_inputs.read[name] |= read
+            work.read[name] |= read
         sums, once = self._once(trace, clients)
         both = [(view, part) for view, part in zip(clients.views, sums, strict=False) if part is not None]
         constant = [part.expand_as(view) for view, part in both]
         return _Bound(trace, (*once, self._rate), [view for view, _ in both], constant, unused)
+
+    def _trace(self, clients: Clients, group: BatchGroup, kept: KeptAnchor | None, in_place: bool) -> Trace | None:
+        """Return the trace of such a step, which moves parameters in place or not, if there can be one.
+
+        What is traced depends on the step alone. Several clients take one that fits any number of them, or all of the
+        chunk together one of their own; on a GPU only that, as larger models would not fit so many times. A single
+        client takes one for its full batches, one for batches of a single example, and one that fits any other size.
+        """
+        full, examples, y = self.batch_size, group.examples, self.work.y
+        get = partial(self._get, clients, group, kept, in_place)
+        if full is None or examples > full:
+            return None
+        if not clients.is_one:
+            trace = get(_CLIENTS) if y.device.type == "cpu" else None
+            return trace or (get(()) if clients.count == len(y) else None)
+        if examples in (1, full):
+            return get(())
+        if any(len(leaf) != examples for leaf in group.leaves):
+            return None
+        return get((full - 1, 2) if full > 3 else (2,))
+
+    def _get(
+        self, clients: Clients, group: BatchGroup, kept: KeptAnchor | None, in_place: bool, sizes: Sequence[int]
+    ) -> Trace | None:
+        """Return a trace made with some numbers of clients, or of examples of a single client, for any; or as it is."""
+        step, work = self.step, self.work
+        shapes = tuple((leaf.shape[1:] if sizes else leaf.shape, leaf.dtype) for leaf in group.leaves)
+        key = ("step", in_place, clients.is_one, kept is None, step.key, tuple(work.decay), work.clip, group.spec)
+        return self.module.traces.get(
+            (*key, bool(sizes), shapes),
+            partial(self._function, clients, group, kept),
+            partial(self._inputs, clients, group, kept),
+            sizes or (0,),
+            moves=len(clients.views) if in_place else 0,
+            constants=len(step.shared) + len(step.own),
+            notes=work.read,
+        )
+
+    def _inputs(self, clients: Clients, group: BatchGroup, kept: KeptAnchor | None, size: int) -> list[Tensor]:
+        """Return the tensors of a step, as they are or made to be of so many clients, or examples of a single one."""
+        step, views, leaves, parts = self.step, clients.views, group.leaves, [] if kept is None else kept.parts
+        local, own = clients.of(list(step.local.values())), clients.of(step.own)
+        if size and clients.is_one:
+            leaves = resized(leaves, size)
+            parts = [] if kept is None else kept.parts_of(leaves, views)
+        elif size:
+            (y,) = resized([clients.y], size)
+            views = self.work.layout.stacked_views(y)  # that lie in memory as those of the clients at work
+            leaves, local, parts, own = (resized(each, size) for each in (leaves, local, parts, own))
+        return [*views, *leaves, *local, *parts, *step.shared, *own]
+
+    def _function(self, clients: Clients, group: BatchGroup, kept: KeptAnchor | None, *flat: Tensor) -> Found:
+        """Take the step as a function of the tensors that :meth:`_inputs` returns."""
+        step, rest = self.step, iter(flat)
+        counts = (len(clients.views), len(group.leaves), len(step.local), len(kept.parts) if kept else 0)
+        views, leaves, local, parts = (list(islice(rest, count)) for count in counts)
+        shared, own = list(islice(rest, len(step.shared))), list(rest)
+        names = list(step.local)
+        given = Given(views, leaves, parts, own, dict(zip(names, local, strict=True)), shared, step.point(shared))
+
+        def of_one(given: Given) -> Taken:
+            return step(self.module.gradient, given, group.spec, 0, kept.assemble if kept else None)
+
+        taken: Taken = clients.each(of_one, (DIMS,))(given)
+        new = [state[name] for state in taken.local for name in names]
+        return [*taken.directions, *new], taken.loss, self.module.with_sizes(taken.values)
 
     def _once(self, trace: Trace, clients: Clients) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
         """Return what :meth:`Trace.once` does; where it can be cut, it is worked out for the whole chunk.
