@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import CMime, FedDane, Mime, MimeLite, MimeMVR, SGDm
 from lightning_fed.engines.gradients import GradientPass
-from lightning_fed.engines.vectorized import anchor_traces, anchors, engine
+from lightning_fed.engines.vectorized import anchors, engine
 from lightning_fed.engines.vectorized.anchors import AnchorPass
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
 from lightning_fed.engines.vectorized.local_steps import LocalSteps
@@ -55,13 +55,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 def spans(monkeypatch: pytest.MonkeyPatch) -> list[range]:
     """The examples of the batches that were passed over at once."""
     found: list[range] = []
-    pass_over = anchor_traces.AnchorTrace.pass_over
+    pass_over = anchors.AnchorTrace.pass_over
 
     def note(self: Any, sums: Any, epoch: Any, span: range, size: int) -> Any:
         found.append(span)
         return pass_over(self, sums, epoch, span, size)
 
-    monkeypatch.setattr(anchor_traces.AnchorTrace, "pass_over", note)
+    monkeypatch.setattr(anchors.AnchorTrace, "pass_over", note)
     return found
 
 
@@ -285,7 +285,7 @@ def test_parts_have_rows_where_each_is_the_same_whatever_comes_with_it(part: Any
             return None, [part(leaves[0], batches)]
 
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    assert anchor_traces.has_rows(At(), [x], []) is expected  # type: ignore[arg-type]
+    assert anchors.has_rows(At(), [x], []) is expected  # type: ignore[arg-type]
 
 
 class Centered(Ordinary):
@@ -427,13 +427,13 @@ def test_of_a_layer_the_smaller_is_kept_the_factors_or_the_product(examples: int
 
 def test_what_was_kept_goes_with_its_round(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
-    end = AnchorPass.end_round
+    clear = AnchorPass.clear
 
     def note(self: AnchorPass) -> None:
         held.append(sum(len(self.of(i)) for i in range(len(SIZES))))
-        end(self)
+        clear(self)
 
-    monkeypatch.setattr(AnchorPass, "end_round", note)
+    monkeypatch.setattr(AnchorPass, "clear", note)
     engine = run("vectorized", algorithm=Mime(SGDm()), datamodule=UNEVEN, clients_per_round=2, chunk_size=1)
     at_end = [count for count in held if count]
     assert len(at_end) == 3

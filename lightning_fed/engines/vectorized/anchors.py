@@ -6,8 +6,8 @@ need: of the gradient of a linear layer its two factors, if they are smaller tha
 Where that is a row for every example throughout, as in networks of linear layers, many batches are passed at once.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,22 +15,141 @@ from torch import Tensor
 
 from lightning_fed.core.types import Vector
 from lightning_fed.data.batch_settings import BatchSettings
-from lightning_fed.engines.vectorized.anchor_traces import AnchorTrace, KeptAnchor, PassedSpan, has_rows
 from lightning_fed.engines.vectorized.full_gradients import is_gradient
 from lightning_fed.engines.vectorized.module_step import ModuleStep
-from lightning_fed.tracing.gradient_parts import keep_parts
+from lightning_fed.tracing.gradient_parts import Parts, keep_parts
 from lightning_fed.tracing.traces import Found, Trace, kinds, resized
 
-__all__ = ["AnchorPass"]
+__all__ = ["AnchorPass", "AnchorTrace", "KeptAnchor", "has_rows"]
 
 _KEPT_BYTES = 2**30  # kept from the full pass to the local steps, in each process
+
+
+@dataclass(frozen=True, slots=True)
+class PassedSpan:
+    """What a pass over some batches of a local epoch gave.
+
+    Attributes:
+        start: Its first example in the epoch.
+        examples: Their number.
+        in_batch: The examples in each of the batches, or in the last one of the epoch if that was passed alone.
+        loss: Their mean loss.
+        parts: The parts.
+    """
+
+    start: int
+    examples: int
+    in_batch: int
+    loss: Tensor
+    parts: list[Tensor]
+
+
+@dataclass(slots=True)
+class AnchorTrace:
+    """A trace of gradients at a point.
+
+    Attributes:
+        trace: Adds them to sums.
+        parts: What it returns beside.
+        rest: What it takes after the batch and its factor.
+        takes_any_size: Whether it takes batches of any size but one.
+        by_rows: Whether every part has a row for each example, which depends on no other, so that batches may be passed
+            at once.
+    """
+
+    trace: Trace
+    parts: Parts
+    rest: Sequence[Tensor]
+    takes_any_size: bool
+    by_rows: bool = False
+
+    def add(
+        self, sums: Sequence[Tensor], leaves: Sequence[Tensor], batches: int = 1, factor: float = 0.0
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Add a multiple of the sum of the gradients on so many batches to sums, but for the products.
+
+        Returns:
+            The mean loss, then the parts and the counts.
+        """
+        times = torch.tensor(float(batches), dtype=sums[0].dtype, device=sums[0].device)
+        with torch.no_grad():
+            loss, *parts = self.trace(*(sums[i] for i in self.parts.others), *leaves, times, *self.rest, factor)
+        return loss, parts
+
+    def pass_over(self, sums: Sequence[Tensor], epoch: Sequence[Tensor], span: range, size: int) -> PassedSpan | None:
+        """Add the gradients on a span of an epoch, in batches of a size, to the full-batch gradient, but for products.
+
+        Returns:
+            None if some targets are to be ignored: batches do not weigh as much as they have examples then.
+        """
+        examples, total = len(span), len(epoch[0])
+        in_batch = min(size, examples)
+        leaves = [t[span.start : span.stop] for t in epoch]
+        is_single = examples == 1 and self.by_rows
+        if is_single:  # the trace does not fit a batch of one
+            leaves = [torch.cat([t, t]) for t in leaves]
+        batches = 2 if is_single else examples // in_batch
+        loss, found = self.add(sums, leaves, batches, examples / (batches * total))
+        counts = [float(count) for count in found[self.parts.count :]]
+        if counts != [share * len(leaves[0]) for share in self.parts.shares]:
+            return None
+        parts = found[: self.parts.count]
+        return PassedSpan(span.start, examples, in_batch, loss, [p[:1] for p in parts] if is_single else parts)
+
+    def add_products(self, sums: Sequence[Tensor], epoch: Sequence[Tensor], passed: Sequence[PassedSpan]) -> None:
+        """Add the products of all batches of an epoch."""
+        first, last = passed[0].in_batch, passed[-1].in_batch
+
+        def joined(at: int, is_weighted: bool) -> Tensor:
+            if at < len(epoch):
+                return epoch[at]
+            column = [each.parts[at - len(epoch)] for each in passed]
+            if is_weighted and last != first:
+                column[-1] = column[-1] * (last / first)
+            return column[0] if len(column) == 1 else torch.cat(column)
+
+        for i, (left, right) in self.parts.products.items():
+            weighs_left = left >= len(epoch)  # the tensors of the batches stay as they are
+            factors = joined(left, weighs_left).t(), joined(right, not weighs_left)
+            sums[i].addmm_(*factors, alpha=first / len(epoch[0]))
+
+    def kept(self, passed: PassedSpan) -> "list[KeptAnchor]":
+        """Return what is kept for each of the batches."""
+        if passed.examples == passed.in_batch:  # also where parts have no rows to be split by
+            return [KeptAnchor(passed.parts, self)]
+        of_batches = zip(*(part.split(passed.in_batch) for part in passed.parts), strict=True)
+        return [KeptAnchor(list(parts), self) for parts in of_batches]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnchor:
+    """The parts of the gradient at the anchor on a batch; on one of each of several clients, if :meth:`stacked`."""
+
+    parts: list[Tensor]
+    _made_by: AnchorTrace
+
+    @property
+    def assemble(self) -> Callable[..., list[Tensor]]:
+        """From the tensors of the batch and the parts to the gradients."""
+        return self._made_by.parts.assembly.forward
+
+    @staticmethod
+    def stacked(kept: "Sequence[KeptAnchor]") -> "KeptAnchor":
+        """Return those of several clients' batches of one size as one, each part [n, ...]."""
+        parts = [torch.stack(column) for column in zip(*(each.parts for each in kept), strict=True)]
+        return KeptAnchor(parts, kept[0]._made_by)
+
+    def parts_of(self, leaves: Sequence[Tensor], sums: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parts of another batch, given memory in the parameters' shapes; for traces of other sizes."""
+        _, parts = self._made_by.add([torch.empty_like(s) for s in sums], leaves)
+        return parts[: self._made_by.parts.count]
 
 
 class AnchorPass:
     """Full-batch gradients over the batches of a local epoch, and what is kept of them until its local steps.
 
     Args:
-        module: The module's step.
+        module: The module's step; where it changes, another pass takes the place of this one.
     """
 
     def __init__(self, module: ModuleStep) -> None:
@@ -38,24 +157,16 @@ class AnchorPass:
         self.layout = module.flat.layout
         self._by_rows: dict[Trace, bool] = {}
         self._is_mean: dict[int, bool] = {}  # by the number of a client's examples
+        self._compared = 0  # examples of the largest client whose gradient was compared with the module's own
+        self._is_gradient = True  # whether it was the same
+        self._has_checked = False  # a loss in this round
         self._kept: dict[int, list[KeptAnchor]] = {}  # by client, in this round
         self._bytes: dict[int, int] = {}
         self._at: dict[Any, AnchorTrace | None] = {}  # by the kinds of full batches, in this round
-        self._has_checked = False
-        self._compared = 0  # examples of the largest client whose gradient was compared with the module's own
-        self._is_gradient = True  # whether it was the same
 
-    def begin_round(self, is_new: bool) -> None:
-        """Begin with nothing kept; and with nothing known of the loss, if it may be a new one."""
-        self.end_round()  # the last one may have been given up
+    def clear(self) -> None:
+        """Let go of what is of one round: all that was kept."""
         self._has_checked = False
-        if is_new:
-            self._is_mean.clear()
-            self._by_rows.clear()
-            self._compared, self._is_gradient = 0, True
-
-    def end_round(self) -> None:
-        """Let go of all that was kept."""
         for kept in (self._kept, self._bytes, self._at):
             kept.clear()
 
@@ -86,34 +197,37 @@ class AnchorPass:
                 return None
             passed.append(of_span)
         needed = sum(part.numel() * part.element_size() for each in passed for part in each.parts)
-        others = sum(size for client, size in self._bytes.items() if client != index)
-        if others + needed > _KEPT_BYTES or not self._is_right(passed, epoch, point, settings):
+        self._bytes.pop(index, None)  # of a round that has begun again
+        if sum(self._bytes.values()) + needed > _KEPT_BYTES:
             return None
         at.add_products(sums, epoch, passed)
-        if size > self._compared:
-            batches = zip(*(t.split(settings.full_batch_size) for t in epoch), strict=True)
-            shares = ((list(batch), len(batch[0]) / size) for batch in batches)
-            self._compared, self._is_gradient = size, is_gradient(self.module, total, point, shares)
-            if not self._is_gradient:
-                return None
+        if not self._is_right(total, passed, epoch, point, settings):
+            return None
         self._bytes[index] = needed
         self._kept[index] = [kept for each in passed for kept in at.kept(each)]
         return total
 
     def _is_right(
-        self, passed: Sequence[PassedSpan], epoch: Sequence[Tensor], point: Vector, settings: BatchSettings
+        self,
+        found: Vector,
+        passed: Sequence[PassedSpan],
+        epoch: Sequence[Tensor],
+        point: Vector,
+        settings: BatchSettings,
     ) -> bool:
-        """Compare with the module's loss on all examples at once, once a round and for clients of a new size."""
-        size = len(epoch[0])
-        if self._has_checked and size in self._is_mean:
-            return True
-        self._has_checked = True
-        most = settings.full_batch_size
-        count = size if size <= most else max(1, most // settings.batch_size) * settings.batch_size
-        expected = self.module.own_loss(self.layout.views(point), [t[:count] for t in epoch], list)
-        mean = sum(each.loss * (each.examples / count) for each in passed if each.start < count)
-        self._is_mean[size] = self.module.agrees(torch.as_tensor(mean), expected)
-        return self._is_mean[size]
+        """Compare with the module: the loss once a round and for a new size, the gradient of a larger client."""
+        size, most = len(epoch[0]), settings.full_batch_size
+        if not self._has_checked or size not in self._is_mean:
+            self._has_checked = True
+            count = size if size <= most else max(1, most // settings.batch_size) * settings.batch_size
+            expected = self.module.own_loss(self.layout.views(point), [t[:count] for t in epoch], list)
+            mean = sum(each.loss * (each.examples / count) for each in passed if each.start < count)
+            self._is_mean[size] = self.module.agrees(torch.as_tensor(mean), expected)
+        if self._is_mean[size] and size > self._compared:
+            batches = zip(*(t.split(most) for t in epoch), strict=True)
+            shares = ((list(batch), len(batch[0]) / size) for batch in batches)
+            self._compared, self._is_gradient = size, is_gradient(self.module, found, point, shares)
+        return self._is_mean[size] and self._is_gradient
 
     def _at_point(self, full: Sequence[Tensor], point: Vector, sums: Sequence[Tensor]) -> AnchorTrace | None:
         """Return the trace for batches such as this full one, and for others where there is one for any number."""
@@ -126,7 +240,7 @@ class AnchorPass:
                 at = AnchorTrace(trace, trace.parts, trace.once([point])[1], trace is any_size)
                 if trace not in self._by_rows:
                     self._by_rows[trace] = at.takes_any_size and has_rows(at, full, sums)
-                at = replace(at, by_rows=self._by_rows[trace])
+                at.by_rows = self._by_rows[trace]
             self._at[key] = at
         return self._at[key]
 
@@ -163,3 +277,24 @@ def _spans(size: int, full: int, most: int) -> Iterator[range]:
         yield range(start, min(start + step, whole))
     if whole < size:
         yield range(whole, size)
+
+
+def has_rows(at: AnchorTrace, leaves: Sequence[Tensor], sums: Sequence[Tensor]) -> bool:
+    """Whether parts have a row for every example, which is the same whatever comes with it; found out by trying."""
+    scratch, examples = [torch.zeros_like(s) for s in sums], len(leaves[0])
+
+    def parts_of(batch: Sequence[Tensor], batches: int) -> list[Tensor]:
+        return at.add(scratch, batch, batches)[1][: at.parts.count]
+
+    first = parts_of(leaves, 1)
+    if any(not part.ndim or len(part) != examples for part in first):
+        return False
+    other = [t[:1].expand_as(t).contiguous() for t in leaves]
+    both = parts_of([torch.cat(pair) for pair in zip(leaves, other, strict=True)], 2)
+    return all(map(_are_joined, both, first, parts_of(other, 1)))
+
+
+def _are_joined(both: Tensor, first: Tensor, second: Tensor) -> bool:
+    expected = torch.cat([first, second])
+    atol = 1e-3 * float(expected.abs().max()) if expected.numel() else 0.0
+    return both.shape == expected.shape and torch.allclose(both, expected, rtol=1e-3, atol=atol, equal_nan=True)

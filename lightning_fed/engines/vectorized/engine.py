@@ -55,10 +55,9 @@ class VectorizedEngine(Engine):
         super().__init__(prepared)
         check_settings(self)
         self.chunk_size = chunk_size or default_chunk_size(self.flat.whole)
-        self.keeps_anchors = self._may_keep_anchors()
         self.step = ModuleStep(self.trainer, self.flat)
         self.full = FullGradients(self.step)
-        self.anchors = AnchorPass(self.step)
+        self.anchors = AnchorPass(self.step) if self._may_keep_anchors() else None
         self.schedule = Schedule(self, self.step)
         self.changes = ChangeWatch(self.trainer, self.algorithm, self.optimizer)
         self._row: tuple[ChunkResult, int] | None = None
@@ -91,10 +90,12 @@ class VectorizedEngine(Engine):
         self.step.begin_round()
         self.schedule.recurring.begin_round()
         has_changed = self.changes.begin_round()
-        self.anchors.begin_round(is_new=has_changed)
+        if self.anchors is not None:
+            self.anchors.clear()  # the last round may have been given up
         if not has_changed:
             return
         self.step.traces.drop()
+        self.anchors = AnchorPass(self.step) if self.anchors is not None else None
         was_random = self.step.is_random
         try:
             self.try_out(plans[0]) if plans else None
@@ -133,7 +134,7 @@ class VectorizedEngine(Engine):
         with self._errors_of(plans, inputs.round):
             work = self._work_of(inputs, plans, stack_states(clients, order), clip)
             means = ChunkMeans(len(plans))
-            kept = [self.anchors.of(plan.participant.index) for plan in plans] if self.keeps_anchors else []
+            kept = [self.anchors.of(plan.participant.index) for plan in plans] if self.anchors else []
             self.schedule.run(inputs, plans, turns, work, means, kept)
             self.changes.check_work()
             delta, send, keep, sends_delta, implied = work.finish()
@@ -203,7 +204,7 @@ class VectorizedEngine(Engine):
         """Yield the full-batch gradients of clients, at once where all of a chunk have one batch of the same size."""
         for i in range(0, len(plans), self.chunk_size):
             chunk = plans[i : i + self.chunk_size]
-            found = None if self.keeps_anchors else self._gradients_at_once(inputs, chunk)
+            found = None if self.anchors else self._gradients_at_once(inputs, chunk)
             yield from super().each_full_gradients(inputs, chunk) if found is None else zip(chunk, found, strict=True)
 
     def _gradients_at_once(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> list[State] | None:
@@ -227,10 +228,8 @@ class VectorizedEngine(Engine):
 
     def _full_gradient(self, inputs: RoundInputs, plan: WorkPlan, name: str) -> Vector:
         """Return a client's full-batch gradient [P]; with what its local steps will ask for again, it is kept."""
-        epoch = None
-        if name == self.algorithm.anchor_at and self._keeps_anchor(plan):
-            epoch = self.schedule.first_epoch(plan, inputs.round)
-        if epoch is not None:
+        epoch = self._epoch_to_keep(plan, inputs.round) if name == self.algorithm.anchor_at else None
+        if self.anchors is not None and epoch is not None:
             point = inputs.x if name == "x" else inputs.server[name]
             with self.gradients.silent(), self.step.recording():
                 found = self.anchors.gradient(plan.participant.index, point, epoch, plan.batches.settings)
@@ -244,14 +243,14 @@ class VectorizedEngine(Engine):
         asks_twice = algorithm.anchor_at in algorithm.full_grad_at and algorithm.grad_cohort == "same"
         return asks_twice and self.flat.y.device.type == "cpu" and not is_small
 
-    def _keeps_anchor(self, plan: WorkPlan) -> bool:
-        """Whether a client's traced steps visit once, in their first epoch, every example of its full pass."""
-        batches = plan.batches
-        may_keep = self.keeps_anchors and plan.epochs and self._traces_gradients(batches)
-        if not may_keep or plan.epochs[0] != batches.num_batches():
-            return False
-        is_whole = batches.num_examples(plan.epochs[0]) == batches.size
-        return is_whole and steps_are_plain(self.algorithm, self.optimizer, Clipping.of(self.trainer))
+    def _epoch_to_keep(self, plan: WorkPlan, round: int) -> list[Tensor] | None:
+        """Return the examples of a client's first epoch, if its traced steps visit there what its full pass does."""
+        batches, epochs = plan.batches, plan.epochs
+        may_keep = self.anchors is not None and epochs and self._traces_gradients(batches)
+        if not may_keep or epochs[0] != batches.num_batches() or batches.num_examples(epochs[0]) != batches.size:
+            return None
+        are_plain = steps_are_plain(self.algorithm, self.optimizer, Clipping.of(self.trainer))
+        return self.schedule.first_epoch(plan, round) if are_plain else None
 
     def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
         """Return a client's full-batch gradient [P] at a point [P]; through a trace where there is one."""
@@ -273,7 +272,8 @@ class VectorizedEngine(Engine):
         """Hand the means of what clients logged to Lightning, each as one value with the weight of its examples."""
         log_means(self.trainer, self._logged, self.step.options)
         self.changes.end_round()
-        self.anchors.end_round()
+        if self.anchors is not None:
+            self.anchors.clear()
         self._logged, self._row = {}, None
 
     def abandon(self) -> int | None:

@@ -87,9 +87,9 @@ class LocalStep:
         self.module, self.work, self.algorithm = module, work, work.algorithm
         self.advances, self.looks_ahead = overrides(self.algorithm, "advance"), looks_ahead(self.algorithm)
         self._layout, self._decay = work.shared_layout, work.decay
-        clips_corrected = work.clip is not None and work.clip.corrected
-        self._own_clip: _Clip = _keep if work.clip is None or clips_corrected else work.clip
-        self._corrected_clip: _Clip = work.clip if work.clip is not None and clips_corrected else _keep
+        clip = work.clip
+        self._own_clip: _Clip = clip if clip is not None and not clip.corrected else _keep
+        self._corrected_clip: _Clip = clip if clip is not None and clip.corrected else _keep
         starts = overrides(self.algorithm, "start")
         self._reads = starts or self.advances or overrides(self.algorithm, "correct")
         self.shared, self.own, self.local = list[Tensor](), list[Tensor](), State()

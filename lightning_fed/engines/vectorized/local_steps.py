@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.engines.vectorized.anchor_traces import KeptAnchor
+from lightning_fed.engines.vectorized.anchors import KeptAnchor
 from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.clients import Clients

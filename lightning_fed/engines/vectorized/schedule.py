@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.data.batches import TensorBatches
 from lightning_fed.engines.base import Engine, RoundInputs, WorkPlan
-from lightning_fed.engines.vectorized.anchor_traces import KeptAnchor
+from lightning_fed.engines.vectorized.anchors import KeptAnchor
 from lightning_fed.engines.vectorized.batches import (
     AnyBatches,
     BatchGroup,
