@@ -23,7 +23,6 @@ __all__ = [
     "BatchGroup",
     "ChunkBatches",
     "RowBatches",
-    "Stream",
     "Turn",
     "check_tensors",
     "flatten",
@@ -32,7 +31,7 @@ __all__ = [
 ]
 
 Stream: TypeAlias = Callable[..., torch.Generator]
-"""Makes the generator of a client's batch orders; seeds another one if given ``reuse``."""
+"""Makes the generator of the batch orders of a client of an index; seeds another one if given ``reuse``."""
 
 
 class Turn(NamedTuple):
@@ -90,19 +89,17 @@ class RowBatches:
     Args:
         lookup: Where they are looked up.
         plans: The clients' work.
-        streams: What makes the generators of their batch orders.
+        stream: Makes the generators of their batch orders.
         shuffle: Whether local epochs visit batches in random order.
         by_index: Whether clients at different places of their local epochs must be kept apart.
     """
 
     def __init__(
-        self, lookup: RowLookup, plans: Sequence[WorkPlan], streams: Sequence[Stream], shuffle: bool, by_index: bool
+        self, lookup: RowLookup, plans: Sequence[WorkPlan], stream: Stream, shuffle: bool, by_index: bool
     ) -> None:
         self._lookup, self._by_index = lookup, by_index
         one = torch.Generator()  # seeded anew for every client, whose orders are all drawn here
-        self._rows = [
-            _epoch_rows(plan, stream(reuse=one), shuffle) for plan, stream in zip(plans, streams, strict=True)
-        ]
+        self._rows = [_epoch_rows(plan, stream(plan.participant.index, reuse=one), shuffle) for plan in plans]
 
     def in_order(self, turns: Sequence[Turn]) -> Iterator[list[BatchGroup]]:
         """Yield the batches of one step after the other, those of one size together."""
@@ -132,7 +129,7 @@ class AnyBatches:
     Args:
         trainer: The trainer, whose transfer hooks every batch goes through.
         plans: The clients' work.
-        streams: What makes the generators of their batch orders.
+        stream: Makes the generators of their batch orders.
         shuffle: Whether local epochs visit batches in random order.
         by_index: Whether clients at different places of their local epochs must be kept apart.
         has_hooks: What :func:`has_transfer_hooks` says.
@@ -142,13 +139,13 @@ class AnyBatches:
         self,
         trainer: pl.Trainer,
         plans: Sequence[WorkPlan],
-        streams: Sequence[Stream],
+        stream: Stream,
         shuffle: bool,
         by_index: bool,
         has_hooks: bool,
     ) -> None:
         self._trainer, self._by_index, self._has_hooks = trainer, by_index, has_hooks
-        self._batches = [_batches(plan, stream, shuffle) for plan, stream in zip(plans, streams, strict=True)]
+        self._batches = [_batches(plan, stream(plan.participant.index), shuffle) for plan in plans]
 
     def in_order(self, turns: Sequence[Turn]) -> Iterator[list[BatchGroup]]:
         """Yield the batches of one step after the other, those of one shape together."""
@@ -171,9 +168,8 @@ class AnyBatches:
         return BatchGroup([client for client, _ in members], leaves, spec, examples, batch_idx, kind=(examples, shape))
 
 
-def _batches(plan: WorkPlan, make_stream: Stream, shuffle: bool) -> Iterator[tuple[int, Any, int]]:
+def _batches(plan: WorkPlan, stream: torch.Generator, shuffle: bool) -> Iterator[tuple[int, Any, int]]:
     """Yield (index in its local epoch, batch, examples in it) for all of a client's local epochs."""
-    stream = make_stream()
     for length in plan.epochs:
         for i, (batch, examples) in enumerate(islice(plan.batches.epoch(stream, shuffle), length)):
             yield i, batch, examples

@@ -43,18 +43,19 @@ def marks(module: nn.Module, algorithm: Algorithm | None = None) -> Marks:
     Collections and plain objects are looked into. Parameters and buffers are not looked at, nor are metrics, which
     evaluation resets. The same of a method and its base optimizer, if one is given.
     """
-    owners: list[tuple[str, Any]] = [
-        (name, part) for name, part in module.named_modules() if not isinstance(part, (Metric, MetricCollection))
-    ]
+    owners: list[tuple[str, Any]] = [*module.named_modules()]
     if algorithm is not None:
-        parts = [value for value in vars(algorithm).values() if isinstance(value, BaseOptimizer)]
-        owners += [("algorithm", algorithm), *((f"algorithm.{i}", part) for i, part in enumerate(parts))]
-    return {
-        (name, key): value if type(value) in _PLAIN else len(value) if key in INTERNAL else _mark(value, [_MOST])
-        for name, part in owners
-        for key, value in vars(part).items()
-        if key not in PASSING
-    }
+        owners.append(("algorithm", algorithm))
+        parts = vars(algorithm).items()
+        owners += [(f"algorithm.{name}", part) for name, part in parts if isinstance(part, BaseOptimizer)]
+    found: Marks = {}
+    for name, owner in owners:
+        for key, value in () if isinstance(owner, (Metric, MetricCollection)) else vars(owner).items():
+            if type(value) in _PLAIN and key not in PASSING:
+                found[name, key] = value
+            elif key not in PASSING:
+                found[name, key] = len(value) if key in INTERNAL else _mark(value, [_MOST])
+    return found
 
 
 def changed(before: Marks, after: Marks) -> str | None:
@@ -200,4 +201,4 @@ class ChangeWatch:
         return None if name is None else f"the attribute {name!r} of {type(self.module).__name__}"
 
     def _options_now(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        return [{**group, "params": ()} for group in self.optimizer.param_groups]

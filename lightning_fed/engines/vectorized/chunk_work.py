@@ -11,9 +11,10 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Run, Update
 from lightning_fed.core.types import State, Vector
 from lightning_fed.engines.base import RoundInputs
-from lightning_fed.engines.vectorized.clients import ChunkMemory, Clients, of_each
+from lightning_fed.engines.vectorized.clients import ChunkMemory, Clients, of_each, stack_states
 from lightning_fed.engines.vectorized.optimizer import Clipping, StackedOptimizer
 from lightning_fed.optim import FederatedOptimizer, overrides, solver_entries
+from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.client_state import PERSONAL, method_part, with_personal
 
 __all__ = ["ChunkWork", "steps_are_plain"]
@@ -26,11 +27,9 @@ class ChunkWork:
         algorithm: The method.
         optimizer: The wrapped local optimizer, which gives rates, decay and options.
         inputs: What the server hands out.
-        clients: The clients' kept states, stacked: vectors [S, P], numbers [S].
-        full_grad: Their full-batch gradients by point [S, P].
+        participants: The clients.
+        clients: Their kept states, stacked: vectors [S, P], numbers [S].
         memory: Where their parameters go.
-        sizes: Their numbers of examples.
-        steps: Their numbers of steps.
         clip: How gradients are clipped, if they are.
 
     Attributes:
@@ -38,8 +37,11 @@ class ChunkWork:
         shared: The part of them that is exchanged [S, P].
         local: Their states of this round, stacked.
         examples: Their numbers of examples [S].
+        full_grad: Their full-batch gradients by point [S, P].
         read: The names of the server's state and of mean gradients that were read.
         is_plain: See :func:`steps_are_plain`.
+        sends_delta: Whether the message "delta" is the changes themselves, once the work is finished.
+        implied: The names of messages that need not travel, then.
         skips: Whether a parameter that a loss does not depend on stands still, where a gradient of zero would move it.
     """
 
@@ -48,11 +50,9 @@ class ChunkWork:
         algorithm: Algorithm,
         optimizer: FederatedOptimizer,
         inputs: RoundInputs,
+        participants: Sequence[Participant],
         clients: State,
-        full_grad: State,
         memory: ChunkMemory,
-        sizes: Sequence[int],
-        steps: Sequence[int],
         clip: Clipping | None,
     ) -> None:
         self.algorithm, self.optimizer, self.inputs, self.clip = algorithm, optimizer, inputs, clip
@@ -60,17 +60,20 @@ class ChunkWork:
         self.layout, self.shared_layout, self.memory = flat.whole_layout, flat.layout, memory
         self.decay, self.rates = optimizer.decay, optimizer.rates
         self._shared_rates = self.rates[: flat.num_shared]
-        self.y = memory.y[: len(sizes)]
+        self.y = memory.y[: len(participants)]
         self.shared, self._personal = self.y[:, : flat.numel], self.y[:, flat.numel :]
         self.shared.copy_(x)
         if PERSONAL in clients:
             self._personal.copy_(clients[PERSONAL])
             clients = method_part(clients)
-        self.clients, self.full_grad = clients, full_grad
-        self.examples = torch.tensor(sizes, dtype=x.dtype, device=x.device)
-        self._num_steps = torch.tensor(steps, dtype=x.dtype, device=x.device)
+        self.clients = clients
+        full_grad = [inputs.full_grad.get(who.index, {}) for who in participants]
+        self.full_grad = stack_states(full_grad, range(len(full_grad)))
+        self.examples = torch.tensor([who.size for who in participants], dtype=x.dtype, device=x.device)
+        self._num_steps = torch.tensor([who.steps for who in participants], dtype=x.dtype, device=x.device)
         self.local = self._init_local()
         self.read: dict[str, set[str]] = {"server": set(), "cohort_grad": set()}
+        self.sends_delta, self.implied = False, tuple[str, ...]()
         self.is_plain = steps_are_plain(algorithm, optimizer, clip)
         self.skips = not optimizer.injects(algorithm) and (any(self.decay) or not optimizer.is_plain)
         self._path = torch.zeros_like(self.y) if optimizer.tracks(algorithm) else None
@@ -137,54 +140,15 @@ class ChunkWork:
 
     # ------------------------------------------------------------------ the end of the round
 
-    def finish(self) -> tuple[Tensor, State, State, bool, tuple[str, ...]]:
-        """Return changes ``y - x`` [S, P], messages and kept states [S, ...], and what is to be said of the messages.
-
-        That is whether "delta" is the changes themselves, and which need not travel.
-        """
-        inputs = self.inputs
+    def finish(self) -> tuple[Tensor, State, State]:
+        """Return changes ``y - x`` [S, P], messages and kept states [S, ...]."""
+        inputs, y = self.inputs, self.shared
         inputs.server.read |= self.read["server"]
         inputs.cohort_grad.read |= self.read["cohort_grad"]
-        y = self.shared
         delta = torch.sub(y, inputs.x, out=self.memory.delta[: len(y), : y.shape[1]])
-        if not overrides(self.algorithm, "finish"):
-            return delta, {"delta": delta}, with_personal({}, self.clients, self._personal), True, ()
-        sends_delta, implied = False, tuple[str, ...]()
-        rates = set(self._shared_rates)
-        follows = self.optimizer.goes_straight(self.algorithm) and len(rates) == 1 and 0 not in rates
-
-        def finish_one(y: Vector, change: Vector, own: dict[str, Any], path: dict[str, Tensor]) -> tuple[State, State]:
-            nonlocal sends_delta, implied
-            run = Run(
-                x=inputs.x,
-                delta=change,
-                server=inputs.server,
-                cohort_grad=inputs.cohort_grad,
-                mean_examples=inputs.mean_examples,
-                path=lambda: path["gradient"] if path else self._undeclared(),
-                path_follows=follows,
-                **own,
-            )
-            update: Update = self.algorithm.finish(y, run)
-            sends_delta, implied = update.send.get("delta") is change, update.implied
-            return update.send, update.keep
-
         lr_sum = self._lr_sum()
         path = {"gradient": self._path_gradient(delta, lr_sum)} if self.optimizer.needs_path(self.algorithm) else {}
-        try:
-            send, keep = of_each(finish_one, (y, delta, self._own(lr_sum), path), len(y))
-        except Exception as error:
-            if isinstance(error, FederatedError) or len(y) == 1:
-                raise
-            raise FederatedError(
-                f"engine='vectorized' cannot run {type(self.algorithm).__name__}.finish for several clients at once"
-                f" ({error}). Use tensor operations only, or engine='sequential'."
-            ) from error
-        return delta, send, with_personal(keep, self.clients, self._personal), sends_delta, implied
-
-    def _own(self, lr_sum: Tensor) -> dict[str, Any]:
-        """Return what ``finish`` may read that is a client's own, stacked."""
-        return {
+        own = {
             "client": self.clients,
             "local": self.local,
             "full_grad": self.full_grad,
@@ -192,6 +156,33 @@ class ChunkWork:
             "num_steps": self._num_steps,
             "lr_sum": lr_sum,
         }
+        try:
+            send, keep = of_each(self._finish_one, (y, delta, own, path), len(y))
+        except Exception as error:
+            if isinstance(error, FederatedError) or len(y) == 1:
+                raise
+            raise FederatedError(
+                f"engine='vectorized' cannot run {type(self.algorithm).__name__}.finish for several clients at once"
+                f" ({error}). Use tensor operations only, or engine='sequential'."
+            ) from error
+        return delta, send, with_personal(keep, self.clients, self._personal)
+
+    def _finish_one(self, y: Vector, change: Vector, own: dict[str, Any], path: State) -> tuple[State, State]:
+        """Return what one client sends and keeps."""
+        rates = set(self._shared_rates)
+        run = Run(
+            x=self.inputs.x,
+            delta=change,
+            server=self.inputs.server,
+            cohort_grad=self.inputs.cohort_grad,
+            mean_examples=self.inputs.mean_examples,
+            path=lambda: path["gradient"] if path else self._undeclared(),
+            path_follows=self.optimizer.goes_straight(self.algorithm) and len(rates) == 1 and 0 not in rates,
+            **own,
+        )
+        update: Update = self.algorithm.finish(y, run)
+        self.sends_delta, self.implied = update.send.get("delta") is change, update.implied
+        return update.send, update.keep
 
     def _lr_sum(self) -> Tensor:
         """The sum of the rates of each client's steps: [S], or [S, P] where groups differ."""

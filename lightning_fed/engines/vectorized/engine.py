@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -73,9 +72,8 @@ class VectorizedEngine(Engine):
         if not any(plan.epochs) and not self.algorithm.full_grad_at:
             return  # there is nothing to do
         plan = plan if any(plan.epochs) else replace(plan, epochs=(1,))
-        stream = partial(generator, self.seed, Purpose.BATCHES, 0, plan.participant.index)
         with self.gradients.silent():
-            ((group,),) = self.schedule.batches([plan], [stream], by_index=True).in_order([Turn(range(1), [0])])
+            ((group,),) = self.schedule.batches([plan], 0, by_index=True).in_order([Turn(range(1), [0])])
             Trial(self.step).run(group)
         self.changes.remember()
 
@@ -106,7 +104,8 @@ class VectorizedEngine(Engine):
 
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
         """Yield the clients that are run together."""
-        return (plans[i : i + self.chunk_size] for i in range(0, len(plans), self.chunk_size))
+        for i in range(0, len(plans), self.chunk_size):
+            yield plans[i : i + self.chunk_size]
 
     @property
     def parameters_at_work(self) -> Vector:
@@ -131,48 +130,33 @@ class VectorizedEngine(Engine):
         clip = Clipping.of(self.trainer)
         order, turns = self.schedule.turns(plans, clip)
         plans = [plans[i] for i in order]
+        participants = [plan.participant for plan in plans]
         with self._errors_of(plans, inputs.round):
-            work = self._work_of(inputs, plans, stack_states(clients, order), clip)
+            if self._memory is None or len(self._memory.y) < len(plans):
+                self._memory = ChunkMemory(self.flat.whole_layout, len(plans), self.flat.y)
+            kept_states = stack_states(clients, order)
+            work = ChunkWork(self.algorithm, self.optimizer, inputs, participants, kept_states, self._memory, clip)
             means = ChunkMeans(len(plans))
-            kept = [self.anchors.of(plan.participant.index) for plan in plans] if self.anchors else []
+            kept = [self.anchors.of(who.index) for who in participants] if self.anchors else []
             self.schedule.run(inputs, plans, turns, work, means, kept)
             self.changes.check_work()
-            delta, send, keep, sends_delta, implied = work.finish()
+            delta, send, keep = work.finish()
         seconds = (time.perf_counter() - started) / len(plans)
-        reports = self._reports([plan.participant for plan in plans], means, delta, seconds)
+        reports = self._reports(participants, means, delta, seconds)
         asked = sorted(range(len(plans)), key=order.__getitem__)
         faults = self._faults(reports, asked, means, inputs.round)
         means.add_to(self._logged, faults)
         return ChunkResult(
-            participants=[plan.participant for plan in plans],
+            participants=participants,
             y=work.y,
             delta=delta,
             send=send,
             keep=keep,
-            sends_delta=sends_delta,
+            sends_delta=work.sends_delta,
             reports=reports,
             asked=asked,
             faults=faults,
-            implied=implied,
-        )
-
-    def _work_of(
-        self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: State, clip: Clipping | None
-    ) -> ChunkWork:
-        """Return the work of the clients of a chunk, given what they keep, stacked."""
-        full_grad = [inputs.full_grad.get(plan.participant.index, {}) for plan in plans]
-        if self._memory is None or len(self._memory.y) < len(plans):
-            self._memory = ChunkMemory(self.flat.whole_layout, len(plans), self.flat.y)
-        return ChunkWork(
-            self.algorithm,
-            self.optimizer,
-            inputs,
-            clients,
-            stack_states(full_grad, range(len(plans))),
-            self._memory,
-            [plan.participant.size for plan in plans],
-            [plan.participant.steps for plan in plans],
-            clip,
+            implied=work.implied,
         )
 
     def _reports(
@@ -202,8 +186,7 @@ class VectorizedEngine(Engine):
         self, inputs: RoundInputs, plans: Sequence[WorkPlan]
     ) -> Iterator[tuple[WorkPlan, State | ClientError]]:
         """Yield the full-batch gradients of clients, at once where all of a chunk have one batch of the same size."""
-        for i in range(0, len(plans), self.chunk_size):
-            chunk = plans[i : i + self.chunk_size]
+        for chunk in self.chunks(plans):
             found = None if self.anchors else self._gradients_at_once(inputs, chunk)
             yield from super().each_full_gradients(inputs, chunk) if found is None else zip(chunk, found, strict=True)
 

@@ -129,9 +129,12 @@ class LocalSteps:
         for name, read in trace.notes.items():
             work.read[name] |= read
         sums, once = self._once(trace, clients)
-        both = [(view, part) for view, part in zip(clients.views, sums, strict=False) if part is not None]
-        constant = [part.expand_as(view) for view, part in both]
-        return _Bound(trace, (*once, self._rate), [view for view, _ in both], constant, unused)
+        bound = _Bound(trace, (*once, self._rate), [], [], unused)
+        for view, part in zip(clients.views, sums, strict=False):
+            if part is not None:
+                bound.moving.append(view)
+                bound.constant.append(part.expand_as(view))
+        return bound
 
     def _trace(self, clients: Clients, group: BatchGroup, kept: KeptAnchor | None, in_place: bool) -> Trace | None:
         """Return the trace of such a step, which moves parameters in place or not, if there can be one.

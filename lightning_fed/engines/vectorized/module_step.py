@@ -237,15 +237,15 @@ class ModuleStep:
     def recording(self) -> Iterator[None]:
         """Collect what ``self.log`` is given inside, instead of handing it to Lightning."""
         attributes, loop = self.module.__dict__, self.trainer.fit_loop
-        several = loop.runs_several
-        own = {name: attributes[name] for name in ("log",) if name in attributes}
+        own, several = attributes.pop("log", None), loop.runs_several
         attributes["log"], loop.runs_several = self._log, True
         try:
             yield
         finally:
             loop.runs_several = several
             del attributes["log"]
-            attributes.update(own)
+            if own is not None:
+                attributes["log"] = own
             self.flat.restore()
 
 

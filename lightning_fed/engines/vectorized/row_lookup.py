@@ -75,9 +75,9 @@ class RowLookup:
 
     def __init__(self, trainer: pl.Trainer, clients: Sequence[TensorBatches], data: DeviceData) -> None:
         self._trainer = trainer
-        self._own = [b.tensors for b in clients]
+        self._clients = clients
         self._ahead = _AHEAD // max(1, bytes_of_row(clients[0]))
-        sources = list({id(tensors): tensors for tensors in self._own}.values())
+        sources = list({id(b.tensors): b.tensors for b in clients}.values())
         self._whole: Sequence[Tensor] | None = None
         self._starts = dict.fromkeys(map(id, sources), 0)  # where the rows of each source begin
         if len(sources) == 1:
@@ -97,14 +97,14 @@ class RowLookup:
         """
         if self._whole is None:
             for step in steps:
-                own = [self._pick(self._own[client], rows) for client, rows in step]
+                own = [self._pick(self._clients[client].tensors, rows) for client, rows in step]
                 yield own[0] if len(own) == 1 else [torch.cat(column) for column in zip(*own, strict=True)]
             return
         places, lengths = list[Tensor](), list[int]()
         for step in steps:
             lengths.append(0)
             for client, rows in step:
-                start = self._starts[id(self._own[client])]
+                start = self._starts[id(self._clients[client].tensors)]
                 places.append(rows + start if start else rows)
                 lengths[-1] += rows.shape[0]
         rest = torch.cat(places).to(self._whole[0].device, non_blocking=True)

@@ -17,7 +17,6 @@ from lightning_fed.engines.vectorized.batches import (
     BatchGroup,
     ChunkBatches,
     RowBatches,
-    Stream,
     Turn,
     has_transfer_hooks,
 )
@@ -97,8 +96,7 @@ class Schedule:
             means: Takes their losses, and what they log.
             kept: What is kept of the gradients at the anchor on each client's first batches, if anything is.
         """
-        streams = [partial(generator, self.seed, Purpose.BATCHES, inputs.round, p.participant.index) for p in plans]
-        batches = self.batches(plans, streams, self.module.reads_index)
+        batches = self.batches(plans, inputs.round, self.module.reads_index)
         are_rows = isinstance(batches, RowBatches)
         if self.module.is_random or not are_rows:
             seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, plans[0].participant.index), self.device)
@@ -117,17 +115,18 @@ class Schedule:
         """Return the clients' batches if all are rows of tensors of one kind, for which no loader is needed."""
         return [] if self.has_hooks else rows_of_one_kind([plan.batches for plan in plans])
 
-    def batches(self, plans: Sequence[WorkPlan], streams: Sequence[Stream], by_index: bool) -> ChunkBatches:
+    def batches(self, plans: Sequence[WorkPlan], round: int, by_index: bool) -> ChunkBatches:
         """Return the batches of clients.
 
         Args:
             plans: Their work.
-            streams: What makes the generators of their batch orders.
+            round: The round.
             by_index: Whether clients at different places of their local epochs must be kept apart.
         """
+        stream = partial(generator, self.seed, Purpose.BATCHES, round)
         if rows := self.rows(plans):
-            return RowBatches(RowLookup(self.trainer, rows, self.data), plans, streams, self.shuffle, by_index)
-        return AnyBatches(self.trainer, plans, streams, self.shuffle, by_index, self.has_hooks)
+            return RowBatches(RowLookup(self.trainer, rows, self.data), plans, stream, self.shuffle, by_index)
+        return AnyBatches(self.trainer, plans, stream, self.shuffle, by_index, self.has_hooks)
 
     def first_epoch(self, plan: WorkPlan, round: int) -> list[Tensor] | None:
         """Return the tensors of all batches of a client's first local epoch, one after the other, if they are few."""
