@@ -38,7 +38,6 @@ PURE = (
     "optim",
     "server",
     "settings",
-    "tracing/any_size",
     "tracing/in_place",
     "tracing/mean_proof",
     "tracing/passes",

@@ -129,7 +129,7 @@ ABLATIONS = {
     ),
     "staggered": Ablation(
         "clients that do not wait for each other: all step whenever one does",
-        {f"{_VECTORIZED}.schedule:Schedule.is_staggered": _always(False)},
+        {f"{_VECTORIZED}.schedule:Schedule._is_staggered": _always(False)},
     ),
     "any-size": Ablation(
         "traces for any number of clients or examples: smaller batches, and steps of some clients only, run untraced",

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_fed.tracing.any_size import generalize
 from lightning_fed.tracing.mean_proof import mean_over_examples
-from lightning_fed.tracing.passes import erase_unused, is_view, root, shape_of, writes
+from lightning_fed.tracing.passes import erase_unused, generalize, is_view, root, shape_of, writes
 
 __all__ = ["Parts", "keep_parts"]
 
@@ -63,7 +62,7 @@ def keep_parts(module: fx.GraphModule, count: int, num_leaves: int, full: int) -
     graph = module.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     sums, leaves = inputs[:count], inputs[count : count + num_leaves]
-    (output,) = (node for node in graph.nodes if node.op == "output")
+    output: Any = graph.output_node()
     *grads, loss = output.args[0]
     shape = shape_of(leaves[0])
     if not shape or any(writes(node) for node in graph.nodes):

@@ -2,8 +2,8 @@
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -14,6 +14,8 @@ from lightning_fed.tracing.passes import erase_unused, root, shape_of, writes
 __all__ = ["SplitGraph", "split_graph", "use_bindings"]
 
 _aten = torch.ops.aten
+_Term: TypeAlias = tuple[float, fx.Node]  # a factor, and what is multiplied with it
+
 _WITH_BINDINGS = """
     t.default transpose.int unsqueeze.default squeeze.dims view.default gather.default scatter.value where.self
     ne.Scalar neg.default mm.default bmm.default addmm.default relu.default sum.dim_IntList full.default
@@ -62,12 +64,6 @@ class SplitGraph:
     names: dict[str, int | None]
     parts: Parts | None = None
 
-    @property
-    def has_constant_part(self) -> list[bool]:
-        """Of every moved input, whether its direction has a constant part."""
-        results: Any = self.once.output_node().args[0]
-        return [part is not None for part in results[: self.moves]]
-
 
 def split_graph(
     module: fx.GraphModule,
@@ -102,20 +98,13 @@ def split_graph(
     if any(writes(node) and any(a in fixed for a in node.all_input_nodes) for node in graph.nodes):
         return None
     once, copies = _copied(fixed)  # before anything is erased
-    (output,) = (node for node in graph.nodes if node.op == "output")
+    output: Any = graph.output_node()
     directions, rest = output.args[0][:moves], output.args[0][moves:]
     sums = [_Sum(p, d, fixed) for p, d in zip(moved, directions, strict=True)]
     with graph.inserting_after(inputs[-1]):
         factor = graph.placeholder("factor")
     with graph.inserting_before(output):
-        for each in sums:  # all that looks at an input comes before the first one moves
-            each.terms = [
-                (c, graph.call_function(_aten.clone.default, (n,)) if root(n) in moved else n) for c, n in each.terms
-            ]
-        rest = [graph.call_function(_aten.clone.default, (n,)) if root(n) in moved else n for n in rest]
-        for each in sums:
-            _Update(graph, factor, moved).emit(each)
-    output.args = (list(rest),)
+        output.args = (_Update(graph, factor, moved).emit(sums, rest),)
     erase_unused(graph)
     needed = _stood_in_for(graph, fixed, factor)
     once.output([*(_added(once, each.fixed, copies) for each in sums), *(copies[node] for node in needed)])
@@ -147,24 +136,12 @@ def _constant(graph: fx.Graph, inputs: Iterable[fx.Node]) -> dict[fx.Node, None]
     return found
 
 
-@dataclass
 class _Sum:
-    """A direction as a sum.
-
-    Attributes:
-        parameter: What moves along it.
-        own: How many times the parameter itself is in it.
-        fixed: Its constant terms, each with a factor.
-        terms: The others.
-    """
-
-    parameter: fx.Node
-    own: float
-    fixed: list[tuple[float, fx.Node]] = field(default_factory=list)
-    terms: list[tuple[float, fx.Node]] = field(default_factory=list)
+    """A direction as a sum: so many times the parameter that moves along it, constant terms, and others."""
 
     def __init__(self, parameter: fx.Node, direction: fx.Node, constant: dict[fx.Node, None]) -> None:
-        self.parameter, self.own, self.fixed, self.terms = parameter, 0.0, [], []
+        self.parameter, self.own = parameter, 0.0
+        self.fixed, self.terms = list[_Term](), list[_Term]()
         for factor, node in _terms(direction):
             if node is parameter:
                 self.own += factor
@@ -174,7 +151,7 @@ class _Sum:
                 self.terms.append((factor, node))
 
 
-def _terms(node: fx.Node, factor: float = 1.0) -> list[tuple[float, fx.Node]]:
+def _terms(node: fx.Node, factor: float = 1.0) -> list[_Term]:
     """Take a tensor apart into terms with factors."""
     args, target = node.args, node.target
     if len(node.users) > 1 or node.op != "call_function":
@@ -193,14 +170,28 @@ def _terms(node: fx.Node, factor: float = 1.0) -> list[tuple[float, fx.Node]]:
 
 
 class _Update:
-    """Writes a parameter's update into a graph."""
+    """Writes updates of parameters into a graph."""
 
     _PRODUCTS: dict[Any, Any] = {_aten.mm.default: _aten.addmm_.default, _aten.bmm.default: _aten.baddbmm_.default}
 
     def __init__(self, graph: fx.Graph, factor: fx.Node, parameters: Sequence[fx.Node]) -> None:
         self.graph, self.factor, self.parameters = graph, factor, parameters
 
-    def emit(self, move: _Sum) -> None:
+    def emit(self, sums: Sequence[_Sum], rest: Sequence[fx.Node]) -> list[fx.Node]:
+        """Move parameters along sums; return the other results, which look at them before the first one moves."""
+        waiting = [[(factor, self._before(node)) for factor, node in each.terms] for each in sums]
+        others = [self._before(node) for node in rest]
+        for each, terms in zip(sums, waiting, strict=True):
+            each.terms = terms
+            self._move(each)
+        return others
+
+    def _before(self, node: fx.Node) -> fx.Node:
+        """Return what a node is before any parameter moves."""
+        is_part = root(node) in self.parameters
+        return self.graph.call_function(_aten.clone.default, (node,)) if is_part else node
+
+    def _move(self, move: _Sum) -> None:
         """Move a parameter along a sum, times the factor of the step."""
         parameter, graph = move.parameter, self.graph
         factors = [term for term in move.terms if self._is_product(term[1], parameter)]
@@ -218,7 +209,7 @@ class _Update:
         for factor, node in others:
             graph.call_function(_aten.add_.Tensor, (parameter, node), {"alpha": self._scaled(factor)})
 
-    def _factored(self, products: Sequence[tuple[float, fx.Node]]) -> list[tuple[float, Any, Any, Any]]:
+    def _factored(self, products: Sequence[_Term]) -> list[tuple[float, Any, Any, Any]]:
         """Take out what products share: the gradients of a first layer at two points are products with one input.
 
         Returns:
@@ -261,12 +252,10 @@ def _copied(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]
     return graph, copies
 
 
-def _added(graph: fx.Graph, terms: Sequence[tuple[float, fx.Node]], copies: dict[fx.Node, fx.Node]) -> fx.Node | None:
-    """Add up terms with factors; None if there are none."""
+def _added(graph: fx.Graph, terms: Sequence[_Term], copies: dict[fx.Node, fx.Node]) -> fx.Node | None:
+    """Add up terms with factors, one without a factor first; None if there are none."""
     total: fx.Node | None = None
-    for factor, node in sorted(
-        terms, key=lambda term: term[0] != 1.0
-    ):  # one without a factor comes first and needs no product
+    for factor, node in sorted(terms, key=lambda term: term[0] != 1.0):
         if total is None:
             total = graph.call_function(_aten.mul.Tensor, (copies[node], factor)) if factor != 1.0 else copies[node]
         else:

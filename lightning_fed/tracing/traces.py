@@ -6,10 +6,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from lightning_fed.tracing.any_size import generalize
 from lightning_fed.tracing.gradient_parts import Parts
 from lightning_fed.tracing.in_place import SplitGraph, split_graph, use_bindings
-from lightning_fed.tracing.passes import simplify
+from lightning_fed.tracing.passes import generalize, simplify
 
 try:
     from torch._guards import TracingContext, tracing
@@ -29,6 +28,8 @@ Values: TypeAlias = dict[str, tuple[Tensor, int | None]]
 
 Found: TypeAlias = tuple[Sequence[Tensor], Tensor, Values]
 """What a traced function returns: tensors, a loss, and named values."""
+
+_Keep: TypeAlias = Callable[[fx.GraphModule], Parts | None]
 
 
 class Traces:
@@ -86,7 +87,7 @@ class Traces:
         moves: int,
         constants: int,
         notes: dict[str, set[str]] | None = None,
-        keep: Callable[[fx.GraphModule], Parts | None] | None = None,
+        keep: _Keep | None = None,
     ) -> "Trace | None":
         """Return the trace of a function.
 
@@ -109,18 +110,37 @@ class Traces:
                 return None
             if len(self) >= _MOST:  # shapes of batches may go on changing
                 self.drop()
-            graphs: list[SplitGraph] = []
-            for size in sizes:
-                graph = self._split(function, inputs(size), moves, constants, keep, may_fail=len(sizes) > 1)
-                if graph is None:
-                    break
-                graphs.append(graph)
+            graph = self._made(function, inputs, sizes, moves, constants, keep)
             if not self.allowed:  # the function has forbidden it
                 return None
-            split = _joined(graphs) if len(graphs) == len(sizes) else None
             own_notes = {name: set(read) for name, read in (notes or {}).items()}
-            self._traces[key] = None if split is None else Trace(split, self._dtype, own_notes)
+            self._traces[key] = None if graph is None else Trace(graph, self._dtype, own_notes)
         return self._traces[key]
+
+    def _made(
+        self,
+        function: Callable[..., Found],
+        inputs: Callable[[int], Sequence[Tensor]],
+        sizes: Sequence[int],
+        moves: int,
+        constants: int,
+        keep: _Keep | None,
+    ) -> SplitGraph | None:
+        """Return the graph of a function, made with some sizes to take any if there are several."""
+        graphs: list[SplitGraph] = []
+        for size in sizes:
+            graph = self._split(function, inputs(size), moves, constants, keep, may_fail=len(sizes) > 1)
+            if graph is None:
+                return None
+            graphs.append(graph)
+        first, *others = graphs
+        parts = [graph.parts for graph in others if graph.parts is not None]
+        if first.parts is not None and parts and not first.parts.generalize(parts):
+            return None
+        if len({graph.moves for graph in graphs}) > 1:
+            return None
+        pairs = [[graph.once for graph in graphs], [graph.call for graph in graphs]]
+        return first if not others or generalize(pairs, [graph.owner for graph in graphs]) else None
 
     def _split(
         self,
@@ -128,7 +148,7 @@ class Traces:
         tensors: Sequence[Tensor],
         moves: int,
         constants: int,
-        keep: Callable[[fx.GraphModule], Parts | None] | None,
+        keep: _Keep | None,
         may_fail: bool,
     ) -> SplitGraph | None:
         """Trace a function, and split the graph into what is done once and what is done in every call."""
@@ -160,19 +180,6 @@ class Traces:
         return split_graph(module, moves, constants, sizes, parts)
 
 
-def _joined(graphs: Sequence[SplitGraph]) -> SplitGraph | None:
-    """Return the first of some graphs, made to take any size if there are several; None if it cannot be."""
-    if len(graphs) == 1:
-        return graphs[0]
-    parts = [graph.parts for graph in graphs if graph.parts is not None]
-    if parts and not parts[0].generalize(parts[1:]):
-        return None
-    pairs = [[graph.once for graph in graphs], [graph.call for graph in graphs]]
-    if len({graph.moves for graph in graphs}) > 1 or not generalize(pairs, [graph.owner for graph in graphs]):
-        return None
-    return graphs[0]
-
-
 class Trace:
     """A traced function, in two parts: what depends on constants alone is done once, the rest in every call.
 
@@ -184,14 +191,11 @@ class Trace:
     Attributes:
         checked: The kinds of inputs for which its loss was compared with the function's.
         parts: What it leaves to be done later, if anything.
-        has_constant_part: Of every moved input, whether its direction has a part that is the same in every call.
     """
 
     def __init__(self, graph: SplitGraph, dtype: torch.dtype, notes: dict[str, set[str]]) -> None:
-        self.graph, self.notes = graph, notes
-        self.moves, self.parts = graph.moves, graph.parts
+        self.graph, self.parts, self.notes = graph, graph.parts, notes
         self.checked: set[Any] = set()
-        self.has_constant_part = graph.has_constant_part
         self._names = graph.names
         for part in (graph.once, graph.call):
             use_bindings(part)
@@ -202,7 +206,7 @@ class Trace:
         """Return the constant part of every moved input's direction, and what a call takes after the other inputs."""
         with torch.no_grad():
             results = self._once(*constants)
-        return results[: self.moves], results[self.moves :]
+        return results[: self.graph.moves], results[self.graph.moves :]
 
     def __call__(self, *arguments: Any) -> list[Tensor]:
         """Move inputs and return the function's other results in a list; to be called without gradients.

@@ -13,8 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.tracing import traces
-from lightning_fed.tracing.any_size import generalize
-from lightning_fed.tracing.passes import simplify
+from lightning_fed.tracing.passes import generalize, simplify
 from lightning_fed.tracing.traces import Traces
 from tests.engines.test_schedule import cut
 from tests.helpers.engines import assert_agree, run, state_of
