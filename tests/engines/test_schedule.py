@@ -45,9 +45,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """How many clients took each step, and from which row of the chunk on."""
     found: list[tuple[int, int]] = []
 
-    def noted(*args: Any) -> Any:
-        for turn in staggered(*args):
-            found.append((len(turn.at), turn.clients.start))
+    def noted(sizes: Any, full: int) -> Any:
+        for turn in staggered(sizes, full):
+            found.extend([(len(turn.at), turn.clients.start)] * (full > 1))
             yield turn
 
     monkeypatch.setattr(schedule, "staggered", noted)

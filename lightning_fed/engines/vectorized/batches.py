@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from lightning_fed.engines.base import WorkPlan
 from lightning_fed.engines.batch_hooks import TRANSFER_HOOKS
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.vectorized.row_lookup import RowLookup, on_device
+from lightning_fed.tracing.traces import kinds
 
 __all__ = [
     "AnyBatches",
     "BatchGroup",
-    "ChunkBatches",
     "RowBatches",
     "Turn",
     "check_tensors",
@@ -71,18 +71,6 @@ class BatchGroup(NamedTuple):
         return self.leaves if len(self.clients) == 1 else [leaf[0] for leaf in self.leaves]
 
 
-class ChunkBatches(Protocol):
-    """The batches of the local work of the clients of a chunk."""
-
-    def in_order(self, turns: Sequence[Turn]) -> Iterator[list[BatchGroup]]:
-        """Yield the batches of one step after the other, those of one shape together.
-
-        Args:
-            turns: The steps, in which every client comes to all its batches in order.
-        """
-        ...
-
-
 class RowBatches:
     """Batches that are rows of tensors of one kind: looked up where the tensors lie, without a loader.
 
@@ -128,10 +116,7 @@ class AnyBatches:
 
     Args:
         trainer: The trainer, whose transfer hooks every batch goes through.
-        plans: The clients' work.
-        stream: Makes the generators of their batch orders.
-        shuffle: Whether local epochs visit batches in random order.
-        by_index: Whether clients at different places of their local epochs must be kept apart.
+        plans, stream, shuffle, by_index: As of :class:`RowBatches`.
         has_hooks: What :func:`has_transfer_hooks` says.
     """
 
@@ -150,22 +135,24 @@ class AnyBatches:
     def in_order(self, turns: Sequence[Turn]) -> Iterator[list[BatchGroup]]:
         """Yield the batches of one step after the other, those of one shape together."""
         for turn in turns:
-            groups: dict[Any, list[tuple[int, Any]]] = {}
+            groups: dict[Any, list[tuple[int, Sequence[Tensor]]]] = {}
             for client in turn.clients:
                 batch_idx, batch, examples = next(self._batches[client])
-                batch = self._prepared(batch)
-                key = (examples, batch_idx if self._by_index else 0, batch_shape(batch))
-                groups.setdefault(key, []).append((client, batch))
+                leaves, spec = flatten(self._prepared(batch))
+                check_tensors(leaves)
+                key = (examples, batch_idx if self._by_index else 0, spec, kinds(leaves))
+                groups.setdefault(key, []).append((client, leaves))
             yield [self._group(key, members) for key, members in groups.items()]
 
     def _prepared(self, batch: Any) -> Any:
         is_plain = type(batch) is list and all(type(part) is Tensor for part in batch) and not self._has_hooks
         return on_device(self._trainer, batch) if is_plain else prepare_batch(self._trainer, batch)
 
-    def _group(self, key: tuple[int, int, Any], members: Sequence[tuple[int, Any]]) -> BatchGroup:
-        examples, batch_idx, shape = key
-        leaves, spec = stack_batches([batch for _, batch in members])
-        return BatchGroup([client for client, _ in members], leaves, spec, examples, batch_idx, kind=(examples, shape))
+    def _group(self, key: tuple[int, int, Any, Any], members: Sequence[tuple[int, Sequence[Tensor]]]) -> BatchGroup:
+        clients, batches = zip(*members, strict=True)
+        examples, batch_idx, spec, _ = key
+        leaves = batches[0] if len(batches) == 1 else [torch.stack(column) for column in zip(*batches, strict=True)]
+        return BatchGroup(clients, leaves, spec, examples, batch_idx, kind=key)
 
 
 def _batches(plan: WorkPlan, stream: torch.Generator, shuffle: bool) -> Iterator[tuple[int, Any, int]]:
@@ -211,20 +198,6 @@ def unflatten(leaves: Sequence[Tensor], spec: Any) -> Any:
     return list(leaves) if spec is list else pytree.tree_unflatten(leaves, spec)
 
 
-def stack_batches(batches: Sequence[Any]) -> tuple[Sequence[Tensor], Any]:
-    """Return the clients' batches taken apart, tensor by tensor: [S, B, ...], [B, ...] of a single client.
-
-    Raises:
-        FederatedError: If a batch holds anything but tensors.
-    """
-    flat = [flatten(batch) for batch in batches]
-    leaves, spec = flat[0]
-    check_tensors(leaves)
-    if len(batches) == 1:
-        return leaves, spec
-    return [torch.stack(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)], spec
-
-
 def check_tensors(leaves: Sequence[Any]) -> None:
     """Refuse a batch that holds anything but tensors.
 
@@ -237,9 +210,3 @@ def check_tensors(leaves: Sequence[Any]) -> None:
                 f"engine='vectorized' needs batches of tensors only, found {kind_of(leaf)} in one. Leave it out"
                 " of the batch, or use engine='sequential'."
             )
-
-
-def batch_shape(batch: Any) -> tuple[Any, ...]:
-    """Return what batches must share to be stacked."""
-    leaves, spec = pytree.tree_flatten(batch)
-    return spec, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves)

@@ -22,9 +22,14 @@ from lightning_fed.engines.vectorized.anchors import AnchorPass
 from lightning_fed.engines.vectorized.batches import Turn
 from lightning_fed.engines.vectorized.changes import ChangeWatch
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork, steps_are_plain
-from lightning_fed.engines.vectorized.clients import ChunkMemory, default_chunk_size, stack_states
+from lightning_fed.engines.vectorized.clients import (
+    ChunkMeans,
+    ChunkMemory,
+    default_chunk_size,
+    log_means,
+    stack_states,
+)
 from lightning_fed.engines.vectorized.full_gradients import FullGradients, add_decay
-from lightning_fed.engines.vectorized.means import ChunkMeans, log_means
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.optimizer import Clipping
 from lightning_fed.engines.vectorized.row_lookup import RowLookup, is_rows

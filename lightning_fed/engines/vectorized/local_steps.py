@@ -13,9 +13,8 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.vectorized.anchors import KeptAnchor
 from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
-from lightning_fed.engines.vectorized.clients import Clients
+from lightning_fed.engines.vectorized.clients import ChunkMeans, Clients
 from lightning_fed.engines.vectorized.local_step import DIMS, Given, LocalStep, Taken
-from lightning_fed.engines.vectorized.means import ChunkMeans
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.tracing.traces import Found, Trace, kinds, resized
 

@@ -15,19 +15,18 @@ from lightning_fed.engines.vectorized.anchors import KeptAnchor
 from lightning_fed.engines.vectorized.batches import (
     AnyBatches,
     BatchGroup,
-    ChunkBatches,
     RowBatches,
     Turn,
     has_transfer_hooks,
 )
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork, steps_are_plain
+from lightning_fed.engines.vectorized.clients import ChunkMeans
 from lightning_fed.engines.vectorized.local_steps import LocalSteps
-from lightning_fed.engines.vectorized.means import ChunkMeans
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.optimizer import Clipping
 from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, bytes_of_row, rows_of_one_kind
 
-__all__ = ["RecurringShapes", "Schedule", "batch_sizes", "staggered", "together"]
+__all__ = ["RecurringShapes", "Schedule", "batch_sizes", "staggered"]
 
 _EPOCH = 2**26  # bytes of a local epoch that are looked up at once
 _SHARE = 8  # of the steps of a round so far, one in so many has batches of a shape that recurs
@@ -60,14 +59,12 @@ class Schedule:
             plans: The clients' work.
             clip: How gradients are clipped, if they are.
         """
-        if self.batch_size is None or not self._is_staggered(plans, clip):
-            steps = [plan.participant.steps for plan in plans]
-            order = sorted(range(len(plans)), key=steps.__getitem__, reverse=True)
-            return order, list(together([steps[i] for i in order]))
-        sizes = [batch_sizes(plan) for plan in plans]
-        full = [own.count(self.batch_size) for own in sizes]
-        order = sorted(range(len(plans)), key=full.__getitem__, reverse=True)
-        return order, list(staggered([sizes[i] for i in order], self.batch_size))
+        sizes, full = [[1] * plan.participant.steps for plan in plans], 1  # as if all batches were full
+        if self.batch_size is not None and self._is_staggered(plans, clip):
+            sizes, full = [batch_sizes(plan) for plan in plans], self.batch_size
+        lengths = [own.count(full) for own in sizes]
+        order = sorted(range(len(plans)), key=lengths.__getitem__, reverse=True)
+        return order, list(staggered([sizes[i] for i in order], full))
 
     def _is_staggered(self, plans: Sequence[WorkPlan], clip: Clipping | None) -> bool:
         module = self.module
@@ -106,7 +103,7 @@ class Schedule:
             for turn in turns:
                 self._taken = turn.at[0]
                 self.trainer._signal_connector.check()
-                clients, of_turn = work.memory.clients(turn.clients.start, turn.clients.stop), next(groups)
+                clients, of_turn = work.memory.clients(turn.clients), next(groups)
                 may_trace = are_rows or self.recurring.note(of_turn)
                 steps.run(clients, of_turn, _kept_of(kept, turn) if kept else None, may_trace)
         self._taken = None
@@ -115,7 +112,7 @@ class Schedule:
         """Return the clients' batches if all are rows of tensors of one kind, for which no loader is needed."""
         return [] if self.has_hooks else rows_of_one_kind([plan.batches for plan in plans])
 
-    def batches(self, plans: Sequence[WorkPlan], round: int, by_index: bool) -> ChunkBatches:
+    def batches(self, plans: Sequence[WorkPlan], round: int, by_index: bool) -> RowBatches | AnyBatches:
         """Return the batches of clients.
 
         Args:
@@ -176,19 +173,6 @@ class RecurringShapes:
         return self._steps[kind] > 1 and self._steps.total() <= _SHARE * self._steps[kind]
 
 
-def together(steps: Sequence[int]) -> Iterator[Turn]:
-    """Yield step k of all clients that have so many, then the next.
-
-    Args:
-        steps: The clients' numbers of steps, in descending order.
-    """
-    active = len(steps)
-    for k in range(steps[0]):
-        while steps[active - 1] <= k:
-            active -= 1
-        yield Turn(range(active), [k] * active)
-
-
 def staggered(sizes: Sequence[Sequence[int]], full: int) -> Iterator[Turn]:
     """Yield the clients' steps: on full batches all at once, on each smaller one its client alone, as it comes to it.
 
@@ -217,11 +201,9 @@ def staggered(sizes: Sequence[Sequence[int]], full: int) -> Iterator[Turn]:
 
 def batch_sizes(plan: WorkPlan) -> list[int]:
     """Return the examples of each batch of a client."""
-    batches, sizes = plan.batches, list[int]()
-    for length in plan.epochs:
-        ends = [batches.num_examples(k) for k in range(length + 1)]
-        sizes += [end - start for start, end in pairwise(ends) if end > start]
-    return sizes
+    ends = [plan.batches.num_examples(k) for k in range(max(plan.epochs, default=0) + 1)]
+    sizes = [end - start for start, end in pairwise(ends) if end > start]
+    return [size for length in plan.epochs for size in sizes[:length]]
 
 
 def _kept_of(kept: Sequence[Sequence[KeptAnchor]], turn: Turn) -> KeptAnchor | None:

@@ -19,7 +19,7 @@ from lightning_fed.engines.base import Engine
 from lightning_fed.engines.batch_hooks import overridden_hooks
 from lightning_fed.engines.client_errors import in_short
 from lightning_fed.engines.gradients import buffer_owners
-from lightning_fed.engines.vectorized.batches import BatchGroup, check_tensors
+from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.changes import INTERNAL, PASSING, changed, holders, marks
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE
@@ -49,7 +49,6 @@ class Trial:
             ClientError: If the batch gives no gradient to go by.
         """
         step, batch = self.step, (group.leaves, group.spec, group.batch_idx)
-        check_tensors(group.leaves)
         pair = [torch.stack([v.detach()] * 2) for v in step.flat.views], [torch.stack([v] * 2) for v in group.leaves]
         step.is_random = True  # as long as nobody knows
         with preserved_random_state(step.flat.y.device), step.recording():
