@@ -416,3 +416,16 @@ def test_a_run_may_go_on_under_the_other_engine(first: str, algorithm: Any, chec
 @pytest.mark.thorough
 def test_the_same_run_gives_the_same_bits_twice() -> None:
     assert same(*(state_of(run("vectorized", algorithm=Scaffold())) for _ in range(2)))
+
+
+class Noisy(Ordinary):
+    """Draws in a hook that batches go through."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + torch.randn_like(batch[0]), batch[1]] if self.trainer.training else batch
+
+
+def test_a_resumed_run_has_the_same_bits_where_hooks_of_batches_draw(checkpoint: Callable[..., str]) -> None:
+    path = checkpoint("vectorized", make=Noisy)
+    whole = run("vectorized", Noisy, max_rounds=4)
+    assert same(state_of(whole), state_of(run("vectorized", Noisy, max_rounds=4, ckpt_path=path)))
