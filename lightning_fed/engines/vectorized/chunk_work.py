@@ -71,7 +71,7 @@ class ChunkWork:
         self.full_grad = stack_states(full_grad, range(len(full_grad)))
         self.examples = torch.tensor([who.size for who in participants], dtype=x.dtype, device=x.device)
         self._num_steps = torch.tensor([who.steps for who in participants], dtype=x.dtype, device=x.device)
-        self.local = self._init_local()
+        self.local = self._init_local() if overrides(algorithm, "init_local") else {}
         self.read: dict[str, set[str]] = {"server": set(), "cohort_grad": set()}
         self.sends_delta, self.implied = False, tuple[str, ...]()
         self.is_plain = steps_are_plain(algorithm, optimizer, clip)
@@ -86,8 +86,6 @@ class ChunkWork:
         self._base = None if is_uniform else StackedOptimizer(optimizer)
 
     def _init_local(self) -> State:
-        if not overrides(self.algorithm, "init_local"):
-            return {}
         x, server = self.inputs.x, self.inputs.server
         local: State = of_each(
             lambda client, _: dict(self.algorithm.init_local(x, server, client).items()),

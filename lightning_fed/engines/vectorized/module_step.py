@@ -107,11 +107,9 @@ class ModuleStep:
             batch_idx: Its index in the local epoch.
             times: What the gradients are multiplied with [], from the loss on.
         """
-        whole = self._arguments(unflatten(leaves, spec), batch_idx)
 
         def loss_at(*at: Tensor) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
-            parameters = dict(zip(self._names, at, strict=True))
-            loss, values = self._loss(lambda: functional_call(self._call, parameters, whole))
+            loss, values = self._loss(leaves, spec, batch_idx, dict(zip(self._names, at, strict=True)))
             return loss, (loss.detach(), values)
 
         pulled: Any = vjp(loss_at, *point, has_aux=True)
@@ -140,9 +138,8 @@ class ModuleStep:
         self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         self.flat.point_to(point)
-        arguments = self._arguments(unflatten(leaves, spec), batch_idx)
         with torch.enable_grad():
-            return self._loss(lambda: self.module.training_step(*arguments))
+            return self._loss(leaves, spec, batch_idx)
 
     def unused(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> frozenset[int]:
         """Return the positions of parameters that the loss does not depend on, found out once a round for a shape."""
@@ -153,14 +150,18 @@ class ModuleStep:
             self._unused[key] = frozenset(i for i, g in enumerate(grads) if g is None)
         return self._unused[key]
 
-    def _arguments(self, batch: Any, batch_idx: int) -> tuple[Any, ...]:
-        return (batch, batch_idx) if self._takes_index else (batch,)
-
-    def _loss(self, call: Callable[[], Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of one client, and what it logs."""
+    def _loss(
+        self, leaves: Sequence[Tensor], spec: Any, batch_idx: int, parameters: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of one client, and what it logs; with the module's own parameters if none are given."""
+        batch = unflatten(leaves, spec)
+        arguments = (batch, batch_idx) if self._takes_index else (batch,)
         values = self._values = {}
         with self.trainer.precision_plugin.train_step_context():
-            output = call()
+            if parameters is None:
+                output = self.module.training_step(*arguments)
+            else:
+                output = functional_call(self._call, parameters, arguments)
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise FederatedError(

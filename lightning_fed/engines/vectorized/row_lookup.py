@@ -79,15 +79,15 @@ class RowLookup:
         self._ahead = _AHEAD // max(1, bytes_of_row(clients[0]))
         sources = list({id(b.tensors): b.tensors for b in clients}.values())
         self._whole: Sequence[Tensor] | None = None
-        self._starts = dict.fromkeys(map(id, sources), 0)  # where the rows of each source begin
+        self._starts = [0] * len(clients)  # where the rows of each begin
         if len(sources) == 1:
             self._whole = data.of(sources[0])
         elif sum(t.numel() * t.element_size() for tensors in sources for t in tensors) <= _JOINED:
             self._whole = [torch.cat(column).to(data.device) for column in zip(*sources, strict=True)]
-            start = 0
+            starts, start = dict[int, int](), 0
             for tensors in sources:
-                self._starts[id(tensors)] = start
-                start += len(tensors[0])
+                starts[id(tensors)], start = start, start + len(tensors[0])
+            self._starts = [starts[id(b.tensors)] for b in clients]
 
     def in_order(self, steps: Sequence[Sequence[tuple[int, Tensor]]]) -> Iterator[list[Tensor]]:
         """Yield the rows of one step after the other, [n * B, ...]; those of several are looked up at once.
@@ -104,8 +104,7 @@ class RowLookup:
         for step in steps:
             lengths.append(0)
             for client, rows in step:
-                start = self._starts[id(self._clients[client].tensors)]
-                places.append(rows + start if start else rows)
+                places.append(rows + self._starts[client] if self._starts[client] else rows)
                 lengths[-1] += rows.shape[0]
         rest = torch.cat(places).to(self._whole[0].device, non_blocking=True)
         waiting, count = list[int](), 0

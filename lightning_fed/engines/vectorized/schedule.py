@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -61,7 +60,8 @@ class Schedule:
         """
         sizes, full = [[1] * plan.participant.steps for plan in plans], 1  # as if all batches were full
         if self.batch_size is not None and self._is_staggered(plans, clip):
-            sizes, full = [batch_sizes(plan) for plan in plans], self.batch_size
+            full = self.batch_size
+            sizes = [batch_sizes(plan, full) for plan in plans]
         lengths = [own.count(full) for own in sizes]
         order = sorted(range(len(plans)), key=lengths.__getitem__, reverse=True)
         return order, list(staggered([sizes[i] for i in order], full))
@@ -185,7 +185,7 @@ def staggered(sizes: Sequence[Sequence[int]], full: int) -> Iterator[Turn]:
     """
     at = [0] * len(sizes)  # the next batch of each
     active = len(sizes)
-    are_alike = all(own == sizes[0] for own in sizes)
+    are_alike = sizes.count(sizes[0]) == len(sizes)
     while True:
         for client, own in enumerate(sizes[:active] if not are_alike else ()):
             while at[client] < len(own) and own[at[client]] < full:
@@ -199,11 +199,13 @@ def staggered(sizes: Sequence[Sequence[int]], full: int) -> Iterator[Turn]:
         at[:active] = [k + 1 for k in at[:active]]
 
 
-def batch_sizes(plan: WorkPlan) -> list[int]:
-    """Return the examples of each batch of a client."""
-    ends = [plan.batches.num_examples(k) for k in range(max(plan.epochs, default=0) + 1)]
-    sizes = [end - start for start, end in pairwise(ends) if end > start]
-    return [size for length in plan.epochs for size in sizes[:length]]
+def batch_sizes(plan: WorkPlan, full: int) -> list[int]:
+    """Return the examples of each batch of a client, given those of a full one."""
+    sizes = list[int]()
+    for length in plan.epochs:
+        whole, rest = divmod(plan.batches.num_examples(length), full)
+        sizes += [full] * whole + ([rest] if rest else [])
+    return sizes
 
 
 def _kept_of(kept: Sequence[Sequence[KeptAnchor]], turn: Turn) -> KeptAnchor | None:
