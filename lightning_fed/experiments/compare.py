@@ -1,4 +1,4 @@
-"""The command ``lightning-fed compare``: a metric against rounds, gradients and bytes, from the logs of any runs."""
+"""The command ``lightning-fed compare``: a metric against rounds and other costs, from the logs of any runs."""
 
 import csv
 import math
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = ["compare", "read_log"]
 
-_LABELS = {"rounds": "rounds", "gradients": "gradients computed", "bytes": "bytes sent, up and down"}
+_LABELS = {
+    "rounds": "rounds",
+    "gradients": "gradients computed",
+    "bytes": "bytes sent, up and down",
+    "simulated seconds": "simulated seconds",
+}
 
 
 def compare(args: Sequence[str]) -> None:
@@ -119,7 +124,7 @@ def _named(folders: Sequence[str]) -> dict[str, str]:
 def _table(runs: Mapping[str, Series], metric: Metric, target: float | None) -> tuple[list[str], list[list[str]]]:
     quantities = [Quantity(kind, kind, metric) for kind in ("final", "best")]
     if target is not None:
-        quantities += [Quantity(kind, kind, metric, target) for kind in COSTS]
+        quantities += [Quantity(kind, kind, metric, target) for kind in _measured(runs)]
     rows = []
     for name, series in runs.items():
         rounds = max(series[metric.name])
@@ -127,17 +132,23 @@ def _table(runs: Mapping[str, Series], metric: Metric, target: float | None) -> 
     return ["run", "rounds", *(quantity.label for quantity in quantities)], rows
 
 
+def _measured(runs: Mapping[str, Series]) -> list[str]:
+    """Return the costs that at least one run logged."""
+    return [kind for kind, tags in COSTS.items() if any(all(map(series.get, tags)) for series in runs.values())]
+
+
 def _value(quantity: Quantity, series: Series) -> str:
     try:
         value = quantity.of(series)
-    except FederatedError:  # gradients were not logged, or bytes
+    except FederatedError:  # it was not logged
         return "-"
     return "not reached" if quantity.is_cost and math.isinf(value) else shown(value)
 
 
 def _figure(runs: Mapping[str, Series], metric: Metric, target: float | None) -> "Figure":
-    figure, (panels,) = new_figure(1, len(COSTS))
-    for axes, kind in zip(panels, COSTS, strict=True):
+    measured = _measured(runs)
+    figure, (panels,) = new_figure(1, len(measured))
+    for axes, kind in zip(panels, measured, strict=True):
         for i, (name, series) in enumerate(runs.items()):
             curve = _finite(series[metric.name])
             try:
@@ -170,7 +181,7 @@ def _finite(curve: Curve) -> dict[int, float]:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="lightning-fed compare",
-        description="Put a metric against rounds, gradients computed and bytes, from the logs of any runs.",
+        description="Put a metric against rounds, gradients, bytes and simulated seconds, from the logs of any runs.",
         allow_abbrev=False,
     )
     parser.add_argument("runs", type=str, nargs="+", metavar="RUN", help="The folder of a TensorBoard or CSV log.")

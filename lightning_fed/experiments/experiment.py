@@ -93,7 +93,7 @@ class Figure:
         name: Its name, a part of the file's.
         kind: "curves" over the rounds, a "quantity" against an axis, or the "paths" of clients.
         y: The metrics, or quantities, that are drawn; several make panels.
-        x: "rounds", "gradients", "bytes", or the name of an axis.
+        x: What runs are measured by, one of :data:`COSTS`, or the name of an axis.
         lines: The axis whose labels are the lines.
         rows: The axis whose labels are the rows of panels, "metric" for :attr:`y`, None for one row.
         columns: The same for columns.

@@ -16,7 +16,7 @@ from typing import Any
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.experiments.grid import Cell, Grid
 from lightning_fed.experiments.overrides import Config
-from lightning_fed.experiments.quantities import COSTS, Curve, Metric, Quantity, Series
+from lightning_fed.experiments.quantities import COSTS, TOTALS, Curve, Metric, Quantity, Series
 from lightning_fed.experiments.records import Record, number_text
 from lightning_fed.experiments.results import Results
 
@@ -81,13 +81,14 @@ def thinned(
             kept[name] = {n: series[name][n] for n in own if n in rounds or n == own[-1]}
     kinds = {quantity.kind for quantity in quantities} | set(costs)
     rounds = {1}.union(*kept.values())
-    return kept | {
-        tag: _spent(series[tag], rounds) for kind in COSTS if kind in kinds for tag in COSTS[kind] if tag in series
-    }
+    tags = [tag for kind in COSTS if kind in kinds for tag in COSTS[kind] if tag in series]
+    return kept | {tag: _spent(series[tag], rounds, tag in TOTALS) for tag in tags}
 
 
-def _spent(values: Curve, rounds: Iterable[int]) -> dict[int, float]:
-    """Return the sum of values since the round before, for each of some rounds."""
+def _spent(values: Curve, rounds: Iterable[int], are_totals: bool) -> dict[int, float]:
+    """Return the sum of values since the round before, for each of some rounds; or totals as they are."""
+    if are_totals:
+        return {n: values[n] for n in sorted(rounds) if n in values}
     spent, start = {}, 0
     for end in sorted(rounds):
         spent[end] = sum(value for n, value in values.items() if start < n <= end)

@@ -11,7 +11,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.experiments.stability import climb, settled
 from lightning_fed.experiments.yaml_files import unknown
 
-__all__ = ["COSTS", "Curve", "Metric", "Quantity", "Series", "cost", "parse_quantity"]
+__all__ = ["COSTS", "TOTALS", "Curve", "Metric", "Quantity", "Series", "cost", "parse_quantity"]
 
 Curve: TypeAlias = Mapping[int, float]
 """The values of a tag by the number of completed rounds."""
@@ -23,15 +23,20 @@ COSTS = {
     "rounds": (),
     "gradients": ("round/gradients",),
     "bytes": ("comm/bytes_up", "comm/bytes_down"),
+    "simulated seconds": ("time/simulated",),
 }
-"""What a run can be measured by, with the tags that are added up over the rounds."""
+"""What a run can be measured by, with the tags that are added up over the rounds, but for :data:`TOTALS`."""
+
+TOTALS = frozenset({"time/simulated"})
+"""The tags that are logged as the sum over all rounds so far."""
 
 _TRAIN_LOSS = "population/train_loss"  # which says when a run has settled
 
 _GRAMMAR = re.compile(
     r"(?P<kind>final|best|mean|setbacks|settled)"
     r"|(?P<window>last|round|climb)\s+(?P<count>\d+)"
-    r"|(?P<cost>rounds|gradients|bytes)\s+to\s+(?P<target>[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)"
+    r"|(?P<cost>rounds|gradients|bytes|simulated seconds)\s+to\s+(?P<target>[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)"
+    r"(\s+over\s+(?P<over>\d+))?"
 )
 
 
@@ -72,16 +77,18 @@ class Quantity:
     Args:
         text: How it is written.
         kind: "final", "best", "mean", "last", "round" and "settled" of the metric; "setbacks", all its changes for the
-            worse, from each value to the next, added up; "climb", the largest one over a number of rounds; "rounds",
-            "gradients" and "bytes" until it reaches a target.
+            worse, from each value to the next, added up; "climb", the largest one over a number of rounds; one of
+            :data:`COSTS` until it reaches a target.
         metric: The metric.
         number: The target, how many of the last values are averaged, the round, or the rounds of a climb.
+        over: How many values in a row have a mean that reaches the target.
     """
 
     text: str
     kind: str
     metric: Metric
     number: float = 0.0
+    over: int = 1
 
     @property
     def is_cost(self) -> bool:
@@ -102,7 +109,8 @@ class Quantity:
     def label(self) -> str:
         """What to call it in figures and tables."""
         if self.is_cost:
-            return f"{self.kind} to {self.metric.label} {self.number:g}"
+            mean = f" (mean of {self.over})" if self.over > 1 else ""
+            return f"{self.kind} to {self.metric.label} {self.number:g}{mean}"
         named = {
             "last": f"last {self.number:g}",
             "round": f"round {self.number:g}",
@@ -130,7 +138,7 @@ class Quantity:
             )
         values = [_or(value, self.metric.worst) for value in curve.values()]
         if self.is_cost:
-            reached = next((n for n, v in zip(curve, values, strict=True) if self.metric.reaches(v, self.number)), None)
+            reached = self._reached(series)
             return math.inf if reached is None else cost(series, self.kind)[reached]
         if self.kind == "round":
             if int(self.number) not in curve:
@@ -171,8 +179,21 @@ class Quantity:
             best = max if self.metric.mode == "max" else min
             return kept | set(rounds and [best(rounds, key=lambda n: _or(curve[n], self.metric.worst))])
         if self.is_cost:
-            return kept | set([n for n in rounds if self.metric.reaches(curve[n], self.number)][:1])
+            reached = self._reached(series)
+            until = [n for n in rounds if reached is None or n <= reached]
+            # means need every value before; without them, the first one that reaches the target is enough
+            return kept | set(until if self.over > 1 else until[-1:])
         return kept
+
+    def _reached(self, series: Series) -> int | None:
+        """Return the first round in which the target is reached."""
+        curve = self.metric.of(series)
+        values = [_or(value, self.metric.worst) for value in curve.values()]
+        for end, n in enumerate(curve, start=1):
+            mean = sum(values[max(end - self.over, 0) : end]) / self.over
+            if end >= self.over and self.metric.reaches(mean, self.number):
+                return n
+        return None
 
     def _settled(self, series: Series) -> tuple[int, set[int]]:
         if not series.get(_TRAIN_LOSS):
@@ -190,7 +211,7 @@ def _or(value: float, instead: float) -> float:
 
 
 def cost(series: Series, kind: str) -> dict[int, float]:
-    """Return what a run took until the end of each round: its number, or the gradients or bytes up to there.
+    """Return what a run took until the end of each round: its number, or gradients, bytes or seconds up to there.
 
     Raises:
         FederatedError: If the run did not log it.
@@ -198,11 +219,14 @@ def cost(series: Series, kind: str) -> dict[int, float]:
     Example:
         >>> cost({"val_acc": {2: 0.5}, "round/gradients": {1: 10.0, 2: 30.0}}, "gradients")
         {1: 10.0, 2: 40.0}
+        >>> cost({"val_acc": {2: 0.5}, "time/simulated": {1: 3.0, 2: 9.0}}, "simulated seconds")
+        {1: 3.0, 2: 9.0}
     """
     tags = COSTS[kind]
     if missing := [tag for tag in tags if not series.get(tag)]:
         raise FederatedError(f"{' and '.join(missing)} were not logged, so the {kind} are not known.")
-    if tags and (first := min(n for tag in tags for n in series[tag])) > 1:
+    are_totals = TOTALS.issuperset(tags)
+    if not are_totals and (first := min(n for tag in tags for n in series[tag])) > 1:
         raise FederatedError(
             f"The log begins with round {first}, so the {kind} before are not known: it is that of a resumed run."
         )
@@ -211,7 +235,8 @@ def cost(series: Series, kind: str) -> dict[int, float]:
         return {n: float(n) for n in rounds}
     total, costs = 0.0, {}
     for n in rounds:
-        total += sum(series[tag].get(n, 0.0) for tag in tags)
+        spent = sum(series[tag].get(n, total if are_totals else 0.0) for tag in tags)
+        total = spent if are_totals else total + spent
         costs[n] = total
     return costs
 
@@ -236,8 +261,8 @@ def parse_quantity(where: str, text: object, metrics: Mapping[str, Metric]) -> Q
     if match is None or (rest and not rest[0].isspace()):
         raise FederatedError(
             f"{where}: {text!r} is no quantity. Write 'final', 'best', 'mean', 'settled', 'setbacks', 'climb N',"
-            " 'last N', 'round N', 'rounds to V', 'gradients to V' or 'bytes to V', and then the metric unless it is"
-            " the first."
+            " 'last N', 'round N', 'rounds to V', 'gradients to V', 'bytes to V' or 'simulated seconds to V', each of"
+            " these four with 'over N' or without, and then the metric unless it is the first."
         )
     name = rest.strip() or next(iter(metrics))
     if name not in metrics:
@@ -245,6 +270,7 @@ def parse_quantity(where: str, text: object, metrics: Mapping[str, Metric]) -> Q
     if match["kind"] == "settled" and _TRAIN_LOSS not in metrics:
         raise FederatedError(f"{where}: {text!r} needs {_TRAIN_LOSS} among the metrics, which says when a run settles.")
     number = float(match["target"] or match["count"] or 0)
-    if match["window"] and number < 1:
+    over = int(match["over"] or 1)
+    if (match["window"] and number < 1) or over < 1:
         raise FederatedError(f"{where}: {text!r} must count at least 1.")
-    return Quantity(str(text), match["kind"] or match["window"] or match["cost"], metrics[name], number)
+    return Quantity(str(text), match["kind"] or match["window"] or match["cost"], metrics[name], number, over)

@@ -9,6 +9,7 @@ from itertools import chain
 from lightning_fed.experiments.configuration import Configurations
 from lightning_fed.experiments.experiment import Experiment
 from lightning_fed.experiments.grid import Cell, Grid
+from lightning_fed.experiments.quantities import COSTS
 from lightning_fed.experiments.records import Record
 from lightning_fed.experiments.results import Results
 from lightning_fed.experiments.runner import Job, check_jobs, make_jobs, probe_jobs, run_jobs
@@ -117,5 +118,5 @@ def stopping_cleanly(jobs: Mapping[Cell, Job], store: Store, workers: TaskRunner
 
 def _costs(experiment: Experiment) -> set[str]:
     """Return what runs are measured by in an experiment, beside rounds."""
-    drawn = {figure.x for figure in experiment.figures if figure.x in ("gradients", "bytes")}
+    drawn = {figure.x for figure in experiment.figures if figure.x in COSTS}
     return {quantity.kind for quantity in experiment.quantities if quantity.is_cost} | drawn

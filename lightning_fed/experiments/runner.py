@@ -73,7 +73,7 @@ def probe_jobs(
     Args:
         jobs: The cells.
         metrics: The metrics that are asked for.
-        costs: What runs are measured by: "rounds", "gradients", "bytes".
+        costs: What runs are measured by, of :data:`COSTS`.
         workers: What runs the rounds.
         data_root: The folder of data sets, if not what the configurations say.
 

@@ -48,7 +48,20 @@ def test_a_run_without_gradients_is_shown_without_them() -> None:
     Path("old/metrics.csv").write_text("epoch,step,val_acc\n0,1,0.5\n1,2,0.9\n")
     main(["compare", "old", "--target", "0.8"])
     row = Path("compared/compare.csv").read_text().splitlines()[1]
-    assert row == "old,2,0.9,0.9,2,-,-"
+    assert row == "old,2,0.9,0.9,2"
+
+
+def test_a_run_with_a_clock_is_measured_by_it_and_one_without_is_not() -> None:
+    for folder, text in {
+        "timed": "step,val_acc,time/simulated\n1,0.5,3\n2,0.9,13\n",
+        "old": "step,val_acc\n1,0.9\n",
+    }.items():
+        Path(folder).mkdir()
+        (Path(folder) / "metrics.csv").write_text(text)
+    main(["compare", "timed", "old", "--target", "0.8"])
+    head, timed, old = csv.reader(Path("compared/compare.csv").read_text().splitlines())
+    assert head[4:] == ["rounds to val_acc 0.8", "simulated seconds to val_acc 0.8"]
+    assert (timed[4:], old[4:]) == (["2", "13"], ["1", "-"])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ METRICS = {LOSS: Metric(LOSS, "min", "loss"), "acc": Metric("acc", "max", "accur
 TEXTS = [
     "final", "best", "mean", "last 5", "last 1000", "rounds to 2.5", "gradients to 2.5", "bytes to 2.5", "final acc",
     "best acc", "last 3 acc", "rounds to 60 acc", "setbacks", "setbacks acc", "climb 10", "climb 3 acc",
-    "settled", "settled acc",
+    "settled", "settled acc", "simulated seconds to 2.5", "rounds to 2.5 over 3", "simulated seconds to 60 over 4 acc",
 ]  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def test_every_quantity_is_the_same_from_the_thinned_curves(
     series = {
         LOSS: {every * (i + 1): value for i, value in enumerate(values)},
         "acc": {every * (i + 1): value / 5 for i, value in enumerate(values)},
-        **{tag: {n: float(n) for n in range(1, every * len(values) + 1)} for tag in COSTS},
+        **{tag: {n: float(n) for n in range(1, every * len(values) + 1)} for tag in (*COSTS, "time/simulated")},
     }
     quantity = parse_quantity("", text, METRICS)
     small = thinned(series, METRICS, [quantity], is_drawn)

@@ -20,6 +20,7 @@ SERIES = {
     "round/gradients": dict.fromkeys(range(1, 7), 10.0),
     "comm/bytes_up": dict.fromkeys(range(1, 7), 1.0),
     "comm/bytes_down": dict.fromkeys(range(1, 7), 2.0),
+    "time/simulated": {n: float(n * n) for n in range(1, 7)},
 }
 LOSS = "population/train_loss"
 
@@ -46,6 +47,12 @@ LOSS = "population/train_loss"
         ("rounds to 1e0 val_loss", 6),
         ("gradients to 0.75", 40),
         ("bytes to 0.75", 12),
+        ("simulated seconds to 0.75", 16),
+        ("simulated seconds to 0.75 over 2", 36),
+        ("rounds to 0.65 over 2 val_acc", 4),
+        ("rounds to 0.6 over 3", 6),
+        ("rounds to 0.1 over 4", math.inf),  # there are three values
+        ("rounds to 2 over 2 val_loss", math.inf),
         ("climb 2", 0.1),
         ("climb 4", -0.2),
         ("climb 1", 0.0),  # no two values are one round apart
@@ -64,6 +71,8 @@ def test_a_quantity_is_the_number_it_says(text: str, value: float) -> None:
         ("rounds to", "no quantity"),
         ("rounds to many", "no quantity"),
         ("last 0", "at least 1"),
+        ("rounds to 1 over 0", "at least 1"),
+        ("final over 2", "'over 2'"),
         (3, "no quantity"),
         ("", "no quantity"),
     ],
@@ -115,6 +124,7 @@ def test_the_costs_of_a_resumed_run_are_not_those_of_its_last_part() -> None:
     with pytest.raises(FederatedError, match="begins with round 5, so the gradients before are not known"):
         cost({"val_acc": {5: 1.0}, "round/gradients": {5: 10.0, 6: 10.0}}, "gradients")
     assert cost({"val_acc": {5: 1.0}}, "rounds") == {5: 5.0}
+    assert cost({"val_acc": {6: 1.0}, "time/simulated": {5: 7.0}}, "simulated seconds") == {5: 7.0, 6: 7.0}  # a total
 
 
 def test_only_a_cost_is_above_what_it_was_measured_up_to() -> None:
