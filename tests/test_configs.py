@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedTrainer, algorithms
 from lightning_fed.cli import FederatedCLI
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import Digits
 from lightning_fed.models import MLPClassifier
 from tests.helpers.selection import few
@@ -133,6 +134,31 @@ def test_what_a_config_names_is_what_is_made(path: Path) -> None:
         assert optimizer.defaults["lr"] == named["init_args"]["lr"]
     for name in {"max_rounds", "clients_per_round", "local_epochs"} & set(config.get("trainer", {})):
         assert cli.config["trainer"][name] == config["trainer"][name]
+
+
+ALGORITHMS = sorted((CONFIGS / "algorithm").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    few(
+        [path for path in ALGORITHMS if path.stem != "fedbn"],
+        [p for p in ALGORITHMS if p.stem in ("pfedme", "scaffnew")],
+    ),
+    ids=lambda p: p.stem,
+)
+def test_every_method_trains_on_the_quickstart_as_it_is(path: Path) -> None:
+    cli = built(path)
+    cli.trainer.fit_loop.max_epochs = 3
+    cli.trainer.fit(cli.model, cli.datamodule)
+    assert cli.trainer.fit_loop.epoch_progress.current.completed == 3
+    assert torch.isfinite(cli.trainer.callback_metrics["val_loss"])
+
+
+def test_fedbn_says_that_the_quickstart_has_no_batch_norm() -> None:
+    cli = built(CONFIGS / "algorithm" / "fedbn.yaml")
+    with pytest.raises(FederatedError, match="BatchNorm layers .* MLPClassifier has none"):
+        cli.trainer.fit(cli.model, cli.datamodule)
 
 
 def test_a_logistic_regression_has_one_layer() -> None:

@@ -29,7 +29,7 @@ class PFedMe(Algorithm):
     run's ``weighting`` says otherwise.
 
     Args:
-        lam: :math:`\lambda`, positive.
+        lam: :math:`\lambda`, positive; :math:`\eta_l \lambda` must stay below 1. The paper has 15, and rates near 0.01.
         inner_steps: The steps of :math:`\theta_i` on every batch, each a local step: ``local_steps`` counts them.
         personal_rate: :math:`\eta_\theta / \eta_l`, positive: the directions of :math:`\theta_i` are multiplied by it.
 
