@@ -52,11 +52,9 @@ class Layout:
 
     def state_views(self, state: State) -> list[State]:
         """Return ``state`` once per shape, its vectors cut into views, everything else (0-dim, odd shapes) as it is."""
-        columns = {k: self.views(v) if v.shape == (self.numel,) else None for k, v in state.items()}
-        return [
-            {k: state[k] if column is None else column[i] for k, column in columns.items()}
-            for i in range(len(self.shapes))
-        ]
+        columns = [self.views(v) if v.shape == (self.numel,) else [v] * len(self.shapes) for v in state.values()]
+        rows = zip(*columns, strict=True) if columns else [()] * len(self.shapes)
+        return [dict(zip(state, row, strict=True)) for row in rows]
 
 
 class FlatParameters:

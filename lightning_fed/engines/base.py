@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -76,6 +75,7 @@ def per_parameter(whole: Step, layout: Layout) -> list[Step]:
     # what is read of the first parameter's part is read of all
     servers[0] = Watched(servers[0], whole.server.read)
     cohort_grads[0] = Watched(cohort_grads[0], whole.cohort_grad.read)
+    rates = layout.state_views({"lr": whole.lr}) if isinstance(whole.lr, Tensor) else [{"lr": whole.lr}] * len(servers)
     columns = zip(
         layout.views(whole.x),
         servers,
@@ -83,7 +83,7 @@ def per_parameter(whole: Step, layout: Layout) -> list[Step]:
         layout.state_views(whole.local),
         layout.state_views(whole.full_grad),
         cohort_grads,
-        layout.state_views({"lr": torch.as_tensor(whole.lr)}),
+        rates,
         strict=True,
     )
     return [
