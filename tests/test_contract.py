@@ -137,7 +137,7 @@ METHODS: dict[str, Method] = {
     "PFedMe": Method(PFedMe(2.0, 2), None, "never"),
     "LGFedAvg": Method(LGFedAvg(["body.*"])),
     "ScaffoldM": Method(ScaffoldM(0.7, gamma=0.9), None, "partial"),
-    "ScaffoldM paper": Method(ScaffoldM(0.7, gamma=0.1, gamma_mode="paper"), None, "partial"),
+    "ScaffoldM paper": Method(ScaffoldM(0.7, gamma=0.5, gamma_mode="paper"), None, "partial"),
     "FedSAM": Method(FedSAM(0.1), None, "never"),
     "MoFedSAM": Method(MoFedSAM(0.1, 0.7, eta_g=0.5), None, "never"),
     "MoFedSAM paper": Method(MoFedSAM(0.1, 0.7, 0.1, "paper", eps=0.01), None, "never"),
