@@ -147,14 +147,8 @@ class Inspection:
             return self._engine.gradient_at(point, batches, self.round, index)
 
     def training_loss(self, client_id: ClientId) -> float:
-        """Return a client's mean training loss f_i at the server model, in eval mode and without augmentation.
-
-        It leaves no trace, and is a function of (seed, round, client).
-        """
-        batches, index = self._client(client_id)
-        engine, x = self._engine, self.state.shown()
-        with self.showing_server_model():
-            return float(sum(engine.split.gather(engine.loss_at(x, batches, self.round, index)))) / batches.size
+        """Return :meth:`training_losses` of one client."""
+        return self.training_losses([client_id])[client_id]
 
     def hessian_vector(self, client_id: ClientId, point: Vector, vector: Vector) -> Vector:
         """Return the full-batch Hessian of a client's training loss at a point [P], times a vector [P].
@@ -230,11 +224,19 @@ class Inspection:
         return {client_id: found[client_id] for client_id in client_ids}
 
     def training_losses(self, client_ids: Sequence[ClientId]) -> dict[ClientId, float]:
-        """Return :meth:`training_loss` of several clients, by client; see :meth:`evaluate_clients`."""
+        """Return the mean training loss f_i of clients at the server model, in eval mode and without augmentation.
+
+        It leaves no trace, and is a function of (seed, round, client). Clients on sites: see :meth:`evaluate_clients`.
+        """
         if self.ask_sites is not None:
             asked = self.ask_sites("loss", 0, client_ids, False)
             return {client_id: found["loss"] for client_id, found in asked.items()}
-        return {client_id: self.training_loss(client_id) for client_id in client_ids}
+        engine, losses = self._engine, {}
+        with self.showing_server_model(), engine.losses_at(self.state.shown(), self.round) as loss_of:
+            for client_id in client_ids:
+                batches, index = self._client(client_id)
+                losses[client_id] = sum(engine.split.gather(loss_of(batches, index))) / batches.size
+        return losses
 
     def _check_vectors(self, owner: str, **vectors: Any) -> None:
         size = self.state.x.numel()

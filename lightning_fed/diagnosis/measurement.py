@@ -129,7 +129,7 @@ def measure(trainer: pl.Trainer, shares: Shares, hessian_clients: int, weighting
         rate=rate,
         is_plain=is_plain,
         server=f"{type(server).__name__}, rate {float(server.param_groups[0]['lr']):g}",
-        loss=sum(share * loop.training_loss(i) for i, share in shares.items()),
+        loss=sum(shares[i] * loss for i, loss in loop.training_losses(list(shares)).items()),
         gradient=spread.norm,
         G=_root(distances, shares, len(loop.population)),
         B=spread.B,

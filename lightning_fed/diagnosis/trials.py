@@ -119,7 +119,8 @@ class Trial(WeightedMeasure):
         return {i: weight / total for i, weight in weights.items()}
 
     def _loss(self, trainer: pl.Trainer) -> float:
-        return sum(share * trainer.fit_loop.training_loss(i) for i, share in self._shares(trainer).items())
+        shares = self._shares(trainer)
+        return sum(shares[i] * loss for i, loss in trainer.fit_loop.training_losses(list(shares)).items())
 
 
 def _scale(optimizer: Optimizer, factor: float) -> None:

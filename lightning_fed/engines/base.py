@@ -3,6 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -239,14 +240,21 @@ class Engine(ABC):
         stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
         return self.gradients.hessian_vector(point, vector, batches.full(stream), batches.size, self.optimizer.decay)
 
-    def loss_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> float:
-        """Return the sum of the loss over a client's examples at a point [P], in eval mode; of this process's part.
+    @contextmanager
+    def losses_at(self, point: Vector, round: int) -> Iterator[Callable[[ClientBatches, int], float]]:
+        """Give a function from a client's batches and index to the sum of the loss over its examples at a point [P].
 
-        What is random all the same draws from a stream of the client's own, and the global generators stay as they are.
+        The loss is that in eval mode, over this process's part of the examples. What is random all the same draws from
+        a stream of the client's own, and the global generators are as they were afterwards.
         """
-        seed = self.split.seed(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index))
-        stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
-        return float(self.gradients.loss(point, batches.unaugmented(stream), seed))
+        with self.gradients.losses(point) as loss_of:
+
+            def of_client(batches: ClientBatches, index: int) -> float:
+                seed = derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)
+                stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
+                return loss_of(batches.unaugmented(stream), self.split.seed(seed))
+
+            yield of_client
 
     def errors_of(self, plan: WorkPlan, round: int, what: str) -> NamesClient:
         """Put the client, the round and the local step in front of whatever goes wrong inside."""

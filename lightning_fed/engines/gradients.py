@@ -5,7 +5,7 @@ batches, full-batch gradients are the sums over all of them.
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,8 +80,11 @@ class GradientPass:
         self._logger: list[pl.loggers.Logger] = [DummyLogger()] if trainer.loggers else []
 
     @contextmanager
-    def silent(self) -> Iterator[None]:
-        """Hide loggers, metrics, buffers and gradients from what runs inside."""
+    def silent(self) -> Iterator[Callable[[], None]]:
+        """Hide loggers, metrics, buffers and gradients from what runs inside.
+
+        What it gives takes back what has run inside so far did to metrics and buffers.
+        """
         module, trainer = self.trainer.lightning_module, self.trainer
         loggers, trainer.loggers = trainer.loggers, self._logger
         grads = [p.grad for p in self.flat.params]
@@ -91,17 +94,22 @@ class GradientPass:
         attributes["log"] = attributes["log_dict"] = _no_log
         for parent, name, _, scratch in self._metrics:
             parent._modules[name] = scratch
-        try:
-            yield
-        finally:
-            for parent, name, metric, scratch in self._metrics:
-                parent._modules[name] = metric
+
+        def forget() -> None:
+            for _, _, _, scratch in self._metrics:
                 scratch.reset()
-            del attributes["log"], attributes["log_dict"]
-            attributes.update(logs)
             with torch.no_grad():
                 for (parent, name, buffer), kept in zip(self._buffers, buffers, strict=True):
                     parent._buffers[name] = buffer.copy_(kept)
+
+        try:
+            yield forget
+        finally:
+            for parent, name, metric, _ in self._metrics:
+                parent._modules[name] = metric
+            forget()
+            del attributes["log"], attributes["log_dict"]
+            attributes.update(logs)
             for p, grad in zip(self.flat.params, grads, strict=True):
                 p.grad = grad
             self.flat.restore()
@@ -218,32 +226,37 @@ class GradientPass:
                 ) from error
         return [p.grad for p in params]
 
-    @torch.no_grad()
-    def loss(self, point: Vector, batches: Iterable[tuple[Any, int]], seed: int) -> Tensor:
-        """Return the sum over examples of the loss at a point, in eval mode (0-dim, float64 where there is one).
+    @contextmanager
+    def losses(self, point: Vector) -> Iterator[Callable[[Iterable[tuple[Any, int]], int], float]]:
+        """Give a function that returns the sum over a client's examples of the loss at a point [P], in eval mode.
 
-        Where processes split batches, it is the sum over this one's examples.
-
-        Args:
-            point: The parameters [P].
-            batches: (batch, examples in it) pairs that visit every example once.
-            seed: Of what is random in eval mode too; the global generators are left as they were.
+        It is added up in float64 where the device has it; where processes split batches, over this one's examples.
+        The function takes the client's (batch, examples in it) pairs, which visit every example once, and the seed of
+        what is random in eval mode too; the global generators are as they were afterwards.
         """
-        module = self.trainer.lightning_module
-        total = torch.zeros((), dtype=accumulation_dtype(point.device), device=point.device)
+        module, dtype = self.trainer.lightning_module, accumulation_dtype(point.device)
         modes = [(m, m.training) for m in module.modules()]
-        with self.silent(), preserved_random_state(point.device):
-            seed_global(seed, point.device)
+        with self.silent() as forget, preserved_random_state(point.device):
             module.eval()
             self.flat.point_to(self.flat.cut(point))
+
+            @torch.no_grad()
+            def loss_of(batches: Iterable[tuple[Any, int]], seed: int) -> float:
+                seed_global(seed, point.device)
+                total = torch.zeros((), dtype=dtype, device=point.device)
+                try:
+                    for i, (batch, own) in enumerate(self._parts(batches)):
+                        loss = self._forward(prepare_batch(self.trainer, batch), i) if own else None
+                        if loss is not None:
+                            total += loss.detach() * own
+                finally:
+                    forget()
+                return float(total)
+
             try:
-                for i, (batch, own) in enumerate(self._parts(batches)):
-                    loss = self._forward(prepare_batch(self.trainer, batch), i) if own else None
-                    if loss is not None:
-                        total += loss.detach() * own
+                yield loss_of
             finally:
                 _set_modes(modes)
-        return total
 
 
 def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:

@@ -187,21 +187,22 @@ class ClientWork:
         """Yield one reply for all clients, whose losses are added up."""
         engine, total, examples = self.engine, 0.0, 0
         failed: dict[int, ClientError] = {}
-        for index in clients:
-            self.trainer._signal_connector.check()
-            client_id = self.plans.population.ids[index]
-            try:
-                with NamesClient(client_id, task.round, "the population's loss", lambda: None):
-                    batches = self.trainer.datamodule.client_batches(client_id)
-                    loss = engine.loss_at(task.x, batches, task.round, index)
-                    if not math.isfinite(loss):
-                        raise ClientError(f"its loss is {loss:g}. Lower the rates, or look at its data.")
-            except ClientError as error:
-                stop_at(error, self.settings.drops_failed)
-                failed[index] = error
-                continue
-            total += loss
-            examples += batches.size
+        with engine.losses_at(task.x, task.round) as loss_of:
+            for index in clients:
+                self.trainer._signal_connector.check()
+                client_id = self.plans.population.ids[index]
+                try:
+                    with NamesClient(client_id, task.round, "the population's loss", lambda: None):
+                        batches = self.trainer.datamodule.client_batches(client_id)
+                        loss = loss_of(batches, index)
+                        if not math.isfinite(loss):
+                            raise ClientError(f"its loss is {loss:g}. Lower the rates, or look at its data.")
+                except ClientError as error:
+                    stop_at(error, self.settings.drops_failed)
+                    failed[index] = error
+                    continue
+                total += loss
+                examples += batches.size
         total = sum(engine.split.gather(total))
         yield self._reply(task, clients, loss=total, loss_examples=examples, failed=failed)
 

@@ -200,7 +200,8 @@ class ClientsOutsideFit:
             return ClientEvaluation(engine).of_client(x, buffers, client_id, index, what, steps, task.round)
         engine.buffers.write(buffers)
         batches = self.trainer.datamodule.client_batches(client_id)
-        return {"loss": float(engine.loss_at(x, batches, task.round, index)) / batches.size}
+        with engine.losses_at(x, task.round) as loss_of:
+            return {"loss": loss_of(batches, index) / batches.size}
 
     def _begin(self, task: Task, clients: Sequence[int], plateaus: Sequence[Mapping[str, Any]]) -> None:
         if task.round != self._round:

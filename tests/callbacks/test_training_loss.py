@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics import SumMetric
 
-from lightning_fed import FederatedError
+from lightning_fed import FederatedCallback, FederatedError
 from lightning_fed.callbacks import TrainingLoss
 from tests.helpers.training import Net, clients, data, seeded, trainer
 
@@ -15,6 +16,30 @@ from tests.helpers.training import Net, clients, data, seeded, trainer
 class WithDropout(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(F.dropout(x, 0.5, self.training))
+
+
+class Remembers(Net):
+    """Adds to the loss what its buffer and its metric have counted, and draws random numbers in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.steps = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count += 1
+        self.steps.update(1.0)
+        return super().training_step(batch, batch_idx) + self.count + self.steps.compute() + torch.rand(())
+
+
+class LossesInTwoOrders(FederatedCallback):
+    """Measures all clients at once, in two orders, and each by itself."""
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        loop, ids = trainer.fit_loop, [0, 1, 2]
+        self.all = loop.training_losses(ids)
+        self.backwards = loop.training_losses(ids[::-1])
+        self.alone = {i: loop.training_loss(i) for i in ids}
 
 
 def losses(model: nn.Module, datasets: Any) -> list[float]:
@@ -35,6 +60,14 @@ def test_it_is_the_weighted_mean_of_the_clients_losses_in_eval_mode(weighting: A
     weights = sizes if weighting == "examples" else (1, 1, 1)
     expected = sum(w * v for w, v in zip(weights, f, strict=True)) / sum(weights)
     assert float(run.callback_metrics["population/train_loss"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_clients_loss_is_the_same_whoever_is_measured_before_it() -> None:
+    seen = LossesInTwoOrders()
+    run = trainer(callbacks=[seen], max_rounds=1)
+    run.fit(Remembers(), data((3, 11, 30)))
+    assert len(set(seen.all.values())) == 3
+    assert seen.all == seen.backwards == seen.alone
 
 
 def test_only_the_clients_asked_for_are_measured_and_only_in_the_rounds_asked_for() -> None:
