@@ -24,7 +24,7 @@ from lightning_fed.server.compression import Compressor
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.sampling import Sampler
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
-from lightning_fed.settings import MAX_FAILED_SHARE, MAX_UPDATE_RATIO, make_settings
+from lightning_fed.settings_checks import MAX_FAILED_SHARE, MAX_UPDATE_RATIO, make_settings
 from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import WithinClientStrategy, adopt
 from lightning_fed.strategies.launcher import adopt_launcher
