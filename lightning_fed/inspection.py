@@ -17,7 +17,7 @@ from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches import ClientBatches
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.evaluation.client_evaluation import ClientEvaluation, own_model
+from lightning_fed.evaluation.client_evaluation import ClientEvaluation, mean_loss, own_model
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.round import Rounds
 from lightning_fed.rounds.server_round import ServerRound
@@ -147,8 +147,15 @@ class Inspection:
             return self._engine.gradient_at(point, batches, self.round, index)
 
     def training_loss(self, client_id: ClientId) -> float:
-        """Return :meth:`training_losses` of one client."""
-        return self.training_losses([client_id])[client_id]
+        """Return :meth:`training_losses` of one client.
+
+        Raises:
+            FederatedError: If it has no examples, or is on a site that does not answer.
+        """
+        losses = self.training_losses([client_id])
+        if client_id not in losses:
+            raise FederatedError(f"The site of client {client_id!r} has not answered, and its loss is unknown.")
+        return losses[client_id]
 
     def hessian_vector(self, client_id: ClientId, point: Vector, vector: Vector) -> Vector:
         """Return the full-batch Hessian of a client's training loss at a point [P], times a vector [P].
@@ -227,6 +234,9 @@ class Inspection:
         """Return the mean training loss f_i of clients at the server model, in eval mode and without augmentation.
 
         It leaves no trace, and is a function of (seed, round, client). Clients on sites: see :meth:`evaluate_clients`.
+
+        Raises:
+            FederatedError: If a client has no examples.
         """
         if self.ask_sites is not None:
             asked = self.ask_sites("loss", 0, client_ids, False)
@@ -235,7 +245,8 @@ class Inspection:
         with self.showing_server_model(), engine.losses_at(self.state.shown(), self.round) as loss_of:
             for client_id in client_ids:
                 batches, index = self._client(client_id)
-                losses[client_id] = sum(engine.split.gather(loss_of(batches, index))) / batches.size
+                total = sum(engine.split.gather(loss_of(batches, index)))
+                losses[client_id] = mean_loss(client_id, total, batches.size)
         return losses
 
     def _check_vectors(self, owner: str, **vectors: Any) -> None:

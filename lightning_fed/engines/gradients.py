@@ -237,12 +237,12 @@ class GradientPass:
         module, dtype = self.trainer.lightning_module, accumulation_dtype(point.device)
         modes = [(m, m.training) for m in module.modules()]
         with self.silent() as forget, preserved_random_state(point.device):
-            module.eval()
             self.flat.point_to(self.flat.cut(point))
 
             @torch.no_grad()
             def loss_of(batches: Iterable[tuple[Any, int]], seed: int) -> float:
                 seed_global(seed, point.device)
+                module.eval()  # the last client's training_step may have changed that
                 total = torch.zeros((), dtype=dtype, device=point.device)
                 try:
                     for i, (batch, own) in enumerate(self._parts(batches)):

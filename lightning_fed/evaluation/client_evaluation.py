@@ -24,7 +24,7 @@ from lightning_fed.engines.logged import EvaluationResults
 from lightning_fed.server.client_state import PERSONAL, ClientState, method_part
 from lightning_fed.strategies.processes import metrics_alone
 
-__all__ = ["ClientEvaluation", "own_model", "validation_batches"]
+__all__ = ["ClientEvaluation", "mean_loss", "own_model", "validation_batches"]
 
 
 def validation_batches(data: FederatedDataModule, client_id: ClientId) -> ClientBatches:
@@ -58,6 +58,17 @@ def own_model(algorithm: Algorithm, x: Vector, server: State, client: ClientStat
     """
     shared = algorithm.evaluate_client_at(x, server, method_part(client.own))
     return torch.cat([shared, client.own.get(PERSONAL, x[:0])])
+
+
+def mean_loss(client_id: ClientId, total: float, examples: int) -> float:
+    """Return a client's mean training loss, given the sum over its examples.
+
+    Raises:
+        FederatedError: If it has none.
+    """
+    if not examples:
+        raise FederatedError(f"Client {client_id!r} has no training examples, and so no training loss. Leave it out.")
+    return total / examples
 
 
 class ClientEvaluation:

@@ -11,7 +11,7 @@ from lightning_fed.checks import check_module, check_trainer
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.engines.batch_hooks import time_by_rounds
-from lightning_fed.evaluation.client_evaluation import ClientEvaluation, own_model
+from lightning_fed.evaluation.client_evaluation import ClientEvaluation, mean_loss, own_model
 from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepare_module
 from lightning_fed.rounds.local_plans import population_of
 from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
@@ -201,7 +201,7 @@ class ClientsOutsideFit:
         engine.buffers.write(buffers)
         batches = self.trainer.datamodule.client_batches(client_id)
         with engine.losses_at(x, task.round) as loss_of:
-            return {"loss": loss_of(batches, index) / batches.size}
+            return {"loss": mean_loss(client_id, loss_of(batches, index), batches.size)}
 
     def _begin(self, task: Task, clients: Sequence[int], plateaus: Sequence[Mapping[str, Any]]) -> None:
         if task.round != self._round:

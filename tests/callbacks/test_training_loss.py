@@ -19,7 +19,7 @@ class WithDropout(Net):
 
 
 class Remembers(Net):
-    """Adds to the loss what its buffer and its metric have counted, and draws random numbers in eval mode too."""
+    """Adds to the loss its mode and what its buffer and its metric have counted, and draws in eval mode, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,9 +27,11 @@ class Remembers(Net):
         self.steps = SumMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) + float(self.training)
         self.count += 1
         self.steps.update(1.0)
-        return super().training_step(batch, batch_idx) + self.count + self.steps.compute() + torch.rand(())
+        self.train()
+        return loss + self.count + self.steps.compute() + torch.rand(())
 
 
 class LossesInTwoOrders(FederatedCallback):
@@ -68,6 +70,31 @@ def test_a_clients_loss_is_the_same_whoever_is_measured_before_it() -> None:
     run.fit(Remembers(), data((3, 11, 30)))
     assert len(set(seen.all.values())) == 3
     assert seen.all == seen.backwards == seen.alone
+
+
+class LossOfOne(FederatedCallback):
+    """Measures one client, which is on a site that says what it is given."""
+
+    def __init__(self, answers: dict[int, Any] | None = None) -> None:
+        self.answers = answers
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        if self.answers is not None:
+            trainer.fit_loop.ask_sites = lambda *_: self.answers
+        self.loss = trainer.fit_loop.training_loss(0)
+
+
+def test_a_client_without_examples_has_no_loss_and_is_named() -> None:
+    with pytest.raises(FederatedError, match="Client 0 has no training examples"):
+        trainer(callbacks=[LossOfOne()], max_rounds=1, clients_per_round=2).fit(seeded(), data((0, 11, 30)))
+
+
+def test_a_client_whose_site_does_not_answer_is_named() -> None:
+    answered, silent = LossOfOne({0: {"loss": 2.0}}), LossOfOne({})
+    trainer(callbacks=[answered], max_rounds=1).fit(seeded(), data())
+    assert answered.loss == 2.0
+    with pytest.raises(FederatedError, match="site of client 0 has not answered"):
+        trainer(callbacks=[silent], max_rounds=1).fit(seeded(), data())
 
 
 def test_only_the_clients_asked_for_are_measured_and_only_in_the_rounds_asked_for() -> None:
