@@ -13,7 +13,9 @@ from tqdm import tqdm
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup, or as a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# All forks share the lock of progress bars: who is killed while it writes one would let the others wait for ever.
+# Forks share tqdm's own lock: who is killed while it draws a bar would let the others wait for ever. The lock is set
+# before any bar is drawn, as a subclass, such as Lightning's, otherwise gets one that no setting here reaches.
+tqdm.set_lock(threading.RLock())
 os.register_at_fork(after_in_child=lambda: tqdm.set_lock(threading.RLock()))
 
 
