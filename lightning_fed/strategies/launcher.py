@@ -3,6 +3,7 @@
 import copy
 import multiprocessing
 import pickle
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from lightning_fed._compat import TrainerFn, _MultiProcessingLauncher, rank_zero_info
+from lightning_fed._compat import Tqdm, TrainerFn, _MultiProcessingLauncher, rank_zero_info
 from lightning_fed._lightning import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.stopping import OtherProcessError
@@ -54,12 +55,8 @@ class RoundLauncher(_MultiProcessingLauncher):
 
     def _in_child(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the function, and let the parent have the exception that ends it."""
-        if self._start_method == "fork" and torch.get_num_threads() > 1:
-            torch.set_num_threads(1)
-            rank_zero_info(
-                "Forked processes compute on one thread each. Start more of them to use more cores, or run a script"
-                " with strategy='clients'."
-            )
+        if self._start_method == "fork":
+            _settle_in_fork()
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -92,6 +89,20 @@ def adopt_launcher(trainer: pl.Trainer) -> None:
     launcher = trainer.strategy.launcher
     if type(launcher) is _MultiProcessingLauncher:
         launcher.__class__ = RoundLauncher
+
+
+def _settle_in_fork() -> None:
+    """Compute on one thread, and let go of the lock of progress bars that forks share with their parent.
+
+    A process that is killed while it draws a bar would keep that lock, and the parent's next bar would wait for ever.
+    """
+    Tqdm.set_lock(threading.RLock())
+    if torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+        rank_zero_info(
+            "Forked processes compute on one thread each. Start more of them to use more cores, or run a script"
+            " with strategy='clients'."
+        )
 
 
 def _can_travel(error: Exception) -> bool:

@@ -1,6 +1,8 @@
 """Processes that are started from within Python, and what the parent knows of them afterwards."""
 
 import multiprocessing
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,11 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.trainer.connectors import accelerator_connector
-from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from tqdm.std import TqdmDefaultWriteLock
 
 from lightning_fed import FederatedCallback, FederatedError
+from lightning_fed._compat import Tqdm
 from lightning_fed.stopping import Failure, OtherProcessError
 from lightning_fed.strategies.launcher import RoundLauncher
 from tests.helpers.training import data, seeded, trainer
@@ -44,6 +48,15 @@ class Threads(FederatedCallback):
 
     def on_round_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         (self.folder / f"{trainer.global_rank}").write_text(str(torch.get_num_threads()))
+
+
+class DiesAtItsBar(FederatedCallback):
+    """Kills the first process while it holds the lock of progress bars, as it does when it draws one."""
+
+    def on_round_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_rank == 0:
+            with Tqdm.get_lock():
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_ends_a_child_is_raised_as_itself_with_its_trace() -> None:
@@ -95,6 +108,15 @@ def test_forked_processes_compute_on_one_thread(tmp_path: Path, monkeypatch: pyt
     finally:
         torch.set_num_threads(before)
     assert [file.read_text() for file in sorted(tmp_path.iterdir())] == ["1", "1"]
+
+
+def test_a_fork_that_is_killed_at_its_bar_leaves_the_parent_its_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = TqdmDefaultWriteLock()
+    monkeypatch.setattr(Tqdm, "_lock", lock, raising=False)  # as outside the tests, which give forks their own
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        trainer(strategy="clients_fork", callbacks=DiesAtItsBar(), **TWO).fit(seeded(), data())
+    assert all(each.acquire(timeout=5) for each in lock.locks)
+    lock.release()
 
 
 @pytest.mark.parametrize(("strategy", "instead"), [("clients", "clients_fork"), ("ddp", "ddp_notebook")])
