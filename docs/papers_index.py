@@ -87,8 +87,10 @@ def _row(row: dict[str, str], pages: dict[str, Page]) -> str:
     if name in pages:
         page = pages[name]
         told = ", ".join(f"{page.counts[kind]} {kind}" for kind in KINDS.values() if page.counts[kind])
-        rest = f"; without {row['without']}: `lightning-fed reproduce {name} --data-root DATA`" if "without" in row else ""
-        return f"| {row['item']} | [{name}]({name}.md){rest} | {page.scale} | {told} |"
+        result = f"[{name}]({name}.md)"
+        if "without" in row:
+            result += f"; without {row['without']}: `lightning-fed reproduce {name} --data-root DATA`"
+        return f"| {row['item']} | {result} | {page.scale} | {told} |"
     if name is None:
         return f"| {row['item']} | {row['why']} | - | - |"
     why = row.get("why", "not run at this version yet")

@@ -166,7 +166,7 @@ def means(results: Results) -> list[str]:
     if not records:
         return ["No cell is finished."]
     seeds = results.grid.seeds
-    drawn = f"{seeds} seed{'s' * (seeds > 1)}" if results.grid.experiment.is_random else "one run of each, as no seed changes it"
+    drawn = f"{seeds} seed{'s' * (seeds > 1)}" if results.grid.experiment.is_random else "nothing depends on a seed"
     return [f"{len(records)} cells, {_took(records)}; {drawn}.", *_made_with(records)]
 
 

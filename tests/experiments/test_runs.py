@@ -271,12 +271,12 @@ def test_cells_recorded_without_cpu_time_count_with_their_wall_time(write: Write
         return means(results)[0]
 
     new, old = {"seconds": 100.4, "cpu_seconds": 7.2}, {"seconds": 130.4}
-    assert means_with([new, new]) == "2 cells, 14 seconds of CPU time in all; one run of each, as no seed changes it."
+    assert means_with([new, new]) == "2 cells, 14 seconds of CPU time in all; nothing depends on a seed."
     assert (
         means_with([new, old])
-        == "2 cells, 7 seconds of CPU time, and 130 seconds of wall time for 1 of them; one run of each, as no seed changes it."
+        == "2 cells, 7 seconds of CPU time, and 130 seconds of wall time for 1 of them; nothing depends on a seed."
     )
-    assert means_with([old, old]) == "2 cells, 261 seconds of wall time in all; one run of each, as no seed changes it."
+    assert means_with([old, old]) == "2 cells, 261 seconds of wall time in all; nothing depends on a seed."
 
 
 def fork(patch: pytest.MonkeyPatch) -> None:
