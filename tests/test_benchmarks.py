@@ -375,6 +375,7 @@ def test_reach_says_which_targets_are_missed(scripts):
     assert script._missed([enters | {"algorithm": "Mime"}], total) == ["room_lines: 8001, at most 8000"]
 
 
+@pytest.mark.thorough
 def test_engines_differ_by_rounding_alone(scripts, capsys):
     script = scripts("rounding")
     assert script.main(["--runs", "1", "--seed", "17", "--json"]) == 0

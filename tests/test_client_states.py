@@ -277,6 +277,7 @@ def test_a_save_within_a_round_leaves_what_is_being_written(
     assert same(fit(max_rounds=5, load=second), alone)
 
 
+@pytest.mark.thorough
 def test_a_run_killed_again_and_again_ends_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiskClientStore, "segment_bytes", 5000)  # about eight states: segments come and go
     kept, rounds, stream, deaths = tmp_path / "kept", 14, random.Random(0), 0

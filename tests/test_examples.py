@@ -53,6 +53,7 @@ def test_two_rounds(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert re.search(r"^  rounds +2$", capsys.readouterr().out, re.MULTILINE)
 
 
+@pytest.mark.thorough
 def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
@@ -106,9 +107,8 @@ def torchrun(*words: str) -> str:
     return Path("stream-1").read_text()
 
 
-@pytest.mark.parametrize(
-    "launch", [pytest.param(run, marks=pytest.mark.thorough, id="lightning"), pytest.param(torchrun, id="torchrun")]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("launch", [pytest.param(run, id="lightning"), torchrun])
 def test_two_processes_share_a_run(launch: Callable[..., str]) -> None:
     shown = launch(str(STARTED_SEVERAL_TIMES), "--max-rounds", "2", "--devices", "2")
     assert re.search(r"^val_acc 0\.\d+ after 2 rounds in 2 processes$", shown, flags=re.M)

@@ -433,7 +433,7 @@ class Sizes(Dataset):
         return torch.zeros(3, 4 + index), index
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_examples_of_different_sizes_are_named_with_the_remedy(num_workers):
     options = BatchSettings(batch_size=2, num_workers=num_workers)
     remedy = r"Examples of Sizes do not make a batch.*\[3, 4\].*transform.*image_transform.*collate_fn"

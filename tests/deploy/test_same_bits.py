@@ -23,6 +23,7 @@ from lightning_fed.server import (
 )
 from tests.deploy.site_models import Net, model
 from tests.deploy.wire import METHODS, Wire, make_data, make_trainer, parameters, simulated
+from tests.helpers.selection import covering
 
 
 def logged_by(trainer: FederatedTrainer) -> dict[str, float]:
@@ -48,8 +49,7 @@ def assert_same_run(make: Any, folder: Path, make_model: Any = model) -> None:
     assert (state.bytes_up, state.bytes_down) == (other.bytes_up, other.bytes_down)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true"])
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize(("method", "precision"), covering(list(METHODS), ["32-true", "64-true"]))
 def test_five_rounds_over_sites_have_the_bits_of_the_simulation(method: str, precision: Any, tmp_path: Path) -> None:
     assert_same_run(partial(make_trainer, method, precision=precision), tmp_path)
 

@@ -101,6 +101,7 @@ def causes(report: dict[str, Any]) -> dict[str, str]:
     return {verdict["cause"]: verdict["evidence"] for verdict in reversed(report["verdicts"])}
 
 
+@pytest.mark.thorough
 def test_options_of_fit_go_on_top_of_the_configuration() -> None:
     options = ["--model.lr=0.02", "--trainer.local_steps", "3", "--trainer.max_steps", "-1", "--seed_everything", "5"]
     written = diagnose(model={"init_args": {"lr": 0.02}}, trainer__local_steps=3, seed_everything=5)
@@ -148,6 +149,7 @@ def test_a_step_size_at_which_training_diverges_is_named() -> None:
     assert {"the step size is too large", "no step size helps"} & causes(report).keys()
 
 
+@pytest.mark.thorough
 def test_the_first_round_of_scaffold_is_not_held_against_its_step_size() -> None:
     quadratics = {
         "model": {"class_path": "lightning_fed.models.Quadratic", "init_args": {"lr": 0.1}},
@@ -198,6 +200,7 @@ def test_a_loss_that_trains_nothing_is_a_fault(model: str, told: str) -> None:
     assert told in verdict["text"]
 
 
+@pytest.mark.thorough
 def test_it_starts_at_a_checkpoint_of_a_finished_run() -> None:
     path = Path("config.yaml")
     path.write_text(yaml.safe_dump(overlay(BASE, {"trainer.max_rounds": 3, "trainer.algorithm": "Scaffold"})))
@@ -236,6 +239,7 @@ def test_a_server_that_steps_alone_is_tried_at_its_own_rates() -> None:
     assert report["check"]["outcome"] == "agrees"
 
 
+@pytest.mark.thorough
 def test_what_only_watches_is_left_out_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     watchers = [{"class_path": "ModelCheckpoint"}, {"class_path": "EarlyStopping", "init_args": {"monitor": "val_acc"}}]
     diagnose(trainer__callbacks=watchers, trainer__check_val_every_n_epoch=1)

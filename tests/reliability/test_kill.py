@@ -147,7 +147,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", few(RUNS, ["link", "states on disk"]))
+@pytest.mark.parametrize("name", few(RUNS, ["link"]))
 def test_a_run_struck_again_and_again_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     options = RUNS[name]
     digits()  # before the processes part

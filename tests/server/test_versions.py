@@ -29,6 +29,7 @@ def versions(folder: StoreFolder) -> int:
     return len(list(folder.path.glob("*.json")))
 
 
+@pytest.mark.thorough
 def test_what_is_read_for_a_checkpoint_does_not_grow_with_those_kept(
     folder: StoreFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
