@@ -6,8 +6,7 @@ from typing import Literal
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import check_count
-from lightning_fed.core.base_optimizers import choice, number
+from lightning_fed.core.arguments import check_count, choice, number
 from lightning_fed.core.rounds import Run, Step, Update
 from lightning_fed.core.types import State, Vector
 

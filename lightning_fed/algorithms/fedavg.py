@@ -3,7 +3,7 @@
 from typing import Literal
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.base_optimizers import choice
+from lightning_fed.core.arguments import choice
 from lightning_fed.core.rounds import Run, Update
 from lightning_fed.core.types import Vector
 

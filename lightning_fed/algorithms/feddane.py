@@ -5,7 +5,7 @@ from typing import Literal
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.base_optimizers import choice, number
+from lightning_fed.core.arguments import choice, number
 from lightning_fed.core.rounds import Step
 
 __all__ = ["FedDane"]

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.base_optimizers import choice, number
+from lightning_fed.core.arguments import choice, number
 from lightning_fed.core.rounds import Cohort, Run, Update
 from lightning_fed.core.types import State, Vector
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.algorithms.fedcm import FedCM
-from lightning_fed.core.base_optimizers import number
+from lightning_fed.core.arguments import number
 from lightning_fed.core.rounds import Step
 from lightning_fed.core.types import Vector
 

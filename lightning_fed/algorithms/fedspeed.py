@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.algorithms.fedsam import unit
-from lightning_fed.core.base_optimizers import choice, number
+from lightning_fed.core.arguments import choice, number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State, Vector

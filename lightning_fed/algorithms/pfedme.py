@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import check_count
-from lightning_fed.core.base_optimizers import number
+from lightning_fed.core.arguments import check_count, number
 from lightning_fed.core.rounds import Run, Step, Update
 from lightning_fed.core.types import State, Vector
 

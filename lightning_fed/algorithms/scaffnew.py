@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.base_optimizers import number
+from lightning_fed.core.arguments import number
 from lightning_fed.core.rounds import Run, Step, Update
 from lightning_fed.core.types import State, Vector
 

@@ -19,8 +19,10 @@ __all__ = [
     "check_patterns",
     "check_seed",
     "check_texts",
+    "choice",
     "finite",
     "kind_of",
+    "number",
 ]
 
 Choice = TypeVar("Choice")
@@ -38,10 +40,10 @@ def finite(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
-        number = float(value)
+        found = float(value)
     except OverflowError:
         return math.nan
-    return number if math.isfinite(number) else math.nan
+    return found if math.isfinite(found) else math.nan
 
 
 def kind_of(value: object) -> str:
@@ -84,12 +86,12 @@ def check_number(owner: str, name: str, value: Any, least: float = -math.inf, po
     Raises:
         FederatedError: If it is not; the message names ``owner``, argument and value.
     """
-    number = finite(value)
-    if math.isnan(number) or number < least or (positive and number <= 0):
+    found = finite(value)
+    if math.isnan(found) or found < least or (positive and found <= 0):
         bound = "" if math.isinf(least) else f" of at least {least:g}"
         kind = "positive finite" if positive else "finite"
         raise FederatedError(f"{owner}({name}={_short(value)}): {name} must be a {kind} number{bound}.")
-    return number
+    return found
 
 
 def check_numbers(owner: str, name: str, value: Any) -> list[float]:
@@ -100,7 +102,7 @@ def check_numbers(owner: str, name: str, value: Any) -> list[float]:
     """
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise FederatedError(f"{owner}({name}={_short(value)}): {name} must be a list of finite numbers.")
-    return [check_number(owner, name, number) for number in value]
+    return [check_number(owner, name, entry) for entry in value]
 
 
 def check_fraction(owner: str, name: str, value: Any) -> float:
@@ -121,9 +123,9 @@ def check_one_of(owner: str, name: str, value: Any, allowed: Sequence[Choice]) -
     Raises:
         FederatedError: If it is not; the message names ``owner``, argument, value and what is allowed.
     """
-    for choice in allowed:
-        if type(value) is type(choice) and value == choice:  # 1 is not True
-            return choice
+    for one in allowed:
+        if type(value) is type(one) and value == one:  # 1 is not True
+            return one
     raise FederatedError(f"{owner}({name}={_short(value)}): {name} must be {' or '.join(map(repr, allowed))}.")
 
 
@@ -172,6 +174,48 @@ def check_patterns(owner: str, personal: Any, least: int = 0) -> tuple[str, ...]
             " them, such as ['head.*']."
         )
     return tuple(personal)
+
+
+def number(owner: object, name: str, value: object, interval: str) -> float:
+    """Return a hyper-parameter as a float, or say by name what is wrong with it.
+
+    Args:
+        owner: The object whose argument it is.
+        name: The argument.
+        value: What was given.
+        interval: What is allowed, as one writes it: ``"[0, 1)"``, ``"(0, inf)"``. Infinity itself never is.
+
+    Raises:
+        FederatedError: If ``value`` is no finite number in ``interval``.
+
+    Example:
+        >>> from lightning_fed.core.base_optimizers import SGDm
+        >>> number(SGDm(), "beta", 1, "[0, 1)")
+        Traceback (most recent call last):
+        lightning_fed.core.errors.FederatedError: SGDm(beta=1): beta must be a finite number in [0, 1).
+    """
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+    found = finite(value)  # NaN is in no interval
+    above = found >= low if interval[0] == "[" else found > low
+    below = found <= high if interval[-1] == "]" else found < high
+    if above and below:
+        return found
+    raise FederatedError(f"{type(owner).__name__}({name}={value!r}): {name} must be a finite number in {interval}.")
+
+
+def choice(owner: object, name: str, value: Choice, *allowed: Choice) -> Choice:
+    """Return a hyper-parameter that must be one of a few values, or say by name what is wrong with it.
+
+    Args:
+        owner: The object whose argument it is.
+        name: The argument.
+        value: What was given.
+        *allowed: The values there are.
+
+    Raises:
+        FederatedError: If ``value`` is none of ``allowed``.
+    """
+    return check_one_of(type(owner).__name__, name, value, allowed)
 
 
 def _short(value: Any) -> str:

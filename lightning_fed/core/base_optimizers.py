@@ -4,59 +4,16 @@ A server optimizer takes the direction and advances the statistics with the same
 during local steps and advances them once a round, which is why the two are apart.
 """
 
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import check_one_of, finite
+from lightning_fed.core.arguments import choice, number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["SGD", "Adagrad", "Adam", "BaseOptimizer", "RMSProp", "SGDm", "Yogi", "choice", "number"]
-
-_T = TypeVar("_T", bound=str | bool)
-
-
-def number(owner: object, name: str, value: object, interval: str) -> float:
-    """Return a hyper-parameter as a float, or say by name what is wrong with it.
-
-    Args:
-        owner: The object whose argument it is.
-        name: The argument.
-        value: What was given.
-        interval: What is allowed, as one writes it: ``"[0, 1)"``, ``"(0, inf)"``. Infinity itself never is.
-
-    Raises:
-        FederatedError: If ``value`` is no finite number in ``interval``.
-
-    Example:
-        >>> number(SGD(), "beta", 1, "[0, 1)")
-        Traceback (most recent call last):
-        lightning_fed.core.errors.FederatedError: SGD(beta=1): beta must be a finite number in [0, 1).
-    """
-    low, high = (float(bound) for bound in interval[1:-1].split(","))
-    found = finite(value)  # NaN is in no interval
-    above = found >= low if interval[0] == "[" else found > low
-    below = found <= high if interval[-1] == "]" else found < high
-    if above and below:
-        return found
-    raise FederatedError(f"{type(owner).__name__}({name}={value!r}): {name} must be a finite number in {interval}.")
-
-
-def choice(owner: object, name: str, value: _T, *allowed: _T) -> _T:
-    """Return a hyper-parameter that must be one of a few values, or say by name what is wrong with it.
-
-    Args:
-        owner: The object whose argument it is.
-        name: The argument.
-        value: What was given.
-        *allowed: The values there are.
-
-    Raises:
-        FederatedError: If ``value`` is none of ``allowed``.
-    """
-    return check_one_of(type(owner).__name__, name, value, allowed)
+__all__ = ["SGD", "Adagrad", "Adam", "BaseOptimizer", "RMSProp", "SGDm", "Yogi"]
 
 
 class BaseOptimizer:
