@@ -116,7 +116,7 @@ def _parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("name", type=str, nargs="?", help="An experiment of --list, or the path of a YAML file.")
-    parser.add_argument("--scale", type=str, default="full", help="full, small, or another one of the file's.")
+    parser.add_argument("--scale", type=str, default="full", help="full, or another one of the file's, such as part.")
     add_run_options(parser, "reproduced/NAME/SCALE")
     parser.add_argument(
         "--published", type=str, help="Run nothing: make the page of what was published in this folder."
