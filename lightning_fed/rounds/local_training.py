@@ -11,6 +11,7 @@ from lightning_fed.core.errors import ClientError
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
+from lightning_fed.engines.denormals import denormals_as_zero
 from lightning_fed.rounds.before_work import ClientGradients, OwnSolve
 from lightning_fed.rounds.local_plans import num_examples
 from lightning_fed.rounds.messages import Reply, Task
@@ -159,6 +160,7 @@ class LocalTraining:
                 raise  # no client alone is to blame
         return self._train_sound(run, sound, failed) if sound else None
 
+    @denormals_as_zero()
     def _run(self, task: Task, inputs: RoundInputs, states: ClientStates, plans: Sequence[WorkPlan]) -> ChunkResult:
         """Hand out what the clients of a chunk keep, and train them."""
         engine, indices = self.engine, [plan.participant.index for plan in plans]
