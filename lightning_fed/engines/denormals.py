@@ -15,17 +15,14 @@ def denormals_as_zero() -> Iterator[None]:
 
     In float32 these are below 1.2e-38. The momentum of a weight whose gradient stays zero, such as that of a pixel at
     the border, decays to them within a thousand rounds; a network that has died has such gradients. MimeLite with Adam
-    in ``reproduce mime_fig3 --scale part`` spends a third less time in its thousandth round. A processor that cannot do
-    so works on as it does.
+    in ``reproduce mime_fig3 --scale part`` spends a third less time in its thousandth round.
 
-    Example:
-        >>> with denormals_as_zero():
-        ...     within = torch.tensor(1e-38) / 10
-        >>> within.item(), (torch.tensor(1e-38) / 10).item() > 0
-        (0.0, True)
+    With several threads, and on a processor that cannot do so, nothing changes: what the other threads do would depend
+    on when PyTorch has started them, and a resumed run could differ in such numbers.
     """
     smallest = sys.float_info.min
-    if smallest / 2 == 0 or not torch.set_flush_denormal(True):  # as the user wishes, or not to be had
+    is_so = smallest / 2 == 0  # as the user wishes
+    if is_so or torch.get_num_threads() > 1 or not torch.set_flush_denormal(True):
         yield
         return
     try:

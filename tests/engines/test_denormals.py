@@ -42,6 +42,12 @@ def test_a_users_own_choice_stays() -> None:
     assert takes_for_zero()
 
 
+def test_with_several_threads_nothing_changes() -> None:
+    torch.set_num_threads(2)
+    with denormals_as_zero():
+        assert not takes_for_zero()
+
+
 class Faint(Net):
     """A network with a parameter that denormal gradients alone move; it notes where denormal numbers are zero."""
 
