@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import lightning_fed
 from lightning_fed._lightning import pl
 
@@ -72,6 +70,5 @@ assert threads._AT_IMPORT + 1 == torch.get_num_threads()
 """
 
 
-@pytest.mark.thorough
 def test_the_package_waits_for_pytorch_and_is_ready_when_it_comes() -> None:
     subprocess.run([sys.executable, "-c", LATER], check=True, timeout=300)
