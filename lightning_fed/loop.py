@@ -6,9 +6,9 @@ import time
 from lightning_fed._compat import SIGTERMException, call, rank_zero_info, rank_zero_warn
 from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.checkpoint_places import keep_last_round
-from lightning_fed.checks import check_batch_statistics
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.seeds import Purpose, derive_seed, seed_global
+from lightning_fed.module_checks import check_batch_statistics
 from lightning_fed.rounds.cohort import warn_of
 from lightning_fed.run_state import RunState
 from lightning_fed.server.step import steps_not_counted

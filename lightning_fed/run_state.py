@@ -8,7 +8,6 @@ import torch
 
 from lightning_fed._compat import _FitLoop
 from lightning_fed._lightning import pl
-from lightning_fed.checks import check_hyper_parameters, check_module, check_trainer
 from lightning_fed.client_states import ClientStatesPlace
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
@@ -16,6 +15,7 @@ from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.inspection import Inspection
+from lightning_fed.module_checks import check_hyper_parameters, check_module
 from lightning_fed.restoring import Schedules, notes_of, restored_from, start_server
 from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepare_module
 from lightning_fed.rounds.cohort import CohortSampling, cohort_seed
@@ -27,6 +27,7 @@ from lightning_fed.settings import Settings
 from lightning_fed.stopping import Stop
 from lightning_fed.strategies.ddp import WithinClientStrategy
 from lightning_fed.strategies.processes import Ranks
+from lightning_fed.trainer_checks import check_trainer
 
 __all__ = ["RunState"]
 

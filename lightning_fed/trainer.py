@@ -11,13 +11,13 @@ from lightning_fed._lightning import pl
 from lightning_fed.algorithms import Algorithm, FedAvg
 from lightning_fed.callbacks import RoundLogger, RoundProgressBar, RunSummary
 from lightning_fed.callbacks.schedulers import PlateauSchedulers
-from lightning_fed.checks import check_local_options, check_strategy, check_trainer, no_federated_data
 from lightning_fed.connectors import RoundCheckpointConnector, install
 from lightning_fed.core.arguments import check_paths
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Weighting
 from lightning_fed.environment import defaults_of_environment
 from lightning_fed.loop import FederatedLoop
+from lightning_fed.module_checks import no_federated_data
 from lightning_fed.server.aggregator import Aggregator
 from lightning_fed.server.asynchronous import Asynchronous
 from lightning_fed.server.compression import Compressor
@@ -32,6 +32,7 @@ from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 from lightning_fed.threads import threads_for
 from lightning_fed.trainer_arguments import as_callbacks, check_trainer_arguments, refusals_of_lightning
 from lightning_fed.trainer_calls import check_call, checked
+from lightning_fed.trainer_checks import check_local_options, check_strategy, check_trainer
 
 __all__ = ["ClientsStrategy", "FederatedTrainer"]
 

@@ -20,8 +20,8 @@ from lightning_fed.data.batches import ClientBatches
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.client_store import lasting_copies
+from lightning_fed.server.weighting import Participant
 
 __all__ = ["ChunkResult", "Engine", "RoundInputs", "WorkPlan", "per_parameter"]
 

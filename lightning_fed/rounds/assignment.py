@@ -10,11 +10,11 @@ from torch import Tensor
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State
-from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.client_state import ClientStates, Stacked
 from lightning_fed.server.client_store import lasting_copy
 from lightning_fed.server.server import Server
 from lightning_fed.server.state_rows import fit_rows
+from lightning_fed.server.weighting import Participant
 from lightning_fed.stopping import Failure
 from lightning_fed.strategies.processes import Ranks, Sent, padded
 

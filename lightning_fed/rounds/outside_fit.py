@@ -7,17 +7,18 @@ import torch
 
 from lightning_fed._compat import TrainerFn, TrainerState, call
 from lightning_fed._lightning import pl
-from lightning_fed.checks import check_module, check_trainer
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.evaluation.client_evaluation import ClientEvaluation, mean_loss, own_model
+from lightning_fed.module_checks import check_module
 from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepare_module
 from lightning_fed.rounds.local_plans import population_of
 from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
-from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.client_state import PERSONAL, ClientStates, ExpectedState
 from lightning_fed.server.client_store import ClientStore
+from lightning_fed.server.weighting import Participant
+from lightning_fed.trainer_checks import check_trainer
 
 __all__ = ["ClientsOutsideFit"]
 

@@ -1,49 +1,16 @@
 """Weighted means of client messages, summed in float64."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.types import ClientId, State, Vector, Weighting
+from lightning_fed.core.types import State, Vector, Weighting
+from lightning_fed.server.weighting import Participant, no_weight, raw_weight
 
-__all__ = [
-    "WEIGHTINGS",
-    "Aggregation",
-    "Alone",
-    "Exchange",
-    "Participant",
-    "accumulation_dtype",
-    "no_weight",
-    "raw_weight",
-    "weights_of",
-]
-
-WEIGHTINGS = ("examples", "uniform", "steps")
-
-
-@dataclass(frozen=True, slots=True)
-class Participant:
-    """One member of a cohort.
-
-    Attributes:
-        client_id: The id.
-        index: The stored index.
-        size: The number of training examples, n_i.
-        count: How often it was drawn: it is trained once and counts so many times in a mean.
-        steps: The local steps planned for it.
-    """
-
-    client_id: ClientId
-    index: int
-    size: int
-    count: int = 1
-    steps: int = 0
-
+__all__ = ["Aggregation", "Alone", "Exchange", "accumulation_dtype"]
 
 _ROWS = 128  # clients whose messages are converted at once
 _BLOCK = 2**16  # numbers that are converted at once on a CPU
@@ -91,49 +58,6 @@ class Alone:
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """The dtype of sums over clients: float64 wherever the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def weights_of(weighting: Weighting, cohort: Sequence[Participant]) -> list[float]:
-    """Return the normalised weights of a cohort.
-
-    Args:
-        weighting: "examples" (n_i), "uniform", "steps" (K_i), or a function of (client_id, size, steps).
-        cohort: The participants.
-
-    Raises:
-        FederatedError: If the name is unknown, or a weight is negative or not finite, or all are zero.
-    """
-    raw = [raw_weight(weighting, p, p.steps) for p in cohort]
-    total = sum(raw)
-    if total <= 0:
-        raise no_weight([p.client_id for p in cohort])
-    return [w / total for w in raw]
-
-
-def raw_weight(weighting: Weighting, member: Participant, steps: int) -> float:
-    """Return a client's weight before normalisation, times how often it was drawn."""
-    if weighting == "examples":
-        return float(member.size * member.count)
-    if weighting == "uniform":
-        return float(member.count)
-    if weighting == "steps":
-        return float(steps * member.count)
-    if not callable(weighting):
-        raise FederatedError(
-            f"weighting must be one of {WEIGHTINGS} or a function of (client_id, size, steps), found {weighting!r}."
-        )
-    weight = float(weighting(member.client_id, member.size, steps))
-    if not math.isfinite(weight) or weight < 0:
-        raise FederatedError(
-            f"weighting must give finite weights >= 0, found {weight!r} for client {member.client_id!r} of"
-            f" {member.size} examples and {steps} steps."
-        )
-    return weight * member.count
-
-
-def no_weight(clients: Sequence[ClientId]) -> FederatedError:
-    """Return the error that these clients have weight zero, all of them."""
-    return FederatedError(f"weighting must give weights that are not all zero, found zeros for the clients {clients}.")
 
 
 class Aggregation:

@@ -12,11 +12,12 @@ from lightning_fed.core.arguments import check_count
 from lightning_fed.core.clock import ClientClock
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
-from lightning_fed.server.aggregation import Exchange, Participant, accumulation_dtype
+from lightning_fed.server.aggregation import Exchange, accumulation_dtype
 from lightning_fed.server.aggregator import Aggregator, averaged_points
 from lightning_fed.server.arrivals import Arrival, Arrivals, Between
 from lightning_fed.server.held import HeldAggregation
 from lightning_fed.server.sampling import Sampler
+from lightning_fed.server.weighting import Participant
 
 __all__ = ["Asynchronous"]
 

@@ -15,10 +15,11 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import check_count, check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
-from lightning_fed.server.aggregation import Aggregation, Exchange, Participant, accumulation_dtype
+from lightning_fed.server.aggregation import Aggregation, Exchange, accumulation_dtype
 from lightning_fed.server.aggregator import Aggregator, averaged_points
 from lightning_fed.server.robust import ClippedAggregation
 from lightning_fed.server.sampling import BernoulliSampler, Sampler
+from lightning_fed.server.weighting import Participant
 
 __all__ = ["DifferentialPrivacy", "gaussian_noise"]
 

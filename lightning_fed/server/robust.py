@@ -12,10 +12,11 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import check_count, check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
-from lightning_fed.server.aggregation import Aggregation, Participant, accumulation_dtype
+from lightning_fed.server.aggregation import Aggregation, accumulation_dtype
 from lightning_fed.server.aggregator import Aggregator, names_of
 from lightning_fed.server.held import HeldAggregation, not_finite
 from lightning_fed.server.sampling import Sampler
+from lightning_fed.server.weighting import Participant
 
 __all__ = ["CoordinateMedian", "GeometricMedian", "NormClipping", "RobustAggregator", "TrimmedMean"]
 

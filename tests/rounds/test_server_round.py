@@ -18,10 +18,10 @@ from lightning_fed.rounds.cohort import DrawnCohort, Faults
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.server import CoordinateMedian
-from lightning_fed.server.aggregation import Participant
 from lightning_fed.server.population import Population
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import plain_sgd
+from lightning_fed.server.weighting import Participant
 from lightning_fed.settings import Settings
 from lightning_fed.settings_checks import make_settings
 

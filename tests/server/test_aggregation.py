@@ -16,7 +16,8 @@ from torch.utils.data import TensorDataset
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, Scaffold
 from lightning_fed.server import WeightedSampler
-from lightning_fed.server.aggregation import Aggregation, Participant, accumulation_dtype, weights_of
+from lightning_fed.server.aggregation import Aggregation, accumulation_dtype
+from lightning_fed.server.weighting import Participant
 from tests.helpers.training import trainer
 
 
@@ -33,6 +34,11 @@ def vector(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 # ------------------------------------------------------------------ weights
+
+
+def weights_of(weighting: Any, members: Sequence[Participant], local_work: bool = True) -> list[float]:
+    aggregation = Aggregation({"delta": "weighting"}, weighting, members, population=10, local_work=local_work)
+    return aggregation.weights([p.index for p in members], "weighting")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def test_nothing_but_zeros_is_refused() -> None:
     with pytest.raises(FederatedError, match="not all zero, found zeros for the clients .*'client 7'"):
         weights_of(lambda i, size, steps: 0, THREE)
     with pytest.raises(FederatedError, match="not all zero"):
-        weights_of("steps", cohort((0, 3, 1, 0)))
+        weights_of("steps", cohort((0, 3, 1, 0)), local_work=False)
 
 
 # ------------------------------------------------------------------ means

@@ -20,8 +20,9 @@ from lightning_fed.server import (
     SystemsHeterogeneity,
     UniformSampler,
 )
-from lightning_fed.server.aggregation import Aggregation, Participant
+from lightning_fed.server.aggregation import Aggregation
 from lightning_fed.server.privacy import gaussian_noise
+from lightning_fed.server.weighting import Participant
 from tests.helpers.engines import Ordinary, assert_close, state_of
 from tests.helpers.training import data, parameters, seeded, trainer
 

@@ -35,7 +35,8 @@ from lightning_fed.server import (
     TrimmedMean,
     WeightedSampler,
 )
-from lightning_fed.server.aggregation import Aggregation, Participant
+from lightning_fed.server.aggregation import Aggregation
+from lightning_fed.server.weighting import Participant
 from tests.helpers.engines import Ordinary, assert_agree, assert_close, run, state_of
 from tests.helpers.selection import covering, few
 from tests.helpers.training import Net, data, fit, trainer
