@@ -29,6 +29,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6B
 
 _STYLES = ("-", "--", "-.", ":")
 _WIDTH, _HEIGHT = 3.3, 2.5  # inches of a panel
+_LEGEND_ROW = 0.19  # inches of a row of the legend
 _LARGEST = 180_000  # bytes of a picture with all of its colours
 _UNITS = {"rounds": "rounds", "gradients": "gradients computed", "bytes": "bytes sent"}
 
@@ -256,7 +257,7 @@ def _set_up(axes: "Axes", plan: Plan, panel: Panel, panels: Sequence[Panel]) -> 
 
 
 def add_legend(figure: "Figure", grid: Sequence["Axes"], columns: int | None = None) -> None:
-    """Add one legend for all panels, below them, in so many columns."""
+    """Add one legend for all panels, below them, in so many columns; the figure grows by its further rows."""
     handles: dict[str, Artist] = {}
     for axes in grid:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -264,6 +265,7 @@ def add_legend(figure: "Figure", grid: Sequence["Axes"], columns: int | None = N
     if handles:
         widest = 0.55 + 0.08 * max(map(len, handles))  # inches, at this size of letters
         columns = columns or min(len(handles), max(1, int(figure.get_figwidth() / widest)))
+        figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * (math.ceil(len(handles) / columns) - 1))
         figure.legend(
             list(handles.values()), list(handles), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
         )

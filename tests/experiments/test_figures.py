@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from lightning_fed.experiments import figures
-from lightning_fed.experiments.figures import COLORS, new_figure, save
+from lightning_fed.experiments.figures import COLORS, add_legend, new_figure, save
 
 
 def test_a_large_picture_keeps_its_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +29,15 @@ def test_a_large_picture_keeps_its_colours(tmp_path: Path, monkeypatch: pytest.M
     off = np.abs(pixels[0] - pixels[1]).max(axis=-1)
     assert off.max() <= 16
     assert off.mean() < 1
+
+
+def test_a_long_legend_leaves_panels_their_size() -> None:
+    heights = []
+    for lines in (1, 12):
+        figure, ((axes,),) = new_figure(1, 1)
+        for i in range(lines):
+            axes.plot([0, 1], [i, i], label=f"a method with a long name, {i}")
+        add_legend(figure, [axes])
+        figure.draw_without_rendering()
+        heights.append(axes.get_window_extent().height)
+    assert heights[1] > 0.9 * heights[0]
