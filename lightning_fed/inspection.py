@@ -1,6 +1,5 @@
 """What callbacks may ask of a run, without leaving a trace in it, and log of it."""
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -9,14 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fed._lightning import pl
 from lightning_fed.core.arguments import check_count, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, preserved_random_state, seed_global
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches import ClientBatches
 from lightning_fed.engines.base import Engine
-from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.evaluation.client_evaluation import ClientEvaluation, mean_loss, own_model
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.round import Rounds
@@ -27,23 +24,21 @@ from lightning_fed.server.population import Population
 from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.server.server import Server
 from lightning_fed.settings import Settings
+from lightning_fed.shown_model import ShownModel
 from lightning_fed.strategies.processes import Ranks
 
 __all__ = ["Inspection"]
 
 
-class Inspection:
+class Inspection(ShownModel):
     """The side of :class:`lightning_fed.FederatedLoop` that callbacks look at: ``trainer.fit_loop.full_gradient(...)``.
 
     What is measured leaves no trace, and is a function of (seed, round, client).
     """
 
-    trainer: pl.Trainer
     settings: Settings
     population: Population | None = None
-    _state: Server | None = None
     _restored: dict[str, Any] | None = None  # a checkpoint's state, until a fit uses it
-    prepared: PreparedModule | None = None  # while a fit is running, or clients work without one
     rounds_elsewhere = 0  # done in processes that a launcher started, and that have ended
     clients: ClientWork
     ask_sites: Callable[[str, int, Sequence[ClientId], bool], dict[ClientId, dict[str, float]]] | None = None
@@ -51,8 +46,6 @@ class Inspection:
     their own models."""
     _rounds: Rounds | None = None
     _ranks = Ranks()  # that share the clients
-    _shown: Vector | None = None  # the parameters [P] that hooks find in the module; none while clients are at work
-    _edit: str | None = None  # what tells the model that hooks have made since the last round from others
 
     @property
     def round(self) -> int:
@@ -282,74 +275,11 @@ class Inspection:
         work = self._engine.optimizer.work
         return 0 if work is None else work.num_steps
 
-    def show_server_model(self) -> None:
-        """Let the module hold the server model, also in the middle of a client's work."""
-        if self.prepared is not None and self._state is not None:
-            self._shown = self._state.shown()
-            self.prepared.flat.y.copy_(self._shown)
-            self.prepared.flat.personal.copy_(self._state.personal)
-            self.prepared.flat.restore()
-            self.prepared.buffers.write(self._state.buffers)
-
-    def take_in_edits(self) -> None:
-        """Let the server have what hooks have made of the model they were shown; nothing while clients are at work.
-
-        Raises:
-            FederatedError: If parameters were edited that are not those that the method trains.
-        """
-        prepared, state, shown = self.prepared, self._state, self._shown
-        if prepared is None or state is None or shown is None:
-            return
-        flat = prepared.flat
-        flat.gather()
-        buffers, is_edited = prepared.buffers.read(), not torch.equal(flat.y, shown)
-        has_others = not torch.equal(flat.personal, state.personal)
-        has_others = has_others or any(not torch.equal(value, state.buffers[name]) for name, value in buffers.items())
-        if is_edited and shown is not state.x:
-            raise FederatedError(
-                f"A hook has changed parameters of the model between rounds, but {type(state.algorithm).__name__} shows"
-                " another model there than the one it trains (evaluate_at). Use one that shows what it trains."
-            )
-        if is_edited:
-            state.x.copy_(flat.y)
-        elif not has_others:
-            return
-        state.personal.copy_(flat.personal)
-        state.take_buffers(buffers)
-        if self.trainer.world_size == 1:
-            return
-        digest = hashlib.blake2b(digest_size=16)
-        for value in (flat.whole, *buffers.values()):
-            digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        self._edit = digest.hexdigest()
-
-    def check_trained(self) -> None:
-        """Refuse a parameter that a hook has frozen.
-
-        Raises:
-            FederatedError: Naming it.
-        """
-        assert self.prepared is not None
-        flat = self.prepared.flat
-        frozen = [name for name, p in zip(flat.names, flat.params, strict=True) if not p.requires_grad]
-        if frozen:
-            raise FederatedError(
-                f"A hook has frozen the parameter {frozen[0]!r}: what is trained is settled when the fit starts. Freeze"
-                " it in the module's __init__, or set requires_grad and start a new fit of another trainer."
-            )
-
     @property
     def client_model(self) -> tuple[Vector, State] | None:
         """The parameters [P] and buffers of the client whose hooks are called, if training."""
         prepared = self.prepared
         return None if prepared is None else (self._engine.parameters_at_work.clone(), prepared.buffers.read())
-
-    @contextmanager
-    def showing_server_model(self) -> Iterator[None]:
-        """Let the module hold the server model inside, and afterwards what it held before."""
-        with self._leaving_the_module():
-            self.show_server_model()
-            yield
 
     def _own_model(self, index: int) -> tuple[Vector, State]:
         """Return the parameters [P + Q] and buffers of a client's own model, by stored index."""
@@ -379,19 +309,3 @@ class Inspection:
             self.prepared.flat.whole.copy_(x)
             self.prepared.buffers.write(buffers)
             yield
-
-    @contextmanager
-    def _leaving_the_module(self) -> Iterator[None]:
-        """Let the module hold afterwards what it held before."""
-        if self.prepared is None:
-            yield
-            return
-        flat, buffers_of, shown = self.prepared.flat, self.prepared.buffers, self._shown
-        shown_parts, y, buffers = [p.data for p in flat.params], flat.whole.clone(), buffers_of.read()
-        try:
-            yield
-        finally:
-            flat.whole.copy_(y)
-            flat.point_to(shown_parts)
-            buffers_of.write(buffers)
-            self._shown = shown

@@ -22,7 +22,7 @@ FLOORS = {
     "strategies": 2,
     "settings": 4, "settings_checks": 5,
     "engines": 5,
-    "evaluation": 6, "method_checks": 6, "module_checks": 6, "trainer_checks": 6,
+    "evaluation": 6, "shown_model": 6, "method_checks": 6, "module_checks": 6, "trainer_checks": 6,
     "rounds": 7, "client_states": 7,
     "inspection": 8, "restoring": 8, "trainer_arguments": 8, "trainer_calls": 8, "environment": 8, "threads": 1,
     "run_state": 9,
