@@ -32,11 +32,14 @@ class FederatedCallback(pl.Callback):
         """
 
     def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
-        """Called when a round starts again without clients that failed.
+        """Called when a round starts again.
 
-        This happens only with ``on_client_error="drop"``, when the work of other clients depends on that of a failed
-        one. All clients of the round train again and their hooks are called again, so a callback must discard what it
-        has collected in this round.
+        There are two reasons. With ``on_client_error="drop"``, the work of other clients depends on that of a failed
+        one, and the round starts again without it. With ``engine="auto"``, a hook has given clients different settings,
+        and the round starts again with the sequential engine: see :meth:`on_client_start`.
+
+        All clients of the round train again and their hooks are called again, so a callback must discard what it has
+        collected in this round.
 
         Args:
             trainer: The trainer.
@@ -52,6 +55,12 @@ class FederatedCallback(pl.Callback):
         If the client fails, no ``on_client_end`` follows; :attr:`RoundReport.failed` has the reason. If other clients'
         work depends on it, the round runs again without it: see :meth:`on_round_restart`.
 
+        The hook may set attributes of the module, options of the optimizer (``trainer.optimizers[0]``) and the like for
+        one client. They stay until a hook changes them. ``engine="vectorized"`` refuses different values for different
+        clients of a round. ``engine="auto"`` then restarts the round with the sequential engine, once in a run. It first
+        puts back what the hooks of clients have set in this round: settings, and the attributes of the callbacks that
+        have such hooks. If all clients get the same values, the vectorized engine goes on with these.
+
         Args:
             trainer: The trainer.
             pl_module: The module. The client starts from the server model, whatever it holds.
@@ -64,8 +73,9 @@ class FederatedCallback(pl.Callback):
 
         Args:
             trainer: The trainer.
-            pl_module: The module; it holds the client's model. Changes to it are discarded, since the message is
-                complete.
+            pl_module: The module; it holds the client's model. Changes to its weights and buffers are discarded, since
+                the message is complete. Attributes stay as they are set, for the next client: see
+                :meth:`on_client_start`.
             client_report: What the client did.
         """
 

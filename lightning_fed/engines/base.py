@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_fed.core.errors import ClientError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.rounds import ClientReport, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
-from lightning_fed.core.types import State, Vector
+from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.core.watched import Watched
 from lightning_fed.data.batches import ClientBatches
 from lightning_fed.engines.client_errors import NamesClient
@@ -23,7 +23,11 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.client_store import lasting_copies
 from lightning_fed.server.weighting import Participant
 
-__all__ = ["ChunkResult", "Engine", "RoundInputs", "WorkPlan", "per_parameter"]
+__all__ = ["ChunkResult", "Engine", "RestartRoundError", "RoundInputs", "WorkPlan", "per_parameter"]
+
+
+class RestartRoundError(FederatedError):
+    """The round must start again with another engine, since clients did not get the settings that hooks gave them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +197,20 @@ class Engine(ABC):
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:  # noqa: B027
         """Look at what may have changed since the last round, before this process's clients do anything in this one."""
 
-    def check_hooks(self) -> None:  # noqa: B027
-        """Refuse what the hooks that start clients' work have done, where it cannot have the effect that it should."""
+    may_restart = False
+    """Whether the engine may raise :class:`RestartRoundError` in this round."""
+
+    def restart(self, round: int) -> None:  # noqa: B027
+        """Get ready to run a round again from its start, after any process has raised :class:`RestartRoundError`."""
+
+    def client_started(self, client_id: ClientId) -> None:  # noqa: B027
+        """Look at what ``on_client_start`` has set, right after it was called for a client."""
+
+    def check_hooks(self, plans: Sequence[WorkPlan]) -> None:  # noqa: B027
+        """Look at what hooks of clients have set, before the clients of a chunk work."""
+
+    def client_ended(self, client_id: ClientId) -> None:  # noqa: B027
+        """Look at what ``on_client_end`` has set, if other clients were trained together with this one."""
 
     def point_to(self, result: ChunkResult, row: int) -> None:  # noqa: B027
         """Let :attr:`parameters_at_work` be those of one client of a chunk, while its hooks are called."""

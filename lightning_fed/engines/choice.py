@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -11,11 +12,12 @@ import torch
 
 from lightning_fed._compat import rank_zero_info
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.core.types import State, Vector
-from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
+from lightning_fed.core.types import ClientId, State, Vector
+from lightning_fed.engines.base import ChunkResult, Engine, RestartRoundError, RoundInputs, WorkPlan
 from lightning_fed.engines.client_errors import in_short
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.engine import SequentialEngine
+from lightning_fed.engines.vectorized.client_settings import HeldSettings, hears_clients
 from lightning_fed.engines.vectorized.engine import VectorizedEngine
 
 __all__ = ["make_engine"]
@@ -93,6 +95,9 @@ class Fallback:
     again, one after the other, from the same x and the same random streams. If none of them fails, the engine is to
     blame: ``engine="auto"`` goes on with the sequential one, ``engine="vectorized"`` is refused by name.
 
+    If hooks of clients set something for one client only, ``engine="auto"`` restarts the whole round with the
+    sequential engine: it puts back what these hooks have set, and they are called again, one client after another.
+
     Args:
         engine: The vectorized engine.
         make_sequential: Makes the sequential engine, once it is needed.
@@ -107,6 +112,7 @@ class Fallback:
         self._engine, self._make_sequential, self._goes_on = engine, make_sequential, goes_on
         self._left: Engine | None = None  # the engine that has run other chunks of this round
         self._row: Vector | None = None  # the parameters [P] that hooks look at, of a chunk that was run one by one
+        self._held: HeldSettings | None = None  # as the round began
 
     def __getattr__(self, name: str) -> Any:
         """Return what the engine at work has."""
@@ -116,6 +122,56 @@ class Fallback:
         """Go on with the sequential engine."""
         if not self.has_given_up:
             self._left, self._engine, self.has_given_up = self._engine, self._make_sequential(), True
+
+    # ------------------------------------------------------------------ settings of single clients
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether hooks may turn out to set what the vectorized engine cannot give each client."""
+        return self._goes_on and not self.has_given_up and hears_clients(self._engine.trainer)
+
+    def begin_round(self, plans: Sequence[WorkPlan]) -> None:
+        """Begin a round; see :meth:`lightning_fed.engines.base.Engine.begin_round`."""
+        self._held = HeldSettings(self._engine.prepared) if self.may_restart else None
+        self._engine.begin_round(plans)
+
+    def client_started(self, client_id: ClientId) -> None:
+        """Look at what ``on_client_start`` has set."""
+        with self._restarting():
+            self._engine.client_started(client_id)
+
+    def check_hooks(self, plans: Sequence[WorkPlan]) -> None:
+        """Look at what hooks of clients have set."""
+        with self._restarting():
+            self._engine.check_hooks(plans)
+
+    def client_ended(self, client_id: ClientId) -> None:
+        """Look at what ``on_client_end`` has set."""
+        with self._restarting():
+            self._engine.client_ended(client_id)
+
+    @contextmanager
+    def _restarting(self) -> Iterator[None]:
+        """Let the round start again, with the sequential engine, where the vectorized one refuses.
+
+        Raises:
+            RestartRoundError: In the place of the refusal, if it may.
+        """
+        try:
+            yield
+        except FederatedError as error:
+            if not self.may_restart:
+                raise
+            raise RestartRoundError(str(error)) from error
+
+    def restart(self, round: int) -> None:
+        """Put back what hooks of clients have set in this round, and go on with the sequential engine."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.put_back()
+        self.give_up()
+
+    # ------------------------------------------------------------------ the work of a round
 
     def run(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
@@ -182,6 +238,7 @@ class Fallback:
 
     def end_round(self) -> None:
         """Finish what is done once for all of this process's clients, by both engines if both have run some."""
+        self._held = None
         if self._left is not None:
             self._left.end_round()
         self._left = self._row = None

@@ -171,6 +171,11 @@ class TravellingStates(ClientStates):
         Failure.raise_first([failure for _, failure in letters])
         self._arrived = unpack([kinds for kinds, _ in letters], received, self.moves, self.ranks.rank)
 
+    def settle(self) -> None:
+        """Wait for what has been sent, if the round ends before anybody asks for it."""
+        if self.moves:
+            self._await(list(self.moves))
+
     def of(self, index: int) -> State | None:
         """Return what one client keeps; see :meth:`ClientStates.of`."""
         if self.moves:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_fed._compat import rank_zero_warn
 from lightning_fed._lightning import pl
 from lightning_fed.core.errors import ClientError
 from lightning_fed.core.types import ClientId, State, Vector
@@ -59,6 +60,7 @@ class ClientWork:
     ) -> None:
         self.engine, self.plans, self.settings = engine, plans, settings
         self.algorithm, self.trainer, self._own_solve = engine.algorithm, engine.trainer, own_solve
+        self.engines = [engine] if own_solve is None else [engine, own_solve.engine]
         self._gradients = ClientGradients(engine)
         self._local = LocalTraining(engine, settings, self._gradients, own_solve)
         self._round: RoundPlans | None = None
@@ -103,6 +105,22 @@ class ClientWork:
         self.engine.begin_round(work)
         if self._own_solve is not None:
             self._own_solve.begin_round(work)
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether :meth:`answer` may raise :class:`RestartRoundError` in this round."""
+        return any(engine.may_restart for engine in self.engines)
+
+    def restart(self, round: int, reason: str) -> None:
+        """Go on with the sequential engine, from the start of the round at work.
+
+        Args:
+            round: The round.
+            reason: Why, as a sentence.
+        """
+        rank_zero_warn(f"engine='auto' restarts round {round} with 'sequential', and stays with it: {reason}")
+        for engine in self.engines:
+            engine.restart(round)
 
     def end(self) -> None:
         """Let go of the round and of its data: the next round's need not lie beside them."""

@@ -39,6 +39,7 @@ class LocalTraining:
         self, engine: Engine, settings: Settings, gradients: ClientGradients, own_solve: OwnSolve | None
     ) -> None:
         self.engine, self.settings, self.gradients, self.own_solve = engine, settings, gradients, own_solve
+        self.engines = [engine] if own_solve is None else [engine, own_solve.engine]
         self.trainer = engine.trainer
         self.begin_round()
         self._has_told = False  # that clients failed together, and how it is found out who
@@ -46,6 +47,7 @@ class LocalTraining:
     def begin_round(self) -> None:
         """Let go of the last clients, and look at whether any callback hears of clients."""
         self.result: ChunkResult | None = None
+        self._ended = 0  # of its clients, whose hook has been called
         self._before: tuple[Sequence[int], Sequence[State]] = ([], [])  # stored indices, and states before the work
         self._hears_start = hears(self.trainer, "on_client_start")
         self._hears_end = hears(self.trainer, "on_client_end")
@@ -73,8 +75,13 @@ class LocalTraining:
         """
         if self._hears_start:
             for plan in plans:
-                call_round_hook(self.trainer, "on_client_start", task.round, plan.participant.client_id)
-            self.engine.check_hooks()
+                client_id = plan.participant.client_id
+                call_round_hook(self.trainer, "on_client_start", task.round, client_id)
+                for engine in self.engines:
+                    engine.client_started(client_id)
+        if self._hears_start or self._hears_end:
+            for engine in self.engines:
+                engine.check_hooks(plans)
         failed: dict[int, ClientError] = {}
         self.result = None
         result = self._train_sound(partial(self._run, task, inputs, states), plans, failed)
@@ -84,7 +91,7 @@ class LocalTraining:
         failed |= {result.participants[row].index: error for row, error in result.faults.items()}
         for error in failed.values():
             stop_at(error, self.settings.drops_failed)
-        self.result = result
+        self.result, self._ended = result, 0
         yield from self._replies(reply, result, task.round, plans, states, failed)
 
     def _replies(
@@ -126,6 +133,9 @@ class LocalTraining:
         for client_id in clients:
             self.engine.point_to(result, rows[client_id])
             call_round_hook(self.trainer, "on_client_end", result.reports[rows[client_id]])
+            self._ended += 1
+            if self._ended < len(rows) - len(result.faults):  # others were trained together with it
+                self.engine.client_ended(client_id)
 
     def _train_sound(
         self,

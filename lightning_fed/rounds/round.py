@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from lightning_fed._compat import rank_zero_info
 from lightning_fed.callbacks.base import call_round_hook
+from lightning_fed.engines.base import RestartRoundError
 from lightning_fed.rounds.assignment import TravellingStates, assign
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.cohort import CohortSampling, DrawnCohort, Faults
@@ -44,6 +45,7 @@ class Rounds:
         self.settings, self.trainer = sampling.settings, work.trainer
         self.at_work: ServerRound | None = None
         self._faults, self._cohort = Faults(), DrawnCohort()
+        self._restart_reason: str | None = None  # of the round at work, with another engine
 
     def draw(self) -> None:
         """Draw the next round's cohort."""
@@ -62,11 +64,16 @@ class Rounds:
         Returns:
             The server's half, ready to be closed, and what all processes have told.
         """
-        undo = self.work.engine.undo_point() if self.settings.drops_failed else None
+        work, faults = self.work, self._faults
+        undo = work.engine.undo_point() if self.settings.drops_failed or work.may_restart else None
+        failed_before = dict(faults.causes)
         while (told := self._try(tell)) is None:
             assert undo is not None
             undo()
             self.server.clients.discard()
+            if self._restart_reason is not None:
+                faults.causes, faults.refused = dict(failed_before), set()
+                work.restart(self.server.round, self._restart_reason)
             call_round_hook(self.trainer, "on_round_restart", self.server.round)
         assert self.at_work is not None
         return self.at_work, told
@@ -77,7 +84,11 @@ class Rounds:
         self.work.end()
 
     def _try(self, tell: Callable[[], Told]) -> list[Told] | None:
-        """Let the clients work; return None if some failed whose part others rest on, and it is to be done without."""
+        """Let the clients work; return None if the round must start again.
+
+        That is so if some failed whose part others depend on, or if the engine cannot give clients the settings that
+        hooks gave them.
+        """
         ranks, split, told = self.ranks, self.work.engine.split, [Told()]
         if self.settings.drops_failed:  # data may have failed to load in some processes only
             self._faults.merge(ranks.gather(self._faults.causes))
@@ -92,6 +103,9 @@ class Rounds:
             for task in server_round.phases():
                 answers = ranks.exchange_and_deliver(partial(self._answer, task, server_round, owners, states, tell))
                 outlines = [outline for outline, _ in answers]
+                self._restart_reason = next((o["restart"] for o in outlines if "restart" in o), None)
+                if self._restart_reason is not None:
+                    return None
                 if task.phase == TRAIN:
                     if states.moves:
                         states.take_home([outline["travelling"] for outline in outlines], [part for _, part in answers])
@@ -118,9 +132,13 @@ class Rounds:
         if trains and states.moves:
             chunks = states.last(chunks)
         server_round.expect(chain.from_iterable(chunks))
-        for clients in chunks:
-            for reply in work.answer(task, clients, states):
-                work.call_end_hooks(server_round.receive(reply))
+        try:
+            for clients in chunks:
+                for reply in work.answer(task, clients, states):
+                    work.call_end_hooks(server_round.receive(reply))
+        except RestartRoundError as reason:
+            states.settle()
+            return {"restart": str(reason)}, [()] * ranks.size
         if not trains:
             return server_round.outline(), [()] * ranks.size
         work.end_training()

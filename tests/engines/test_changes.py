@@ -197,12 +197,12 @@ class SetsRate(FederatedCallback):
         trainer.optimizers[0].param_groups[0]["lr"] = 0.01 * (1 + client_id)
 
 
-@pytest.mark.parametrize("engine", few(ENGINES, ENGINES[:1]))
+@pytest.mark.parametrize("engine", few(ENGINES[:2], ENGINES[:1]))
 @pytest.mark.parametrize(
-    ("callback", "what"), [(SetsPrior(), "the attribute 'prior' of Prior"), (SetsRate(), "an option of the local")]
+    ("callback", "what"), [(SetsPrior(), "the attribute 'prior' of Prior"), (SetsRate(), "the learning rate of the local")]
 )
 def test_settings_of_a_client_are_refused(callback: Any, what: str, engine: dict[str, Any]) -> None:
-    with pytest.raises(FederatedError, match=f"on_client_start changes {what}.*engine='sequential'"):
+    with pytest.raises(FederatedError, match=f"(a hook|on_client_start) changes {what}.*engine='sequential'"):
         run(**engine, make=Prior, callbacks=[callback])
 
 
@@ -213,9 +213,12 @@ class Notes(FederatedCallback):
         pl_module.prior = 0.1 * client_report.client_id
 
 
-def test_a_note_between_clients_is_told_of() -> None:
-    with pytest.warns(UserWarning, match="The attribute 'prior' of Prior changes while a round's clients are at work"):
+def test_a_note_between_clients_is_for_the_next_client() -> None:
+    with pytest.raises(FederatedError, match="on_client_end changes the attribute 'prior' of Prior after client"):
         run("vectorized", Prior, callbacks=[Notes()])
+    with pytest.warns(UserWarning, match="restarts round 0 with 'sequential'"):
+        found = run("auto", Prior, callbacks=[Notes()])
+    assert_agree(found, run("sequential", Prior, callbacks=[Notes()]))
 
 
 class History(Ordinary):

@@ -12,12 +12,10 @@ from torchmetrics import Metric, MetricCollection
 from lightning_fed._compat import rank_zero_warn
 from lightning_fed._lightning import pl
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.callbacks.base import hears
 from lightning_fed.core.base_optimizers import BaseOptimizer
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.optim import FederatedOptimizer
 
-__all__ = ["INTERNAL", "PASSING", "ChangeWatch", "Marks", "changed", "holders", "marks"]
+__all__ = ["INTERNAL", "PASSING", "ChangeWatch", "Marks", "changed", "holders", "inside", "mark", "marks"]
 
 _TELLING = 3  # rounds in a row that begin with another attribute, after which it is told
 
@@ -54,7 +52,7 @@ def marks(module: nn.Module, algorithm: Algorithm | None = None) -> Marks:
             if type(value) in _PLAIN and key not in PASSING:
                 found[name, key] = value
             elif key not in PASSING:
-                found[name, key] = len(value) if key in INTERNAL else _mark(value, [_MOST])
+                found[name, key] = len(value) if key in INTERNAL else mark(value, [_MOST])
     return found
 
 
@@ -74,7 +72,7 @@ def holders(value: Any) -> Iterator[list[Any] | dict[Any, Any] | set[Any]]:
 
 
 def _holders(value: Any, left: list[int], depth: int) -> Iterator[list[Any] | dict[Any, Any] | set[Any]]:
-    inner = _inside(value)
+    inner = inside(value)
     if inner is None or depth == 0 or left[0] < len(inner):
         return
     left[0] -= len(inner)
@@ -84,27 +82,28 @@ def _holders(value: Any, left: list[int], depth: int) -> Iterator[list[Any] | di
         yield from _holders(part, left, depth - 1)
 
 
-def _mark(value: Any, left: list[int], depth: int = _DEPTH) -> Any:
+def mark(value: Any, left: list[int], depth: int = _DEPTH) -> Any:
+    """Return what changes when a value is set, grows or is written to, looking at no more values than are left."""
     if isinstance(value, (int, float, str, bool, type(None))):
         return value if value == value else "nan"
     if isinstance(value, Tensor):
         return id(value), value._version
     if isinstance(value, np.ndarray):
         return id(value), value.tobytes() if value.dtype != object and value.size <= left[0] else 0
-    inner = _inside(value)
+    inner = inside(value)
     if inner is None:
         return id(value), 0
     if depth == 0 or left[0] < len(inner):
         return id(value), len(inner)
     left[0] -= len(inner)
     if isinstance(inner, Mapping):
-        return id(value), *((_mark(key, left, 0), _mark(part, left, depth - 1)) for key, part in inner.items())
+        return id(value), *((mark(key, left, 0), mark(part, left, depth - 1)) for key, part in inner.items())
     if isinstance(inner, (set, frozenset)):
-        return id(value), frozenset(_mark(part, left, 0) for part in inner)
-    return id(value), *(_mark(part, left, depth - 1) for part in inner)
+        return id(value), frozenset(mark(part, left, 0) for part in inner)
+    return id(value), *(mark(part, left, depth - 1) for part in inner)
 
 
-def _inside(value: Any) -> Any:
+def inside(value: Any) -> Any:
     """Return the collection that a value is, or that its attributes are; None for a value that is looked at as one."""
     if isinstance(value, (list, tuple, dict, set, frozenset)):
         return value
@@ -121,14 +120,14 @@ class ChangeWatch:
     Args:
         trainer: The trainer, with its module attached.
         algorithm: The method.
-        optimizer: The wrapped local optimizer.
     """
 
-    def __init__(self, trainer: pl.Trainer, algorithm: Algorithm, optimizer: FederatedOptimizer) -> None:
-        self.trainer, self.algorithm, self.optimizer = trainer, algorithm, optimizer
+    def __init__(self, trainer: pl.Trainer, algorithm: Algorithm) -> None:
+        self.algorithm = algorithm
         self.module = trainer.lightning_module
         self._marks: Marks = {}
-        self._options: list[dict[str, Any]] = []
+        self._hooks_changed = False  # whether hooks of this round's clients have changed an attribute
+        self._has_hooks = False  # whether any callback hears of single clients in this round
         self._worked = 0  # times that clients have been at work in this round
         self._in_a_row = 0  # rounds before which an attribute has changed
         self._has_warned = False
@@ -141,32 +140,36 @@ class ChangeWatch:
         """Take note of everything; return whether an attribute has changed since this was last done."""
         before = self._marks
         self.remember()
-        self._options, self._worked = self._options_now(), 0
+        self._worked, self._has_hooks = 0, False
         name = changed(before, self._marks)
-        self._in_a_row = 0 if name is None else self._in_a_row + 1
-        if self._in_a_row == _TELLING:
+        if name is None and not self._hooks_changed:
+            self._in_a_row = 0
+        self._hooks_changed = False
+        self._tell(name)
+        return name is not None
+
+    def _tell(self, name: str | None) -> None:
+        """Count the rounds in a row in which an attribute changes, and warn once if these are many."""
+        self._in_a_row += name is not None
+        if name is not None and self._in_a_row == _TELLING:
             rank_zero_warn(
                 f"The attribute {name!r} of {type(self.module).__name__} changes from round to round, so that"
                 " engine='vectorized' tries the module out and traces it anew each time, which is slow. If no step"
                 " reads it, keep it elsewhere, in a callback for one; or use engine='sequential'."
             )
-        return name is not None
 
-    def check_hooks(self) -> None:
-        """Refuse what ``on_client_start`` has set for one client, which its neighbours would find too.
+    def expect_hooks(self) -> None:
+        """Take note of all attributes between chunks, where hooks of clients may have set some.
 
-        Raises:
-            FederatedError: Naming it.
+        :class:`~lightning_fed.engines.vectorized.client_settings.ClientSettings` compares these; the work of every
+        chunk is then compared with this note, and not only that of the first.
         """
-        what = self._changed_attribute()
-        if what is None and self._options_now() != self._options:
-            what = "an option of the local optimizer"
-        if what is not None:
-            raise FederatedError(
-                f"engine='vectorized' cannot give each client its own settings: on_client_start changes {what}, and"
-                " clients that are run at once share it. Make it part of the client's data, or use"
-                " engine='sequential'."
-            )
+        before, is_first = self._marks, not self._has_hooks
+        self.remember()
+        self._worked, self._has_hooks = 0, True
+        name = changed(before, self._marks) if is_first else None
+        self._hooks_changed = self._hooks_changed or name is not None
+        self._tell(name)
 
     def check_work(self) -> None:
         """Refuse a ``training_step`` that has begun to change attributes; after the first clients of a round.
@@ -185,8 +188,8 @@ class ChangeWatch:
             )
 
     def end_round(self) -> None:
-        """Warn, once, of attributes that changed while clients were at work: hooks between them may have done it."""
-        if self._has_warned or not (self._worked > 1 or hears(self.trainer, "on_client_end")):
+        """Warn, once, of attributes that changed while clients were at work."""
+        if self._has_warned or self._has_hooks or self._worked <= 1:
             return
         what = self._changed_attribute()
         if what is not None:
@@ -199,6 +202,3 @@ class ChangeWatch:
     def _changed_attribute(self) -> str | None:
         name = changed(self._marks, marks(self.module, self.algorithm))
         return None if name is None else f"the attribute {name!r} of {type(self.module).__name__}"
-
-    def _options_now(self) -> list[dict[str, Any]]:
-        return [{**group, "params": ()} for group in self.optimizer.param_groups]

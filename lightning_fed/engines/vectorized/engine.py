@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, generator
-from lightning_fed.core.types import State, Vector
+from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches import ClientBatches
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.client_errors import fault_of
@@ -22,6 +22,7 @@ from lightning_fed.engines.vectorized.anchors import AnchorPass
 from lightning_fed.engines.vectorized.batches import Turn
 from lightning_fed.engines.vectorized.changes import ChangeWatch
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork, steps_are_plain
+from lightning_fed.engines.vectorized.client_settings import ClientSettings
 from lightning_fed.engines.vectorized.clients import (
     ChunkMeans,
     ChunkMemory,
@@ -63,7 +64,8 @@ class VectorizedEngine(Engine):
         self.full = FullGradients(self.step)
         self.anchors = AnchorPass(self.step) if self._may_keep_anchors() else None
         self.schedule = Schedule(self, self.step)
-        self.changes = ChangeWatch(self.trainer, self.algorithm, self.optimizer)
+        self.changes = ChangeWatch(self.trainer, self.algorithm)
+        self.settings = ClientSettings(prepared)
         self._row: tuple[ChunkResult, int] | None = None
         self._memory: ChunkMemory | None = None
         self._logged: dict[str, tuple[float, int]] = {}  # see ChunkMeans.add_to
@@ -95,8 +97,16 @@ class VectorizedEngine(Engine):
         has_changed = self.changes.begin_round()
         if self.anchors is not None:
             self.anchors.clear()  # the last round may have been given up
-        if not has_changed:
-            return
+        self.settings.begin_round()
+        if has_changed:
+            self._start_over(plans)
+
+    def _start_over(self, plans: Sequence[WorkPlan]) -> None:
+        """Try the module out again, and forget its traces.
+
+        Raises:
+            FederatedError: If it can no longer be run on several clients at once.
+        """
         self.step.traces.drop()
         self.anchors = AnchorPass(self.step) if self.anchors is not None else None
         was_random = self.step.is_random
@@ -117,9 +127,28 @@ class VectorizedEngine(Engine):
         """The parameters [P] of the client whose hooks are called."""
         return self.flat.y if self._row is None else self._row[0].shared[self._row[1]]
 
-    def check_hooks(self) -> None:
-        """Refuse what hooks have set for one client only."""
-        self.changes.check_hooks()
+    def client_started(self, client_id: ClientId) -> None:
+        """Refuse what ``on_client_start`` has set for one client only."""
+        self.settings.client_started(client_id)
+
+    def check_hooks(self, plans: Sequence[WorkPlan]) -> None:
+        """Take in what hooks have set for all clients alike, before those of a chunk work."""
+        if not self.settings.is_needed:
+            return
+        kinds = self.settings.check([plan.participant.client_id for plan in plans])
+        self.changes.expect_hooks()
+        if not kinds:
+            return
+        check_settings(self)
+        if self.anchors is not None:
+            self.anchors.clear()  # they were taken with other settings
+        if kinds - {"optimizer", "trainer"}:
+            self.step.begin_round()
+            self._start_over(plans)
+
+    def client_ended(self, client_id: ClientId) -> None:
+        """Refuse what ``on_client_end`` has set for clients that have been trained already."""
+        self.settings.client_ended(client_id)
 
     def point_to(self, result: ChunkResult, row: int) -> None:
         """Let :attr:`parameters_at_work`, and the module's, be those of one client of a chunk."""
@@ -146,6 +175,7 @@ class VectorizedEngine(Engine):
             self.schedule.run(inputs, plans, turns, work, means, kept)
             self.changes.check_work()
             delta, send, keep = work.finish()
+        self.settings.worked()
         seconds = (time.perf_counter() - started) / len(plans)
         reports = self._reports(participants, means, delta, seconds)
         asked = sorted(range(len(plans)), key=order.__getitem__)

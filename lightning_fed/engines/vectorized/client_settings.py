@@ -1,0 +1,370 @@
+"""What hooks of clients set that local work reads: compared from client to client, and put back if a round restarts."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_fed._lightning import pl
+from lightning_fed.callbacks.base import FederatedCallback, hears, uses_hook
+from lightning_fed.core.base_optimizers import BaseOptimizer
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.engines.vectorized.changes import INTERNAL, PASSING, holders, inside, mark
+
+__all__ = ["ClientSettings", "HeldSettings", "hears_clients"]
+
+_HOOKS = ("on_client_start", "on_client_end")
+_TRAINER = (
+    "accumulate_grad_batches",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "limit_train_batches",
+    "overfit_batches",
+)
+"""Attributes of the trainer that local work reads."""
+
+_DATA = "datamodule."
+_METRICS = (Metric, MetricCollection)
+_PLAIN = (int, float, str, bool, type(None))
+_DEPTH = 4  # of collections in collections
+_MOST = 1_000  # values that are looked at in one attribute
+_SMALL = 2**14  # numbers in a tensor up to which all of them are compared
+_COPIED = 2**22  # numbers in a tensor up to which it can be put back
+
+Settings: TypeAlias = dict[tuple[str, str], Any]
+"""The values of settings by kind ("module", "optimizer" ...) and name. Equal values compare equal."""
+
+
+def hears_clients(trainer: pl.Trainer) -> bool:
+    """Whether any callback has a hook that is called for single clients."""
+    return any(hears(trainer, hook) for hook in _HOOKS)
+
+
+class ClientSettings:
+    """Make sure that clients that are trained together have the settings that each would have alone.
+
+    Hooks may set attributes of the module, options of the optimizer and others for one client. The vectorized engine
+    calls the hooks of several clients before it trains any of them. All of them must therefore leave the same values.
+    Nothing is compared if no callback has such a hook.
+
+    Settings are what local work reads: attributes of the module and its submodules, including collections, tensors and
+    the training mode; frozen parameters and ``requires_grad``; options of the local optimizer; attributes of the method
+    and its base optimizer; attributes of the trainer such as ``gradient_clip_val``; attributes of the data module.
+    Trained parameters and buffers are not: every client starts from the server's.
+
+    Args:
+        prepared: The module, the wrapped optimizer and the method.
+
+    Attributes:
+        is_needed: Whether any callback has hooks of single clients in this round.
+    """
+
+    def __init__(self, prepared: PreparedModule) -> None:
+        self.trainer: Any = prepared.trainer
+        self._prepared, self.module = prepared, prepared.module
+        self._trained = set(map(id, prepared.flat.params))
+        self.is_needed = False
+        self._at_start: Settings = {}  # of the round
+        self._buffers: list[int] = []  # the identities of buffers at that time
+        self._first: tuple[ClientId, Settings] | None = None  # of the clients whose hooks have been called
+        self._worked: tuple[ClientId, Settings] | None = None  # of the clients of this round that have been trained
+        self._after: Settings = {}  # when the clients of the last chunk had been trained
+
+    def begin_round(self) -> None:
+        """Take note of all settings, if hooks may change them for single clients."""
+        self.is_needed = hears_clients(self.trainer)
+        self._first = self._worked = None
+        if self.is_needed:
+            self._at_start, self._buffers = self._now(), self._buffers_now()
+
+    def client_started(self, client_id: ClientId) -> None:
+        """Compare settings after the hook of a client with those after the first client's of the chunk.
+
+        Raises:
+            FederatedError: If they differ, naming the setting and the clients.
+        """
+        if self._first is None:
+            self._first = client_id, self._now(with_data=True)
+            return
+        first, settings = self._first
+        for kind, name in _differing(settings, self._now(with_data=True)):
+            raise self._refusal(f"on_client_start changes {self._name(kind, name)} for client {client_id!r}", first)
+
+    def check(self, clients: Sequence[ClientId]) -> set[str]:
+        """Return the kinds of settings that have changed since the round began; called before a chunk's clients work.
+
+        Args:
+            clients: The clients.
+
+        Raises:
+            FederatedError: If clients of this round have worked with other settings.
+        """
+        first, self._first = self._first, None
+        client_id, now = first or (clients[0], self._now(with_data=True))
+        worked, self._worked = self._worked, (client_id, now)
+        if worked is not None:
+            other, before = worked
+            for kind, name in _differing(_without_data(before), _without_data(now)):
+                raise self._refusal(f"a hook changes {self._name(kind, name)} before client {client_id!r}", other)
+            return set()
+        differing = _differing(self._at_start, _without_data(now))
+        for kind, name in differing:
+            if kind == "requires_grad":
+                raise FederatedError(
+                    "engine='vectorized' trains the parameters that were to be trained when the round began, and a hook"
+                    f" changes {self._name(kind, name)} before client {client_id!r}. Leave it as it is, or use"
+                    " engine='sequential'."
+                )
+        kinds = {kind for kind, _ in differing}
+        return kinds if self._buffers == self._buffers_now() else {*kinds, "buffer"}
+
+    def worked(self) -> None:
+        """Take note of settings after the clients of a chunk have been trained."""
+        if self.is_needed and hears(self.trainer, "on_client_end"):
+            self._after = self._now(with_data=True)
+
+    def client_ended(self, client_id: ClientId) -> None:
+        """Refuse what the hook of a client has set for the next ones, which have been trained already.
+
+        Raises:
+            FederatedError: Naming the setting and the client.
+        """
+        for kind, name in _differing(self._after, self._now(with_data=True)):
+            raise FederatedError(
+                f"engine='vectorized' cannot give each client its own settings: on_client_end changes"
+                f" {self._name(kind, name)} after client {client_id!r}, and others were trained together with it. Set it"
+                " in on_round_start for all clients, or use engine='sequential'. Keep notes in the callback."
+            )
+
+    def _refusal(self, what: str, other: ClientId) -> FederatedError:
+        return FederatedError(
+            f"engine='vectorized' cannot give each client its own settings: {what}, and clients that are trained"
+            f" together or after one another must share it with client {other!r}. Make it part of the client's data, or"
+            " use engine='sequential'. Keep notes in the callback."
+        )
+
+    def _name(self, kind: str, name: str) -> str:
+        """Return what a setting is called in a message."""
+        if kind == "module":
+            return f"the attribute {name!r} of {type(self.module).__name__}"
+        if kind == "parameter":
+            return f"the frozen parameter {name!r} of {type(self.module).__name__}"
+        if kind == "requires_grad":
+            return f"requires_grad of the parameter {name!r}"
+        if kind == "optimizer":
+            group, _, option = name.partition(".")
+            of_group = f" in its group {group}" if len(self._prepared.optimizer.param_groups) > 1 else ""
+            what = "the learning rate" if option == "lr" else f"the option {option!r}"
+            return f"{what} of the local optimizer{of_group}"
+        if kind == "method":
+            return f"the attribute {name!r} of {type(self._prepared.algorithm).__name__}"
+        return f"trainer.{name}"
+
+    def _buffers_now(self) -> list[int]:
+        return [id(owner.get_buffer(key)) for owner, key in buffer_owners(self.module).values()]
+
+    def _now(self, with_data: bool = False) -> Settings:
+        """Return all settings; those of the data module too, or not, as it changes when it makes clients' data."""
+        found: Settings = {}
+        for name, part in _parts(self.module):
+            start = f"{name}." if name else ""
+            found |= {("module", start + key): value for key, value in _attributes(part)}
+        for name, p in self.module.named_parameters():
+            found["requires_grad", name] = p.requires_grad
+            if id(p) not in self._trained:
+                found["parameter", name] = _numbers(p)
+        for number, group in enumerate(self._prepared.optimizer.param_groups):
+            for option, value in group.items():
+                found["optimizer", f"{number}.{option}"] = _content(value, [_MOST])
+        for name, part in _methods(self._prepared):
+            found |= {("method", name + key): _content(value, [_MOST]) for key, value in vars(part).items()}
+        trainer: Any = self.trainer
+        found |= {("trainer", name): _content(getattr(trainer, name), [_MOST]) for name in _TRAINER}
+        found["trainer", "fit_loop.corrected_clip"] = _content(trainer.fit_loop.corrected_clip, [_MOST])
+        if with_data and trainer.datamodule is not None:  # by identity: it may hold all the data
+            data = vars(trainer.datamodule).items()
+            found |= {("trainer", f"{_DATA}{key}"): mark(value, [_MOST]) for key, value in data if key != "trainer"}
+        return found
+
+
+class HeldSettings:
+    """Hold all settings, to put them back if a round begins again; and what callbacks with client hooks have noted.
+
+    Values are held as they are: attributes, the contents of lists, dicts and sets, and the numbers in tensors. What
+    hooks do elsewhere cannot be taken back.
+
+    Args:
+        prepared: The module, the wrapped optimizer and the method.
+    """
+
+    def __init__(self, prepared: PreparedModule) -> None:
+        trainer: Any = prepared.trainer
+        self._prepared, self._trainer = prepared, trainer
+        trained = set(map(id, prepared.flat.params))
+        callbacks: list[Any] = [
+            callback
+            for callback in trainer.callbacks
+            if isinstance(callback, FederatedCallback)
+            and any(uses_hook(callback, h, FederatedCallback) for h in _HOOKS)
+        ]
+        modules = [part for _, part in _parts(prepared.module)]
+        owners = [*modules, *(part for _, part in _methods(prepared)), *callbacks]
+        self._attributes = [(owner, dict(vars(owner))) for owner in owners]
+        self._contents = [(inner, copy.copy(inner)) for owner in owners for inner in _collections(owner)]
+        if (datamodule := trainer.datamodule) is not None:
+            self._attributes.append((datamodule, dict(vars(datamodule))))  # what it has made may stay
+        self._groups = [(group, dict(group)) for group in prepared.optimizer.param_groups]
+        self._of_trainer = {name: getattr(self._trainer, name) for name in _TRAINER}
+        self._clip = self._trainer.fit_loop.corrected_clip
+        self._requires_grad = [(p, p.requires_grad) for p in prepared.module.parameters()]
+        frozen = [(name, p) for name, p in prepared.module.named_parameters() if id(p) not in trained]
+        tensors = [*frozen, *_tensors(modules)]
+        self._small = [(tensor, tensor.detach().clone()) for _, tensor in tensors if tensor.numel() <= _COPIED]
+        self._large = [(name, tensor, _numbers(tensor)) for name, tensor in tensors if tensor.numel() > _COPIED]
+
+    def put_back(self) -> None:
+        """Put everything back.
+
+        Raises:
+            FederatedError: If a large tensor has been changed, of which there is no copy.
+        """
+        for owner, held in self._attributes:
+            now = vars(owner)
+            for key in now.keys() - held.keys() - set(PASSING):
+                del now[key]
+            now.update({key: value for key, value in held.items() if key not in PASSING})
+        for inner, content in self._contents:
+            inner.clear()
+            (inner.extend if isinstance(inner, list) else inner.update)(content)
+        for group, held in self._groups:
+            group.clear()
+            group.update(held)
+        for name, value in self._of_trainer.items():
+            setattr(self._trainer, name, value)
+        self._trainer.fit_loop.corrected_clip = self._clip
+        for p, value in self._requires_grad:
+            p.requires_grad_(value)
+        with torch.no_grad():
+            for tensor, numbers in self._small:
+                tensor.copy_(numbers)
+        for name, tensor, numbers in self._large:
+            if _numbers(tensor) != numbers:
+                raise FederatedError(
+                    f"A hook of single clients has changed {name!r} of {type(self._prepared.module).__name__} in place,"
+                    " and engine='auto' cannot put it back to begin the round again. Use engine='sequential'."
+                )
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the submodules by name, without metrics."""
+    for name, part in module.named_modules():
+        if not isinstance(part, _METRICS):
+            yield name, part
+
+
+def _methods(prepared: PreparedModule) -> Iterator[tuple[str, Any]]:
+    """Yield the method, its base optimizer and its own solve, with what their attributes' names begin with."""
+    for name, method in (("", prepared.algorithm), ("own_solve.", prepared.algorithm.own_solve)):
+        if method is None:
+            continue
+        yield name, method
+        for key, part in vars(method).items():
+            if isinstance(part, BaseOptimizer):
+                yield f"{name}{key}.", part
+
+
+def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the names and contents of a module's attributes, its submodules and its hooks, but no parameters."""
+    for key, value in vars(part).items():
+        if key in PASSING or key in ("_parameters", "_buffers"):
+            continue
+        if key == "_modules":  # what is in them comes by itself
+            yield key, tuple((name, type(own)) for name, own in value.items())
+        elif key in INTERNAL and isinstance(value, dict):  # hooks, by numbers that are new each time
+            if value:
+                yield key, tuple(map(id, value.values()))
+        else:
+            yield key, _content(value, [_MOST])
+
+
+def _collections(owner: Any) -> Iterator[list[Any] | dict[Any, Any] | set[Any]]:
+    for key, value in vars(owner).items():
+        if key in PASSING or key in ("_parameters", "_buffers"):
+            continue
+        if key in INTERNAL and isinstance(owner, nn.Module):
+            if isinstance(value, dict):
+                yield value
+        else:
+            yield from holders(value)
+
+
+def _tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in modules' attributes, but no parameters and buffers."""
+    for part in modules:
+        for key, value in vars(part).items():
+            if key in PASSING or key in INTERNAL:
+                continue
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                yield key, value
+            for inner in holders(value):
+                values = inner.values() if isinstance(inner, Mapping) else inner
+                yield from ((key, v) for v in values if isinstance(v, Tensor) and not isinstance(v, nn.Parameter))
+
+
+def _differing(one: Settings, other: Settings) -> list[tuple[str, str]]:
+    """Return the kinds and names of the settings that are not the same."""
+    if one == other:
+        return []
+    missing = object()
+    return [k for k in dict.fromkeys((*other, *one)) if one.get(k, missing) != other.get(k, missing)]
+
+
+def _without_data(settings: Settings) -> Settings:
+    return {(kind, name): value for (kind, name), value in settings.items() if not name.startswith(_DATA)}
+
+
+def _content(value: Any, left: list[int], depth: int = _DEPTH) -> Any:
+    """Return what is equal for equal values: numbers in tensors, the content of collections; else the object's id."""
+    if isinstance(value, _PLAIN):
+        return value if value == value else "nan"
+    if isinstance(value, nn.Parameter):
+        return id(value)
+    if isinstance(value, Tensor):
+        return _numbers(value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value.shape, value.dtype.str, value.tobytes() if value.size <= _SMALL else id(value)
+    if isinstance(value, torch.Generator):
+        return value.get_state().cpu().numpy().tobytes()
+    inner = inside(value)
+    if inner is None:
+        return id(value)
+    if depth == 0 or left[0] < len(inner):
+        return id(value), len(inner)
+    left[0] -= len(inner)
+    if isinstance(inner, Mapping):
+        parts = ((_content(key, left, 0), _content(part, left, depth - 1)) for key, part in inner.items())
+        return type(value).__name__, *parts
+    if isinstance(inner, (set, frozenset)):
+        return type(value).__name__, frozenset(_content(part, left, 0) for part in inner)
+    return type(value).__name__, *(_content(part, left, depth - 1) for part in inner)
+
+
+def _numbers(tensor: Tensor) -> Any:
+    """Return what is equal for tensors of the same numbers; of a large one, its identity and some of its numbers."""
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        return id(tensor), tensor._version
+    kind, flat = (tuple(tensor.shape), tensor.dtype, tensor.device), tensor.detach().reshape(-1)
+    if tensor.numel() <= _SMALL:
+        return *kind, _bytes(flat)
+    return *kind, id(tensor), tensor._version, tensor.data_ptr(), _bytes(flat[:: tensor.numel() // _MOST])
+
+
+def _bytes(flat: Tensor) -> bytes:
+    return flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -1,0 +1,425 @@
+"""What hooks of clients set: each client works with its own settings, or the engine is refused by name."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
+from lightning_fed.algorithms import Ditto, FedAvg, FedProx, Mime, Scaffold, SGDm
+from lightning_fed.engines.vectorized.client_settings import ClientSettings
+from tests.helpers.engines import Ordinary, Record, assert_agree, assert_close, results_of, run, state_of
+from tests.helpers.processes import in_processes
+from tests.helpers.selection import few
+from tests.helpers.training import CLASSES, clients, data, same
+
+RESTARTS = "engine='auto' restarts round"
+PLAIN = partial(torch.optim.SGD, lr=0.1)
+EVEN = partial(data, (8, 8, 8, 8))
+UNALIKE = (1.0, 5.0, 1.0, 1.0)  # the last client leaves the value that the first one had
+VECTORIZED: list[dict[str, Any]] = [{"engine": "vectorized"}, {"engine": "vectorized", "chunk_size": 1}]
+
+
+class Adjustable(Ordinary):
+    """Has all kinds of settings, each with the effect of a factor of the logits."""
+
+    def __init__(self, optimizer: Any = PLAIN) -> None:
+        super().__init__(optimizer)
+        self.factor, self.numbers, self.table = 1.0, torch.ones(CLASSES), {"deep": [1.0]}
+        self.hparams.factor = 1.0
+        self.frozen = nn.Linear(1, 1, bias=False).requires_grad_(False)
+        nn.init.ones_(self.frozen.weight)
+        self.inner = nn.Identity()
+        self.inner.factor = 1.0
+        self.doubling = nn.Identity()
+        self.last = nn.Identity()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.last(self(batch[0])) * self.factor * self.numbers * self.table["deep"][0] * self.hparams.factor
+        out = out * self.frozen.weight.view(()) * self.inner.factor * (1 if self.doubling.training else 2)
+        loss = F.cross_entropy(out, batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+
+class Noisy(FederatedDataModule):
+    """Shifts all examples of a batch by an attribute."""
+
+    shift = 1.0
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + self.shift, batch[1]]
+
+
+def noisy() -> FederatedDataModule:
+    return Noisy(clients((8, 8, 8, 8)), batch_size=4)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+Setter = Callable[[Any, Any, float], None]
+
+
+class Sets(FederatedCallback):
+    """Gives each client a value, by its id and the round."""
+
+    def __init__(self, setter: Setter, value: Callable[[int, int], float], hook: str = "on_client_start") -> None:
+        self.setter, self.value, self.hook = setter, value, hook
+
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        if self.hook == "on_client_start":
+            self.setter(trainer, pl_module, self.value(client_id, round))
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        if self.hook == "on_client_end":
+            self.setter(trainer, pl_module, self.value(client_report.client_id, trainer.current_epoch))
+
+
+def attribute(trainer: Any, module: Any, value: float) -> None:
+    module.factor = value
+
+
+def nested(trainer: Any, module: Any, value: float) -> None:
+    module.inner.factor = value
+
+
+def new_tensor(trainer: Any, module: Any, value: float) -> None:
+    module.numbers = torch.full((CLASSES,), value)
+
+
+def tensor_in_place(trainer: Any, module: Any, value: float) -> None:
+    module.numbers.data.fill_(value)
+
+
+def collection(trainer: Any, module: Any, value: float) -> None:
+    module.table["deep"][0] = value
+
+
+def hyper_parameter(trainer: Any, module: Any, value: float) -> None:
+    module.hparams.factor = value
+
+
+def frozen(trainer: Any, module: Any, value: float) -> None:
+    with torch.no_grad():
+        module.frozen.weight.fill_(value)
+
+
+def mode(trainer: Any, module: Any, value: float) -> None:
+    module.doubling.train(value == 1.0)
+
+
+def submodule(trainer: Any, module: Any, value: float) -> None:
+    module.last = nn.Identity() if value == 1.0 else Doubled()
+
+
+def forward_hook(trainer: Any, module: Any, value: float) -> None:
+    module.last._forward_hooks.clear()
+    if value != 1.0:
+        module.last.register_forward_hook(doubled)
+
+
+def doubled(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def trainable(trainer: Any, module: Any, value: float) -> None:
+    module.head.bias.requires_grad_(value == 1.0)
+
+
+def rate(trainer: Any, module: Any, value: float) -> None:
+    trainer.optimizers[0].param_groups[0]["lr"] = 0.1 * value
+
+
+def momentum(trainer: Any, module: Any, value: float) -> None:
+    trainer.optimizers[0].param_groups[0]["momentum"] = 0.1 * value
+
+
+def decay(trainer: Any, module: Any, value: float) -> None:
+    trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.1 * value
+
+
+def method(trainer: Any, module: Any, value: float) -> None:
+    trainer.fit_loop.settings.algorithm.mu = value
+
+
+def clip(trainer: Any, module: Any, value: float) -> None:
+    trainer.gradient_clip_val = 0.1 * value
+
+
+def data_module(trainer: Any, module: Any, value: float) -> None:
+    trainer.datamodule.shift = value
+
+
+SETTERS: dict[Setter, str] = {
+    attribute: "the attribute 'factor' of Adjustable",
+    nested: "the attribute 'inner.factor' of Adjustable",
+    new_tensor: "the attribute 'numbers' of Adjustable",
+    tensor_in_place: "the attribute 'numbers' of Adjustable",
+    collection: "the attribute 'table' of Adjustable",
+    hyper_parameter: "the attribute '_hparams' of Adjustable",
+    frozen: "the frozen parameter 'frozen.weight' of Adjustable",
+    mode: "the attribute 'doubling.training' of Adjustable",
+    submodule: "the attribute '_modules' of Adjustable",
+    forward_hook: "the attribute 'last._forward_hooks' of Adjustable",
+    trainable: "requires_grad of the parameter 'head.bias'",
+    rate: "the learning rate of the local optimizer",
+    momentum: "the option 'momentum' of the local optimizer",
+    decay: "the option 'weight_decay' of the local optimizer",
+    method: "the attribute 'mu' of FedProx",
+    clip: "trainer.gradient_clip_val",
+    data_module: "trainer.datamodule.shift",
+}
+HARMLESS_ALONE = (data_module, trainable)  # the first is read again for every chunk, the other is refused at once
+
+
+def options_of(setter: Setter) -> dict[str, Any]:
+    algorithm = FedProx(mu=1.0) if setter is method else FedAvg()
+    return {"make": Adjustable, "algorithm": algorithm, "datamodule": noisy if setter is data_module else EVEN}
+
+
+def setting(setter: Setter, value: Callable[[int, int], float], **options: Any) -> Callable[..., Any]:
+    """Return a function that runs a module whose clients get values."""
+
+    def start(**engine: Any) -> Any:
+        return run(**{**options_of(setter), **options, "callbacks": [Sets(setter, value)], **engine})
+
+    return start
+
+
+@pytest.mark.parametrize("setter", few(SETTERS, [attribute, tensor_in_place, mode, rate, clip]))
+def test_auto_gives_each_client_its_own_settings(setter: Setter) -> None:
+    start = setting(setter, lambda client, _: UNALIKE[client], max_rounds=2 if setter is not trainable else 1)
+    with pytest.warns(UserWarning, match=RESTARTS) as said:
+        found = start(engine="auto")
+    (text,) = [str(warning.message) for warning in said if RESTARTS in str(warning.message)]
+    assert "round 0 with 'sequential'" in text
+    assert SETTERS[setter] in text
+    assert same(state_of(found), state_of(start(engine="sequential")))
+
+
+@pytest.mark.parametrize("engine", few(VECTORIZED, VECTORIZED[:1]), ids=["together", "alone"])
+@pytest.mark.parametrize("setter", few(SETTERS, [nested, new_tensor, momentum]))
+def test_vectorized_names_the_setting_and_the_client(setter: Setter, engine: dict[str, Any]) -> None:
+    start = setting(setter, lambda client, _: UNALIKE[client], max_rounds=1)
+    if setter is data_module and "chunk_size" in engine:
+        assert_agree(start(**engine), start(engine="sequential"))  # batches are made for one client after another
+        return
+    with pytest.raises(FederatedError, match=f"{SETTERS[setter]} .*client 1.*engine='sequential'"):
+        start(**engine)
+
+
+@pytest.mark.filterwarnings("error:engine='auto' restarts")
+@pytest.mark.parametrize("engine", few([*VECTORIZED, {"engine": "auto"}], VECTORIZED[1:]), ids=str)
+@pytest.mark.parametrize(
+    "setter", few([s for s in SETTERS if s is not trainable], [attribute, new_tensor, rate, submodule])
+)
+def test_all_clients_may_get_the_same_value(setter: Setter, engine: dict[str, Any]) -> None:
+    start = setting(setter, lambda _, round: (1.0, 2.0, 2.0, 1.0)[round], max_rounds=4, clients_per_round=3)
+    found = start(**engine)
+    assert found.fit_loop._engine.name == "vectorized"
+    assert_agree(found, start(engine="sequential"))
+
+
+@pytest.mark.parametrize(
+    "algorithm", few([Mime(SGDm()), Scaffold(option="i"), Ditto(0.1)], []), ids=lambda a: type(a).__name__
+)
+@pytest.mark.parametrize("chunk_size", few([1, 4], []))
+def test_gradients_before_the_hooks_are_those_of_the_sequential_engine(algorithm: Any, chunk_size: int) -> None:
+    for value in (lambda _, round: 1.0 + round, lambda client, _: UNALIKE[client]):
+        start = setting(attribute, value, algorithm=algorithm, max_rounds=3)
+        expected = start(engine="sequential")
+        assert_agree(start(engine="auto", chunk_size=chunk_size), expected)
+
+
+def test_a_module_that_cannot_be_vectorized_with_the_new_value_restarts() -> None:
+    class Branches(Adjustable):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float(batch[0].sum() > 0) if self.factor == 2.0 else loss
+
+    start = setting(attribute, lambda _, round: 1.0 + round, make=Branches)
+    with pytest.warns(UserWarning, match=r"restarts round 1 with 'sequential'.*cannot take Branches.training_step"):
+        found = start(engine="auto")
+    assert_agree(found, start(engine="sequential"))
+
+
+# ---------------------------------------------------------------------- after clients
+
+
+@pytest.mark.parametrize("chunk_size", few([None, 1, 2], [None]))
+@pytest.mark.parametrize("setter", few([attribute, rate, data_module], [attribute]))
+def test_what_the_end_of_a_client_sets_is_for_the_next(setter: Setter, chunk_size: int | None) -> None:
+    def start(engine: str, **options: Any) -> Any:
+        callback = Sets(setter, lambda client, _: 1.0 + client, "on_client_end")
+        return run(engine, callbacks=[callback], **options, **options_of(setter))
+
+    if setter is data_module and chunk_size == 1:  # batches are made for one client after another
+        assert_agree(start("auto", chunk_size=1), start("sequential"))
+        return
+    with pytest.warns(UserWarning, match=f"{RESTARTS} 0"):
+        found = start("auto", chunk_size=chunk_size)
+    assert same(state_of(found), state_of(start("sequential")))
+
+
+def test_vectorized_names_what_the_end_of_a_client_sets() -> None:
+    callback = Sets(attribute, lambda client, _: 1.0 + client, "on_client_end")
+    with pytest.raises(FederatedError, match=r"on_client_end changes the attribute 'factor' .* after client \d"):
+        run("vectorized", callbacks=[callback], **options_of(attribute))
+
+
+def test_what_the_end_of_a_round_sets_is_for_the_next_round() -> None:
+    class Last(FederatedCallback):
+        """Sets something once the last client of a round is done."""
+
+        ended = 0
+
+        def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+            self.ended += 1
+            if self.ended % 4 == 0:
+                pl_module.factor = 1.0 + self.ended / 4
+
+    found, expected = (run(engine, callbacks=[Last()], **options_of(attribute)) for engine in ("auto", "sequential"))
+    assert found.fit_loop._engine.name == "vectorized"
+    assert_agree(found, expected)
+
+
+# ---------------------------------------------------------------------- the restart
+
+
+class Relative(Record):
+    """Changes settings by steps, and takes them back; counts clients, and stops comparing in later rounds."""
+
+    def __init__(self, first: int = 0) -> None:
+        super().__init__()
+        self.first, self.count, self.restarts = first, 0, 0
+        self.noted: list[float] = []
+
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        super().on_client_start(trainer, pl_module, round, client_id)
+        if round < self.first:
+            return
+        self.count += 1
+        trainer.optimizers[0].param_groups[0]["lr"] *= 1 + self.count
+        pl_module.factor += 0.1 * self.count
+        pl_module.numbers.mul_(1 + 0.1 * client_id)
+        pl_module.table["deep"].insert(0, 1.0 + self.count)
+        self.noted.append(pl_module.factor)
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        super().on_client_end(trainer, pl_module, client_report)
+        if self.count:
+            trainer.optimizers[0].param_groups[0]["lr"] /= 1 + self.count
+            pl_module.numbers.div_(1 + 0.1 * client_report.client_id)
+
+    def on_round_restart(self, trainer: Any, pl_module: Any, round: int) -> None:
+        self.restarts += 1
+
+
+@pytest.mark.parametrize(
+    ("first", "chunk_size"), few([pytest.param(f, c, id=f"{f}-{c}") for f in (0, 1) for c in (None, 1, 3)], ["1-3"])
+)
+def test_hooks_start_from_what_they_found_at_the_start_of_the_round(first: int, chunk_size: int | None) -> None:
+    records = Relative(first), Relative(first)
+    with pytest.warns(UserWarning, match=f"{RESTARTS} {first}"):
+        found = run("auto", callbacks=[records[0]], chunk_size=chunk_size, **options_of(attribute))
+    expected = run("sequential", callbacks=[records[1]], **options_of(attribute))
+    one, other = (r.order[len(r.order) - 8 * (3 - first) :] for r in records)
+    assert one == other  # from the restarted round on
+    assert records[0].count == records[1].count == 4 * (3 - first)
+    assert records[0].noted == records[1].noted
+    assert (records[0].restarts, records[1].restarts) == (1, 0)
+    assert_agree(found, expected)
+    if first == 0:
+        assert same(state_of(found), state_of(expected))
+
+
+def test_a_resumed_run_goes_on_with_the_same_engine_and_bits(tmp_path: Path) -> None:
+    def value(client: int, round: int) -> float:
+        return UNALIKE[client] if round == 0 else 1.0
+
+    start = setting(attribute, value, make=partial(Adjustable, None))
+    with pytest.warns(UserWarning, match=RESTARTS):
+        whole, half = (start(engine="auto", max_rounds=rounds) for rounds in (4, 2))
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = start(engine="auto", max_rounds=4, ckpt_path=tmp_path / "half.ckpt")
+    assert resumed.fit_loop._engine.name == "sequential"
+    assert same(state_of(resumed), state_of(whole))
+
+
+@pytest.mark.parametrize("hook", few(["on_client_start", "on_client_end"], []))
+@pytest.mark.parametrize("method", few([FedAvg, Scaffold], []))
+def test_clients_that_fail_are_left_out_all_the_same(hook: str, method: Any) -> None:
+    def spoiled() -> FederatedDataModule:
+        parts = clients((8, 8, 8, 8))
+        parts[2].tensors[0][0] = float("nan")
+        return FederatedDataModule(parts, batch_size=4)
+
+    options: dict[str, Any] = {"on_client_error": "drop", "max_failed_share": 0.5, "limit_val_batches": 0}
+    options |= {"make": Adjustable, "algorithm": method(), "datamodule": spoiled}
+    found, expected = (
+        run(engine, callbacks=[Sets(attribute, lambda client, _: UNALIKE[client], hook)], **options)
+        for engine in ("auto", "sequential")
+    )
+    assert same(state_of(found), state_of(expected))
+
+
+@pytest.mark.parametrize("hook", few(["on_client_start", "on_client_end"], ["on_client_start"]))
+def test_two_processes_restart_together(hook: str, tmp_path: Path) -> None:
+    alone = results_of(in_two(hook, devices=1, engine="sequential"))["state"]
+    for outcome in in_processes(partial(results_in_two, hook), tmp_path):
+        state, name = outcome.value
+        assert name == "sequential"
+        assert_close(state, alone)
+
+
+def in_two(hook: str, engine: str = "auto", **options: Any) -> Any:
+    # by the client alone, as each process starts from its own settings; only client 3 gets another value
+    callback = Sets(attribute, lambda client, _: 5.0 if client == 3 else 1.0, hook)
+    if hook == "on_client_end":
+        callback = Sets(attribute, lambda client, _: 1.0, hook)
+        callback.on_client_start = Sets(attribute, lambda client, _: 5.0 if client == 3 else 1.0).on_client_start
+    sizes = partial(data, (8, 8, 8, 8, 8, 8))
+    case = {**options_of(attribute), "datamodule": sizes, "clients_per_round": 6, "algorithm": Scaffold()}
+    return run(engine, callbacks=[callback], **{**case, **options})
+
+
+def results_in_two(hook: str) -> Any:
+    t = in_two(hook, strategy="clients", devices=2)
+    return results_of(t)["state"], t.fit_loop._engine.name
+
+
+# ---------------------------------------------------------------------- what is not compared
+
+
+def test_nothing_is_compared_without_hooks_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rounds(FederatedCallback):
+        def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+            pl_module.factor = 1.0 + round
+
+    monkeypatch.setattr(ClientSettings, "_now", lambda *_, **__: pytest.fail("settings were looked at"))
+    run("auto", callbacks=[Rounds()], **options_of(attribute))
+
+
+def test_hooks_that_only_note_what_they_see_keep_the_engine() -> None:
+    record = Record()
+    with_hooks = run("auto", callbacks=[record], **options_of(attribute))
+    assert with_hooks.fit_loop._engine.name == "vectorized"
+    assert same(state_of(with_hooks), state_of(run("auto", **options_of(attribute))))
+
+
+def test_weights_and_buffers_that_hooks_change_are_discarded_by_both_engines() -> None:
+    def edit(trainer: Any, module: Any, value: float) -> None:
+        with torch.no_grad():
+            module.head.weight.fill_(value)
+
+    for engine in ("auto", "sequential"):
+        t = run(engine, callbacks=[Sets(edit, lambda client, _: UNALIKE[client])], **options_of(attribute))
+        assert same(state_of(t), state_of(run(engine, **options_of(attribute))))
