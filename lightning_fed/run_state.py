@@ -56,7 +56,7 @@ class RunState(Inspection, _FitLoop):
         self.clients_elsewhere: Callable[[PreparedModule, Population], ClientWork] | None = None  # than in this process
         self.sites: dict[str, Any] = {}  # of clients elsewhere: which run they know, and the versions of their states
         self._warned: set[ClientId] = set()  # of whose failures the user has been warned
-        self._gave_up = False  # whether engine="auto" has left the vectorized engine for the sequential one
+        self._engines_before: list[str] = []  # that "auto" took before this fit; see ClientWork.engine_names
         self._stop = Stop.NO  # what any process was asked for in this round
         self.steps_taken = 0  # of all clients in all completed rounds
         self._goes_on = False  # whether it has been said that the run is not stopped yet
@@ -86,7 +86,9 @@ class RunState(Inspection, _FitLoop):
             )
         client_states = self.kept_states.record(self._state, self._ranks)
         transport = self.settings.transport()
-        noted = {"transport": transport, "work": self._work_notes, "gave_up": self._gave_up}
+        engines = self._engines_before if self.clients is None else self.clients.engine_names
+        engine = {"asked": self.settings.engine, "taken": engines}
+        noted = {"transport": transport, "work": self._work_notes, "engine": engine}
         noted["steps_taken"] = self.steps_taken
         noted |= {"sites": self.sites} if self.sites else {}
         if self.settings.aggregator is not None and (kept := self.settings.aggregator.state_dict()):
@@ -133,9 +135,8 @@ class RunState(Inspection, _FitLoop):
         sampling = CohortSampling(
             settings, self.population, cohort_seed(trainer, settings, self.population, self._state.seed)
         )
-        engine = "sequential" if settings.engine == "auto" and self._gave_up else settings.engine
         if self.clients_elsewhere is None:
-            self.clients = prepare_clients(prepared, self.population, engine)
+            self.clients = prepare_clients(prepared, self.population, settings.engine, before=self._engines_before)
         else:
             self.clients = self.clients_elsewhere(prepared, self.population)
         self._rounds = Rounds(self._state, sampling, self.clients, self._ranks)
@@ -159,7 +160,8 @@ class RunState(Inspection, _FitLoop):
         restored, self._restored = self._restored, None
         previous = self._state if restored is None and self._state is not None and self._state.round > 0 else None
         if restored is not None:
-            self._gave_up = bool(restored.get("gave_up"))
+            with restored_from(self.trainer.ckpt_path, "the choice of the engine"):
+                self._engines_before = _engines_of(restored)
             self.steps_taken = int(restored["steps_taken"])
             self._check_sites(restored.get("sites", {}))
         if previous is not None and self.prepared.module is not self._module:
@@ -167,6 +169,8 @@ class RunState(Inspection, _FitLoop):
                 f"This trainer has already run {previous.round} rounds on another model. Make a new FederatedTrainer,"
                 " or resume with fit(..., ckpt_path=...)."
             )
+        if previous is not None and self.clients is not None:
+            self._engines_before = self.clients.engine_names
         if previous is not None and self._schedules is not None:
             self._schedules.resume(self.trainer, self.prepared.optimizer.base)
         server = start_server(self.prepared, self.kept_states, self._ranks, self._work_notes, restored, previous)
@@ -221,7 +225,7 @@ class RunState(Inspection, _FitLoop):
             "logged": self.epoch_loop._results.outline() if trainer.world_size > 1 else {},
             "stop": trainer._signal_connector.asked,
             "edit": self._edit,
-            "gave_up": self._engine.has_given_up,
+            "gave_up": self.clients is not None and self.clients.have_given_up,
         }
 
     def _take_in(self, told: Sequence[Mapping[str, Any]]) -> None:
@@ -239,6 +243,13 @@ class RunState(Inspection, _FitLoop):
             )
         self._edit = None
         if any(part["gave_up"] for part in told):
-            self._engine.give_up()
-            self._gave_up = True
+            assert self.clients is not None
+            self.clients.give_up()
         self._stop = Stop(max(part["stop"] for part in told))
+
+
+def _engines_of(saved: Mapping[str, Any]) -> list[str]:
+    """Return the engines that "auto" took in the run that wrote a checkpoint, none if it was told which to take."""
+    if "engine" not in saved:  # written by an earlier version, which noted only that "auto" had left one
+        return ["sequential"] * 2 if saved.get("gave_up") else []
+    return [str(name) for name in saved["engine"]["taken"]] if saved["engine"]["asked"] == "auto" else []

@@ -57,9 +57,9 @@ class FederatedCallback(pl.Callback):
 
         The hook may set attributes of the module, options of the optimizer (``trainer.optimizers[0]``) and the like for
         one client. They stay until a hook changes them. ``engine="vectorized"`` refuses different values for different
-        clients of a round. ``engine="auto"`` then restarts the round with the sequential engine, once in a run. It first
-        puts back what the hooks of clients have set in this round: settings, and the attributes of the callbacks that
-        have such hooks. If all clients get the same values, the vectorized engine goes on with these.
+        clients of a round. ``engine="auto"`` then restarts the round with the sequential engine, once in a run. Before,
+        it puts back what the hooks of clients have set in this round: settings, and the attributes of the callbacks
+        that have such hooks. If all clients get the same values, the vectorized engine goes on with these.
 
         Args:
             trainer: The trainer.

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from lightning_fed._compat import rank_zero_info
+from lightning_fed._compat import rank_zero_info, rank_zero_warn
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.engines.base import ChunkResult, Engine, RestartRoundError, RoundInputs, WorkPlan
@@ -30,6 +30,7 @@ def make_engine(
     chunk_size: int | None,
     prepared: PreparedModule,
     some: Callable[[], Iterator[WorkPlan]],
+    before: str | None = None,
 ) -> Engine:
     """Return the engine of a name; "auto" takes the vectorized one wherever it can run the module, and says so.
 
@@ -38,6 +39,8 @@ def make_engine(
         chunk_size: How many clients the vectorized engine runs at once.
         prepared: What every engine takes.
         some: Yields clients' work, to try the vectorized engine out on.
+        before: The engine that "auto" took for the first rounds of this run, if it goes on from a checkpoint: it is
+            taken again, for the same bits.
 
     Raises:
         FederatedError: If the vectorized engine is asked for by name and cannot run the module.
@@ -46,13 +49,23 @@ def make_engine(
     make_sequential = partial(SequentialEngine, trainer.fit_loop.epoch_loop, prepared)
     if name == "sequential":
         return make_sequential()
+    if name == "auto" and before == "sequential":
+        rank_zero_info("engine='auto' takes 'sequential', with which this run was trained before.")
+        return make_sequential()
     try:
         engine = VectorizedEngine(chunk_size, prepared=prepared)
         _try_out(engine, some())
     except FederatedError as error:
         if name != "auto":
             raise
-        rank_zero_info(f"engine='auto' takes 'sequential', since {_decapitalised(str(error))}")
+        reason = _decapitalised(str(error))
+        if before == "vectorized":
+            rank_zero_warn(
+                "engine='auto' goes on with 'sequential', though this run was trained with 'vectorized' before: the"
+                f" result will not have the bits of a run without the break. The reason: {reason}"
+            )
+        else:
+            rank_zero_info(f"engine='auto' takes 'sequential', since {reason}")
         return make_sequential()
     if name == "auto":
         at_once = "one client at a time" if engine.chunk_size == 1 else f"up to {engine.chunk_size} clients at once"

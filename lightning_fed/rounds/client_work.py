@@ -107,6 +107,21 @@ class ClientWork:
             self._own_solve.begin_round(work)
 
     @property
+    def engine_names(self) -> list[str]:
+        """The engines at work: that of the clients, and that of the method's own solve if it has one."""
+        return [engine.name for engine in self.engines]
+
+    @property
+    def have_given_up(self) -> bool:
+        """Whether the vectorized engine was left for the sequential one."""
+        return any(engine.has_given_up for engine in self.engines)
+
+    def give_up(self) -> None:
+        """Go on with the sequential engine, from the next clients on."""
+        for engine in self.engines:
+            engine.give_up()
+
+    @property
     def may_restart(self) -> bool:
         """Whether :meth:`answer` may raise :class:`RestartRoundError` in this round."""
         return any(engine.may_restart for engine in self.engines)
@@ -275,7 +290,11 @@ def prepare_module(trainer: pl.Trainer) -> PreparedModule:
 
 
 def prepare_clients(
-    prepared: PreparedModule, population: Population, engine: str, clients: Sequence[ClientId] | None = None
+    prepared: PreparedModule,
+    population: Population,
+    engine: str,
+    clients: Sequence[ClientId] | None = None,
+    before: Sequence[str] = (),
 ) -> ClientWork:
     """Return what answers for clients.
 
@@ -284,6 +303,8 @@ def prepare_clients(
         population: The clients there are.
         engine: The engine's name.
         clients: Those whose data is here; all of them by default.
+        before: The engines that "auto" took before, if the run goes on from a checkpoint; see
+            :attr:`ClientWork.engine_names`.
 
     Raises:
         FederatedError: If the engine, or this machine, cannot run the module.
@@ -291,8 +312,9 @@ def prepare_clients(
     settings = prepared.settings
     plans = LocalPlans(prepared.trainer, settings, population, clients)
     check_lstm(prepared.trainer, prepared.flat, plans.some())
-    main, own_solve = make_engine(engine, settings.chunk_size, prepared, plans.some), None
+    first, second = (*before, None, None)[:2]
+    main, own_solve = make_engine(engine, settings.chunk_size, prepared, plans.some, first), None
     if prepared.algorithm.own_solve is not None:
         other = prepared_for_own_solve(prepared)
-        own_solve = OwnSolve(make_engine(engine, settings.chunk_size, other, plans.some), settings)
+        own_solve = OwnSolve(make_engine(engine, settings.chunk_size, other, plans.some, second), settings)
     return ClientWork(main, plans, settings, own_solve)

@@ -199,7 +199,8 @@ class SetsRate(FederatedCallback):
 
 @pytest.mark.parametrize("engine", few(ENGINES[:2], ENGINES[:1]))
 @pytest.mark.parametrize(
-    ("callback", "what"), [(SetsPrior(), "the attribute 'prior' of Prior"), (SetsRate(), "the learning rate of the local")]
+    ("callback", "what"),
+    [(SetsPrior(), "the attribute 'prior' of Prior"), (SetsRate(), "the learning rate")],
 )
 def test_settings_of_a_client_are_refused(callback: Any, what: str, engine: dict[str, Any]) -> None:
     with pytest.raises(FederatedError, match=f"(a hook|on_client_start) changes {what}.*engine='sequential'"):

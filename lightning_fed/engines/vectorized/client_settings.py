@@ -139,8 +139,8 @@ class ClientSettings:
         for kind, name in _differing(self._after, self._now(with_data=True)):
             raise FederatedError(
                 f"engine='vectorized' cannot give each client its own settings: on_client_end changes"
-                f" {self._name(kind, name)} after client {client_id!r}, and others were trained together with it. Set it"
-                " in on_round_start for all clients, or use engine='sequential'. Keep notes in the callback."
+                f" {self._name(kind, name)} after client {client_id!r}, and others were trained together with it. Set"
+                " it in on_round_start for all clients, or use engine='sequential'. Keep notes in the callback."
             )
 
     def _refusal(self, what: str, other: ClientId) -> FederatedError:

@@ -4,7 +4,7 @@ import dis
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from numbers import Real
 from typing import Any
 
@@ -59,6 +59,7 @@ class ModuleStep:
         compared: The kinds of traces that have been compared with the module in this round: "step", and "sum" for
             full-batch gradients.
         options: What ``self.log`` was given beside name and value, by name.
+        context: Returns what ``training_step`` runs in: the trainer's precision.
     """
 
     def __init__(self, trainer: pl.Trainer, flat: FlatParameters) -> None:
@@ -74,6 +75,7 @@ class ModuleStep:
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._is_mixed = isinstance(trainer.precision_plugin, pl.plugins.precision.MixedPrecision)
         self.options: dict[str, dict[str, Any]] = {}
+        self.context: Callable[[], AbstractContextManager[Any]] = trainer.precision_plugin.train_step_context
         self._values: dict[str, Tensor] = {}  # logged in the call at work
         self._sizes: dict[str, int | None] = {}
         self._unused: dict[Any, frozenset[int]] = {}  # parameters, by what decides the shapes of a step
@@ -157,7 +159,7 @@ class ModuleStep:
         batch = unflatten(leaves, spec)
         arguments = (batch, batch_idx) if self._takes_index else (batch,)
         values = self._values = {}
-        with self.trainer.precision_plugin.train_step_context():
+        with self.context():
             if parameters is None:
                 output = self.module.training_step(*arguments)
             else:

@@ -23,8 +23,12 @@ from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.changes import INTERNAL, PASSING, changed, holders, marks
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE
+from lightning_fed.engines.vectorized.trial_precision import at_full_precision, is_lowered, raised
 
 __all__ = ["Trial", "check_settings", "hooked_parameter"]
+
+_TOLERANCE = 1e-2  # how far two gradients of one step may be apart, relative to the largest
+_ROUNDING = 1e-1  # the same in half precision
 
 
 class Trial:
@@ -49,19 +53,17 @@ class Trial:
             ClientError: If the batch gives no gradient to go by.
         """
         step, batch = self.step, (group.leaves, group.spec, group.batch_idx)
-        pair = [torch.stack([v.detach()] * 2) for v in step.flat.views], [torch.stack([v] * 2) for v in group.leaves]
         step.is_random = True  # as long as nobody knows
         with preserved_random_state(step.flat.y.device), step.recording():
             before = _State(self.module, step.flat)
             try:
-                take = vmap(lambda y, leaves: step.gradient(y, leaves, *batch[1:]), randomness="different")
-                grads, _, _ = take(*pair)
+                grads = self._of_two(step.flat.views, *batch)
                 self._check_traces(before)
                 step.own_gradient(step.flat.views, *batch)  # on the parameters themselves
                 self._check_parameters(before)
                 step.is_random = before.random != random_state(step.flat.y.device)
                 if not step.is_random:
-                    self._check_values([g[0] for g in grads], group)
+                    self._check_values(grads, group)
                 if step.is_random or self._reads_trainer(group):
                     step.traces.forbid()
             except FederatedError:
@@ -75,16 +77,38 @@ class Trial:
                 before.restore()
 
     def _check_values(self, grads: Sequence[Tensor], group: BatchGroup) -> None:
-        """Compare with the gradient of one client, as a guard against operations that ``vmap`` gets wrong."""
-        views = self.step.flat.views
-        own, _, _ = self.step.own_gradient(views, group.leaves, group.spec, group.batch_idx)
+        """Compare with the gradient of one client, as a guard against operations that ``vmap`` gets wrong.
+
+        In half precision both are taken again in float32, as far as the module runs in it.
+
+        Args:
+            grads: The gradient of the first of two clients at once, in the trainer's precision.
+            group: The batch.
+        """
+        step, views, leaves, batch = self.step, self.step.flat.views, group.leaves, (group.spec, group.batch_idx)
+        tolerance = _TOLERANCE
+        if is_lowered(step.trainer):
+            try:
+                with at_full_precision(step):
+                    views, leaves = raised(views), raised(leaves)
+                    grads, own = self._of_two(views, leaves, *batch), step.own_gradient(views, leaves, *batch)[0]
+            except Exception:
+                own, tolerance = step.own_gradient(step.flat.views, group.leaves, *batch)[0], _ROUNDING
+        else:
+            own = step.own_gradient(views, leaves, *batch)[0]
         single = [torch.zeros_like(v) if g is None else g for g, v in zip(own, views, strict=True)]
         scale = max(float(g.abs().max()) for g in single) or 1.0
         if not all(bool(torch.isfinite(g).all()) for g in single):
             raise ClientError("its first gradient is not finite, so nothing can be compared with it.")
         for name, one, other in zip(self.step.flat.names, single, grads, strict=True):
-            if not torch.allclose(one, other, rtol=1e-2, atol=1e-2 * scale, equal_nan=True):
+            if not torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
                 raise self._refusal(f"the gradient of {name!r} of several clients at once differs from that of one")
+
+    def _of_two(self, views: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> list[Tensor]:
+        """Return the gradient of the first of two equal clients, taken at once."""
+        take = vmap(lambda y, leaves: self.step.gradient(y, leaves, spec, batch_idx), randomness="different")
+        grads, _, _ = take([torch.stack([v.detach()] * 2) for v in views], [torch.stack([v] * 2) for v in leaves])
+        return [g[0] for g in grads]
 
     def _check_traces(self, before: "_State") -> None:
         for name, (buffer, value) in before.buffers.items():
