@@ -20,7 +20,7 @@ from lightning_fed.server.weighting import WEIGHTINGS
 
 __all__ = ["FORMAT", "Server", "resolve_weighting"]
 
-FORMAT = 2  # of :meth:`Server.state_dict`, one more with every change that an older version could not read
+FORMAT = 3  # of :meth:`Server.state_dict`, one more with every change that an older version could not read
 
 
 def resolve_weighting(algorithm: Algorithm, weighting: Weighting | None) -> Weighting:
@@ -209,7 +209,7 @@ class Server:
             "personal": self.personal,
             "start": self.start,
             "moved_buffers": sorted(self.moved_buffers),
-            "seen": self._seen.indices(),
+            "seen": self._seen.bits(),
             "bytes": [self.bytes_up, self.bytes_down],
         }
 
@@ -259,8 +259,7 @@ class Server:
         self.personal = saved.get("personal", self.personal).to(device)
         self.start = saved.get("start", self.start).to(device)
         self.moved_buffers = {name for name in saved["moved_buffers"] if name in self.buffers}
-        self._seen = Seen(len(self.ids))
-        self._seen.add(saved["seen"].tolist())
+        self._seen.load(saved["seen"])
         self.bytes_up, self.bytes_down = saved["bytes"]
 
 
