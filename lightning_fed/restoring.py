@@ -202,7 +202,7 @@ def start_server(
         s.algorithm, flat.y, flat.layout, s.server_optimizer, s.server_lr_scheduler,
         trainer.datamodule.client_ids, s.seed,
     )  # fmt: skip
-    server.personal = flat.personal.clone()
+    server.personal, server.num_parameters = flat.personal.clone(), len(flat.params)
     server.buffers, server.kept_buffers = prepared.buffers.read(), prepared.buffers.kept
     server.advance_solver = prepared.optimizer.advance_solver
     kept: ClientStore | None = None

@@ -35,6 +35,7 @@ from lightning_fed.callbacks import ClientAccuracy, PersonalizedAccuracy
 from lightning_fed.core.errors import FederatedError as CoreError
 from lightning_fed.server import FedAdam, FedBuff, TopK
 from tests.helpers.processes import in_processes
+from tests.helpers.selection import covering, few
 from tests.helpers.training import Net, clients, data, parameters, same, seeded, trainer
 
 SIZES = (13, 8, 21, 5, 16, 9)
@@ -133,6 +134,119 @@ def test_processes_that_split_batches_do_the_same(tmp_path: Path) -> None:
             for i, state in states.items():
                 for key, value in state.items():
                     close(value, expected[name][1][i][key])
+
+
+# ---------------------------------------------------------------------- local optimizers that clients keep
+
+
+class WithNorm(Net):
+    """The shared classifier with a layer for FedBN, under any local optimizer."""
+
+    build: Any = None
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.body.insert(0, nn.BatchNorm1d(6))
+
+    def configure_optimizers(self) -> Any:
+        return self.build(self.parameters())
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "FedPer": {"algorithm": FedPer(["head.*"])},
+    "FedRep": {"algorithm": FedRep(["head.*"], 2)},
+    "LG-FedAvg": {"algorithm": LGFedAvg(["body.*"])},
+    "FedBN": {"algorithm": FedBN()},
+    "Ditto": {"algorithm": Ditto(0.5)},
+    "APFL": {"algorithm": APFL(0.4)},
+    "PFedMe": {"algorithm": PFedMe(2.0, 2)},
+    "Scaffold": {"algorithm": Scaffold(), "personal": ["body.1.*", "head.bias"]},
+}
+SOLVERS: dict[str, Any] = {
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adam": partial(torch.optim.Adam, lr=0.02),
+    "AMSGrad": partial(torch.optim.AdamW, lr=0.02, amsgrad=True),
+}
+
+
+def with_norm(solver: str) -> WithNorm:
+    model = seeded(WithNorm, dropout=0.0)
+    model.build = SOLVERS[solver]
+    return model
+
+
+def kept(way: str, solver: str, where: str, folder: Path, part: str = "whole", **options: Any) -> Any:
+    """Return x and what this process's clients keep after five rounds, or after the first or the last of them."""
+    fitted = run(
+        with_norm(solver),
+        data((14, 8, 22, 6, 16, 10)),  # none of whose batches has one example, which BatchNorm refuses
+        max_rounds=2 if part == "first" else 5,
+        ckpt_path=folder / f"{way}, {solver}.ckpt" if part == "last" else None,
+        local_optimizer_state="keep",
+        client_states=where,
+        client_states_dir=folder / f"{way}, {solver}, {part}" if where == "disk" else None,
+        **OWN[way],
+        **options,
+    )
+    if part == "first":
+        fitted.save_checkpoint(folder / f"{way}, {solver}.ckpt")
+    state = fitted.fit_loop.state
+    return state.x, state.clients.state_dict()
+
+
+@pytest.mark.parametrize(("way", "solver", "where"), covering([*OWN], [*SOLVERS], ["disk", "memory"]))
+def test_kept_optimizers_are_resumed_exactly(way: str, solver: str, where: str, tmp_path: Path) -> None:
+    straight = kept(way, solver, "memory", tmp_path)
+    assert any(name.startswith("solver.") for name in straight[1][0])
+    kept(way, solver, where, tmp_path, "first")
+    assert same(kept(way, solver, where, tmp_path, "last"), straight)
+
+
+@pytest.mark.parametrize(
+    "ways", few([pytest.param(["FedPer", "APFL"], id="two"), pytest.param([*OWN], id="all")], ["two"])
+)
+@pytest.mark.parametrize(
+    ("solver", "where"),
+    few(
+        [pytest.param(solver, where, id=f"{solver}, {where}") for solver in SOLVERS for where in ("disk", "memory")],
+        ["Adam, disk"],
+    ),
+)
+def test_two_processes_keep_the_same_optimizers(ways: list[str], solver: str, where: str, tmp_path: Path) -> None:
+    def both_halves() -> Any:
+        two = {"strategy": "clients", "devices": 2}
+        for way in ways:
+            kept(way, solver, where, tmp_path, "first", **two)
+        return {way: kept(way, solver, where, tmp_path, "last", **two) for way in ways}
+
+    outcomes = in_processes(both_halves, tmp_path)
+    assert not any(outcome.error for outcome in outcomes), outcomes[0].trace + outcomes[1].trace
+    for way in ways:
+        x, states = kept(way, solver, "memory", tmp_path)
+        found = {i: state for outcome in outcomes for i, state in outcome.value[way][1].items()}
+        assert found.keys() == states.keys()
+        for outcome in outcomes:
+            close(outcome.value[way][0], x)
+        for i, state in states.items():
+            assert found[i].keys() == state.keys()
+            for name, value in state.items():
+                close(found[i][name], value)
+        kept(way, solver, where, tmp_path, "last")  # and one process goes on from what two have saved
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_one_client_that_keeps_its_optimizer_trains_as_a_plain_loop(solver: str) -> None:
+    (own,), model, plain = clients((12,)), with_norm(solver), with_norm(solver)
+    options = {"clients_per_round": 1, "local_optimizer_state": "keep", "max_rounds": 4, "local_epochs": 2}
+    one = FederatedDataModule(clients=[own], batch_size=12)
+    fitted = run(model, one, algorithm=FedPer(["head.*"]), **options)
+    plain, (x, y) = plain.double(), own.tensors
+    optimizer = plain.configure_optimizers()
+    for _ in range(8):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(x.double()), y).backward()
+        optimizer.step()
+    close(torch.cat([fitted.fit_loop.state.x, personal(fitted)[0]]), parameters(plain))
 
 
 # ---------------------------------------------------------------------- what stays, and what travels

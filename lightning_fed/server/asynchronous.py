@@ -206,14 +206,16 @@ class _Arriving(HeldAggregation):
         """Let every process have all messages."""
         super().reduce(outlines, ranks, x)
         everybody = [index for indices in self._by_rank for index in indices]
-        for name, shape in self._shapes.items():
-            rows = x.new_zeros(len(everybody), *shape)
+        everybodys = {index: State() for index in everybody}
+        for name in sorted(self._shapes):  # processes may have learned the names in different orders
+            rows = x.new_zeros(len(everybody), *self._shapes[name])
             for row, index in zip(rows, everybody, strict=True):
                 if index in self._held:
                     row.copy_(self._held[index][name])
             ranks.sum([rows])
             for row, index in zip(rows, everybody, strict=True):
-                self._held.setdefault(index, {})[name] = row.clone()
+                everybodys[index][name] = row.clone()
+        self._held = everybodys
 
     def mean(self, x: Vector) -> tuple[State, Vector | None]:
         """Return what the server makes of the messages that arrive.

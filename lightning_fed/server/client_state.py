@@ -100,7 +100,7 @@ class ExpectedState:
         method: The method's name.
         own: The same of a new client.
         buffers: The module's buffers that clients keep.
-        num_parameters: The number of trained tensors.
+        num_parameters: The number of trained tensors, personal ones included.
         ids: The client ids in their stored order.
     """
 

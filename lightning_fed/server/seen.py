@@ -15,10 +15,10 @@ class Seen:
         num_clients: The number of clients, N.
 
     Example:
-        >>> seen = Seen(100)
-        >>> seen.add([3, 99, 3])
-        >>> len(seen), seen.indices()
-        (2, tensor([ 3, 99]))
+        >>> seen = Seen(10)
+        >>> seen.add([3, 9, 3])
+        >>> len(seen), seen.bits()
+        (2, tensor([8, 2], dtype=torch.uint8))
     """
 
     def __init__(self, num_clients: int) -> None:
@@ -43,8 +43,27 @@ class Seen:
         self._count += int(np.count_nonzero(self._bits[bytes_] & bits == 0))
         np.bitwise_or.at(self._bits, bytes_, bits)
 
-    def indices(self) -> torch.Tensor:
-        """Return the stored indices in ascending order, int64."""
-        filled = np.flatnonzero(self._bits)
-        row, bit = np.nonzero(np.unpackbits(self._bits[filled, None], axis=1, bitorder="little"))
-        return torch.from_numpy((8 * filled[row] + bit).astype(np.int64))
+    def bits(self) -> torch.Tensor:
+        """Return a copy of the set, uint8 [ceil(N / 8)]: client i is bit ``i % 8`` of byte ``i // 8``."""
+        return torch.from_numpy(self._bits.copy())
+
+    def load(self, bits: torch.Tensor) -> None:
+        """Replace the set by one that :meth:`bits` has returned.
+
+        Raises:
+            ValueError: If it is not a set of as many clients.
+        """
+        if bits.dtype != torch.uint8 or bits.shape != self._bits.shape:
+            raise ValueError(
+                f"{self._num_clients} clients take {len(self._bits)} bytes of bits, found {list(bits.shape)} of"
+                f" {bits.dtype}"
+            )
+        loaded = bits.cpu().numpy().copy()
+        used = self._num_clients % 8
+        if used and loaded[-1] >> used:
+            raise ValueError(f"bits beyond the {self._num_clients} clients are set")
+        self._bits = loaded
+        self._count = int(_ONES[loaded].sum(dtype=np.int64))
+
+
+_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)  # in each byte

@@ -20,7 +20,7 @@ from lightning_fed.server.weighting import WEIGHTINGS
 
 __all__ = ["FORMAT", "Server", "resolve_weighting"]
 
-FORMAT = 2  # of :meth:`Server.state_dict`, one more with every change that an older version could not read
+FORMAT = 3  # of :meth:`Server.state_dict`, one more with every change that an older version could not read
 
 
 def resolve_weighting(algorithm: Algorithm, weighting: Weighting | None) -> Weighting:
@@ -81,6 +81,7 @@ class Server:
         self.clients: ClientStore = MemoryClientStore()
         self.start = self.x.clone() if algorithm.init_client_at_start else x.new_empty(0)  # x^0, if needed
         self.personal = x.new_empty(0)  # the personal parameters [Q] of a new client
+        self.num_parameters = len(layout.sizes)  # trained tensors; with personal ones, more than the server has
         self.buffers: State = {}
         self.kept_buffers: frozenset[str] = frozenset()  # those that clients keep
         self.moved_buffers: set[str] = set()  # those that are no longer what the module began with
@@ -118,9 +119,8 @@ class Server:
     @property
     def expected_state(self) -> ExpectedState:
         """What the clients of this run keep."""
-        method, num_parameters = type(self.algorithm).__name__, len(self.step.layout.sizes)
         buffers = {name: self.buffers[name] for name in self.kept_buffers}
-        return ExpectedState(method, self._new_client, buffers, num_parameters, self.ids)
+        return ExpectedState(type(self.algorithm).__name__, self._new_client, buffers, self.num_parameters, self.ids)
 
     def client_state(self, index: int) -> State:
         """Return a client's kept state, a fresh one for a client that has not taken part yet."""
@@ -209,7 +209,7 @@ class Server:
             "personal": self.personal,
             "start": self.start,
             "moved_buffers": sorted(self.moved_buffers),
-            "seen": self._seen.indices(),
+            "seen": self._seen.bits(),
             "bytes": [self.bytes_up, self.bytes_down],
         }
 
@@ -259,8 +259,7 @@ class Server:
         self.personal = saved.get("personal", self.personal).to(device)
         self.start = saved.get("start", self.start).to(device)
         self.moved_buffers = {name for name in saved["moved_buffers"] if name in self.buffers}
-        self._seen = Seen(len(self.ids))
-        self._seen.add(saved["seen"].tolist())
+        self._seen.load(saved["seen"])
         self.bytes_up, self.bytes_down = saved["bytes"]
 
 

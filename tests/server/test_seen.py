@@ -1,12 +1,18 @@
 import inspect
+import io
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_fed.algorithms import FedAvg
+from lightning_fed.core.flat import Layout
 from lightning_fed.server.seen import Seen
+from lightning_fed.server.server import Server
+from lightning_fed.server.step import plain_sgd
 
 
 @given(st.integers(1, 70).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.lists(st.integers(0, n - 1))))))
@@ -17,8 +23,14 @@ def test_it_is_a_set(case: tuple[int, list[list[int]]]) -> None:
         seen.add(indices)
         wanted.update(indices)
         assert len(seen) == len(wanted)
-    assert seen.indices().tolist() == sorted(wanted)
-    assert seen.indices().dtype == torch.int64
+    bits = np.unpackbits(seen.bits().numpy(), bitorder="little")
+    assert np.flatnonzero(bits).tolist() == sorted(wanted)
+    again = Seen(num_clients)
+    again.load(seen.bits())
+    assert len(again) == len(wanted)
+    assert torch.equal(again.bits(), seen.bits())
+    seen.add(range(num_clients))
+    assert len(again) == len(wanted), "what was loaded is a copy"
 
 
 @pytest.mark.parametrize("clients", [10**5, pytest.param(10**6, marks=pytest.mark.thorough)])
@@ -38,3 +50,36 @@ def test_a_client_takes_a_bit(clients: int) -> None:
 def test_a_client_that_there_is_not_is_no_member(index: int) -> None:
     with pytest.raises(IndexError):
         Seen(8).add([index])
+
+
+@pytest.mark.parametrize(
+    "bits",
+    [
+        torch.zeros(1, dtype=torch.uint8),
+        torch.zeros(3, dtype=torch.uint8),
+        torch.zeros(2, 1, dtype=torch.uint8),
+        torch.zeros(2, dtype=torch.int64),
+        torch.tensor([0, 16], dtype=torch.uint8),
+    ],
+)
+def test_bits_of_other_clients_are_refused(bits: torch.Tensor) -> None:
+    seen = Seen(12)
+    seen.add([3, 11])
+    with pytest.raises(ValueError, match="12 clients"):
+        seen.load(bits)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("clients", [10**4, pytest.param(10**6, marks=pytest.mark.thorough)])
+def test_a_checkpoint_holds_a_bit_of_each_client(clients: int) -> None:
+    server = Server(FedAvg(), torch.zeros(2), Layout([torch.Size([2])]), plain_sgd, None, range(clients), 0)
+    empty = io.BytesIO()
+    torch.save(server.state_dict(), empty)
+    server.count(range(clients), 0, 0)
+    full = io.BytesIO()
+    torch.save(server.state_dict(), full)
+    assert len(full.getvalue()) == len(empty.getvalue()) < clients / 8 + 5000
+    other = Server(FedAvg(), torch.zeros(2), Layout([torch.Size([2])]), plain_sgd, None, range(clients), 0)
+    full.seek(0)
+    other.load_state_dict(torch.load(full, weights_only=True))
+    assert other.seen == clients
