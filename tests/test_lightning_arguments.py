@@ -20,14 +20,15 @@ SWITCH = (True, False)
 MAYBE = (None, *SWITCH)
 LIMIT = (None, 1, 1.0, 0, 0.5)
 TIME = (None, "00:00:10:00", timedelta(minutes=10), {"minutes": 10})
+TRUE = ("64-true", "32-true", "16-true", "bf16-true")
+PLUGINS = (pl.plugins.TorchCheckpointIO(), pl.plugins.DoublePrecision(), pl.plugins.TorchSyncBatchNorm())
 
 TAKEN: dict[str, tuple[Any, ...]] = {
     "accelerator": ("cpu", "auto", pl.accelerators.CPUAccelerator()),
     "strategy": ("auto", "clients", "ddp", "single_device", pl.strategies.SingleDeviceStrategy("cpu")),
     "devices": (1, "1", "auto"),
     "num_nodes": (1,),
-    "precision": (None, 64, 32, 16, "64", "32", "16", "bf16", "64-true", "32-true", "16-true", "bf16-true")
-    + ("16-mixed", "bf16-mixed"),
+    "precision": (None, 64, 32, 16, "64", "32", "16", "bf16", *TRUE, "16-mixed", "bf16-mixed"),
     "logger": (None, *SWITCH, lambda: CSVLogger("."), lambda: [CSVLogger("a"), CSVLogger("b")], lambda: iter([])),
     "callbacks": (None, pl.Callback(), [pl.Callback()]),
     "fast_dev_run": (*SWITCH, 2),
@@ -58,8 +59,7 @@ TAKEN: dict[str, tuple[Any, ...]] = {
     "profiler": (None, "simple", "advanced", "pytorch", SimpleProfiler()),
     "detect_anomaly": SWITCH,
     "barebones": SWITCH,
-    "plugins": (None, [], pl.plugins.TorchCheckpointIO(), pl.plugins.DoublePrecision(), pl.plugins.TorchSyncBatchNorm())
-    + ([pl.plugins.AsyncCheckpointIO()], LightningEnvironment()),
+    "plugins": (None, [], *PLUGINS, [pl.plugins.AsyncCheckpointIO()], LightningEnvironment()),
     "sync_batchnorm": SWITCH,
     "reload_dataloaders_every_n_epochs": (0, 1),
     "default_root_dir": (None, ".", Path()),
