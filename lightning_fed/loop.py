@@ -151,7 +151,7 @@ class FederatedLoop(RunState):
 
     def _validate(self) -> None:
         trainer, epoch_loop = self.trainer, self.epoch_loop
-        if not epoch_loop._should_check_val_epoch():
+        if not epoch_loop._should_check_val_epoch() or not self._interval_has_passed():
             return
         seed_global(derive_seed(self.state.seed, Purpose.VALIDATION, self.round), trainer.strategy.root_device)
         call._call_lightning_module_hook(trainer, "on_validation_model_zero_grad")
@@ -159,6 +159,15 @@ class FederatedLoop(RunState):
         epoch_loop.val_loop.run()
         trainer.training = True
         trainer._logger_connector._first_loop_iter = None
+
+    def _interval_has_passed(self) -> bool:
+        """Whether the time between validations has passed, by the clock of the first process; True if none is set."""
+        trainer = self.trainer
+        interval = trainer._val_check_time_interval
+        if interval is None:
+            return True
+        stops = trainer.should_stop and self._can_stop_early  # as in Lightning, a run that is asked to stop validates
+        return bool(trainer.strategy.broadcast(stops or time.monotonic() - trainer._last_val_time >= interval))
 
     def _run_round(self) -> RoundReport:
         started = time.perf_counter()

@@ -1,6 +1,7 @@
 """What a run is between rounds: how it starts, what its checkpoints hold, and how it ends."""
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -113,6 +114,7 @@ class RunState(Inspection, _FitLoop):
         self.population = population_of(trainer)
         self.max_batches = 1  # set anew for every local epoch
         trainer.val_check_batch = math.inf
+        trainer._last_val_time = time.monotonic()
 
     def reset(self) -> None:
         """Lay out the parameters, wrap the optimizer, and bring the server state to where the run stands."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
@@ -45,7 +46,8 @@ class FederatedTrainer(pl.Trainer):
     client, ``limit_train_batches`` limits the batches of a client's epoch, ``max_time`` ends the run after the round in
     which it runs out. ``max_steps`` and ``min_steps`` count the local steps of all clients and are looked at after each
     round. ``val_check_interval=n`` with ``check_val_every_n_epoch=None``, and ``every_n_train_steps=n`` of a
-    ``ModelCheckpoint``, count rounds, as the global step does.
+    ``ModelCheckpoint``, count rounds, as the global step does. A ``val_check_interval`` that is a time, such as
+    "00:00:10:00", validates after the first round that ends when this time has passed since the last validation.
     Environment variables ``PL_TRAINER_...`` set the arguments that are not given, as for Lightning's Trainer:
     ``PL_TRAINER_MAX_ROUNDS=3``.
 
@@ -193,7 +195,10 @@ class FederatedTrainer(pl.Trainer):
         if not kwargs.get("fast_dev_run"):  # which Lightning counts in steps: n batches a client, in one round
             steps = self.fit_loop.epoch_loop
             steps.max_steps, steps.min_steps = kwargs.get("max_steps", -1), kwargs.get("min_steps")
-        if rounds := _in_rounds(self.check_val_every_n_epoch, self.val_check_interval):
+        if (seconds := self._val_check_time_interval) is not None:
+            # which Lightning leaves unset; EarlyStopping asks for it, to look only after rounds that validate
+            self.val_check_interval = _duration(seconds)
+        elif rounds := _in_rounds(self.check_val_every_n_epoch, self.val_check_interval):
             self.check_val_every_n_epoch, self.val_check_interval = rounds, 1.0
         if gradient_clip_on == "corrected" and self.gradient_clip_val:
             self.fit_loop.corrected_clip = (self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
@@ -361,6 +366,12 @@ def _rounds(max_rounds: int | None, max_epochs: int | None) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**63):
         raise FederatedError(f"{name} must be an int >= 0, or -1 for no limit, found {value!r}.")
     return value
+
+
+def _duration(seconds: float) -> Any:
+    if seconds < 0:
+        raise FederatedError(f"val_check_interval must be a time that is not negative, found {seconds:g} seconds.")
+    return timedelta(seconds=seconds)
 
 
 def _in_rounds(check_val_every_n_epoch: Any, val_check_interval: Any) -> int | None:

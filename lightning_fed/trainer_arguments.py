@@ -139,6 +139,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) < 2**63
     if origin is dict:
         return isinstance(value, Mapping) and all(isinstance(key, inner[0]) for key in value)
+    if origin is Iterable and isinstance(value, Iterator):  # to look into it would use it up
+        return True
     if origin is not None:  # a list, or any iterable
         return isinstance(value, list | tuple | set) and all(_fits(part, inner[0]) for part in value)
     return isinstance(value, hint)

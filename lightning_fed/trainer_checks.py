@@ -117,12 +117,14 @@ def check_trainer(trainer: pl.Trainer) -> None:
             f"engine='vectorized' does not go with strategy='ddp' on {trainer.world_size} devices: one runs several"
             " clients on one device, the other one client on several. Set strategy='clients', or engine='sequential'."
         )
-    if trainer.check_val_every_n_epoch is None or trainer.val_check_interval != 1.0:
+    is_timed = trainer._val_check_time_interval is not None
+    if not is_timed and (trainer.check_val_every_n_epoch is None or trainer.val_check_interval != 1.0):
         raise FederatedError(
             f"val_check_interval={trainer.val_check_interval!r} with check_val_every_n_epoch="
             f"{trainer.check_val_every_n_epoch!r} asks for validation inside a round, where there is no server model to"
             " validate. Leave val_check_interval at 1.0 and set check_val_every_n_epoch, counted in rounds; or pass"
-            " check_val_every_n_epoch=None and a whole number of rounds as val_check_interval."
+            " check_val_every_n_epoch=None and a whole number of rounds as val_check_interval; or pass a time, such as"
+            " val_check_interval='00:00:10:00'."
         )
     _check_checkpoints(trainer)
     _check_second_gradients(trainer)

@@ -1,5 +1,6 @@
 """What Lightning's own options and words mean in rounds."""
 
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint
+from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
@@ -15,6 +16,7 @@ from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed._compat import Closure
 from lightning_fed.core.errors import ClientError
 from lightning_fed.data import Iid
+from tests.helpers.processes import in_processes
 from tests.helpers.training import Net, classification, clients, data, fit, parameters, seeded, trainer
 
 
@@ -100,6 +102,99 @@ def test_a_whole_val_check_interval_without_epochs_counts_rounds() -> None:
     assert seen == [1, 3]
     with pytest.raises(FederatedError, match=r"check_val_every_n_epoch=None and a whole number of rounds"):
         fit(val_check_interval=2, **options)
+
+
+class Clock(pl.Callback):
+    """Lets ten minutes pass in some rounds, and keeps the rounds that validate.
+
+    Args:
+        slow: These rounds.
+        rank: The process whose clock it is.
+    """
+
+    def __init__(self, *slow: int, rank: int = 0) -> None:
+        self.slow, self.rank, self.validated = slow, rank, list[int]()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch in self.slow and trainer.global_rank == self.rank:
+            trainer._last_val_time -= 600
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.validated.append(trainer.current_epoch)
+
+
+TEN_MINUTES = ("00:00:10:00", timedelta(minutes=10), {"minutes": 10})
+
+
+@pytest.mark.parametrize(
+    ("interval", "every", "validated"),
+    [*((interval, 1, [1, 4]) for interval in TEN_MINUTES), (TEN_MINUTES[0], None, [1, 4]), (TEN_MINUTES[0], 3, [2, 5])],
+)
+def test_a_time_between_validations_is_looked_at_after_a_round(
+    interval: Any, every: int | None, validated: list[int]
+) -> None:
+    clock = Clock(1, 4)
+    found = fit(val_check_interval=interval, check_val_every_n_epoch=every, callbacks=clock, max_rounds=6)
+    assert clock.validated == validated
+    assert torch.equal(found, fit(max_rounds=6))
+
+
+def test_early_stopping_and_checkpoints_follow_timed_validations(tmp_path: Path) -> None:
+    stops = EarlyStopping("val_loss", mode="max", patience=1, min_delta=1e6)  # at the second look
+    saver, clock = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1), Clock(1, 4)
+    run = trainer(
+        val_check_interval=TEN_MINUTES[0], callbacks=[clock, stops, saver], enable_checkpointing=True, max_rounds=9
+    )
+    run.fit(seeded(), data())
+    assert (clock.validated, run.current_epoch) == ([1, 4], 5)
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["epoch=1-step=2", "epoch=4-step=5"]
+
+
+def test_a_run_that_is_asked_to_stop_validates_at_any_time() -> None:
+    clock = Clock()
+
+    class Asks(FederatedCallback):
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+            trainer.should_stop = True
+
+    fit(val_check_interval=TEN_MINUTES[0], callbacks=[clock, Asks()])
+    assert clock.validated == [0]
+
+
+def test_a_resumed_run_with_timed_validations_has_the_same_bits(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"val_check_interval": TEN_MINUTES[0], "max_rounds": 5}
+    half = trainer(**{**options, "max_rounds": 3}, callbacks=Clock(1))
+    half.fit(seeded(), data())
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    whole = fit(**options)
+    assert torch.equal(fit(**options, callbacks=(clock := Clock(3)), ckpt_path=tmp_path / "half.ckpt"), whole)
+    assert clock.validated == [3]
+
+
+def test_the_first_process_decides_when_the_time_has_passed(tmp_path: Path) -> None:
+    def validated() -> list[list[int]]:
+        clocks = [Clock(1), Clock(1, rank=1)]
+        for clock in clocks:
+            fit(val_check_interval=TEN_MINUTES[0], callbacks=clock, strategy="clients", devices=2)
+        return [clock.validated for clock in clocks]
+
+    for outcome in in_processes(validated, tmp_path):
+        assert not outcome.error, outcome.trace
+        assert outcome.value == [[1], []]
+
+
+@pytest.mark.parametrize(
+    ("interval", "said"),
+    [
+        ("00:10:00", "Expected 'DD:HH:MM:SS'"),
+        ({"minute": 10}, "'minute' is an invalid keyword"),
+        (timedelta(seconds=-1), "a time that is not negative, found -1 seconds"),
+    ],
+)
+def test_impossible_times_are_refused(interval: Any, said: str) -> None:
+    with pytest.raises(FederatedError, match=said):
+        trainer(val_check_interval=interval)
 
 
 def test_every_n_train_steps_counts_rounds(tmp_path: Path) -> None:

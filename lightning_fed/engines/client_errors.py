@@ -31,6 +31,10 @@ _KINDS = {  # parts of PyTorch's commonest refusals, and what the module does
     "would mutate a captured Tensor": _SHARED_WRITTEN,
 }
 
+_SPARSE = (
+    " If that is about gradients: they must be dense here, so leave out sparse=True in torch.nn.functional.embedding"
+    " and the like. Layers such as nn.Embedding may have it."
+)
 _NOT_A_CLIENTS = (MisconfigurationException, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
@@ -82,8 +86,9 @@ class NamesClient:
         steps = self.steps()
         at = "" if steps is None else f", local step {steps + 1}"
         text = str(error) if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
+        hint = _SPARSE if isinstance(error, RuntimeError) and "sparse" in text.lower() else ""
         raise ClientError(
-            f"Client {self.client_id!r} failed in {self.what} in round {self.round}{at}: {text}",
+            f"Client {self.client_id!r} failed in {self.what} in round {self.round}{at}: {text}{hint}",
             self.client_id if _is_clients_own(error) else None,
         ) from error
 

@@ -1,7 +1,7 @@
 """All that local work needs of a module and a trainer, inside a fit and without one."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters, trained_parameters
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.personal import personal_names
+from lightning_fed.engines.sparse import densify
 from lightning_fed.optim import FederatedOptimizer
 from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings import Settings
@@ -56,10 +57,25 @@ class PreparedModule:
         if isinstance(trainer.strategy, WithinClientStrategy):
             trainer.strategy.share(self.flat.params)
         self.split = split_of(trainer)
+        self._undo: list[Callable[[], None]] = []
         self.shuffle = not trainer.overfit_batches  # on top of the data module's own choice
         self.keeps_solver = settings.keeps_solver
         self.round = 0
         self._at_start: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
+
+    def settle_gradients(self) -> None:
+        """Let embeddings have dense gradients until the release, unless nothing but plain SGD reads a gradient."""
+        takes_sparse = (
+            self.settings.engine == "sequential"
+            and self.optimizer.is_plain
+            and not any(self.optimizer.decay)
+            and not self.optimizer.injects(self.algorithm)
+            and self.algorithm.own_solve is None
+            and not self.trainer.gradient_clip_val
+            and self.split.size == 1
+        )
+        if not takes_sparse:
+            self._undo.append(densify(self.module))
 
     def set_round(self, round: int, plateaus: Sequence[Mapping[str, Any]] = ()) -> None:
         """Let learning rates be those of a round, whichever round was the last; the trainer's epoch is the round too.
@@ -112,5 +128,7 @@ class PreparedModule:
         self.round = 0
 
     def release(self) -> None:
-        """Give the module's parameters storage of their own."""
+        """Give the module's parameters storage of their own, and its embeddings the gradients that they had."""
         self.flat.release()
+        while self._undo:
+            self._undo.pop()()

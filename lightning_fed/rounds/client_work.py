@@ -286,6 +286,7 @@ def prepare_module(trainer: pl.Trainer) -> PreparedModule:
     prepared = PreparedModule(trainer, settings, base)
     check_buffers(settings, prepared.buffers)
     check_method(settings.algorithm)
+    prepared.settle_gradients()
     return prepared
 
 

@@ -4,8 +4,10 @@ A case has the fields and the arrays (format 1) of the stored oracle cases. :fun
 fills in what :func:`run_reference` expects, so that options which no stored case has can be compared as well.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,8 @@ class Case:
         shape: ``(n_out, n_in)``; empty for the quadratic.
         n_rounds: R.
         sizes: The rows of every client.
-        arrays: ``X_i, y_i`` (``a_i, b_i``), ``init_*``, ``cohort``, ``grad_cohort``, ``batch_idx``, ``expected_*``.
+        arrays: ``X_i, y_i`` (``a_i, b_i``), ``init_*``, ``cohort``, ``grad_cohort``, ``batch_idx``, ``expected_*``,
+            ``arrivals``, ``arrival_batch_idx``.
     """
 
     id: str
@@ -58,6 +61,11 @@ class Problem:
 
     def batches(self, r: int, i: int) -> list[Array]:
         return [b[b >= 0] for b in self.arrays["batch_idx"][r, i] if (b >= 0).any()]
+
+    def arrivals(self, r: int) -> list[tuple[int, int, list[Array]]]:
+        padded = self.arrays["arrival_batch_idx"][r]
+        batches = [[b[b >= 0] for b in own if (b >= 0).any()] for own in padded]
+        return [(int(i), int(u), own) for (i, u), own in zip(self.arrays["arrivals"][r], batches, strict=True)]
 
     def lr(self, r: int) -> float:
         return self.hp["client_lr"] * self.hp.get("client_lr_decay", 1.0) ** r
@@ -294,6 +302,24 @@ def fednova(p: Problem) -> list[Array]:
     return out
 
 
+def fedbuff(p: Problem) -> list[Array]:
+    """FedBuff over FedAvg as the format has it, or over FedProx (with ``mu``) or FedCM (with ``alpha``)."""
+    xs, deltas, lr = [p.x0], [np.zeros_like(p.x0)], p.hp["client_lr"]
+    mu, alpha = p.hp.get("mu", 0.0), p.hp.get("alpha", 1.0)
+    for r in p.rounds:
+        moved, directions, arrivals = np.zeros_like(p.x0), np.zeros_like(p.x0), p.arrivals(r)
+        for i, u, batches in arrivals:
+            y = xs[u]
+            for b in batches:
+                y = y - lr * (alpha * p.grad(y, i, b) + (1 - alpha) * deltas[u] + mu * (y - xs[u]))
+            weight = (1 + r - u) ** -p.hp.get("staleness_exponent", 0.5) / len(arrivals)
+            moved = moved + weight * (xs[u] - y)
+            directions = directions + weight * (xs[u] - y) / (lr * len(batches))
+        xs.append(xs[-1] - p.hp.get("server_lr", 1.0) * moved)
+        deltas.append(directions)
+    return xs[1:]
+
+
 METHODS: dict[str, Callable[[Problem], list[Array]]] = {
     "server_only": server_only,
     "fedavg": fedavg,
@@ -307,7 +333,20 @@ METHODS: dict[str, Callable[[Problem], list[Array]]] = {
     "fedcm": fedcm,
     "feddyn": feddyn,
     "fednova": fednova,
+    "fedbuff": fedbuff,
 }
+
+
+def write_case(folder: Path, case: Case) -> None:
+    """Write a folder of stored cases, in format 1, with this one."""
+    problem = {"kind": case.kind, "l2": case.l2}
+    if case.kind != "quadratic":
+        problem |= {"n_out": case.shape[0], "n_in": case.shape[1]}
+    meta = {"id": case.id, "algorithm": case.algorithm, "hp": dict(case.hp), "problem": problem}
+    meta |= {"n_clients": len(case.sizes), "n_rounds": case.n_rounds, "sizes": list(case.sizes)}
+    meta |= {"reference": "", "note": "", "format": 1}
+    np.savez(folder / f"{case.id}.npz", meta_json=np.array(json.dumps(meta)), **case.arrays)
+    (folder / "cases.json").write_text(json.dumps([{**meta, "file": f"{case.id}.npz"}]))
 
 
 def run_reference(case: Any) -> Array:
@@ -325,7 +364,7 @@ def make_case(
     n_rounds: int = 4,
     equal_sizes: bool = False,
 ) -> Case:
-    """Draw a case: unequal clients, partial cohorts, one or two local epochs in batches of two or three rows.
+    """Draw a case: unequal clients, partial cohorts, one or two local epochs in batches of up to three rows.
 
     Args:
         algorithm: A key of :data:`METHODS`.
@@ -348,22 +387,38 @@ def make_case(
         else:
             labels = rng.integers(0, n_out, n) if kind == "softmax" else draw(n, n_out)
             arrays |= {f"X_{i}": draw(n, n_in) + 0.25 * i, f"y_{i}": labels}
+    steps = 2 * -(-max(sizes) // width)
+
+    def local_batches(i: int) -> Array:
+        padded, epochs = np.full((steps, width), -1), 2 if equal_sizes else int(rng.integers(1, 3))
+        orders = [rng.permutation(sizes[i]) for _ in range(epochs)]
+        batches = [order[start : start + width] for order in orders for start in range(0, sizes[i], width)]
+        for k, batch in enumerate(batches):
+            padded[k, : len(batch)] = batch
+        return padded
+
     cohorts = np.full((2, n_rounds, n_clients), -1)
-    batch_idx = np.full((n_rounds, n_clients, 2 * -(-max(sizes) // width), width), -1)
+    batch_idx = np.full((n_rounds, n_clients, steps, width), -1)
     for r in range(n_rounds):
         for cohort in cohorts[:, r]:
             size = int(rng.integers(2, n_clients + 1))
             cohort[:size] = rng.permutation(n_clients)[:size]
         for i in cohorts[0, r][cohorts[0, r] >= 0]:
-            epochs = 2 if equal_sizes else int(rng.integers(1, 3))
-            orders = [rng.permutation(sizes[i]) for _ in range(epochs)]
-            batches = [order[start : start + width] for order in orders for start in range(0, sizes[i], width)]
-            for k, batch in enumerate(batches):
-                batch_idx[r, i, k, : len(batch)] = batch
+            batch_idx[r, i] = local_batches(i)
     start = {"x": draw(1)} if kind == "quadratic" else {"weight": draw(n_out, n_in), "bias": draw(n_out)}
     arrays |= {f"init_{k}": v for k, v in start.items()} | {"cohort": cohorts[0], "batch_idx": batch_idx}
     if algorithm == "feddane":
         arrays["grad_cohort"] = cohorts[1]
+    if algorithm == "fedbuff":  # three arrivals a round, some of one client; up to three steps late
+        arrivals = [
+            [(rng.integers(n_clients), rng.integers(max(0, r - 3), r + 1)) for _ in "abc"] for r in range(n_rounds)
+        ]
+        arrays["arrivals"] = np.array(arrivals)
+        arrays["arrival_batch_idx"] = np.array([[local_batches(i) for i, _ in of_round] for of_round in arrivals])
+        arrays["cohort"], arrays["batch_idx"] = np.full((n_rounds, 3), -1), batch_idx[:, :, :0, :1]
+        for cohort, of_round in zip(arrays["cohort"], arrivals, strict=True):
+            distinct = sorted({i for i, _ in of_round})
+            cohort[: len(distinct)] = distinct
     shape = () if kind == "quadratic" else (n_out, n_in)
     case = Case(f"{algorithm}-{kind}-{seed}", algorithm, hp, kind, l2, shape, n_rounds, tuple(sizes), arrays)
     parts = np.split(run_reference(case), np.cumsum([v.size for v in start.values()])[:-1], axis=1)

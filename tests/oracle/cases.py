@@ -35,6 +35,16 @@ PERSONAL: dict[str, tuple[str, ...]] = {
 }
 """The methods whose clients have models of their own, with the arrays that their cases have beside these models."""
 
+ASYNCHRONOUS = {"fedbuff"}
+"""The methods whose server steps when answers arrive. Their cases list the arrivals, in place of local minibatches."""
+
+_ARRIVALS = ("arrivals", "arrival_batch_idx")
+
+STATES = ("c", "m", "v", "delta", "g", "avg", "c_clients", "dual", "mu", "eval", "h_clients", "mixed", "eta_g")
+"""The states that a case may store, without their ``state_`` prefix."""
+
+WEIGHTINGS = ("uniform", "examples")
+
 
 class CaseError(ValueError):
     """A case says something that this reader does not know, or leaves out what it must say."""
@@ -92,12 +102,20 @@ class Case:
         return self._all_batches(round, client)[self._head_steps(round, client) :]
 
     def _all_batches(self, round: int, client: int) -> list[list[int]]:
-        return [rows for padded in self.arrays["batch_idx"][round, client] if (rows := _unpad(padded))]
+        return _batches(self.arrays["batch_idx"][round, client])
+
+    def arrivals(self, round: int) -> list[tuple[int, int]]:
+        """Return the updates that make a server step, in order: the client, and the server's steps when it began."""
+        return [(int(client), int(began)) for client, began in self.arrays["arrivals"][round]]
+
+    def arrival_batches(self, round: int, place: int) -> list[list[int]]:
+        """Return the row numbers of each minibatch of an arrival, which is the one at this place in its round."""
+        return _batches(self.arrays["arrival_batch_idx"][round, place])
 
     def own_batches(self, round: int, client: int) -> list[list[int]] | None:
         """Return those of the client's own solve before its work, where the case has one."""
         if "personal_batch_idx" in self.arrays:
-            return [rows for padded in self.arrays["personal_batch_idx"][round, client] if (rows := _unpad(padded))]
+            return _batches(self.arrays["personal_batch_idx"][round, client])
         return self._all_batches(round, client)[: self._head_steps(round, client)] if self._has_head_steps else None
 
     @property
@@ -187,9 +205,9 @@ def _check_arrays(case: Case, n_clients: int) -> None:
     parameters = [f"{when}_{name}" for name in _PARAMETERS[case.kind] for when in ("init", "expected")]
     own_cohort = ("grad_cohort",) if case.algorithm == "feddane" else ()
     personal = [f"expected_personal_{name}" for name in _PARAMETERS[case.kind]] if case.algorithm in PERSONAL else []
-    own = PERSONAL.get(case.algorithm, ())
+    own = _ARRIVALS if case.algorithm in ASYNCHRONOUS else PERSONAL.get(case.algorithm, ())
     required = (*rows, *parameters, *personal, *own, "cohort", "batch_idx", *own_cohort)
-    check_keys(f"{case.id}, arrays", case.arrays, required, [k for k in case.arrays if k.startswith("state_")])
+    check_keys(f"{case.id}, arrays", case.arrays, required, [f"state_{name}" for name in STATES])
     found = tuple(len(case.arrays[f"{_ROWS[case.kind][0]}_{i}"]) for i in range(n_clients))
     if found != case.sizes:
         raise CaseError(f"{case.id}: sizes {case.sizes} differ from the stored rows {found}.")
@@ -200,6 +218,7 @@ def _check_arrays(case: Case, n_clients: int) -> None:
         *own,
         *personal,
         *(p for p in parameters if p.startswith("expected")),
+        *(k for k in case.arrays if k.startswith("state_")),
     ):
         if len(case.arrays[name]) != case.n_rounds:
             raise CaseError(f"{case.id}: {name} has {len(case.arrays[name])} rounds, not {case.n_rounds}.")
@@ -207,6 +226,23 @@ def _check_arrays(case: Case, n_clients: int) -> None:
         cohort = case.cohort(r)
         if len(set(cohort)) != len(cohort):
             raise CaseError(f"{case.id}: the cohort {cohort} of round {r} names a client twice.")
+        if case.algorithm in ASYNCHRONOUS:
+            _check_arrivals(case, r, cohort)
+
+
+def _check_arrivals(case: Case, round: int, cohort: list[int]) -> None:
+    arrivals = case.arrivals(round)
+    if {client for client, _ in arrivals} != set(cohort):
+        raise CaseError(f"{case.id}: the cohort {cohort} of round {round} is not that of its arrivals {arrivals}.")
+    for place, (client, began) in enumerate(arrivals):
+        if not 0 <= began <= round:
+            raise CaseError(f"{case.id}: an arrival in round {round} began after {began} server steps.")
+        if not case.arrival_batches(round, place):
+            raise CaseError(f"{case.id}: the arrival of client {client} in round {round} has no minibatch.")
+
+
+def _batches(padded: np.ndarray) -> list[list[int]]:
+    return [rows for row in padded if (rows := _unpad(row))]
 
 
 def _unpad(row: np.ndarray) -> list[int]:

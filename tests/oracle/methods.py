@@ -11,7 +11,8 @@ import torch
 import lightning_fed.algorithms
 import lightning_fed.server
 
-from .cases import Case, CaseError, check_keys
+from .arrivals import ReplayedFedBuff
+from .cases import ASYNCHRONOUS, WEIGHTINGS, Case, CaseError, check_keys
 
 _LOCAL = (("client_lr",), ("client_lr_decay",))
 """What every method with local steps must and may say."""
@@ -62,8 +63,9 @@ class Method:
         options: Those of them that the class itself takes.
         base: Who takes the base optimizer: "server" (it is the server optimizer), "method" or nobody.
         local_work: Whether clients take local steps.
+        decays: Whether their rate may decay from round to round.
         states: Where the states that a case may store are found here: "server", "clients", "optimizer" (the
-            server's) or "shown" (the parameters that are validated), and under which name.
+            server's) or "shown" (the parameters that are validated), and under which name; or "computed" from these.
         renamed: The class's names of options that have others in the format.
         is_shown: Whether a case expects the parameters that are shown, which are not the run's x.
         own: What of a client's state a case expects as its own model; by default the model itself.
@@ -75,6 +77,7 @@ class Method:
     options: tuple[str, ...] = ()
     base: str | None = None
     local_work: bool = True
+    decays: bool = True
     states: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     is_shown: bool = False
@@ -141,7 +144,8 @@ METHODS = {
         options=("beta", "gamma", "gamma_mode"),
         states={"c": ("server", "c"), "c_clients": ("clients", "c_i"), "g": ("server", "g")},
     ),
-    "scaffnew": Method("Scaffnew", ("prob",), options=("prob",)),
+    "scaffnew": Method("Scaffnew", ("prob",), options=("prob",), states={"h_clients": ("computed", "h_clients")}),
+    "fedbuff": Method("FedAvg", optional=("server_lr", "staleness_exponent"), decays=False),
     "fedacg": Method(
         "FedACG", ("lam", "beta"), ("weighting",), ("lam", "beta"), is_shown=True, states={"m": ("server", "m")}
     ),
@@ -182,7 +186,11 @@ METHODS = {
     ),
     "apfl": Method("APFL", ("alpha",), ("weighting",), ("alpha",), own="v", states={"mixed": ("own", "")}),
     "feddyn": Method(
-        "FedDyn", ("alpha",), ("alpha_scaling",), ("alpha", "alpha_scaling"), states={"dual": ("clients", "d_i")}
+        "FedDyn",
+        ("alpha",),
+        ("alpha_scaling",),
+        ("alpha", "alpha_scaling"),
+        states={"dual": ("clients", "d_i"), "avg": ("computed", "avg")},
     ),
 }
 """The methods by their names in the format. SCAFFOLD and FedDyn have no ``weighting``; for the others it is uniform
@@ -230,6 +238,7 @@ def translate(case: Case) -> Setup:
         raise CaseError(f"{case.id}: unknown algorithm {case.algorithm!r}; known are {sorted(METHODS)}.")
     method = METHODS[case.algorithm]
     local_required, local_optional = _LOCAL if method.local_work else ((), ())
+    local_optional = local_optional if method.decays else ()
     optional = {*method.optional, *local_optional, "server_lr"}  # the server's rate is a rule common to all
     check_keys(f"{case.id}, hp", case.hp, method.required + local_required, tuple(sorted(optional)))
     if case.hp.get("server_lr", 1.0) != 1.0 and "server_lr" not in method.optional:
@@ -248,7 +257,11 @@ def translate(case: Case) -> Setup:
 
     arguments: dict[str, Any] = {"local_epochs": 1} if method.local_work else {}
     if "weighting" in method.optional:
-        arguments["weighting"] = case.hp.get("weighting", "uniform")
+        arguments["weighting"] = weighting = case.hp.get("weighting", "uniform")
+        if weighting not in WEIGHTINGS:
+            raise CaseError(f"{case.id}: unknown weighting {weighting!r}; known are {WEIGHTINGS}.")
+    if case.algorithm in ASYNCHRONOUS:
+        arguments["asynchronous"] = ReplayedFedBuff(case)
     if "base" in case.hp:
         check_base(case.id, case.hp["base"])
     server_base = case.hp["base"] if method.base == "server" else {"name": "sgd"}

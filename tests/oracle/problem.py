@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_fed import FederatedDataModule
 from lightning_fed.data.batches import ClientBatches
 
-from .cases import Case
+from .cases import ASYNCHRONOUS, Case
 
 UNUSED_LR = 1.0
 """The local rate of a method without local work: large, so that a local step taken by mistake shows."""
@@ -176,3 +176,38 @@ class OracleData(FederatedDataModule):
         assert self.trainer is not None
         # The population loss may be taken once more when the last round is over; it needs rows, not minibatches.
         return min(self.trainer.current_epoch, self.case.n_rounds - 1)
+
+
+class ArrivalData(FederatedDataModule):
+    """A client for every arrival of an asynchronous case, with the rows of the client whose update it is."""
+
+    def __init__(self, case: Case, uneven_chunks: bool = False) -> None:
+        super().__init__()
+        self.case, self.uneven_chunks = case, uneven_chunks
+        self.places = [
+            (r, place, client) for r in range(case.n_rounds) for place, (client, _) in enumerate(case.arrivals(r))
+        ]
+
+    @property
+    def client_ids(self) -> list[int]:
+        """The numbers of the arrivals, in order."""
+        return list(range(self.num_clients))
+
+    @property
+    def num_clients(self) -> int:
+        """The arrivals of all rounds."""
+        return len(self.places)
+
+    def client_size(self, client_id: int) -> int:
+        """Return the rows of the client whose update arrives."""
+        return self.case.sizes[self.places[client_id][-1]]
+
+    def client_batches(self, client_id: int) -> OracleBatches:
+        """Return that client with the minibatches of this arrival."""
+        r, place, client = self.places[client_id]
+        return OracleBatches(self.case.rows(client), self.case.arrival_batches(r, place), self.uneven_chunks)
+
+
+def data_of(case: Case, uneven_chunks: bool) -> FederatedDataModule:
+    """Return the clients of a case."""
+    return (ArrivalData if case.algorithm in ASYNCHRONOUS else OracleData)(case, uneven_chunks)

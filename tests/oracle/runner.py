@@ -13,7 +13,7 @@ from lightning_fed import FederatedCallback, FederatedTrainer
 
 from .cases import Case
 from .methods import Setup
-from .problem import OracleData, build_module
+from .problem import build_module, data_of
 
 
 class Recorder(FederatedCallback):
@@ -58,6 +58,11 @@ def own_models(trainer: Any, module: pl.LightningModule) -> Tensor:
 def read_state(trainer: Any, where: str, name: str) -> Tensor:
     """Return a state after the last completed round: of the server, of all clients [N, P], or of its optimizer."""
     state = trainer.fit_loop.state
+    if where == "computed" and name == "avg":  # FedDyn's x is the cohort's mean model plus the mean d_i
+        return state.x - trainer.fit_loop.server["d"]
+    if where == "computed" and name == "h_clients":  # a client of Scaffnew renews its h_i when it gets the new x
+        h_i, scale, y_i = (read_state(trainer, "clients", part) for part in ("h_i", "scale", "y_i"))
+        return h_i + scale * (state.x - y_i)
     if where == "shown":
         return state.shown()
     if where == "server":
@@ -130,7 +135,7 @@ def _fit(
     trainer = FederatedTrainer(
         algorithm=setup.algorithm(),
         max_rounds=max_rounds,
-        sampler=_sampler(case.cohort),
+        **({} if "asynchronous" in setup.arguments else {"sampler": _sampler(case.cohort)}),
         callbacks=[recorder],
         seed=0,
         engine=variant.engine,
@@ -145,7 +150,7 @@ def _fit(
         **setup.arguments,
     )
     module = build_module(case, variant.decay_in_optimizer, at_start=checkpoint is None)
-    trainer.fit(module, OracleData(case, variant.uneven_chunks), ckpt_path=checkpoint)
+    trainer.fit(module, data_of(case, variant.uneven_chunks), ckpt_path=checkpoint)
     return recorder, trainer
 
 

@@ -4,15 +4,19 @@ Cases are drawn, and their expected parameters computed, by the plain NumPy loop
 server parameters after every round must agree as those of the stored cases do.
 """
 
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_fed.algorithms import FedNova
+from lightning_fed.algorithms import FedCM, FedNova, FedProx
 from tests.helpers import reference
 from tests.helpers.selection import covering
 
-from .cases import Case
+from .cases import Case, load_case, load_index
 from .methods import Setup, translate
 from .runner import Variant, run
 from .test_oracle import TOLERANCE, deviation
@@ -134,3 +138,41 @@ def test_fednova(weighting: str) -> None:
     case = Case(**vars(reference.make_case("fednova", hp, l2=0.2)))
     for variant in (PLAIN, Variant(decay_in_optimizer=True)):
         compare(case, Setup(FedNova, {"local_epochs": 1, "weighting": weighting}, {}, False), variant)
+
+
+FEDBUFF: list[dict[str, Any]] = [
+    {"client_lr": 0.1},
+    {"client_lr": 0.05, "server_lr": 0.7, "staleness_exponent": 0.0},
+    {"client_lr": 0.1, "server_lr": 1.2, "staleness_exponent": 1.3},
+]
+
+
+@pytest.mark.parametrize(("hp", "kind"), covering(FEDBUFF, KINDS), ids=label)
+def test_fedbuff(hp: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    """Clients that occur twice, from one server model or several, and models that nobody starts from."""
+    seed = FEDBUFF.index(hp)
+    drawn = reference.make_case("fedbuff", hp, seed=seed, kind=kind, l2=0.2 * (seed % 2), n_rounds=8)
+    reference.write_case(tmp_path, drawn)
+    case = load_case(tmp_path, *load_index(tmp_path))
+    for variant in (PLAIN, Variant(engine="vectorized", decay_in_optimizer=True)):
+        compare(case, translate(case), variant)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize(("options", "algorithm"), [({"mu": 0.6}, FedProx), ({"alpha": 0.3}, FedCM)])
+def test_fedbuff_over_other_methods(options: dict[str, float], algorithm: Any, engine: str) -> None:
+    """FedBuff over methods with which the format does not have it."""
+    case = Case(**vars(reference.make_case("fedbuff", {"client_lr": 0.1, **options}, n_rounds=6)))
+    setup = translate(replace(case, hp={"client_lr": 0.1}))
+    compare(case, replace(setup, algorithm=lambda: algorithm(**options)), Variant(engine=engine))
+
+
+@pytest.mark.thorough
+def test_the_runner_of_stored_cases_takes_fedbuff(tmp_path: Path) -> None:
+    """As a command over a folder that holds a case of FedBuff."""
+    reference.write_case(tmp_path, reference.make_case("fedbuff", {"client_lr": 0.1}, l2=0.1, n_rounds=6))
+    command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__).with_name("test_oracle.py"))]
+    options = ["--oracle-cases", str(tmp_path), "-m", "thorough or not thorough", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "6 passed" in done.stdout

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from .cases import PERSONAL, Case, CaseError, load_case, load_index
+from .cases import ASYNCHRONOUS, PERSONAL, Case, CaseError, load_case, load_index
 from .methods import METHODS, translate
 from .problem import OracleBatches, build_module
 from .runner import Variant, run
+from .test_oracle import entries_of
 
 HP: dict[str, dict[str, Any]] = {
     "server_only": {"base": {"name": "sgd"}, "weighting": "uniform"},
@@ -47,6 +48,7 @@ HP: dict[str, dict[str, Any]] = {
     "ditto": {"client_lr": 0.1, "lam": 0.5, "personal_lr": 0.1, "weighting": "uniform"},
     "pfedme": {"client_lr": 0.1, "lam": 0.5, "personal_lr": 0.1, "inner_steps": 2, "weighting": "uniform"},
     "apfl": {"client_lr": 0.1, "alpha": 0.5, "weighting": "uniform"},
+    "fedbuff": {"client_lr": 0.1},
 }
 """The fewest hyper-parameters that each method takes."""
 
@@ -92,6 +94,13 @@ def case_of(folder: Path, **changes: Any) -> Case:
     return load_case(folder, write(folder, **changes))
 
 
+def fedbuff(arrivals: list[Any], batches: int = 0) -> dict[str, Any]:
+    """Return the changes that make a case of FedBuff."""
+    stored = np.array(arrivals)
+    own = {"arrivals": stored, "arrival_batch_idx": np.full((*stored.shape[:2], 1, 1), batches)}
+    return {"algorithm": "fedbuff", "hp": HP["fedbuff"], "arrays": {**own, "batch_idx": np.zeros((1, 2, 0, 1), int)}}
+
+
 def test_a_case_computed_by_hand_comes_out_exactly(tmp_path: Path) -> None:
     case = case_of(tmp_path)
     result = run(case, translate(case), Variant())
@@ -131,6 +140,7 @@ def test_a_weighting_that_is_not_said_is_uniform(tmp_path: Path) -> None:
         ({"algorithm": "fedsgd"}, "fedsgd"),
         ({"hp": {"weighting": "uniform", "base": {"name": "sgd"}}}, "client_lr"),
         ({"algorithm": "fedprox", "hp": {**HP["fedprox"], "server_lr": 0.5}}, "server_lr"),
+        ({"hp": {**HP["fedavg"], "weighting": "steps"}}, "steps"),
         ({"hp": {**HP["fedavg"], "base": {"name": "lamb"}}}, "lamb"),
         ({"hp": {**HP["fedavg"], "base": {"name": "sgd", "beta": 0.9}}}, "beta"),
         ({"hp": {**HP["fedavg"], "base": {"name": "sgdm", "beta": 0.9}}}, "momentum_form"),
@@ -156,6 +166,13 @@ def test_what_the_format_does_not_know_is_named(changes: dict[str, Any], named: 
         ({"arrays": {"server_noise": np.zeros(1)}}, "server_noise"),
         ({"arrays": {"cohort": np.array([[1, 1]])}}, "twice"),
         ({"algorithm": "feddane", "hp": HP["feddane"]}, "grad_cohort"),
+        ({"arrays": {"state_momentum": np.zeros((1, 1))}}, "state_momentum"),
+        ({"arrays": {"state_c": np.zeros((2, 1))}}, "state_c has 2 rounds"),
+        ({"arrays": {"arrivals": np.zeros((1, 2, 2))}}, r"unknown \['arrivals'\]"),
+        ({"algorithm": "fedbuff", "hp": HP["fedbuff"]}, r"\['arrival_batch_idx', 'arrivals'\] missing"),
+        (fedbuff([[[0, 0], [1, 1]]]), "began after 1 server steps"),
+        (fedbuff([[[0, 0], [0, 0]]]), r"the cohort \[0, 1\] of round 0 is not that of its arrivals"),
+        (fedbuff([[[0, 0], [1, 0]]], batches=-1), "client 0 in round 0 has no minibatch"),
     ],
 )
 def test_a_case_that_contradicts_the_format_is_not_loaded(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
@@ -167,6 +184,27 @@ def test_a_case_that_contradicts_the_format_is_not_loaded(changes: dict[str, Any
 def test_a_folder_without_an_index_is_named(tmp_path: Path) -> None:
     with pytest.raises(CaseError, match=r"cases\.json"):
         load_index(tmp_path)
+
+
+def test_no_later_case_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "next").mkdir()
+    write(tmp_path)
+    write(tmp_path / "next", algorithm="fedsgd")
+    assert [entry["algorithm"] for entry in entries_of(tmp_path)] == ["fedavg", "fedsgd"]
+
+
+def test_two_arrivals_by_hand(tmp_path: Path) -> None:
+    """Clients 0 and 1 arrive from x^0 = 10 with D = 3 and -1, and 0 from it again one step later: sqrt(1/2) of 3."""
+    arrivals = [[[0, 0], [1, 0]], [[0, 0], [0, 0]]]
+    changes = fedbuff(arrivals)
+    changes["arrays"] |= {
+        "cohort": np.array([[0, 1], [0, -1]]),
+        "batch_idx": np.zeros((2, 2, 0, 1), int),
+        "expected_x": np.array([[9.0], [9 - 3 * 0.5**0.5]]),
+    }
+    case = case_of(tmp_path, **changes, n_rounds=2)
+    assert (case.arrivals(1), case.arrival_batches(1, 0)) == ([(0, 0), (0, 0)], [[0]])
+    torch.testing.assert_close(run(case, translate(case), Variant()).parameters, case.expected(), rtol=1e-15, atol=0)
 
 
 def test_padding_ends_cohorts_and_batches(tmp_path: Path) -> None:
@@ -200,6 +238,8 @@ def _own_arrays(algorithm: str) -> dict[str, Any]:
     """Return the arrays that cases of a method have beside the others."""
     if algorithm == "feddane":
         return {"grad_cohort": np.array([[0, 1]])}
+    if algorithm in ASYNCHRONOUS:
+        return fedbuff([[[0, 0], [1, 0]]])["arrays"]
     shapes = {"personal_batch_idx": (1, 2, 1, 1), "personal_steps": (1, 2)}
     own = {name: np.zeros(shapes[name], np.int64) for name in PERSONAL.get(algorithm, ())}
     return own | ({"expected_personal_x": np.zeros((1, 2, 1))} if algorithm in PERSONAL else {})

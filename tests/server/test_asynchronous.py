@@ -1,11 +1,8 @@
-"""Asynchronous runs: against reference cases, a plain program, and what they must be where nobody is late."""
+"""Asynchronous runs: against a plain program, and what they must be where nobody is late."""
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,6 @@ from torch import Tensor
 from lightning_fed import FederatedDataModule, FederatedError, FederatedTrainer
 from lightning_fed.algorithms import Algorithm, FedAvg, FedCM, FedProx, Mime, MimeLite, Scaffnew, Scaffold, ServerOnly
 from lightning_fed.callbacks import SimulatedTime
-from lightning_fed.data.batches import ClientBatches
 from lightning_fed.deploy import FederatedServer
 from lightning_fed.server import (
     Asynchronous,
@@ -29,10 +25,9 @@ from lightning_fed.server import (
     SystemsHeterogeneity,
     UniformSampler,
 )
-from lightning_fed.server.arrivals import Arrival, Arrivals, Between
+from lightning_fed.server.arrivals import Arrival, Arrivals
 from tests.helpers.processes import in_processes
 from tests.helpers.training import Net, clients, data, trainer
-from tests.oracle.problem import OracleBatches, build_module
 
 LATE = ClientClock(slow_share=0.4, slow_factor=5.0, spread=0.4, jitter=0.3)
 FINAL = partial(torch.nn.utils.parameters_to_vector)
@@ -52,101 +47,6 @@ def run(asynchronous: Asynchronous | None, algorithm: Algorithm | None = None, *
 
 def parameters(done: FederatedTrainer) -> Tensor:
     return FINAL(done.lightning_module.parameters()).detach().clone()
-
-
-# ---------------------------------------------------------------------- against reference cases
-
-
-class Replayed(FedBuff):
-    """FedBuff whose events are those of a case, every arrival being of a client of its own."""
-
-    def __init__(self, arrivals: np.ndarray, exponent: float) -> None:
-        super().__init__(arrivals.shape[1], concurrency=1, staleness_exponent=exponent)
-        self.given = arrivals
-
-    def events(self, seed: int, population: Sequence[Any]) -> Any:
-        began = self.given[:, :, 1].reshape(-1)
-
-        def in_round(round: int) -> Between:
-            size = self.size
-            arrive = [Arrival(int(began[k]), k) for k in range(round * size, (round + 1) * size)]
-            later = range((round + 1) * size, len(began))
-            left = [Arrival(int(began[k]), k) for k in later if began[k] <= round]
-            return Between([k for k in range(len(began)) if began[k] == round], arrive, left, float(round))
-
-        return SimpleNamespace(seed=seed, population=population, in_round=in_round)
-
-
-class Arriving(FederatedDataModule):
-    """A client for every arrival, with the rows of the one that it is of, and the minibatches of this arrival."""
-
-    def __init__(self, case: Any, arrays: dict[str, np.ndarray]) -> None:
-        super().__init__()
-        self.case, self.of = case, arrays["arrivals"][:, :, 0].reshape(-1)
-        self.batches = arrays["arrival_batch_idx"].reshape(len(self.of), *arrays["arrival_batch_idx"].shape[2:])
-
-    @property
-    def client_ids(self) -> list[int]:
-        return list(range(len(self.of)))
-
-    @property
-    def num_clients(self) -> int:
-        return len(self.of)
-
-    def client_size(self, client_id: int) -> int:
-        return len(self.case.rows(self.of[client_id])[0])
-
-    def client_batches(self, client_id: int) -> ClientBatches:
-        rows = [[int(i) for i in row if i >= 0] for row in self.batches[client_id]]
-        return OracleBatches(self.case.rows(self.of[client_id]), [row for row in rows if row], False)
-
-
-def reference_cases(folder: Path) -> Iterator[tuple[Any, dict[str, np.ndarray]]]:
-    for entry in json.loads((folder / "next" / "cases.json").read_text()):
-        if entry["algorithm"] == "fedbuff":
-            arrays = dict(np.load(folder / "next" / entry["file"], allow_pickle=False))
-            problem = entry["problem"]
-            yield (
-                SimpleNamespace(
-                    hp=entry["hp"],
-                    kind=problem["kind"],
-                    l2=problem["l2"],
-                    shape=(problem["n_out"], problem["n_in"]),
-                    rows=lambda i, a=arrays: (torch.from_numpy(a[f"X_{i}"]), torch.from_numpy(a[f"y_{i}"])),
-                    initial=lambda a=arrays: {n: torch.from_numpy(a[f"init_{n}"]) for n in ("weight", "bias")},
-                ),
-                arrays,
-            )
-
-
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_fedbuff_follows_the_reference_cases(engine: str, request: pytest.FixtureRequest) -> None:
-    folder = request.config.getoption("--oracle-cases")
-    if not folder or not (Path(folder) / "next").is_dir():
-        pytest.skip("no cases of FedBuff: pass --oracle-cases DIR, DIR with next/cases.json")
-    found = list(reference_cases(Path(folder)))
-    assert found
-    for case, arrays in found:
-        lr, seen = case.hp["server_lr"], []
-
-        class Keeps(SimulatedTime):
-            def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
-                seen.append(FINAL(pl_module.parameters()).detach().clone())  # noqa: B023
-
-        done = trainer(
-            asynchronous=Replayed(arrays["arrivals"], case.hp["staleness_exponent"]),
-            clients_per_round=None,
-            engine=engine,
-            precision="64-true",
-            max_rounds=len(arrays["arrivals"]),
-            server_optimizer=partial(torch.optim.SGD, lr=lr),
-            callbacks=[Keeps()],
-        )
-        done.fit(build_module(case), Arriving(case, arrays))
-        rounds = len(arrays["arrivals"])
-        expected = [arrays[f"expected_{name}"].reshape(rounds, -1) for name in ("weight", "bias")]
-        expected = torch.from_numpy(np.concatenate(expected, axis=1))
-        assert float((torch.stack(seen) - expected).abs().max()) < 1e-12
 
 
 # ---------------------------------------------------------------------- against a plain program
