@@ -15,7 +15,7 @@ from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.inspection import Inspection
-from lightning_fed.module_checks import check_hyper_parameters, check_module
+from lightning_fed.module_checks import check_module
 from lightning_fed.restoring import Schedules, notes_of, restored_from, start_server
 from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepare_module
 from lightning_fed.rounds.cohort import CohortSampling, cohort_seed
@@ -117,9 +117,6 @@ class RunState(Inspection, _FitLoop):
         torch.set_grad_enabled(True)
         trainer, settings = self.trainer, self.settings
         assert self.population is not None
-        if trainer.checkpoint_callbacks:
-            check_hyper_parameters(trainer.lightning_module, "model")
-            check_hyper_parameters(trainer.datamodule, "data module")
         self.prepared = prepared = prepare_module(trainer)
         if not isinstance(trainer.strategy, WithinClientStrategy):
             self._ranks = Ranks.of(trainer)

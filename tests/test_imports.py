@@ -17,7 +17,7 @@ FLOORS = {
     "data": 1, "models": 1, "algorithms": 1, "metrics": 1,
     "callbacks": 2, "optim": 2, "cli_data": 2, "cli_new": 2,
     "server": 3,
-    "stopping": 1, "checkpoint_io": 1, "checkpoint_places": 2, "checkpoint_search": 3,
+    "stopping": 1, "checkpoint_contents": 1, "checkpoint_io": 1, "checkpoint_places": 2, "checkpoint_search": 3,
     "tracing": 1,
     "strategies": 2,
     "settings": 4, "settings_checks": 5,
