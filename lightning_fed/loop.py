@@ -169,6 +169,9 @@ class FederatedLoop(RunState):
         self.take_in_edits()
         self._shown = None
         assert self._rounds is not None
+        if not self._batches_checked and self.clients_elsewhere is None:
+            self._rounds.check_batches()
+            self._batches_checked = True
         half, told = self._rounds.run(self._tell)
         self._take_in(told)
         self.is_closing, self.precision_at_start = True, None

@@ -59,6 +59,7 @@ class RunState(Inspection, _FitLoop):
         self._gave_up = False  # whether engine="auto" has left the vectorized engine for the sequential one
         self._stop = Stop.NO  # what any process was asked for in this round
         self.steps_taken = 0  # of all clients in all completed rounds
+        self._batches_checked = False  # in this fit
         self._goes_on = False  # whether it has been said that the run is not stopped yet
         self.runs_several = False  # while a step is that of several clients
         self.is_closing = False  # between the server's step and the end of the round's hooks
@@ -139,7 +140,7 @@ class RunState(Inspection, _FitLoop):
         self._plateau_round = self._state.round
         self.set_progress(self._state.round)
         self.is_closing, self.precision_at_start, self._stop = False, None, Stop.NO
-        self.restarting = self._goes_on = False
+        self.restarting = self._goes_on = self._batches_checked = False
         self.epoch_loop.val_loop._restarting = False
         self.show_server_model()
 
