@@ -16,6 +16,7 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.inspection import Inspection
 from lightning_fed.module_checks import check_module
+from lightning_fed.monitors import Monitors
 from lightning_fed.restoring import Schedules, notes_of, restored_from, start_server
 from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepare_module
 from lightning_fed.rounds.cohort import CohortSampling, cohort_seed
@@ -60,6 +61,7 @@ class RunState(Inspection, _FitLoop):
         self._stop = Stop.NO  # what any process was asked for in this round
         self.steps_taken = 0  # of all clients in all completed rounds
         self._batches_checked = False  # in this fit
+        self.monitors = Monitors()
         self._goes_on = False  # whether it has been said that the run is not stopped yet
         self.runs_several = False  # while a step is that of several clients
         self.is_closing = False  # between the server's step and the end of the round's hooks
@@ -140,6 +142,7 @@ class RunState(Inspection, _FitLoop):
         self._plateau_round = self._state.round
         self.set_progress(self._state.round)
         self.is_closing, self.precision_at_start, self._stop = False, None, Stop.NO
+        self.monitors.watch(trainer)
         self.restarting = self._goes_on = self._batches_checked = False
         self.epoch_loop.val_loop._restarting = False
         self.show_server_model()
@@ -208,6 +211,7 @@ class RunState(Inspection, _FitLoop):
             self.prepared.release()
             self.prepared = None
         self.kept_states.close(None if self._state is None else self._state.clients)
+        self.monitors.release()
         self.epoch_loop.teardown()
 
     # ------------------------------------------------------------------ several processes
