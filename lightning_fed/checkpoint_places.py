@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_fed._compat import rank_zero_info
+from lightning_fed._compat import MisconfigurationException, rank_zero_info
 from lightning_fed._lightning import pl
 from lightning_fed.checkpoint_io import by_age, fault_of, link, local_path, remove_leftovers, resumable
 
@@ -166,7 +166,13 @@ def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
 
 def _save_due(callback: pl.callbacks.ModelCheckpoint, trainer: pl.Trainer, monitor_candidates: dict[str, Any]) -> None:
     """Save a round that is due among the top k; if it is not one of them, as the last one."""
-    type(callback)._save_topk_checkpoint(callback, trainer, monitor_candidates)
+    try:
+        type(callback)._save_topk_checkpoint(callback, trainer, monitor_candidates)
+    except MisconfigurationException:
+        monitors = getattr(trainer.fit_loop, "monitors", None)
+        if monitors is None or callback.monitor is None or callback.monitor in monitor_candidates:
+            raise
+        monitors.note(type(callback).__name__, callback.monitor, trainer.callback_metrics)
     if callback.save_last and callback._last_global_step_saved != trainer.global_step:
         callback._last_checkpoint_saved = ""  # a link to it would lead to an older round
         callback._save_last_checkpoint(trainer, monitor_candidates)

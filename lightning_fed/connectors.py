@@ -15,6 +15,7 @@ from lightning_fed._compat import (
     rank_zero_warn,
 )
 from lightning_fed._lightning import pl
+from lightning_fed.checkpoint_contents import SafeContents, fill_in
 from lightning_fed.checkpoint_io import AtomicCheckpointIO
 from lightning_fed.checkpoint_places import (
     folders,
@@ -47,6 +48,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
+        self.contents = SafeContents()
         # loggers that will number their version by themselves: once they have, nothing tells it from one that is given
         self.unnumbered = [logger for logger in trainer.loggers if getattr(logger, "_version", 0) is None]
 
@@ -63,6 +65,8 @@ class RoundCheckpointConnector(_CheckpointConnector):
             raise FederatedError(f"{checkpoint_path} is no Lightning checkpoint: it has no entry {error}.") from error
         if self._loaded_checkpoint and is_fit:
             self._take(self._loaded_checkpoint, checkpoint_path)
+        if self._loaded_checkpoint:
+            fill_in(self._loaded_checkpoint, self.trainer)
 
     def _restore_modules_and_callbacks(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Load the checkpoint into module, data module and callbacks, or say what of it does not fit."""
@@ -195,6 +199,8 @@ class RoundCheckpointConnector(_CheckpointConnector):
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Return what a checkpoint holds; in the middle of a round, the precision as it was at the round's start.
 
+        Entries that could not be loaded without running code are left out; see :class:`SafeContents`.
+
         Raises:
             FederatedError: Before a plateau schedule has stepped for the last round, or where the state has ended with
                 other processes; unless only weights are saved.
@@ -211,7 +217,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
         name = type(self.trainer.precision_plugin).__qualname__
         if name in checkpoint and (at_start := self.trainer.fit_loop.precision_at_start) is not None:
             checkpoint[name] = at_start
-        return checkpoint
+        return self.contents.of(checkpoint, self.trainer.lightning_module)
 
     def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
         """Find the checkpoint that "last" or "best" is; a trainer that has not trained looks for the newest run's.

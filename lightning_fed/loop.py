@@ -3,7 +3,7 @@
 import copy
 import time
 
-from lightning_fed._compat import SIGTERMException, call, rank_zero_info, rank_zero_warn
+from lightning_fed._compat import MisconfigurationException, SIGTERMException, call, rank_zero_info, rank_zero_warn
 from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.checkpoint_places import keep_last_round
 from lightning_fed.core.rounds import RoundReport
@@ -117,6 +117,9 @@ class FederatedLoop(RunState):
         if self._stop:
             self._end_stopped(self._stop)
             raise exception_of(self._stop)
+        if (error := self.monitors.error) is not None:
+            keep_last_round(trainer, self.round, trainer._checkpoint_connector.kept)
+            raise error
 
     def _leave_round(self) -> None:
         """Forget the round at work: everything is as after the last completed one."""
@@ -141,7 +144,15 @@ class FederatedLoop(RunState):
         """Step ``ReduceLROnPlateau`` once a round: after validation, before a checkpoint could be written."""
         if self._plateau_round < self.round:
             self._plateau_round = self.round
-            self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+            try:
+                self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+            except MisconfigurationException:
+                metrics = self.trainer.callback_metrics
+                followed = [config.monitor for config in self.trainer.lr_scheduler_configs if config.reduce_on_plateau]
+                missing = next((name for name in followed if name is not None and name not in metrics), None)
+                if missing is None:
+                    raise
+                self.monitors.note("ReduceLROnPlateau", missing, metrics)
 
     @property
     def awaits_plateau_schedulers(self) -> bool:
@@ -178,6 +189,9 @@ class FederatedLoop(RunState):
         self.take_in_edits()
         self._shown = None
         assert self._rounds is not None
+        if not self._batches_checked and self.clients_elsewhere is None:
+            self._rounds.check_batches()
+            self._batches_checked = True
         half, told = self._rounds.run(self._tell)
         self._take_in(told)
         self.is_closing, self.precision_at_start = True, None

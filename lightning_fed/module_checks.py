@@ -1,11 +1,7 @@
 """Modules, optimizers and data that rounds cannot take, refused before the first one."""
 
 import inspect
-import io
-from collections.abc import Mapping
-from typing import Any
 
-import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -25,7 +21,6 @@ __all__ = [
     "check_algorithm_fits",
     "check_batch_statistics",
     "check_buffers",
-    "check_hyper_parameters",
     "check_module",
     "check_optimizers",
     "check_schedulers",
@@ -152,28 +147,3 @@ def check_algorithm_fits(algorithm: Algorithm, optimizer: Optimizer, module: pl.
             f" {type(module).__name__}.configure_optimizers() returned {type(optimizer).__name__}, which would do so"
             " once more. Return SGD with momentum 0, or drop `base` to mimic your own optimizer."
         )
-
-
-def check_hyper_parameters(holder: Any, kind: str) -> None:
-    """Refuse hyper-parameters that a checkpoint could not be read back with, before a round is spent on them.
-
-    Args:
-        holder: A module or data module with ``hparams``.
-        kind: What it is, as the error names it.
-
-    Raises:
-        FederatedError: Naming the hyper-parameter.
-    """
-    hparams = getattr(holder, "hparams", None)
-    for key, value in dict(hparams or {}).items() if isinstance(hparams, Mapping) else ():
-        buffer = io.BytesIO()
-        try:
-            torch.save(value, buffer)
-            buffer.seek(0)
-            torch.load(buffer, weights_only=True)
-        except Exception as error:
-            raise FederatedError(
-                f"The hyper-parameter {key!r} of the {kind} {type(holder).__name__} ({type(value).__name__}) cannot be"
-                " saved so that it loads without running code. Leave it out:"
-                f" self.save_hyperparameters(ignore=[{key!r}])."
-            ) from error

@@ -16,7 +16,8 @@ from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.inspection import Inspection
-from lightning_fed.module_checks import check_hyper_parameters, check_module
+from lightning_fed.module_checks import check_module
+from lightning_fed.monitors import Monitors
 from lightning_fed.restoring import Schedules, notes_of, restored_from, start_server
 from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepare_module
 from lightning_fed.rounds.cohort import CohortSampling, cohort_seed
@@ -60,6 +61,8 @@ class RunState(Inspection, _FitLoop):
         self._engines_before: list[str] = []  # that "auto" took before this fit; see ClientWork.engine_names
         self._stop = Stop.NO  # what any process was asked for in this round
         self.steps_taken = 0  # of all clients in all completed rounds
+        self._batches_checked = False  # in this fit
+        self.monitors = Monitors()
         self._goes_on = False  # whether it has been said that the run is not stopped yet
         self.runs_several = False  # while a step is that of several clients
         self.is_closing = False  # between the server's step and the end of the round's hooks
@@ -121,9 +124,6 @@ class RunState(Inspection, _FitLoop):
         torch.set_grad_enabled(True)
         trainer, settings = self.trainer, self.settings
         assert self.population is not None
-        if trainer.checkpoint_callbacks:
-            check_hyper_parameters(trainer.lightning_module, "model")
-            check_hyper_parameters(trainer.datamodule, "data module")
         self.prepared = prepared = prepare_module(trainer)
         if not isinstance(trainer.strategy, WithinClientStrategy):
             self._ranks = Ranks.of(trainer)
@@ -145,7 +145,8 @@ class RunState(Inspection, _FitLoop):
         self._plateau_round = self._state.round
         self.set_progress(self._state.round)
         self.is_closing, self.precision_at_start, self._stop = False, None, Stop.NO
-        self.restarting = self._goes_on = False
+        self.monitors.watch(trainer)
+        self.restarting = self._goes_on = self._batches_checked = False
         self.epoch_loop.val_loop._restarting = False
         self.show_server_model()
 
@@ -216,6 +217,7 @@ class RunState(Inspection, _FitLoop):
             self.prepared.release()
             self.prepared = None
         self.kept_states.close(None if self._state is None else self._state.clients)
+        self.monitors.release()
         self.epoch_loop.teardown()
 
     # ------------------------------------------------------------------ several processes

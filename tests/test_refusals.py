@@ -238,16 +238,6 @@ def test_layers_without_sizes_yet() -> None:
     fit(model)
 
 
-def test_a_hyper_parameter_that_no_checkpoint_could_be_read_back_with() -> None:
-    class WithFunction(Net):
-        def __init__(self, activation: Any = torch.nn.functional.relu) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-    with pytest.raises(FederatedError, match=r"hyper-parameter 'activation' .*ignore=\['activation'\]"):
-        fit(WithFunction(), enable_checkpointing=True, callbacks=ModelCheckpoint())
-
-
 @pytest.mark.parametrize("interval", [timedelta(0), timedelta(minutes=1)])
 def test_checkpoints_by_the_clock_in_several_processes(interval: timedelta) -> None:
     saver = ModelCheckpoint(train_time_interval=interval)

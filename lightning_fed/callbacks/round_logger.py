@@ -6,6 +6,7 @@ from typing import Any
 from lightning_fed._lightning import pl
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.core.rounds import RoundReport
+from lightning_fed.monitors import warn_of_misspelt
 
 __all__ = ["RoundLogger"]
 
@@ -38,6 +39,10 @@ class RoundLogger(FederatedCallback):
 
     The values can be monitored by ``ModelCheckpoint`` and ``EarlyStopping`` under the same names.
     """
+
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look at the names of the validation's metrics, which are known now."""
+        warn_of_misspelt(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remove from TensorBoard what an interrupted run wrote about rounds that now run again."""

@@ -62,6 +62,14 @@ class ClientBatches(ABC):
         """Yield the batches of :meth:`full` without augmentation, for a pass that measures and does not train."""
         return self.full(generator)
 
+    def one(self, generator: torch.Generator) -> Batches:
+        """Yield a batch of one example alone, as a local epoch would end with; nothing if the loader makes batches.
+
+        Args:
+            generator: Decides the augmentation.
+        """
+        return iter(())
+
     def for_own_solve(self) -> "ClientBatches":
         """Return the batches on which the client trains a model of its own, where the method has it do so."""
         return self
@@ -95,6 +103,11 @@ class _IndexedBatches(ClientBatches):
     def unaugmented(self, generator: torch.Generator) -> Batches:
         """Yield every example once, in stored order, without augmentation."""
         return self._full(generator, None)
+
+    def one(self, generator: torch.Generator) -> Batches:
+        """Yield a batch of the first example alone."""
+        stream = self.settings.augment_stream(generator)
+        return self.settings.finish(self._load(torch.arange(1), 1, generator), stream)
 
     def _full(self, generator: torch.Generator, stream: torch.Generator | None) -> Batches:
         batches = self._load(torch.arange(self.size), self.settings.full_batch_size, generator)

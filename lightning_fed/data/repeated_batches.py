@@ -39,6 +39,10 @@ class RepeatedBatches(ClientBatches):
         """Yield every example once."""
         return self.batches.full(generator)
 
+    def one(self, generator: torch.Generator) -> Batches:
+        """Yield a batch of one example alone."""
+        return self.batches.one(generator)
+
     def unaugmented(self, generator: torch.Generator) -> Batches:
         """Yield every example once, without augmentation."""
         return self.batches.unaugmented(generator)

@@ -16,10 +16,17 @@ from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.strategies.split import PeerError
 
-__all__ = ["NamesClient", "fault_of", "in_short"]
+__all__ = ["ONE_VALUE", "NamesClient", "fault_of", "in_short"]
 
 _log = logging.getLogger(pl.__name__)  # in every process: the error may be that of any
 
+ONE_VALUE = "Expected more than 1 value per channel when training"
+"""What PyTorch says of BatchNorm in training mode and a batch of one example."""
+
+_ONE_VALUE_REMEDY = (
+    ". BatchNorm normalises by the statistics of a batch, and a batch of one example has none. Set drop_last=True or"
+    " another batch_size, use GroupNorm, or set on_client_error='drop' to leave such clients out of their rounds"
+)
 _FRAMEWORKS = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "lightning_fed", "torchmetrics")
 _VALUE_READ = "a tensor's value is read, by .item() or by data-dependent control flow"
 _SHARED_WRITTEN = "a tensor that all clients share is changed by an in-place operation"
@@ -86,9 +93,13 @@ class NamesClient:
         steps = self.steps()
         at = "" if steps is None else f", local step {steps + 1}"
         text = str(error) if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
-        hint = _SPARSE if isinstance(error, RuntimeError) and "sparse" in text.lower() else ""
+        if not isinstance(error, ClientError):
+            if isinstance(error, RuntimeError) and "sparse" in text.lower():
+                text += _SPARSE
+            if ONE_VALUE in text:
+                text += _ONE_VALUE_REMEDY
         raise ClientError(
-            f"Client {self.client_id!r} failed in {self.what} in round {self.round}{at}: {text}{hint}",
+            f"Client {self.client_id!r} failed in {self.what} in round {self.round}{at}: {text}",
             self.client_id if _is_clients_own(error) else None,
         ) from error
 

@@ -161,6 +161,16 @@ class GradientPass:
                 (loss * factor if factor != 1.0 else loss).backward()
         return [p.grad for p in self.flat.params]
 
+    def forward(self, batch: Any, batch_idx: int) -> None:
+        """Run the module's step on one prepared batch, with the parameters as they are; inside :meth:`silent`.
+
+        Args:
+            batch: The batch, on the device.
+            batch_idx: Its index.
+        """
+        with torch.enable_grad():
+            self._forward(batch, batch_idx)
+
     def full(self, point: Vector, batches: Iterable[tuple[Any, int]], size: int, decay: Sequence[float]) -> Vector:
         """Return the full-batch gradient [P] at a point: the means over batches, combined by their sizes.
 

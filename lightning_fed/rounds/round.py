@@ -11,6 +11,7 @@ from lightning_fed.engines.base import RestartRoundError
 from lightning_fed.rounds.assignment import TravellingStates, assign
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.cohort import CohortSampling, DrawnCohort, Faults
+from lightning_fed.rounds.lone_examples import check_lone_examples
 from lightning_fed.rounds.messages import LOSS, TRAIN, Task
 from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.server.server import Server
@@ -54,6 +55,23 @@ class Rounds:
         self._cohort = self.sampling.draw(number, lambda drawn: self.work.hello(drawn, number, faults.add))
         if not self._cohort.members and not faults.causes and not s.is_private:
             rank_zero_info(f"Nobody takes part in round {number}: it changes nothing.")
+
+    def check_batches(self) -> None:
+        """Refuse clients with a batch of one example that the module cannot train on, before any client works.
+
+        It looks at all clients if their sizes are known, or else at the cohort that is drawn; at that one too if the
+        user's own sampler decides who is ever drawn.
+
+        Raises:
+            FederatedError: Naming a client and the ways out.
+        """
+        population, cohort = self.sampling.population, self._cohort
+        is_users = not type(self.settings.sampler).__module__.startswith("lightning_fed.")
+        if population.sizes_are_known and not is_users:
+            check_lone_examples(self.work, zip(population, population.sizes, strict=True))
+        else:
+            drawn = {who.client_id: who.size for who in (*cohort.members, *cohort.gradient_members)}
+            check_lone_examples(self.work, drawn.items())
 
     def run(self, tell: Callable[[], Told]) -> tuple[ServerRound, list[Told]]:
         """Let the clients of the cohort work; those that fail on the way are left out, if that is what is asked for.

@@ -16,7 +16,6 @@ import pytorch_lightning as pl
 import torch
 from packaging.requirements import Requirement
 from pytorch_lightning.callbacks import EarlyStopping
-from torch import nn
 
 from lightning_fed import FederatedError
 from lightning_fed.algorithms import Scaffold
@@ -249,19 +248,6 @@ def test_a_network_named_by_hyper_parameters_is_none() -> None:
 def test_what_a_run_saves_loads_without_running_anything() -> None:
     checkpoint()
     assert torch.load("whole.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]["round"] == 2
-
-
-def test_hyper_parameters_that_would_not_load_are_named_before_round_one() -> None:
-    class Keeps(Net):
-        def __init__(self, hook: Any = None) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-        def training_step(self, *_: Any) -> None:
-            pytest.fail("a client was trained")
-
-    with pytest.raises(FederatedError, match="hyper-parameter 'hook' of the model Keeps"):
-        trainer(enable_checkpointing=True, default_root_dir=".").fit(Keeps(hook=nn.ReLU()), data())
 
 
 # ------------------------------------------------------------------ data

@@ -1,0 +1,72 @@
+"""Gradient checkpointing: activations are computed again in the backward pass, and nothing else changes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fed import FederatedError
+from lightning_fed.algorithms import FedAvg, FedDane, Mime, Scaffold
+from tests.helpers.training import Net, data, fit, seeded, trainer
+
+METHODS = {"FedAvg": FedAvg, "SCAFFOLD": Scaffold, "Mime": Mime, "FedDANE": lambda: FedDane(mu=0.1)}
+
+
+class Checkpointed(Net):
+    """Keeps no activation of its body, which has dropout."""
+
+    def __init__(self, reentrant: bool | None = False, dropout: float = 0.3) -> None:
+        super().__init__(dropout=dropout)
+        self.reentrant, self.passes, self.steps = reentrant, 0, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Leave the count of passes alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return super().forward(x)
+        if self.reentrant:
+            x = x.clone().requires_grad_()  # a segment without an input that has a gradient gets none itself
+        return self.head(checkpoint(self._body, x, use_reentrant=self.reentrant))
+
+    def _body(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return self.body(x)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_results_are_those_without_it(method: str, reentrant: bool) -> None:
+    ends, models = [], []
+    for made in (reentrant, None):
+        models.append(seeded(Checkpointed, reentrant=made))
+        ends.append(fit(models[-1], algorithm=METHODS[method]()))
+    assert torch.equal(ends[0], ends[1])  # dropout's masks too: the generators are set back
+    assert models[0].passes == 2 * models[0].steps > 0  # every step computes its activations twice
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    straight = fit(seeded(Checkpointed), algorithm=Scaffold())
+    half = trainer(algorithm=Scaffold(), max_rounds=1)
+    half.fit(seeded(Checkpointed), data())
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    assert torch.equal(fit(seeded(Checkpointed), algorithm=Scaffold(), ckpt_path=tmp_path / "half.ckpt"), straight)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torch_has_no_form_of_it_for_several_clients_at_once(reentrant: bool) -> None:
+    class Stateless(Checkpointed):
+        def _body(self, x: Tensor) -> Tensor:
+            return self.body(x)
+
+    with pytest.raises(FederatedError, match="it cannot be run for several clients at once"):
+        fit(seeded(Stateless, reentrant=reentrant), engine="vectorized")
+    auto = fit(seeded(Stateless, reentrant=reentrant), engine="auto")
+    assert torch.equal(auto, fit(seeded(Stateless, reentrant=reentrant)))
