@@ -273,6 +273,7 @@ def prepare_clients(
     settings = prepared.settings
     plans = LocalPlans(prepared.trainer, settings, population, clients)
     check_lstm(prepared.trainer, prepared.flat, plans.some())
+    plans.check_counts()
     main, own_solve = make_engine(engine, settings.chunk_size, prepared, plans.some), None
     if prepared.algorithm.own_solve is not None:
         other = prepared_for_own_solve(prepared)
