@@ -49,6 +49,9 @@ PURE = (
     "data/draws",
     "data/examples",
     "data/custom_batches",
+    "data/counting",
+    "data/random_states",
+    "data/lazy_labels",
 )
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"}
 

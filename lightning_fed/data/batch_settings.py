@@ -1,12 +1,13 @@
 """How a client's examples become batches, and what is done to a batch as a whole."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.data.counting import BatchSizeOf
 
 __all__ = ["BatchAugmentation", "BatchSettings", "BatchTransform", "Batches", "Chain", "chain"]
 
@@ -35,6 +36,9 @@ class BatchSettings:
         pin_memory: Whether collated batches are copied to pinned memory, if there is a GPU.
         transform: Applied to every collated batch.
         augment: Applied to every batch of a gradient, before ``transform``.
+        batch_size_of: Counts the examples in a batch of a loader of the user's own, if the loader cannot.
+        worker_init_fn: The user's own function of a worker's number, called in each worker.
+        loader_options: Other arguments of a ``DataLoader`` with workers, such as ``timeout``.
     """
 
     batch_size: int = 32
@@ -46,6 +50,9 @@ class BatchSettings:
     pin_memory: bool = False
     transform: BatchTransform | None = None
     augment: BatchAugmentation | None = None
+    batch_size_of: BatchSizeOf | None = None
+    worker_init_fn: Callable[[int], Any] | None = None
+    loader_options: Mapping[str, Any] = field(default_factory=dict)
 
     def augment_stream(self, generator: torch.Generator) -> torch.Generator | None:
         """Return the generator of one epoch's augmentation, or None if there is none.

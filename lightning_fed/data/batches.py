@@ -16,6 +16,7 @@ from torch.utils.data import (
 from lightning_fed.core.errors import ClientError
 from lightning_fed.data.batch_settings import Batches, BatchSettings
 from lightning_fed.data.examples import inner_indices, rows_in, size_of
+from lightning_fed.data.random_states import RandomStates, WorkerSeeds
 
 __all__ = ["BatchSettings", "ClientBatches", "LoaderBatches", "TensorBatches", "misfit"]
 
@@ -69,6 +70,13 @@ class ClientBatches(ABC):
             generator: Decides the augmentation.
         """
         return iter(())
+
+    def check_counts(self) -> None:  # noqa: B027
+        """Refuse batches whose examples cannot be counted, before any is trained on; only some loaders need it.
+
+        Raises:
+            FederatedError: Naming the client, the batch and the remedy.
+        """
 
     def for_own_solve(self) -> "ClientBatches":
         """Return the batches on which the client trains a model of its own, where the method has it do so."""
@@ -227,8 +235,13 @@ class LoaderBatches(_IndexedBatches):
 
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
         chunks = _chunks(order, batch_size)
+        states = RandomStates(self.dataset, self.settings.collate_fn)
+        seeds_here = bool(states) and not self.settings.num_workers
+        seed = int(torch.randint(2**63 - 1, (), generator=_copy_of(generator))) if seeds_here else 0
         loaded = iter(self._loader(chunks, generator))
-        for chunk in chunks:
+        for batch_idx, chunk in enumerate(chunks):
+            if seeds_here:  # for every batch: clients that share a data set may take turns
+                states.seed(seed, batch_idx)
             yield self._next(loaded), len(chunk)
 
     def _next(self, loaded: Iterator[Any]) -> Any:
@@ -241,17 +254,17 @@ class LoaderBatches(_IndexedBatches):
             raise ClientError(message) from error
 
     def _loader(self, chunks: Sequence[Tensor], generator: torch.Generator) -> DataLoader[Any]:
-        # A loader draws its workers' seeds from its generator. It gets a copy, so that the order of later epochs is
-        # the same with and without a loader.
-        workers = torch.Generator()
-        workers.set_state(generator.get_state())
+        settings = self.settings
+        num_workers = settings.num_workers if chunks else 0
         return DataLoader(
             self.dataset,
             batch_sampler=[chunk.tolist() for chunk in chunks],
-            collate_fn=self.settings.collate_fn,
-            num_workers=self.settings.num_workers if chunks else 0,
-            pin_memory=self.settings.pin_memory and torch.cuda.is_available(),
-            generator=workers,
+            collate_fn=settings.collate_fn,
+            num_workers=num_workers,
+            pin_memory=settings.pin_memory and torch.cuda.is_available(),
+            generator=_copy_of(generator),  # the workers' seeds are drawn from it
+            worker_init_fn=WorkerSeeds(settings.collate_fn, settings.worker_init_fn) if num_workers else None,
+            **(settings.loader_options if num_workers else {}),
         )
 
 
@@ -278,6 +291,13 @@ def misfit(dataset: Any, error: Exception) -> str | None:
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return f"Examples of {type(dataset).__name__} do not make a batch: {text.splitlines()[-1]}. {remedy}"
+
+
+def _copy_of(generator: torch.Generator) -> torch.Generator:
+    """Return a generator in the same state: what is drawn from it does not change the order of later epochs."""
+    copied = torch.Generator()
+    copied.set_state(generator.get_state())
+    return copied
 
 
 def _chunks(order: Tensor, batch_size: int) -> tuple[Tensor, ...]:

@@ -19,6 +19,10 @@ __all__ = ["Columns", "as_number", "read_columns"]
 
 _INDEX = re.compile(r"\s*|__index_level_\d+__")  # how pandas writes a row index: to CSV, to Parquet
 _MISSING = {"", "na", "n/a", "nan", "null", "none"}
+_TRUTHS = {"true": 1.0, "false": 0.0}
+_WITH_COMMA = re.compile(
+    r"[+-]? ( (\d{1,3}(\.\d{3})+|\d*) ,\d+ (e[+-]?\d+)? | \d{1,3}(,\d{3})+ (\.\d+)? )", re.IGNORECASE | re.VERBOSE
+)
 
 
 @dataclass
@@ -27,13 +31,15 @@ class Columns:
 
     Attributes:
         keys: Columns as they are: strings from CSV, strings or numbers from Parquet.
-        numbers: Columns of finite numbers [n], float32.
-        left_out: Columns that are not numbers, or a row index, each with the reason.
+        numbers: Columns of finite numbers [n], float32; truth values are 0 and 1.
+        row_indices: Columns that are left out because their names are those of a row index.
+        left_out: Columns that are left out because they do not hold numbers, each with the reason.
         lines: The line of each row in the file [n]; None for a file without lines.
     """
 
     keys: dict[str, list[Any]]
     numbers: dict[str, npt.NDArray[np.float32]]
+    row_indices: list[str]
     left_out: dict[str, str]
     lines: Sequence[int] | None = None
 
@@ -52,7 +58,8 @@ def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: 
         rest: Whether all other columns are read too, as numbers if they are; not a row index that pandas wrote.
 
     Raises:
-        FederatedError: If a column is missing, ``numeric`` are not all numbers, a value is missing or rows are ragged.
+        FederatedError: If a column is missing, ``numeric`` are not all numbers, a value is missing, rows are ragged, or
+            numbers have commas.
     """
     read = _read_parquet if path.suffix == ".parquet" else _read_csv
     return read(path, keys, numeric, rest)
@@ -61,7 +68,9 @@ def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: 
 def _read_csv(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: bool) -> Columns:
     rows = read_rows(path)
     _, heading = next(rows, (0, []))
-    optional, left_out = _rest(path, heading, keys, numeric, rest)
+    optional, row_indices = _rest(path, heading, keys, numeric, rest)
+    left_out: dict[str, str] = {}
+    truths: dict[str, bool] = {}  # whether a column holds truth values, once a value has shown it
     place = {name: heading.index(name) for name in (*keys, *numeric, *optional)}
     texts: dict[str, list[Any]] = {name: [] for name in keys}
     numbers = {name: array("d") for name in (*numeric, *optional)}
@@ -77,7 +86,15 @@ def _read_csv(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: boo
         for name in list(numbers):
             text = row[place[name]].strip()
             number = as_number(text)
-            if number is None:
+            if number is None and _WITH_COMMA.fullmatch(text):
+                raise FederatedError(
+                    f"{path}, line {line}: column {name!r} holds {text!r}. Write numbers with a decimal point and"
+                    " without commas, or name the columns to use in features."
+                )
+            is_truth = number is None and text.lower() in _TRUTHS
+            if is_truth:
+                number = _TRUTHS[text.lower()]
+            if number is None or (not math.isnan(number) and truths.setdefault(name, is_truth) != is_truth):
                 left_out[name] = f"line {line} holds {text!r}"
                 del numbers[name]
             else:
@@ -93,7 +110,7 @@ def _read_csv(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: boo
         found[name] = _float32(column)
         if (large := ~np.isfinite(found[name])).any():
             raise _too_large(path, f"line {lines[int(large.argmax())]}", name)
-    return Columns(texts, found, left_out, lines)
+    return Columns(texts, found, row_indices, left_out, lines)
 
 
 def _read_parquet(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: bool) -> Columns:
@@ -106,15 +123,18 @@ def _read_parquet(path: Path, keys: Sequence[str], numeric: Sequence[str], rest:
         ) from error
     try:
         heading = list(parquet.read_schema(path).names)
-        optional, left_out = _rest(path, heading, keys, numeric, rest)
+        optional, row_indices = _rest(path, heading, keys, numeric, rest)
         table = parquet.read_table(path, columns=[*keys, *numeric, *optional])
     except (pyarrow.ArrowException, OSError) as error:
         raise FederatedError(f"{path} is no Parquet file that can be read: {error}.") from error
+    left_out: dict[str, str] = {}
     texts: dict[str, list[Any]] = {}
     numbers: dict[str, npt.NDArray[np.float32]] = {}
     for name in (*keys, *numeric, *optional):
         column = table.column(name)
-        is_number = pyarrow.types.is_integer(column.type) or pyarrow.types.is_floating(column.type)
+        types = pyarrow.types
+        is_exact = types.is_boolean(column.type) or types.is_decimal(column.type)
+        is_number = types.is_integer(column.type) or types.is_floating(column.type) or is_exact
         if name not in keys and not is_number:
             left_out[name] = f"its type is {column.type}"
             continue
@@ -129,19 +149,19 @@ def _read_parquet(path: Path, keys: Sequence[str], numeric: Sequence[str], rest:
                 if isinstance(value, str) and not value.strip():
                     raise _missing(path, f"row {row}", name)
         else:
-            numbers[name] = _float32(np.asarray(column))
+            numbers[name] = _float32(np.asarray(column.cast(pyarrow.float64()) if is_exact else column))
             if (large := ~np.isfinite(numbers[name])).any():
                 raise _too_large(path, f"row {int(large.argmax()) + 1}", name)
     for name in numeric:
         if name in left_out:
             raise FederatedError(f"{path}: column {name!r} must hold finite numbers; {left_out[name]}.")
-    return Columns(texts, numbers, left_out)
+    return Columns(texts, numbers, row_indices, left_out)
 
 
 def _rest(
     path: Path, heading: list[str], keys: Sequence[str], numeric: Sequence[str], rest: bool
-) -> tuple[list[str], dict[str, str]]:
-    """Return the columns that nobody named, apart from row indices, and those with the reason to leave them out.
+) -> tuple[list[str], list[str]]:
+    """Return the columns that nobody named, apart from row indices, and the row indices.
 
     Raises:
         FederatedError: If the heading lacks a column or has one twice.
@@ -151,8 +171,8 @@ def _rest(
     if twice := sorted({name for name in heading if heading.count(name) > 1}):
         raise FederatedError(f"{path} has more than one column {twice[0]!r}: rename them.")
     others = [name for name in heading if name not in keys and name not in numeric] if rest else []
-    left_out = {name: "its name is that of a row index" for name in others if _INDEX.fullmatch(name)}
-    return [name for name in others if name not in left_out], left_out
+    row_indices = [name for name in others if _INDEX.fullmatch(name)]
+    return [name for name in others if name not in row_indices], row_indices
 
 
 def as_number(text: str) -> float | None:

@@ -14,11 +14,12 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batch_settings import BatchAugmentation, BatchSettings, BatchTransform, chain
 from lightning_fed.data.batches import ClientBatches, LoaderBatches, TensorBatches
+from lightning_fed.data.counting import BatchSizeOf
 from lightning_fed.data.custom_batches import CustomBatches
 from lightning_fed.data.dataset import FederatedDataset, check_partition
 from lightning_fed.data.evaluation import check_client_val, check_evaluation, evaluation_loader, transformed_loader
 from lightning_fed.data.examples import check_map_style, size_of
-from lightning_fed.data.loader_settings import settings_of
+from lightning_fed.data.loader_settings import check_options, settings_of
 from lightning_fed.data.optional_loader import defined_with_val
 from lightning_fed.data.partition import Partition, PartitionFunction, check_client_id, check_client_ids
 
@@ -76,6 +77,13 @@ class FederatedDataModule(pl.LightningDataModule):
             which a client takes a gradient, before ``transform``. It draws from the generator, one of its own for each
             local epoch and each full pass, on the CPU; a batch is augmented once, so that every gradient on it sees the
             same.
+        batch_size_of: A function from a batch to the number of examples in it, for loaders that cannot tell. A
+            ``DataLoader`` over a map-style data set can: its sampler counts. Other loaders of
+            :meth:`client_dataloader` need it if a batch is ambiguous, such as one with time as the first dimension.
+        worker_init_fn: A function of a worker's number that each loader process calls first. Before it, the worker's
+            generators and the random states that the data set owns are seeded by (seed, round, client, worker).
+        loader_options: Other arguments of the loaders with workers: ``timeout``, ``prefetch_factor`` and
+            ``multiprocessing_context``.
 
     Raises:
         FederatedError: If the arguments do not say who the clients are, or contradict each other, or a value is not
@@ -114,6 +122,9 @@ class FederatedDataModule(pl.LightningDataModule):
         client_val: Mapping[ClientId, AnyDataset] | None = None,
         transform: Sequence[BatchTransform] | BatchTransform | None = None,
         augment: Sequence[BatchAugmentation] | BatchAugmentation | None = None,
+        batch_size_of: BatchSizeOf | None = None,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        loader_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         name = type(self).__name__
@@ -140,6 +151,9 @@ class FederatedDataModule(pl.LightningDataModule):
         # Not under the arguments' names: `self.transform` of a subclass is usually a function of one example.
         self.batch_transform = chain(name, "transform", transform)
         self.batch_augment = chain(name, "augment", augment)
+        self.batch_size_of = batch_size_of
+        self.worker_init_fn = worker_init_fn
+        self.loader_options = check_options(name, loader_options)
         self._check_sources(clients)
         if clients is not None:
             self.set_clients(clients)
@@ -152,7 +166,9 @@ class FederatedDataModule(pl.LightningDataModule):
 
         Args:
             loader: A ``DataLoader`` over all of a map-style data set, in stored or random order; batch size,
-                ``shuffle``, ``drop_last``, ``collate_fn``, ``num_workers`` and ``pin_memory`` are taken from it.
+                ``shuffle``, ``drop_last``, ``collate_fn``, ``num_workers``, ``pin_memory``, ``worker_init_fn``,
+                ``timeout``, ``prefetch_factor`` and ``multiprocessing_context`` are taken from it. A warning says if
+                its ``generator`` or ``persistent_workers`` is not used.
             partition: How the data set is cut into clients.
             val: The validation set of the server model, or a ready loader, or a list of these.
             kwargs: Other arguments of the class, which go before what the loader says.
@@ -293,8 +309,8 @@ class FederatedDataModule(pl.LightningDataModule):
             generator: Draw the order of the examples from it; otherwise a resumed run differs.
 
         Returns:
-            Any iterable of batches with a ``__len__``, its number of batches. If it is no ``DataLoader``, override
-            :meth:`client_size` too.
+            Any iterable of batches with a ``__len__``, its number of batches. If it is not a ``DataLoader``, override
+            :meth:`client_size` too, and pass ``batch_size_of`` if a batch does not tell its number of examples.
         """
         return LoaderBatches(self._map_style(client_id), self._settings()).loader(generator)
 
@@ -360,6 +376,9 @@ class FederatedDataModule(pl.LightningDataModule):
             pin_memory=self.pin_memory,
             transform=self.batch_transform,
             augment=self.batch_augment,
+            batch_size_of=self.batch_size_of,
+            worker_init_fn=self.worker_init_fn,
+            loader_options=self.loader_options,
         )
 
     def _map_style(self, client_id: ClientId) -> AnyDataset:
@@ -385,8 +404,14 @@ class FederatedDataModule(pl.LightningDataModule):
         check_client_val(name, self.client_val)
         if self.partition is not None:
             check_partition(self.partition)
-        if self.collate_fn is not None and not callable(self.collate_fn):
-            raise FederatedError(f"{name}(collate_fn={self.collate_fn!r}) must be a function of a list of examples.")
+        functions = {
+            "collate_fn": "a list of examples",
+            "batch_size_of": "a batch",
+            "worker_init_fn": "a worker's number",
+        }
+        for key, of in functions.items():
+            if (given := getattr(self, key)) is not None and not callable(given):
+                raise FederatedError(f"{name}({key}={given!r}) must be a function of {of}.")
 
     def _need_clients(self) -> FederatedDataset:
         clients = self.clients

@@ -14,6 +14,7 @@ from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.examples import as_labels, check_map_style, column_of, labels_of, size_of, targets_of
+from lightning_fed.data.lazy_labels import lazy_labels
 from lightning_fed.data.partition import ByKey, Partition, PartitionFunction, Parts, check_client_id
 from lightning_fed.data.shift import FeatureShift, ShiftedClients
 
@@ -64,11 +65,12 @@ class FederatedDataset:
         Args:
             dataset: A map-style data set of n examples.
             partition: A partition, or any callable from labels [n] to each client's indices; where the last tensor of a
-                ``TensorDataset`` holds real numbers to be predicted, a callable gets these numbers.
-            labels: The class of each example [n]. By default the data set's ``targets`` or ``labels``, the last integer
-                tensor [n] of a ``TensorDataset``, the same of what a ``Subset`` selects from, or else the last element
-                of every example, which takes one pass over the data. They are looked for only if the partition needs
-                them.
+                ``TensorDataset`` holds real numbers to be predicted, a callable gets these numbers. Labels are looked
+                up when a callable uses their values, and not if it only uses their number n.
+            labels: The class of each example [n], or a function from an example to its class. By default the data set's
+                ``targets`` or ``labels``, the last integer tensor [n] of a ``TensorDataset``, the same of what a
+                ``Subset`` selects from, or else the last element of every example, which takes one pass over the data.
+                They are looked for only if the partition needs them.
 
         Raises:
             FederatedError: If the labels cannot be found, or the indices do not fit the data set.
@@ -163,16 +165,19 @@ class _PartitionedDataset(FederatedDataset):
             partition = ByKey(column_of(dataset, partition.keys, repr(partition)))
         self._source = dataset
         self._labels: Tensor | None = None
+        needs_labels = getattr(partition, "needs_labels", True)
         if labels is not None:
-            self._labels = as_labels(labels, num_examples, "labels")
-        elif getattr(partition, "needs_labels", True) and isinstance(partition, Partition):
+            self._labels = as_labels(_labels_by(labels, dataset), num_examples, "labels")
+        elif needs_labels and isinstance(partition, Partition):
             self._labels = labels_of(dataset)
-        dealt = self._labels
-        if dealt is None and getattr(partition, "needs_labels", True):  # a function may deal by real numbers too
-            (dealt,) = targets_of([dataset])
-            self._labels = None if dealt.is_floating_point() else dealt
-        blank = torch.zeros(1, dtype=torch.int64).expand(num_examples)  # n labels in the memory of one
-        parts = _check_parts(partition(blank if dealt is None else dealt), repr(partition))
+        lazy = lazy_labels(num_examples, lambda: targets_of([dataset])[0])  # a function may use real numbers, or none
+        self._is_by_function = needs_labels and not isinstance(partition, Partition)
+        dealt: Tensor = lazy if self._labels is None else self._labels
+        if not needs_labels:
+            dealt = torch.zeros(1, dtype=torch.int64).expand(num_examples)  # n labels in the memory of one
+        parts = _check_parts(partition(dealt), repr(partition))
+        if lazy.values_used is not None and not lazy.values_used.is_floating_point():
+            self._labels = lazy.values_used
         self.ids = _ids(parts)
         self._positions = None if isinstance(self.ids, range) else {key: i for i, key in enumerate(self.ids)}
         self._order, self._sizes = _join(parts, self.ids, num_examples, repr(partition))
@@ -214,15 +219,28 @@ class _PartitionedDataset(FederatedDataset):
 
     def _label_skew(self) -> float | None:
         """Return the mean total variation distance, by examples, of the clients' label distributions to that of all."""
-        if self._labels is None or len(self._order) == 0:
+        labels = self._labels
+        if labels is None and self._is_by_function:  # the function may not have used them
+            try:
+                (labels,) = targets_of([self._source])
+            except FederatedError:
+                return None
+        if labels is None or labels.is_floating_point() or len(self._order) == 0:
             return None
-        classes, codes = torch.unique(self._labels[self._order], return_inverse=True)
+        classes, codes = torch.unique(labels[self._order], return_inverse=True)
         sizes = torch.tensor(self.known_sizes)
         owners = torch.repeat_interleave(sizes)
         counts = torch.bincount(owners * len(classes) + codes, minlength=len(sizes) * len(classes)).double()
         counts = counts.view(len(sizes), len(classes))
         expected = sizes[:, None] * (counts.sum(0) / counts.sum())
         return float((counts - expected).abs().sum() / 2 / counts.sum())
+
+
+def _labels_by(labels: Any, dataset: Any) -> Any:
+    """Return the labels that a function finds in the examples, or those that are given."""
+    if not callable(labels):
+        return labels
+    return [labels(dataset[index]) for index in range(size_of(dataset))]
 
 
 def check_partition(partition: Any) -> None:

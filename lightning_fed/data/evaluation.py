@@ -14,11 +14,22 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.data.batch_settings import BatchSettings, BatchTransform, Chain
 from lightning_fed.data.batches import TensorBatches, misfit
 from lightning_fed.data.examples import check_map_style, is_map_style
+from lightning_fed.data.loader_settings import options_of
+from lightning_fed.data.random_states import RandomStates, WorkerSeeds
 
 __all__ = ["EvaluationLoader", "check_client_val", "check_evaluation", "evaluation_loader", "transformed_loader"]
 
 
-class EvaluationLoader(DataLoader[Any]):
+class _SeededLoader(DataLoader[Any]):
+    """A loader that seeds the random states of its data set from PyTorch's global generator, if it has no workers."""
+
+    def _get_iterator(self) -> Any:
+        if self.num_workers == 0 and (states := RandomStates(self.dataset, self.collate_fn)):
+            states.seed(int(torch.randint(2**63 - 1, ())))
+        return super()._get_iterator()
+
+
+class EvaluationLoader(_SeededLoader):
     """A loader of every example once, in stored order, of which a process may take some batches only."""
 
     def part(self, first: int, step: int, stop: int) -> DataLoader[Any]:
@@ -30,13 +41,14 @@ class EvaluationLoader(DataLoader[Any]):
             [[3, 4, 5], [9]]
         """
         size, count = self.batch_size or 1, len(self.dataset)  # type: ignore[arg-type]
-        return DataLoader(
+        return _SeededLoader(
             self.dataset,
             batch_sampler=[list(range(k * size, min((k + 1) * size, count))) for k in range(first, stop, step)],
             collate_fn=self.collate_fn,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             worker_init_fn=self.worker_init_fn,
+            **options_of(self),
         )
 
 
@@ -93,13 +105,15 @@ def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoa
     collate_fn = settings.collate_fn or _Collate(dataset)
     if settings.transform is not None:
         collate_fn = Chain([collate_fn, settings.transform])
-    kind = DataLoader if isinstance(dataset, IterableDataset) else EvaluationLoader
+    kind = _SeededLoader if isinstance(dataset, IterableDataset) else EvaluationLoader
     return kind(
         dataset,
         batch_size=settings.batch_size,
         collate_fn=collate_fn,
         num_workers=settings.num_workers,
         pin_memory=settings.pin_memory and torch.cuda.is_available(),
+        worker_init_fn=WorkerSeeds(collate_fn, settings.worker_init_fn) if settings.num_workers else None,
+        **(settings.loader_options if settings.num_workers else {}),
     )
 
 

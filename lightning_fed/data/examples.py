@@ -1,8 +1,10 @@
 """What a map-style data set says of its examples: how many there are, their labels, and other attributes."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
@@ -23,6 +25,11 @@ __all__ = [
 ]
 
 _LABEL_NAMES = ("targets", "labels", "target", "label")
+_REMEDY = (
+    "Pass the class of each example, a tensor [n] or a function of an example, as"
+    " FederatedDataModule(clients=FederatedDataset.from_partition(dataset, partition, labels=...)), or use a partition"
+    " that needs no labels, such as Iid."
+)
 
 
 class BareInputs(Dataset[Tensor]):
@@ -54,8 +61,13 @@ def labels_of(dataset: Dataset[Any]) -> Tensor:
         for tensor in reversed(dataset.tensors):
             if tensor.ndim == 1 and not tensor.is_floating_point() and not tensor.is_complex():
                 return tensor.detach().cpu().long()
-    label = [_label_in(cast("Any", dataset)[index], type(dataset).__name__) for index in range(size_of(dataset))]
-    return as_labels(label, size_of(dataset), f"the last element of each example of {type(dataset).__name__}")
+    source = f"the last element of each example of {type(dataset).__name__}"
+    label: list[Any] = []
+    for index in range(size_of(dataset)):
+        label.append(_label_in(cast("Any", dataset)[index], type(dataset).__name__))
+        if index == 0:
+            _check_class(label[0], source)
+    return as_labels(label, size_of(dataset), source)
 
 
 def targets_of(datasets: Sequence[Dataset[Any]]) -> list[Tensor]:
@@ -200,24 +212,46 @@ def _label_in(example: Any, owner: str) -> Any:
     elif isinstance(example, (tuple, list)) and len(example) > 1:
         return example[-1]
     raise FederatedError(
-        f"{owner} does not say its labels: an example is {kind_of(example)} without one. Give the data set an"
-        " attribute `targets` [n], write"
-        " FederatedDataModule(clients=FederatedDataset.from_partition(dataset, partition, labels=...)), or use Iid."
+        f"Cannot find labels in {owner}: an example is {kind_of(example)} without one. Give the data set an attribute"
+        f" `targets` [n]. Or: {_REMEDY}"
     )
 
 
 def as_labels(values: Any, length: int, source: str) -> Tensor:
-    """Return labels as int64 [n]; names of classes become numbers in sorted order."""
+    """Return labels, [n] or [n, 1], as int64 [n]; names of classes become numbers in sorted order.
+
+    Raises:
+        FederatedError: If there is not one class per example; the message names ``source``.
+    """
+    if isinstance(values, np.ndarray) and values.dtype.kind in "USO" and values.ndim == 1:
+        values = values.tolist()
+    if isinstance(values, (list, tuple)) and len(values):
+        _check_class(values[0], source)
     if isinstance(values, (list, tuple)) and len(values) and isinstance(values[0], str):
         numbers = {name: number for number, name in enumerate(sorted(set(values)))}
         values = [numbers[name] for name in values]
     try:
         labels = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise FederatedError(f"{source} cannot be read as labels [n]: {error}. Pass integer class numbers.") from error
+        raise FederatedError(f"{source} cannot be read as labels [n]: {error}. {_REMEDY}") from error
+    if labels.shape == (length, 1):
+        labels = labels.flatten()
     if labels.shape != (length,) or labels.is_floating_point() or labels.is_complex():
         raise FederatedError(
             f"{source} must hold one integer class per example [{length}]; found {labels.dtype} of shape"
-            f" {list(labels.shape)}. Pass class numbers, as labels=... of FederatedDataset.from_partition."
+            f" {list(labels.shape)}. {_REMEDY}"
         )
     return labels.detach().cpu().long()
+
+
+def _check_class(label: Any, source: str) -> None:
+    """Refuse a label that is not one class, such as several labels of an example, a mask or a mapping.
+
+    Raises:
+        FederatedError: Naming what was found.
+    """
+    shape = tuple(getattr(label, "shape", ()))
+    if math.prod(shape) != 1:
+        raise FederatedError(f"{source} is {kind_of(label)} of shape {list(shape)}, and not one class. {_REMEDY}")
+    if label is None or isinstance(label, (Mapping, list, tuple, set)):
+        raise FederatedError(f"{source} is {kind_of(label)}, and not one class. {_REMEDY}")

@@ -239,10 +239,28 @@ def numbers(values: list[Any], place: str) -> Tensor:
     try:
         array = np.asarray(values)
     except ValueError as error:
+        if _are_texts(values):
+            raise _texts(place) from error
         raise FederatedError(f"{place}: the samples differ in shape.") from error
+    if _are_texts(values):
+        raise _texts(place)
     if array.size and array.dtype.kind not in "iuf":
         raise FederatedError(f"{place}: the samples hold more than numbers.")
     tensor = torch.from_numpy(array.astype(np.float32))
     if not bool(torch.isfinite(tensor).all()):
         raise FederatedError(f"{place}: the samples hold NaN, an infinity, or a number too large for float32.")
     return tensor
+
+
+def _are_texts(values: Any) -> bool:
+    """Whether samples, or the first entries in them, are texts."""
+    while isinstance(values, list) and values:
+        values = values[0]
+    return isinstance(values, str)
+
+
+def _texts(place: str) -> FederatedError:
+    return FederatedError(
+        f"{place}: the samples are texts, and LeafDataModule reads numbers. Use the classes Shakespeare and"
+        " Sentiment140 of lightning_fed.data for LEAF's data sets of texts."
+    )

@@ -46,3 +46,7 @@ class RepeatedBatches(ClientBatches):
     def unaugmented(self, generator: torch.Generator) -> Batches:
         """Yield every example once, without augmentation."""
         return self.batches.unaugmented(generator)
+
+    def check_counts(self) -> None:
+        """Refuse batches whose examples cannot be counted."""
+        self.batches.check_counts()

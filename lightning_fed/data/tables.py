@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from lightning_fed._compat import rank_zero_info
+from lightning_fed._compat import rank_zero_info, rank_zero_warn
 from lightning_fed.core.arguments import check_fraction, check_one_of, check_paths, check_seed, check_texts
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
@@ -35,14 +35,15 @@ class ClientTable(StoredDataModule):
 
     A CSV file is UTF-8 with a heading and commas; its clients are named as they are written. Parquet needs pyarrow
     (``pip install lightning_fed[tables]``), and its whole numbers are clients' names as numbers. Inputs are float32
-    [n, features], in the order of the columns; they are not standardised.
+    [n, features], in the order of the columns; they are not standardised. True and false are 1 and 0. Numbers in a CSV
+    file need a decimal point; a column of numbers with commas is refused.
 
     Args:
         path: The file, ``.csv`` or ``.parquet``.
         client: The column that names the client.
         target: The column to predict.
-        features: The columns that are the input; None for all other columns that hold numbers only, where the columns
-            left out are announced, among them a row index that pandas wrote (no name, or ``__index_level_0__``).
+        features: The columns that are the input; None for all other columns that hold numbers only. A warning names the
+            columns left out. A row index that pandas wrote (no name, or ``__index_level_0__``) is left out too.
         targets: "classes" for labels int64 [n], the sorted distinct values of the target numbered 0, 1, ..., which
             ``classes`` lists after ``setup`` (texts without spaces around them); or "values" for numbers to regress
             on, float32 [n, 1].
@@ -106,9 +107,14 @@ class ClientTable(StoredDataModule):
         (keys if self.targets == "classes" else numeric).append(self.target)
         table = read_columns(path, keys, numeric, rest=self.features is None)
         features = {name: column for name, column in table.numbers.items() if name != self.target}
+        if table.row_indices:
+            rank_zero_info(f"ClientTable leaves out {table.row_indices} of {path}: the names are those of a row index.")
         if table.left_out:
             reasons = ", ".join(f"{name!r} ({reason})" for name, reason in table.left_out.items())
-            rank_zero_info(f"ClientTable takes {list(features)} of {path} as features, and not {reasons}.")
+            rank_zero_warn(
+                f"ClientTable leaves out columns of {path} that do not hold numbers: {reasons}. The features are"
+                f" {list(features)}. Encode the others as numbers, or name the columns to use in features."
+            )
         if not features or not len(table.keys[self.client]):
             raise FederatedError(f"{path} has no rows, or no column of numbers that could be a feature.")
         x = torch.from_numpy(np.stack(list(features.values()), axis=1))

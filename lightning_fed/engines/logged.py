@@ -103,7 +103,19 @@ class SharedResults(_ResultCollection):
 
 
 class EvaluationResults(SharedResults):
-    """What is logged in an evaluation whose batches several processes share."""
+    """What is logged in an evaluation whose batches several processes may share.
+
+    Attributes:
+        count: Returns the number of examples in the batch at hand, or None to let Lightning look for it; asked if a
+            value is logged without ``batch_size``.
+    """
+
+    count: Callable[[], int | None] | None = None
+
+    def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
+        if batch_size is None and self.batch_size is None and self.count is not None:
+            self.batch_size = self.count()
+        return super()._extract_batch_size(value, batch_size, meta)
 
     def share(self, ranks: Ranks) -> None:
         """Put everything together that was logged for the current loader; metric objects are made ready to do so.

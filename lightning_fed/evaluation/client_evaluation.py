@@ -40,6 +40,8 @@ def validation_batches(data: FederatedDataModule, client_id: ClientId) -> Client
         num_workers=data.num_workers,
         pin_memory=data.pin_memory,
         transform=data.batch_transform,
+        worker_init_fn=data.worker_init_fn,
+        loader_options=data.loader_options,
     )
     batches = None if dataset is None else TensorBatches.of(dataset, settings) or LoaderBatches(dataset, settings)
     if batches is None or batches.size == 0:

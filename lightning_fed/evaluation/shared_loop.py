@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from lightning_fed._compat import _EvaluationLoop
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data.counting import count_examples, sampled_length
+from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.evaluation import EvaluationLoader
 from lightning_fed.engines.autocast import lstm_errors
 from lightning_fed.engines.logged import EvaluationResults
@@ -53,10 +57,30 @@ class SharedEvaluationLoop(_EvaluationLoop):
         super().on_run_start()
 
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        if dataloader_iter is None and self._is_sequential:
+            self._results.count = partial(self._count, batch, batch_idx, dataloader_idx)
         if self._is_shared:
             batch_idx = batch_idx * self._ranks.size + self._ranks.rank
-        with lstm_errors(self.trainer):
-            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        try:
+            with lstm_errors(self.trainer):
+                super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        finally:
+            self._results.count = None
+
+    def _count(self, batch: Any, batch_idx: int, dataloader_idx: int) -> int | None:
+        """Return the number of examples in a batch, None if neither loader, user nor batch tells."""
+        assert self._combined_loader is not None
+        length = sampled_length(self._combined_loader.flattened[dataloader_idx], batch_idx)
+        if length is not None:
+            return length
+        data = self.trainer.datamodule
+        batch_size_of = data.batch_size_of if isinstance(data, FederatedDataModule) else None
+        if batch_size_of is not None:
+            return count_examples(batch, batch_size_of)
+        try:
+            return count_examples(batch)
+        except FederatedError:
+            return None  # Lightning warns that the batch is ambiguous
 
     def _store_dataloader_outputs(self) -> None:
         if self._is_shared:

@@ -313,6 +313,7 @@ def prepare_clients(
     settings = prepared.settings
     plans = LocalPlans(prepared.trainer, settings, population, clients)
     check_lstm(prepared.trainer, prepared.flat, plans.some())
+    plans.check_counts()
     first, second = (*before, None, None)[:2]
     main, own_solve = make_engine(engine, settings.chunk_size, prepared, plans.some, first), None
     if prepared.algorithm.own_solve is not None:

@@ -88,6 +88,21 @@ class LocalPlans:
             if plan is not None:
                 yield plan
 
+    def check_counts(self) -> None:
+        """Refuse clients' loaders whose batches do not tell how many examples they have; one client is tried.
+
+        Raises:
+            FederatedError: Naming the client, the batch and the remedy.
+        """
+        if type(self.trainer.datamodule).client_dataloader is FederatedDataModule.client_dataloader:
+            return  # batches are made here
+        try:
+            plan = next(self.some(), None)
+        except ClientError:
+            return  # it is reported when the client is at work
+        if plan is not None:
+            plan.batches.check_counts()
+
 
 class RoundPlans:
     """Plan the work of one round.

@@ -1,6 +1,6 @@
 """Batches: both ways of making them agree exactly, and the generator alone decides the order."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches import BatchSettings, LoaderBatches, TensorBatches
-from lightning_fed.data.custom_batches import CustomBatches, count_examples
+from lightning_fed.data.custom_batches import CustomBatches
 from lightning_fed.data.evaluation import evaluation_loader
 
 
@@ -379,28 +379,7 @@ def test_a_pass_without_augmentation_is_transformed_and_draws_nothing_for_it(kin
     assert all(type(batch) is tuple and len(batch) == 2 for batch, _ in augmented.unaugmented(right))
 
 
-# Counting
-
-
-@dataclass
-class Pair:
-    name: str
-    x: torch.Tensor
-
-
-def test_the_first_tensor_with_a_dimension_counts_the_examples():
-    x = torch.zeros(3, 2)
-    for batch in (
-        x,
-        [x, torch.zeros(5)],
-        (None, x),
-        {"ids": ["a"], "x": {"y": x}},
-        Pair("a", x),
-        [torch.tensor(1.0), x],
-    ):
-        assert count_examples(batch) == 3
-    with pytest.raises(FederatedError, match="list holds no tensor"):
-        count_examples(["a", 3])
+# Examples that make no batch
 
 
 class Pictures(Dataset):

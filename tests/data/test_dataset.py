@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import ByKey, Dirichlet, FederatedDataset, Iid, Shards
-from lightning_fed.data.examples import labels_of
+from lightning_fed.data.examples import as_labels, labels_of
 
 
 def tensors(n):
@@ -212,6 +212,74 @@ def test_labels_are_looked_for_only_if_needed():
     assert dataset.reads == 0
 
 
+MULTI = {
+    "multi-label tensors": lambda i: (i, torch.tensor([i % 2, 1, 0])),
+    "multi-label lists": lambda i: (i, [i % 2, 1]),
+    "masks": lambda i: (i, torch.zeros(4, 4).long()),
+    "masks of numpy": lambda i: (i, np.zeros((4, 4))),
+    "mappings": lambda i: (i, {"boxes": torch.zeros(2, 4)}),
+    "nothing": lambda i: (i, None),
+    "no labels": lambda i: torch.zeros(3),
+}
+
+
+@pytest.mark.parametrize("example", MULTI.values(), ids=MULTI)
+def test_examples_without_one_class_are_dealt_by_functions_and_refused_by_partitions_that_need_classes(example):
+    dataset = Plain(6, example)
+    halves = FederatedDataset.from_partition(dataset, lambda labels: torch.arange(len(labels)).chunk(2))
+    assert halves.known_sizes == [3, 3]
+    assert dataset.reads == 0
+    assert "label skew" not in halves.summary()
+    for partition in (Dirichlet(2, 1.0), lambda labels: [torch.nonzero(labels == 0)]):
+        dataset.reads = 0
+        with pytest.raises(FederatedError, match=r"from_partition\(dataset, partition, labels=...\)"):
+            FederatedDataset.from_partition(dataset, partition)
+        assert dataset.reads == 1  # and not all of the data
+    for labels in (torch.arange(6) % 2, lambda example: int(example[0]) % 2):
+        by_class = FederatedDataset.from_partition(dataset, Shards(2, 1), labels=labels)
+        assert by_class.known_sizes == [3, 3]
+
+
+def test_names_of_classes_are_labels():
+    for dataset in (
+        Plain(4, lambda i: (i, "ab"[i % 2])),
+        Plain(4, lambda i: i, targets=np.array(["a", "b"] * 2)),
+        Plain(4, lambda i: (i, np.array([i % 2]))),
+        Plain(4, lambda i: i, targets=torch.tensor([[0], [1], [0], [1]])),
+    ):
+        assert labels_of(dataset).tolist() == [0, 1, 0, 1]
+
+
+def test_numbers_to_predict_are_not_classes():
+    dataset = Plain(6, lambda i: (i, torch.tensor(i / 2)))
+    with pytest.raises(FederatedError, match="torch.float32.*labels=..."):
+        FederatedDataset.from_partition(dataset, Dirichlet(2, 1.0))
+    assert FederatedDataset.from_partition(dataset, lambda y: [range(len(y))]).known_sizes == [6]
+
+
+def test_labels_are_looked_up_when_a_function_uses_them():
+    for use in (
+        lambda labels: labels == 1,
+        lambda labels: torch.unique(labels),
+        lambda labels: np.asarray(labels),
+        lambda labels: labels.tolist(),
+        lambda labels: labels[0],
+        lambda labels: list(labels),
+        lambda labels: labels.dtype,
+        lambda labels: int(labels.sum()),
+    ):
+        dataset = Plain(4, lambda i: (i, i % 2))
+        found = []
+        FederatedDataset.from_partition(dataset, lambda labels, use=use, to=found: to.append(use(labels)) or [[0]])
+        expected = use(torch.tensor([0, 1, 0, 1]))
+        assert np.array_equal(np.asarray(found[0]), np.asarray(expected)) or found[0] == expected
+        assert dataset.reads == 4
+    for use in (len, lambda labels: labels.shape, lambda labels: labels.size(0), lambda labels: labels.numel()):
+        dataset = Plain(4, lambda i: (i, i % 2))
+        FederatedDataset.from_partition(dataset, lambda labels, use=use: use(labels) and [[0]])
+        assert dataset.reads == 0
+
+
 def test_a_federated_data_set_pickles():
     data = FederatedDataset.from_partition(tensors(9), Dirichlet(3, 1.0))
     data = pickle.loads(pickle.dumps(data))
@@ -306,7 +374,7 @@ def test_given_labels_win():
             lambda: FederatedDataset([Subset(Subset(tensors(60), [3, 4]), [0, 2])]).targets(),
             r"Subset selects examples 0 to 2, but its Subset has only 2:",
         ),
-        (lambda: labels_of(Plain(2, lambda i: i)), r"Plain does not say its labels.*`targets`"),
+        (lambda: labels_of(Plain(2, lambda i: i)), r"Cannot find labels in Plain.*`targets`"),
         (
             lambda: labels_of(Plain(2, lambda i: i)),
             r"FederatedDataModule\(clients=FederatedDataset.from_partition\(dataset, partition, labels=...\)\)",
@@ -315,6 +383,7 @@ def test_given_labels_win():
         (lambda: labels_of(Plain(2, lambda i: (i, 0.5))), r"one integer class per example \[2\]; found torch.float"),
         (lambda: labels_of(Plain(2, lambda i: (i, torch.zeros(3)))), r"last element of each example of Plain"),
         (lambda: labels_of(Plain(2, lambda i: i, targets=torch.zeros(2, 5).long())), r"Plain.targets.*shape \[2, 5\]"),
+        (lambda: as_labels(np.zeros((2, 5)), 2, "labels"), r"labels.*shape \[2, 5\].*labels=..."),
     ],
 )
 def test_refusals_say_what_to_change(make, message):

@@ -203,7 +203,10 @@ def test_missing_matplotlib_is_named(monkeypatch):
         (lambda: skew_table(7), r"split=int"),
         (lambda: skew_table([TensorDataset(torch.zeros(2))]), r"Client 0 has a TensorDataset.*FederatedDataset"),
         (lambda: split_figure(SPLIT, max_clients=0), r"split_figure\(max_clients=0\)"),
-        (lambda: skew_table(FederatedDataset([TensorDataset(torch.rand(2, 2))])), r"does not say its labels"),
+        (
+            lambda: skew_table(FederatedDataset([TensorDataset(torch.rand(2, 2))])),
+            r"Cannot find labels in TensorDataset",
+        ),
     ],
 )
 def test_refusals_say_what_was_found(make, message):

@@ -1,6 +1,9 @@
 """Tables with a client column: who the clients are, what is read as a number, and what is refused with its place."""
 
 import logging
+import re
+import warnings
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -53,12 +56,36 @@ def test_a_split_column_says_what_is_for_validation(tmp_path):
     assert list(data.client_val) == ["ann"]
 
 
-def test_the_other_columns_of_numbers_are_features_and_the_rest_is_announced(tmp_path, caplog):
+def test_the_other_columns_of_numbers_are_features_and_a_warning_names_the_rest(tmp_path):
     data = ClientTable(write(tmp_path, TABLE), "person", "label", val_fraction=0)
-    with caplog.at_level(logging.INFO):
+    with pytest.warns(UserWarning, match=r"'note' \(line 2 holds 'so, so'\), 'part' .*\['age', 'height'\]"):
         assert tensors(data, "ann")[0] == [[1, 1.5], [3, -35]]
-    assert "takes ['age', 'height'] of" in caplog.text
-    assert "not 'note' (line 2 holds 'so, so'), 'part' (line 2 holds 'train')" in caplog.text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensors(ClientTable(write(tmp_path, TABLE), "person", "label", features=["age"], val_fraction=0), "ann")
+
+
+def test_truth_values_are_numbers(tmp_path):
+    path = write(tmp_path, "who,x,y\na,True,FALSE\na,false,true\n")
+    data = ClientTable(path, "who", "y", targets="values", val_fraction=0)
+    assert tensors(data, "a") == [[[1.0], [0.0]], [[0.0], [1.0]]]
+    for one, other in (("True", "2"), ("2", "True"), ("True", "maybe")):
+        path = write(tmp_path, f"who,y,z,x\na,1,1,{one}\na,2,3,{other}\n")
+        with pytest.warns(UserWarning, match=f"do not hold numbers: 'x' \\(line 3 holds '{other}'"):
+            assert tensors(ClientTable(path, "who", "y", val_fraction=0), "a")[0] == [[1], [3]]
+    with pytest.raises(FederatedError, match="line 3: column 'x' has no value"):
+        ClientTable(write(tmp_path, "who,x,y\na,True,0\na,,1\n"), "who", "y").setup("fit")
+
+
+@pytest.mark.parametrize("number", ["1,5", "-0,25", ",5", "1.234,5", "1,5e-3", "1,000", "12,345,678.9"])
+@pytest.mark.parametrize("features", [None, ["x"]])
+def test_numbers_with_commas_are_refused(tmp_path, number, features):
+    path = write(tmp_path, f'who,x,y,z\na,1,0,3\na,"{number}",1,4\n')
+    with pytest.raises(
+        FederatedError, match=f"line 3: column 'x' holds '{re.escape(number)}'.*decimal point.*features"
+    ):
+        ClientTable(path, "who", "y", features=features).setup("fit")
+    assert tensors(ClientTable(path, "who", "y", features=["z"], val_fraction=0), "a")[0] == [[3], [4]]
 
 
 def test_values_are_float32_columns(tmp_path):
@@ -118,8 +145,7 @@ def test_a_row_index_is_no_feature_unless_it_is_named(tmp_path, caplog):
     path = write(tmp_path, ",who,x,y\n0,a,1,0\n1,a,2,1\n")
     with caplog.at_level(logging.INFO):
         assert tensors(ClientTable(path, "who", "y", val_fraction=0), "a")[0] == [[1], [2]]
-        assert "takes ['x'] of" in caplog.text
-        assert "not '' (its name is that of a row index)" in caplog.text
+        assert "leaves out [''] of" in caplog.text
     assert tensors(ClientTable(path, "who", "y", ["", "x"], val_fraction=0), "a")[0] == [[0, 1], [1, 2]]
     path = write_parquet(tmp_path, who=["a", "a"], x=[1, 2], y=[0, 1], __index_level_0__=[5, 7])
     assert tensors(ClientTable(path, "who", "y", val_fraction=0), "a")[0] == [[1], [2]]
@@ -250,15 +276,21 @@ def write_parquet(tmp_path, **columns):
     return str(path)
 
 
-def test_parquet_keeps_numbers_as_names(tmp_path, caplog):
+def test_parquet_keeps_numbers_as_names(tmp_path):
     path = write_parquet(
-        tmp_path, who=[7, 3, 7], x=np.array([1.5, 2.5, 3.5]), n=[1, 2, 3], on=[True, False, True], y=["b", "a", "a"]
+        tmp_path,
+        who=[7, 3, 7],
+        x=np.array([1.5, 2.5, 3.5]),
+        n=[1, 2, 3],
+        on=[True, False, True],
+        exact=[Decimal("0.5"), Decimal("1"), Decimal("2.25")],
+        text=["1,5", "2", "3"],
+        y=["b", "a", "a"],
     )
     data = ClientTable(path, "who", "y", val_fraction=0)
-    with caplog.at_level(logging.INFO):
-        assert tensors(data, 7) == [[[1.5, 1], [3.5, 3]], [1, 0]]
+    with pytest.warns(UserWarning, match=r"'text' \(its type is string\)"):
+        assert tensors(data, 7) == [[[1.5, 1, 1, 0.5], [3.5, 3, 1, 2.25]], [1, 0]]
     assert list(data.client_ids) == [7, 3]
-    assert "not 'on' (its type is bool)" in caplog.text
 
 
 def test_damaged_parquet_is_refused_with_the_row(tmp_path):

@@ -1,0 +1,225 @@
+"""Random states that data sets and transforms own: found by their attributes, and seeded so that a run repeats."""
+
+import functools
+import hashlib
+import random
+import sys
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Number
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+__all__ = ["RandomStates", "WorkerSeeds"]
+
+_MOST = 10_000  # objects that are looked at: the search takes milliseconds
+_LONG = 256  # a longer list holds examples, unless it starts with a data set or a function
+_SHOWN = 12  # the last parts of the name of a place
+_FRAMEWORKS = ("pytorch_lightning", "lightning", "lightning_fabric")
+_LEAVES = (str, bytes, bytearray, Number, Tensor, PurePath, type, types.ModuleType, DataLoader)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_GENERATORS = (np.random.RandomState, np.random.Generator, np.random.BitGenerator, random.Random, torch.Generator)
+_GLOBAL = (np.random.mtrand._rand, random._inst, torch.default_generator)  # type: ignore[attr-defined]
+
+Place = tuple[Any, str]
+"""The place of the object that holds a value, and the name of the value there; for messages."""
+
+
+class RandomStates:
+    """The random states that data sets, transforms and collate functions own.
+
+    They are found by walking attributes, lists, mappings and closures. Seeded are objects with
+    ``set_random_state(seed)`` (then their parts are theirs to seed, unless they are data sets), and attributes that are
+    a NumPy ``RandomState``, ``Generator`` or ``BitGenerator``, a ``random.Random`` or a ``torch.Generator``. Global
+    generators are left alone: a run seeds them itself. A state that cannot be seeded is named in a warning.
+
+    Args:
+        roots: Where the search starts.
+        besides: Generators that somebody else seeds.
+    """
+
+    def __init__(self, *roots: Any, besides: tuple[Any, ...] = ()) -> None:
+        self._seeders: list[Callable[[int], None]] = []
+        self._seen = {id(value) for value in (*_GLOBAL, *besides)}
+        self._kept: list[Any] = []  # alive while their ids are in use
+        todo: deque[tuple[Any, Place, bool]] = deque()
+        for root in roots:
+            todo.append((root, (None, type(root).__name__), False))
+        while todo and len(self._kept) < _MOST:
+            value, place, is_seeded = todo.popleft()
+            if value is None or isinstance(value, _LEAVES) or id(value) in self._seen:
+                continue
+            self._seen.add(id(value))
+            self._kept.append(value)
+            todo.extend(self._visit(value, place, is_seeded))
+        if todo:
+            _warn(f"{_path(todo[0][1])} and what comes after it: {_MOST:,} objects were searched")
+        self._kept.clear()
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._seeders)
+
+    def seed(self, *key: int) -> None:
+        """Seed every state by the key, each one differently.
+
+        Args:
+            key: Numbers that name the stream.
+        """
+        for position, seeder in enumerate(self._seeders):
+            text = "/".join(map(str, (*key, position))).encode()
+            seeder(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
+
+    def _visit(self, value: Any, place: Place, is_seeded: bool) -> Iterator[tuple[Any, Place, bool]]:
+        """Note a value if it is a random state, and yield its parts, each with whether its holder has been seeded."""
+        if isinstance(value, _GENERATORS):
+            if not is_seeded:
+                self._note(value, place)
+            return
+        is_data = isinstance(value, Dataset)
+        if callable(getattr(type(value), "set_random_state", None)):
+            self._seeders.append(functools.partial(_set_random_state, value, place))
+            if not is_data:
+                return
+            is_seeded = True
+        else:
+            is_seeded = False
+        for name, part in _parts(value):
+            yield part, (place, name), is_seeded and isinstance(part, _GENERATORS)
+
+    def _note(self, value: Any, place: Place) -> None:
+        if isinstance(value, random.SystemRandom):
+            _warn(f"{_path(place)} (random.SystemRandom, which takes no seed)")
+            return
+        self._seeders.append(functools.partial(_seed, value, place))
+
+
+class WorkerSeeds:
+    """Seeds what a loader's worker process has of random states, and then calls the user's own ``worker_init_fn``.
+
+    PyTorch seeds a worker's global generators by the loader's generator and the worker's number; these states get
+    seeds of the same kind.
+
+    Args:
+        collate_fn: The loader's collate function, which may own states too.
+        then: The user's own function of the worker's number.
+    """
+
+    def __init__(self, collate_fn: Any = None, then: Callable[[int], Any] | None = None) -> None:
+        self.collate_fn, self.then = collate_fn, then
+
+    def __call__(self, worker_id: int) -> None:
+        """Seed, in the worker."""
+        worker = get_worker_info()
+        assert worker is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the main process has said it
+            states = RandomStates(worker.dataset, self.collate_fn)
+        states.seed(worker.seed)
+        if self.then is not None:
+            self.then(worker_id)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what may hold random states within a value, by name."""
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", part) for key, part in _short(value, value.values(), value.items()))
+    elif isinstance(value, _CONTAINERS):
+        yield from ((f"[{i}]", part) for i, part in _short(value, value, enumerate(value)))
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, types.FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                yield f".{name}", cell.cell_contents
+            except ValueError:
+                continue  # a variable without a value yet
+        yield from ((".__defaults__", value.__defaults__), (".__kwdefaults__", value.__kwdefaults__))
+    elif _may_own(value):
+        is_module = isinstance(value, nn.Module)
+        for name, part in getattr(value, "__dict__", {}).items():
+            if not is_module or name == "_modules" or not name.startswith("_"):
+                yield f".{name}", part
+        for kind in type(value).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(value, name):
+                    yield f".{name}", getattr(value, name)
+
+
+def _short(values: Any, start: Any, items: Any) -> Any:
+    """Return the items of a list or mapping to look at: none of a long one that holds examples."""
+    if len(values) <= _LONG:
+        return items
+    first = next(iter(start))
+    return items if isinstance(first, Dataset) or (callable(first) and not isinstance(first, type)) else ()
+
+
+def _may_own(value: Any) -> bool:
+    """Whether an object's attributes may be random states of its own; arrays, frameworks and the like have none."""
+    kind = type(value)
+    if hasattr(kind, "__array__"):
+        return False
+    heads = [base.__module__.partition(".")[0] for base in kind.__mro__]
+    if any(head in _FRAMEWORKS for head in heads):
+        return False
+    if isinstance(value, (Dataset, nn.Module)) or kind is types.SimpleNamespace:
+        return True
+    if heads[0] == "lightning_fed":
+        return callable(value)
+    return heads[0] not in ("torch", "numpy") and heads[0] not in sys.stdlib_module_names
+
+
+def _seed(state: Any, place: Place, seed: int) -> None:
+    """Seed a generator of any of the known kinds."""
+    try:
+        if isinstance(state, torch.Generator):
+            state.manual_seed(seed >> 1)
+        elif isinstance(state, random.Random):
+            state.seed(seed)
+        elif isinstance(state, np.random.RandomState):
+            state.seed([seed & 0xFFFFFFFF, seed >> 32])
+        else:
+            bits = state.bit_generator if isinstance(state, np.random.Generator) else state
+            bits.state = type(bits)(seed).state
+    except Exception as error:
+        _warn(f"{_path(place)} ({type(state).__name__}: {error})")
+
+
+def _set_random_state(owner: Any, place: Place, seed: int) -> None:
+    try:
+        try:
+            owner.set_random_state(seed=seed & 0x7FFFFFFF)
+        except TypeError:
+            owner.set_random_state(seed & 0x7FFFFFFF)
+    except Exception as error:
+        _warn(f"{_path(place)}.set_random_state ({type(error).__name__}: {error})")
+
+
+def _path(place: Place) -> str:
+    """Return the way from a root to a value; a long one is shortened."""
+    names: list[str] = []
+    holder: Any = place
+    while holder is not None:
+        holder, name = holder
+        names.append(name)
+    root, *rest = reversed(names)
+    return "".join((root, *rest) if len(rest) <= _SHOWN else (root, " ... ", *rest[-_SHOWN:]))
+
+
+def _warn(what: str) -> None:
+    warnings.warn(
+        f"A random state of the data cannot be seeded: {what}. A run with the same seed, or a resumed one, may see"
+        " other random numbers there. Draw from torch's, NumPy's or Python's global generators, or from an attribute"
+        " that is a torch.Generator, a numpy.random.Generator or RandomState, or a random.Random.",
+        stacklevel=2,
+    )
