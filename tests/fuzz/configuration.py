@@ -23,8 +23,8 @@ AXES: Mapping[str, tuple[Any, ...]] = {
         *("int add_", "float add_", "inner add_", "batch set", "batch add_"),
     ),
     "buffer_read": (False, False, True),
-    "attribute": ("none",) * 7 + ("read", "two", "two", "distinct", "round", "index", "epoch"),
-    "client_lr": ("none",) * 12 + ("two", "two", "distinct"),
+    "attribute": ("none",) * 8 + ("read", "one", "one", "distinct", "round", "index", "epoch"),
+    "client_lr": ("none",) * 12 + ("one", "one", "distinct"),
     "log": (
         *("loss", "none", "batch_size", "batch_size", "several", "several"),
         *("dict", "tokens", "number", "step", "bar"),
@@ -38,8 +38,8 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "schedule": ("none", "none", "step", "lambda"),
     "precision": ("64-true", "64-true", "64-true", "64-true", "32-true", "bf16-mixed"),
     # The data.
-    "sizes": ((7, 5, 9, 4), (6, 6, 6), (1, 8, 3, 5), (1, 1, 4), (5, 2, 11)),
-    "batch": (3, 2, 4, 100),
+    "sizes": ((7, 5, 10, 4), (6, 6, 6), (1, 8, 3, 5), (1, 1, 4), (5, 2, 11)),
+    "batch": (4, 4, 3, 8, 100),
     "drop_last": (False, False, False, True),
     "shuffle": (True, True, True, False),
     "dataset": ("tensors", "tensors", "tensors", "subset", "plain", "dict", "named", "partition"),
@@ -100,8 +100,8 @@ class Configuration:
     optimizer: str = "sgd"
     schedule: str = "none"
     precision: str = "64-true"
-    sizes: tuple[int, ...] = (7, 5, 9, 4)
-    batch: int = 3
+    sizes: tuple[int, ...] = (7, 5, 10, 4)
+    batch: int = 4
     drop_last: bool = False
     shuffle: bool = True
     dataset: str = "tensors"
@@ -207,7 +207,7 @@ def _conflicts(c: Configuration) -> Iterator[dict[str, Any]]:
         if c.method in (*FULL_GRADIENTS, "FedExP", "FedNova", "FedProxVR", "FedSpeed", "Scaffnew"):
             yield {"method": "Scaffold" if c.variant else "FedAvg"}
     if c.fails:
-        yield {"on_error": "drop", "dataset": "plain", "sizes": (7, 5, 9, 4)}
+        yield {"on_error": "drop", "dataset": "plain", "sizes": (7, 5, 10, 4)}
     if c.compression != "none" or c.aggregator != "none":
         yield {"precision": "64-true"}
     if c.output == "skip":

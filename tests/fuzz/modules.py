@@ -33,8 +33,8 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
 
 def factor(kind: str, index: int, round: int = 0) -> float:
     """Return by what a setting of a client, or of a round, is multiplied."""
-    if kind == "two":
-        return 0.5 if index % 2 else 1.0
+    if kind == "one":  # what all others have is what the run began with
+        return 0.5 if index == 1 else 1.0
     if kind == "distinct":
         return 1.0 / (1 + index)
     return 1.0 + 0.25 * round if kind == "round" else 1.0
@@ -48,7 +48,7 @@ def unpacked(batch: Any) -> tuple[Tensor, Tensor]:
 def make_module(c: Configuration) -> "FuzzModule":
     """Return the module of a configuration, always with the same initial parameters."""
     torch.manual_seed(c.number)
-    return FuzzModule(c)
+    return Indexed(c) if c.attribute == "index" or c.output == "skip" else FuzzModule(c)
 
 
 class _Recurrent(nn.Module):
@@ -139,14 +139,12 @@ class FuzzModule(pl.LightningModule):
             h = self.counting(h)
         return self.head(h)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:  # the index is not read, or no step would be traced
         c, (x, y) = self.c, unpacked(batch)
         out = self(x)
         loss = self._loss(out, y)
-        if c.attribute in ("read", "two", "distinct", "round"):
+        if c.attribute in ("read", "one", "distinct", "round"):
             loss = loss * (0.7 + 0.3 * self.alpha)
-        elif c.attribute == "index":
-            loss = loss * (1 + 0.1 * batch_idx)
         elif c.attribute == "epoch":
             loss = loss * (1 + 0.1 * self.current_epoch)
         if c.buffer_read and c.buffer != "none":
@@ -154,8 +152,6 @@ class FuzzModule(pl.LightningModule):
             loss = loss * (1 + 0.01 * seen.to(loss.dtype))
         self._move_buffer(x)
         self._write(loss, out, y)
-        if c.output == "skip" and batch_idx % 3 == 1:
-            return None
         return {"loss": loss, "out": out.detach()} if c.output == "dict" else loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -221,6 +217,19 @@ class FuzzModule(pl.LightningModule):
                 self.log_dict({"accuracy": accuracy, "twice": 2 * loss}, batch_size=len(y))
 
 
+class Indexed(FuzzModule):
+    """The same, whose training_step reads the index of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = super().training_step(batch, batch_idx)
+        if self.c.output == "skip" and batch_idx % 3 == 1:
+            return None
+        if self.c.attribute != "index":
+            return out
+        scale = 1 + 0.1 * batch_idx
+        return {**out, "loss": scale * out["loss"]} if isinstance(out, dict) else scale * out
+
+
 class SetsPerClient(FederatedCallback):
     """Sets an attribute, or the local rate, of every client before it works.
 
@@ -233,7 +242,7 @@ class SetsPerClient(FederatedCallback):
 
     def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
         index = list(trainer.datamodule.client_ids).index(client_id)
-        if self.c.attribute in ("two", "distinct"):
+        if self.c.attribute in ("one", "distinct"):
             pl_module.alpha = factor(self.c.attribute, index)
         if self.c.client_lr != "none":
             for group, share in zip(trainer.optimizers[0].param_groups, (1.0, 0.5), strict=False):

@@ -316,14 +316,16 @@ class _Loop:
         return self.model.silently(self.x, batch, 0) + self.decay * self.x
 
     def _set_attribute(self, i: Any) -> None:
-        if self.c.attribute in ("two", "distinct"):
+        if self.c.attribute in ("one", "distinct"):
             self.model.module.alpha = factor(self.c.attribute, self.ids.index(i))
 
     def _rates(self, r: int, i: Any) -> Tensor:
         decayed = {"none": 1.0, "step": 0.5**r, "lambda": 1 / (1 + r)}[self.c.schedule]
         return LR * self.shares * decayed * factor(self.c.client_lr, self.ids.index(i))
 
-    def _local(self, r: int, i: Any, asked: int | None, mean_gradient: Tensor | None) -> tuple[Tensor, float, int, Tensor]:
+    def _local(
+        self, r: int, i: Any, asked: int | None, mean_gradient: Tensor | None
+    ) -> tuple[Tensor, float, int, Tensor]:
         """Return where a client ends, its mean loss, its steps, and its rates by coordinate."""
         c, model, lr = self.c, self.model, self._rates(r, i)
         self._set_attribute(i)
@@ -363,9 +365,9 @@ class _Loop:
         """Return the configuration's torch optimizer with a group for each parameter, which has a rate of its own."""
         sizes = [p.numel() for p in self.model.params]
         rates = [float(part[0]) for part in lr.split(sizes)]
-        return OPTIMIZERS[self.c.optimizer]([
-            {"params": [p], "lr": rate} for p, rate in zip(self.model.params, rates, strict=True)
-        ])
+        return OPTIMIZERS[self.c.optimizer](
+            [{"params": [p], "lr": rate} for p, rate in zip(self.model.params, rates, strict=True)]
+        )
 
     def _step(
         self,
@@ -386,10 +388,12 @@ class _Loop:
                 p.grad = None if had is None and c.method == "FedAvg" else part.view_as(p).clone()
             own.step()
             return model.vector()
-        decayed = torch.cat([  # FedAvg leaves parameters without a gradient to torch, which does not decay them
-            torch.full((p.numel(),), 0.0 if had is None and c.method == "FedAvg" else self.decay)
-            for p, had in zip(model.params, grads, strict=True)
-        ])
+        decayed = torch.cat(
+            [  # FedAvg leaves parameters without a gradient to torch, which does not decay them
+                torch.full((p.numel(),), 0.0 if had is None and c.method == "FedAvg" else self.decay)
+                for p, had in zip(model.params, grads, strict=True)
+            ]
+        )
         g = g + decayed * y
         if c.method == "FedProx":
             g = g + 0.5 * (y - self.x)

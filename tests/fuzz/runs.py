@@ -270,7 +270,7 @@ def run(
             options |= _options(c, states_dir)
             options |= {} if chunk is None else {"chunk_size": chunk}
             callbacks: list[pl.Callback] = [recorder]
-            if c.attribute in ("two", "distinct") or c.client_lr != "none":
+            if c.attribute in ("one", "distinct") or c.client_lr != "none":
                 callbacks.append(SetsPerClient(c))
             if c.attribute == "round":
                 callbacks.append(SetsPerRound())
