@@ -72,7 +72,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     # How it is run.
     "engine": ("auto", "auto", "auto", "vectorized"),
     "chunk": (None, None, None, 1, 1, 2),
-    "resume_after": (0, 1, 2),
+    "resume_after": (0, 0, 1, 2),
     "processes": (1,) * 39 + (2,),
     "mended": (True,) * 9 + (False,),
 }

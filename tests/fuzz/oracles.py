@@ -53,14 +53,17 @@ def examine(c: Configuration, oracle: str | None = None) -> tuple[list[Finding],
         reference = run(c, states_dir=folder / "reference")
         if reference.failure is not None:
             return _refused(reference, "engine='sequential'"), reference
-        asked = {
-            "engine": lambda: _engines(c, reference, folder),
-            "resume": lambda: _resumed(c, reference, folder) if c.resume_after else [],
-            "processes": lambda: _processes(c, reference, folder) if c.processes > 1 else [],
-            "plain": lambda: _plain(c, reference) if plain_loop.applies(c) else [],
-        }
-        found = [finding for name, ask in asked.items() if oracle in (None, name) for finding in ask()]
-    return found, reference
+        findings = []
+        if oracle in (None, "plain") and plain_loop.applies(c):
+            findings += _plain(c, reference)
+        if oracle in (None, "engine") or (oracle == "resume" and c.resume_after):
+            found, engine, of_engine = _engine(c, reference, folder)
+            findings += found if oracle != "resume" else []
+            if c.resume_after and oracle != "engine":
+                findings += _resumed(replace(c, engine=engine), of_engine, folder)
+        if oracle in (None, "processes") and c.processes > 1:
+            findings += _processes(c, reference, folder)
+    return findings, reference
 
 
 def _refused(outcome: Outcome, where: str, oracle: str = "refusal") -> list[Finding]:
@@ -78,30 +81,28 @@ def _refused(outcome: Outcome, where: str, oracle: str = "refusal") -> list[Find
 # ---------------------------------------------------------------------- the oracles
 
 
-def _engines(c: Configuration, reference: Outcome, folder: Path) -> list[Finding]:
-    """Compare the configuration's engine with the sequential one."""
-    found = run(c, c.engine, c.chunk, states_dir=folder / "engine")
-    if found.failure is not None and c.engine == "vectorized" and found.failure.is_refusal:
-        c, found = replace(c, engine="auto"), run(c, "auto", c.chunk, states_dir=folder / "auto")
-    where = f"engine={c.engine!r}, chunk_size={c.chunk}"
+def _engine(c: Configuration, reference: Outcome, folder: Path) -> tuple[list[Finding], str, Outcome]:
+    """Compare the configuration's engine with the sequential one; return findings, an engine that runs, and its run."""
+    name, found = c.engine, run(c, c.engine, c.chunk, states_dir=folder / "engine")
+    if found.failure is not None and name == "vectorized" and found.failure.is_refusal:
+        name, found = "auto", run(c, "auto", c.chunk, states_dir=folder / "auto")
+    where = f"engine={name!r}, chunk_size={c.chunk}"
     if found.failure is not None:
-        return _refused(found, where, "engine") or [
+        findings = _refused(found, where, "engine") or [
             Finding("engine", f"{where} refuses what 'sequential' runs: {found.failure.text}", found.failure.trace)
         ]
+        return findings, "sequential", reference
     one, other = _comparable(reference), _comparable(found)
     if c.network == "dropout" and found.engine != "sequential":  # masks differ: only names and counts are compared
         one, other = _without_values(one), _without_values(other)
-    return _told("engine", f"{where} (ends with {found.engine})", differences(one, other, TOLERANCES[c.precision]))
+    lines = differences(one, other, TOLERANCES[c.precision])
+    return _told("engine", f"{where} (ends with {found.engine})", lines), name, found
 
 
-def _resumed(c: Configuration, reference: Outcome, folder: Path) -> list[Finding]:
-    """Compare a run that is stopped and resumed with one that is not, bit for bit, under the configuration's engine."""
-    r, places = c.resume_after, {"engine": c.engine, "chunk": c.chunk}
-    whole = run(c, states_dir=folder / "whole", **places)
-    if whole.failure is not None:
-        places = {"engine": "sequential", "chunk": None}
-        whole = reference
-    states = folder / "resumed"
+def _resumed(c: Configuration, whole: Outcome, folder: Path) -> list[Finding]:
+    """Compare a run that is stopped and resumed with one that is not, bit for bit."""
+    r, states = c.resume_after, folder / "resumed"
+    places: dict[str, Any] = {"engine": c.engine, "chunk": None if c.engine == "sequential" else c.chunk}
     first = run(c, rounds=r, save_to=folder / "saved.ckpt", states_dir=states, **places)
     if first.failure is not None:
         return _told("resume", f"{r} rounds", [f"raise {first.failure.kind}: {first.failure.text}"], first)
