@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.fuzz.configuration import AXES, Configuration, draw
+from tests.fuzz.configuration import AXES, SEED, Configuration, draw
 from tests.fuzz.oracles import examine
 from tests.fuzz.shrink import shrink
 
@@ -18,7 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--configurations", type=int, default=25, help="how many, from --first on (default: 25)")
     parser.add_argument("--first", type=int, default=0, help="the first number (default: 0)")
-    parser.add_argument("--seed", type=int, default=0, help="what the numbers are drawn with (default: 0)")
+    parser.add_argument("--seed", type=int, default=SEED, help=f"what they are drawn with (default: {SEED})")
     parser.add_argument("--number", type=int, help="run this one alone, and print traces")
     parser.add_argument("--set", nargs="*", default=[], metavar="AXIS=VALUE", help="change axes after the draw")
     parser.add_argument("--no-shrink", action="store_true", help="leave what fails as it was drawn")

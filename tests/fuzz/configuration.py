@@ -5,13 +5,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-__all__ = ["AXES", "Configuration", "compatible", "draw"]
+__all__ = ["AXES", "SEED", "Configuration", "compatible", "draw"]
+
+SEED = 0
+"""What the default run draws with."""
 
 AXES: Mapping[str, tuple[Any, ...]] = {
     # The module. The first value of every axis is its default; a value that stands twice is drawn twice as often.
     "network": (
         *("linear", "linear", "mlp", "mlp", "mlp", "mlp", "conv", "conv", "attention", "attention"),
-        *("wide", "wide", "gru", "lstm", "batchnorm", "dropout"),
+        *("wide", "wide", "gru", "lstm", "sparse", "batchnorm", "dropout"),
     ),
     "tied": (False, False, True),
     "frozen": (False, False, True),
@@ -23,8 +26,8 @@ AXES: Mapping[str, tuple[Any, ...]] = {
         *("int add_", "float add_", "inner add_", "batch set", "batch add_"),
     ),
     "buffer_read": (False, False, True),
-    "attribute": ("none",) * 8 + ("read", "one", "one", "distinct", "round", "index", "epoch"),
-    "client_lr": ("none",) * 12 + ("one", "one", "distinct"),
+    "attribute": ("none",) * 12 + ("read", "one", "one", "distinct", "round", "index", "epoch"),
+    "client_lr": ("none",) * 17 + ("one", "one", "distinct"),
     "log": (
         *("loss", "none", "batch_size", "batch_size", "several", "several"),
         *("dict", "tokens", "number", "step", "bar"),
@@ -43,6 +46,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "drop_last": (False, False, False, True),
     "shuffle": (True, True, True, False),
     "dataset": ("tensors", "tensors", "tensors", "subset", "plain", "dict", "named", "partition"),
+    "augment": (False,) * 7 + (True,),
     # The method and the server.
     "method": (
         *("FedAvg", "FedProx", "Scaffold", "FedCM", "Mime", "MimeLite", "CMime", "MimeMVR", "FedDyn", "FedNova"),
@@ -71,7 +75,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "validate": (False, False, True),
     # How it is run.
     "engine": ("auto", "auto", "auto", "vectorized"),
-    "chunk": (None, None, None, 1, 1, 2),
+    "chunk": (None, None, None, None, 1, 1, 1, 2),
     "resume_after": (0, 0, 1, 2),
     "processes": (1,) * 39 + (2,),
     "mended": (True,) * 9 + (False,),
@@ -105,6 +109,7 @@ class Configuration:
     drop_last: bool = False
     shuffle: bool = True
     dataset: str = "tensors"
+    augment: bool = False
     method: str = "FedAvg"
     variant: int = 0
     weighting: str | None = None
@@ -141,7 +146,7 @@ class Configuration:
     @property
     def tokens(self) -> bool:
         """Return whether the inputs are tokens and not features."""
-        return self.network in ("gru", "lstm")
+        return self.network in ("gru", "lstm", "sparse")
 
     def __str__(self) -> str:
         """Show the number and what is not at its default."""
@@ -188,6 +193,8 @@ def _conflicts(c: Configuration) -> Iterator[dict[str, Any]]:
         yield {"sizes": (6, 6, 6)}
     if c.method == "FedBN" or c.network == "batchnorm":
         yield {"batch": 100, "drop_last": False, "dataset": "tensors" if c.dataset == "partition" else c.dataset}
+    if c.network == "sparse":
+        yield {"optimizer": "sgd", "clip": "none"}
     if c.method == "ServerOnly":
         yield {"heterogeneity": "none", "clip": "none", "accumulate": 1, "limit": 1.0, "local_state": "reset"}
         yield {"weighting": None if c.weighting == "steps" else c.weighting}

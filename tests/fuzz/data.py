@@ -43,6 +43,7 @@ def make_data(c: Configuration) -> FederatedDataModule:
     x, y = _examples(c, sum(c.sizes), stream=1)
     val = _dataset(c, *_examples(c, 5, stream=2))
     options: dict[str, Any] = {"val": val if c.validate else None}
+    options["augment"] = _noisy if c.augment else None
     options |= {"batch_size": c.batch, "drop_last": c.drop_last, "shuffle": c.shuffle}
     parts = list(torch.arange(len(y)).split(list(c.sizes)))
     if c.dataset == "subset":
@@ -55,6 +56,16 @@ def make_data(c: Configuration) -> FederatedDataModule:
     if c.dataset == "named":
         return FederatedDataModule(clients={f"client {i}": own for i, own in enumerate(sets)}, **options)
     return FederatedDataModule(clients=sets, **options)
+
+
+def _noisy(batch: Any, generator: torch.Generator) -> Any:
+    """Return a batch whose inputs are moved: features by noise, tokens by one place."""
+    x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+    if x.is_floating_point():
+        x = x + 0.1 * torch.randn(x.shape, generator=generator)
+    else:
+        x = x.roll(int(torch.randint(2, (), generator=generator)), dims=1)
+    return {"x": x, "y": y} if isinstance(batch, dict) else [x, y]
 
 
 def _examples(c: Configuration, n: int, stream: int) -> tuple[Tensor, Tensor]:

@@ -60,6 +60,17 @@ class _Recurrent(nn.Module):
         return self.cell(self.embedding(x))[0][:, -1]
 
 
+class _Bag(nn.Module):
+    """The mean of embeddings whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.embedding(x).mean(1))
+
+
 class _Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -93,8 +104,8 @@ def _body(kind: str) -> nn.Module:
         return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), *layers, nn.Tanh())
     if kind in ("gru", "lstm"):
         return _Recurrent(nn.GRU if kind == "gru" else nn.LSTM)
-    if kind == "attention":
-        return _Attention()
+    if kind in ("attention", "sparse"):
+        return _Attention() if kind == "attention" else _Bag()
     if kind == "wide":  # more than 65,536 parameters: the vectorized engine then takes one client at a time
         return nn.Sequential(nn.Linear(FEATURES, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, WIDTH))
     if kind == "linear":

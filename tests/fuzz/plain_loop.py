@@ -42,7 +42,7 @@ def applies(c: Configuration) -> bool:
     takes_full = c.method in ("Mime", "MimeLite") or (c.method == "Scaffold" and c.variant % 2)
     is_usual = (
         c.precision == "64-true"
-        and c.network not in ("dropout", "batchnorm")
+        and c.network not in ("dropout", "batchnorm", "sparse")
         and c.attribute != "epoch"
         and c.log not in ("step",)
         and c.server in _SERVERS
@@ -56,6 +56,7 @@ def applies(c: Configuration) -> bool:
         and not (c.output == "skip" and "step" in c.work)
     )
     full_is_usual = c.clip == "none" and c.heterogeneity == "none" and c.client_lr == "none" and c.output != "skip"
+    full_is_usual = full_is_usual and not c.augment
     return does.get(c.method, False) and is_usual and (full_is_usual or not takes_full)
 
 
