@@ -21,19 +21,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=SEED, help=f"what they are drawn with (default: {SEED})")
     parser.add_argument("--number", type=int, help="run this one alone, and print traces")
     parser.add_argument("--set", nargs="*", default=[], metavar="AXIS=VALUE", help="change axes after the draw")
+    parser.add_argument("--defaults", action="store_true", help="draw nothing: run all defaults, but for what is set")
     parser.add_argument("--no-shrink", action="store_true", help="leave what fails as it was drawn")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    count = range(given.first, given.first + given.configurations) if given.number is None else [given.number]
+    alone = 0 if given.defaults else given.number
+    count = range(given.first, given.first + given.configurations) if alone is None else [alone]
+    changes = dict(_parsed(text) for text in given.set)
     started, seen, failed = time.perf_counter(), Counter[str](), 0
     for number in count:
-        c = replace(draw(given.seed, number), **dict(_parsed(text) for text in given.set))
+        c = replace(Configuration() if given.defaults else draw(given.seed, number), **changes)
         findings, reference = examine(c)
         seen["refused" if reference.failure else "run"] += 1
         failed += bool(findings)
         for finding in findings:
             print(f"{c}\n    {finding}", flush=True)
-            if given.number is not None and finding.trace:
+            if alone is not None and finding.trace:
                 print(finding.trace, flush=True)
             if not given.no_shrink:
                 print(f"    shrunk to {_shrunk(c, finding.oracle)}", flush=True)
