@@ -27,13 +27,15 @@ def _share(text: str) -> tuple[int, int]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the folder of oracle cases, and the share of the tests to run."""
+    """Add the folder of oracle cases, the number of random configurations, and the share of the tests to run."""
     parser.addoption(
         "--oracle-cases",
         metavar="DIR",
         default=os.environ.get("LIGHTNING_FED_ORACLE_CASES"),
         help="a folder of oracle cases to run through the real trainer (default: $LIGHTNING_FED_ORACLE_CASES)",
     )
+    parser.addoption("--fuzz", metavar="N", type=int, default=25, help="random configurations that tests/fuzz runs")
+    parser.addoption("--fuzz-seed", metavar="SEED", type=int, help="draw others")
     parser.addoption(
         "--share",
         metavar="K/N",

@@ -1,0 +1,239 @@
+"""What a fuzzed run may look like: the axes, how a configuration is drawn, and how it is described."""
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+__all__ = ["AXES", "SEED", "Configuration", "compatible", "draw"]
+
+SEED = 0
+"""What the default run draws with."""
+
+AXES: Mapping[str, tuple[Any, ...]] = {
+    # The module. The first value of every axis is its default; a value that stands twice is drawn twice as often.
+    "network": (
+        *("linear", "linear", "mlp", "mlp", "mlp", "mlp", "conv", "conv", "attention", "attention"),
+        *("wide", "wide", "gru", "lstm", "sparse", "batchnorm", "dropout"),
+    ),
+    "tied": (False, False, True),
+    "frozen": (False, False, True),
+    "unused": (False, False, True),
+    "groups": (False, False, True),
+    "buffer": (
+        *("none",) * 14,
+        *("int set", "int set", "float set", "float set", "inner set"),
+        *("int add_", "float add_", "inner add_", "batch set", "batch add_"),
+    ),
+    "buffer_read": (False, False, True),
+    "attribute": ("none",) * 12 + ("read", "one", "one", "distinct", "round", "index", "epoch"),
+    "client_lr": ("none",) * 17 + ("one", "one", "distinct"),
+    "log": (
+        *("loss", "none", "batch_size", "batch_size", "several", "several"),
+        *("dict", "tokens", "number", "step", "bar"),
+    ),
+    "output": ("loss",) * 6 + ("dict", "dict", "skip"),
+    "loss": ("mean", "mean", "sum", "weighted", "smooth", "mse"),
+    "optimizer": (
+        *("sgd", "sgd", "sgd", "decay", "decay", "momentum", "nesterov"),
+        *("adam", "adamw", "rmsprop", "adagrad"),
+    ),
+    "schedule": ("none", "none", "step", "lambda"),
+    "precision": ("64-true", "64-true", "64-true", "64-true", "32-true", "bf16-mixed"),
+    # The data.
+    "sizes": ((7, 5, 10, 4), (6, 6, 6), (1, 8, 3, 5), (1, 1, 4), (5, 2, 11)),
+    "batch": (4, 4, 3, 8, 100),
+    "drop_last": (False, False, False, True),
+    "shuffle": (True, True, True, False),
+    "dataset": ("tensors", "tensors", "tensors", "subset", "plain", "dict", "named", "partition"),
+    "augment": (False,) * 7 + (True,),
+    # The method and the server.
+    "method": (
+        *("FedAvg", "FedProx", "Scaffold", "FedCM", "Mime", "MimeLite", "CMime", "MimeMVR", "FedDyn", "FedNova"),
+        *("FedExP", "FedACG", "FedDane", "FedSAM", "MoFedSAM", "FedSpeed", "FedProxVR", "ScaffoldM", "Scaffnew"),
+        *("ServerOnly", "FedPer", "LGFedAvg", "FedRep", "FedBN", "Ditto", "APFL", "PFedMe"),
+    ),
+    "variant": (0, 1, 2, 3),
+    "weighting": (None, None, None, "examples", "uniform", "steps"),
+    "server": ("sgd", "sgd", "sgd", "half", "momentum", "adam", "FedAdam", "FedYogi", "FedAdagrad"),
+    "server_schedule": ("none", "none", "none", "step"),
+    "clients": (None, None, 2, 0.5, "bernoulli", "weighted", "round robin"),
+    "work": ("1 epoch", "1 epoch", "2 epochs", "1 step", "3 steps"),
+    "heterogeneity": ("none", "none", "none", "none", "stragglers", "late dropped", "deadline", "lost"),
+    "clip": ("none", "none", "none", "none", "gradient", "corrected", "value"),
+    "accumulate": (1,) * 15 + (2,),
+    "limit": (1.0, 1.0, 1.0, 1.0, 1.0, 2, 0.5),
+    "buffers": ("average",) * 5 + ("server", "local"),
+    "local_state": ("reset",) * 19 + ("keep",),
+    "aggregator": ("none",) * 8 + ("median", "trimmed", "geometric", "clipping"),
+    "asynchronous": ("none",) * 9 + ("FedBuff", "FedBuff", "FedAsync"),
+    "compression": ("none",) * 8 + ("TopK", "QSGD"),
+    "personal": (False,) * 9 + (True,),
+    "on_error": ("raise", "raise", "raise", "drop"),
+    "fails": (False,) * 15 + (True,),
+    "states": ("memory", "memory", "memory", "disk"),
+    "validate": (False, False, True),
+    # How it is run.
+    "engine": ("auto", "auto", "auto", "vectorized"),
+    "chunk": (None, None, None, None, 1, 1, 1, 2),
+    "resume_after": (0, 0, 1, 2),
+    "processes": (1,) * 39 + (2,),
+    "mended": (True,) * 9 + (False,),
+}
+"""The axes with the values that are drawn from. ``mended`` says whether :func:`compatible` applies."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One run: a point of :data:`AXES`, and the number it was drawn under."""
+
+    seed: int = 0
+    number: int = 0
+    network: str = "linear"
+    tied: bool = False
+    frozen: bool = False
+    unused: bool = False
+    groups: bool = False
+    buffer: str = "none"
+    buffer_read: bool = False
+    attribute: str = "none"
+    client_lr: str = "none"
+    log: str = "loss"
+    output: str = "loss"
+    loss: str = "mean"
+    optimizer: str = "sgd"
+    schedule: str = "none"
+    precision: str = "64-true"
+    sizes: tuple[int, ...] = (7, 5, 10, 4)
+    batch: int = 4
+    drop_last: bool = False
+    shuffle: bool = True
+    dataset: str = "tensors"
+    augment: bool = False
+    method: str = "FedAvg"
+    variant: int = 0
+    weighting: str | None = None
+    server: str = "sgd"
+    server_schedule: str = "none"
+    clients: int | float | str | None = None
+    work: str = "1 epoch"
+    heterogeneity: str = "none"
+    clip: str = "none"
+    accumulate: int = 1
+    limit: int | float = 1.0
+    buffers: str = "average"
+    local_state: str = "reset"
+    aggregator: str = "none"
+    asynchronous: str = "none"
+    compression: str = "none"
+    personal: bool = False
+    on_error: str = "raise"
+    fails: bool = False
+    states: str = "memory"
+    validate: bool = False
+    engine: str = "auto"
+    chunk: int | None = None
+    resume_after: int = 0
+    processes: int = 1
+    mended: bool = True
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """Return the axes that are not at their defaults, with their values."""
+        named = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return {name: value for name, value, default in named if value != default and name not in ("seed", "number")}
+
+    @property
+    def tokens(self) -> bool:
+        """Return whether the inputs are tokens and not features."""
+        return self.network in ("gru", "lstm", "sparse")
+
+    def __str__(self) -> str:
+        """Show the number and what is not at its default."""
+        shown = " ".join(f"{name}={value!r}" for name, value in self.changed.items())
+        return f"[seed {self.seed} number {self.number}] {shown or 'all defaults'}"
+
+
+def draw(seed: int, number: int) -> Configuration:
+    """Return a configuration, a function of both numbers alone.
+
+    Every axis goes through its values in shuffled order, again and again in other orders. So any ``len(values)``
+    numbers in a row, from a multiple of that on, hold every value of the axis, as often as it is listed.
+    """
+    chosen = {name: _spread(seed, name, values, number) for name, values in AXES.items()}
+    drawn = Configuration(seed=seed, number=number, **chosen)
+    return compatible(drawn) if drawn.mended else drawn
+
+
+def _spread(seed: int, name: str, values: tuple[Any, ...], number: int) -> Any:
+    block, place = divmod(number, len(values))
+    order = list(values)
+    random.Random(f"{seed}/{name}/{block}").shuffle(order)
+    return order[place]
+
+
+def compatible(c: Configuration) -> Configuration:
+    """Return the configuration with what its method is known to refuse set back, so that most of them run."""
+    for _ in range(2):  # a change may bring a new conflict
+        for changes in _conflicts(c):
+            c = replace(c, **changes)
+    return c
+
+
+LOOKS_AHEAD = ("FedSAM", "MoFedSAM", "FedSpeed", "FedProxVR", "APFL")
+UNWEIGHTED = ("Scaffold", "ScaffoldM", "FedDyn", "FedSpeed", "Scaffnew")
+SEVERAL = ("FedCM", "MoFedSAM", "FedExP", "FedNova")
+FULL_GRADIENTS = ("Mime", "MimeLite", "CMime", "MimeMVR", "FedDane", "ServerOnly")
+
+
+def _conflicts(c: Configuration) -> Iterator[dict[str, Any]]:
+    if c.method == "FedBN":
+        yield {"network": "batchnorm"}
+    if (c.method == "FedBN" or c.network == "batchnorm") and 1 in c.sizes:
+        yield {"sizes": (6, 6, 6)}
+    if c.method == "FedBN" or c.network == "batchnorm":
+        yield {"batch": 100, "drop_last": False, "dataset": "tensors" if c.dataset == "partition" else c.dataset}
+    if c.network == "sparse":
+        yield {"optimizer": "sgd", "clip": "none"}
+    if c.method == "ServerOnly":
+        yield {"heterogeneity": "none", "clip": "none", "accumulate": 1, "limit": 1.0, "local_state": "reset"}
+        yield {"weighting": None if c.weighting == "steps" else c.weighting}
+    if c.method == "Scaffnew":
+        yield {"clients": None, "heterogeneity": "none", "work": "3 steps", "asynchronous": "none", "weighting": None}
+        yield {"fails": False, "on_error": "raise", "server": "sgd", "server_schedule": "none", "accumulate": 1}
+        yield {"client_lr": "none", "output": "loss", "aggregator": "none", "compression": "none"}
+    if c.method in LOOKS_AHEAD or c.method == "PFedMe":
+        yield {"accumulate": 1, "clip": "none" if c.clip == "none" else "corrected"}
+    if c.method in ("Mime", "MimeLite"):
+        yield {"local_state": "reset"}
+    if c.method in ("Mime", "MimeLite", "CMime") and not (c.method != "CMime" and c.variant == 3):
+        yield {"optimizer": c.optimizer if c.optimizer in ("sgd", "decay") else "sgd"}
+    if c.asynchronous != "none":
+        yield {"clients": None, "aggregator": "none", "heterogeneity": "none", "on_error": "raise", "fails": False}
+        yield {"weighting": None}
+        if c.method in (*FULL_GRADIENTS, "FedExP", "FedNova", "FedProxVR", "FedSpeed", "Scaffnew"):
+            yield {"method": "Scaffold" if c.variant else "FedAvg"}
+    if c.fails:
+        yield {"on_error": "drop", "dataset": "plain", "sizes": (7, 5, 10, 4)}
+    if c.compression != "none" or c.aggregator != "none":
+        yield {"precision": "64-true"}
+    if c.output == "skip":
+        yield {"accumulate": 1}
+    if c.client_lr != "none":
+        yield {"schedule": "none"}
+    if c.method in UNWEIGHTED:
+        yield {"weighting": None}
+    if c.aggregator in ("median", "trimmed", "geometric"):
+        yield {"weighting": None}
+    if c.aggregator == "clipping" and c.method in (*FULL_GRADIENTS, *UNWEIGHTED, *SEVERAL):
+        yield {"method": "FedAvg"}
+    if c.aggregator != "none" or c.asynchronous != "none":
+        yield {"buffers": "server"}
+    if c.personal and c.method not in ("FedAvg", "Scaffold", "FedCM", "FedDyn", "FedACG", "FedNova", "FedSAM"):
+        yield {"personal": False}
+    if c.personal and c.method == "Scaffold":
+        yield {"variant": 0}
+    if c.loss == "mse" and c.dataset == "partition":
+        yield {"dataset": "subset"}
+    if c.loss == "mse" and c.log in ("several", "dict"):
+        yield {"log": "batch_size"}

@@ -1,0 +1,130 @@
+"""Random configurations, each under every oracle; and that the oracles find what is planted.
+
+One that fails: ``python -m tests.fuzz --number N`` runs it alone and shrinks it.
+"""
+
+import inspect
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_fed.algorithms
+from lightning_fed.algorithms import Algorithm, FedProx
+from lightning_fed.server.server import Server
+from tests.fuzz.configuration import AXES, SEED, Configuration, draw
+from tests.fuzz.oracles import differences, examine
+from tests.fuzz.runs import METHODS
+from tests.fuzz.shrink import shrink
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "number" in metafunc.fixturenames:
+        metafunc.parametrize("number", range(metafunc.config.getoption("--fuzz")))
+
+
+def test_a_configuration_holds(number: int, pytestconfig: pytest.Config) -> None:
+    seed = pytestconfig.getoption("--fuzz-seed")
+    c = draw(SEED if seed is None else seed, number)
+    findings, _ = examine(c)
+    assert not findings, "\n".join([str(c), *map(str, findings), *(f.trace for f in findings)])
+
+
+# ---------------------------------------------------------------------- what is drawn
+
+
+def test_every_axis_has_its_default_among_its_values() -> None:
+    defaults = {field.name: field.default for field in fields(Configuration) if field.name not in ("seed", "number")}
+    assert defaults.keys() == AXES.keys()
+    assert [name for name, value in defaults.items() if value not in AXES[name]] == []
+
+
+def test_a_configuration_is_a_function_of_its_seed_and_number() -> None:
+    assert draw(3, 77) == draw(3, 77)
+    assert len({replace(draw(seed, 77), seed=0) for seed in range(5)}) == 5
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_numbers_in_a_row_hold_every_value(name: str) -> None:
+    values = AXES[name]
+    drawn = [getattr(draw(SEED, number), name) for number in range(4 * len(values))]
+    assert set(drawn) == set(values)
+
+
+def test_every_method_is_drawn() -> None:
+    found = vars(lightning_fed.algorithms).values()
+    methods = {cls.__name__ for cls in found if inspect.isclass(cls) and issubclass(cls, Algorithm)} - {"Algorithm"}
+    assert methods == set(METHODS) == set(AXES["method"])
+
+
+def test_a_description_has_what_is_not_at_its_default() -> None:
+    c = Configuration(number=4, network="conv", chunk=1)
+    assert str(c) == "[seed 0 number 4] network='conv' chunk=1"
+
+
+# ---------------------------------------------------------------------- what is found
+
+PLAIN = Configuration(sizes=(5, 2, 11))
+
+
+def found_by(c: Configuration) -> set[str]:
+    return {finding.oracle for finding in examine(c)[0]}
+
+
+def test_a_wrong_formula_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = replace(PLAIN, method="FedProx", engine="vectorized")
+    assert found_by(c) == set()
+    monkeypatch.setattr(FedProx, "correct", lambda self, g, y, step: g + 0.9 * step.server["mu"] * (y - step.x))
+    assert found_by(c) == {"plain"}
+
+
+def test_a_state_that_a_checkpoint_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = replace(PLAIN, method="FedCM", resume_after=1)
+    before = Server.state_dict
+
+    def without(self: Any, *args: Any) -> dict[str, Any]:
+        saved = before(self, *args)
+        return {**saved, "state": {name: torch.zeros_like(value) for name, value in saved["state"].items()}}
+
+    monkeypatch.setattr(Server, "state_dict", without)
+    assert found_by(c) == {"resume"}
+
+
+def test_an_engine_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_fed.engines.vectorized.clients import ChunkMeans
+
+    before = ChunkMeans.add
+    monkeypatch.setattr(ChunkMeans, "add", lambda self, at, n, loss, values: before(self, at, n + 1, loss, values))
+    assert found_by(PLAIN) == {"engine"}
+
+
+def test_an_error_that_is_no_refusal_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any, x: Any) -> Any:
+        raise KeyError("mu")
+
+    monkeypatch.setattr(FedProx, "init_server", broken)
+    assert found_by(replace(PLAIN, method="FedProx")) == {"refusal"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "rtol"),
+    [
+        ({"a": 1.0}, {"a": 1.0, "b": 1.0}, 1.0),
+        ({"a": 1}, {"a": 2}, 1.0),
+        ({"a": [1.0]}, {"a": [1.0 + 1e-9]}, 1e-10),
+        ({"a": 1.0}, {"a": float("nan")}, 1.0),
+        ({"a": torch.ones(2)}, {"a": torch.ones(3)}, 1.0),
+        ({"a": torch.ones(2)}, {"a": torch.ones(2) + 1e-6}, 0.0),
+        ({"a": torch.ones(2, dtype=torch.long)}, {"a": torch.zeros(2, dtype=torch.long)}, 1.0),
+        ({"a": torch.ones(2)}, {"a": torch.ones(2).double()}, 1.0),
+    ],
+)
+def test_differences_are_seen(one: Any, other: Any, rtol: float) -> None:
+    assert len(differences(one, other, rtol)) == 1
+    assert differences(one, one, 0.0) == differences(other, other, 0.0) == []
+
+
+def test_shrinking_leaves_what_matters() -> None:
+    c = replace(draw(0, 5), network="conv", chunk=2)
+    assert shrink(c, lambda smaller: smaller.chunk == 2).changed == {"chunk": 2}
