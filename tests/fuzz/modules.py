@@ -132,6 +132,8 @@ class FuzzModule(pl.LightningModule):
             self.fixed = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         if c.unused:
             self.unused = nn.Linear(2, 2)
+        if c.scalar:
+            self.scale = nn.Parameter(torch.ones(()))
         if c.loss == "weighted":
             self.register_buffer("class_weights", torch.tensor([0.5, 1.0, 2.0]))
         kind, _, how = c.buffer.partition(" ")
@@ -148,7 +150,7 @@ class FuzzModule(pl.LightningModule):
             h = h + 0.3 * self.fixed(h)
         if self.c.buffer.startswith("inner"):
             h = self.counting(h)
-        return self.head(h)
+        return self.scale * self.head(h) if self.c.scalar else self.head(h)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:  # the index is not read, or no step would be traced
         c, (x, y) = self.c, unpacked(batch)
@@ -182,7 +184,11 @@ class FuzzModule(pl.LightningModule):
             return optimizer
         if self.c.schedule == "step":
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
-        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda round: 1 / (1 + round))]
+        if self.c.schedule == "plateau":
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+            return [optimizer], [{"scheduler": plateau, "monitor": "client/loss"}]
+        slower = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))  # rounds, or steps
+        return [optimizer], [{"scheduler": slower, "interval": "step" if self.c.schedule == "each step" else "epoch"}]
 
     def _loss(self, out: Tensor, y: Tensor) -> Tensor:
         kind = self.c.loss
@@ -220,7 +226,8 @@ class FuzzModule(pl.LightningModule):
             self.log("examples", float(len(y)))
             self.log("train_loss", loss)
         if kind in ("several", "dict"):
-            accuracy = (out.argmax(1) == y).to(out.dtype).mean()
+            classes = y.argmax(1) if self.c.loss == "mse" else y
+            accuracy = (out.argmax(1) == classes).to(out.dtype).mean()
             if kind == "several":
                 self.log("accuracy", accuracy, batch_size=len(y), prog_bar=True)
                 self.log("size", out.detach().square().mean())

@@ -46,6 +46,7 @@ def applies(c: Configuration) -> bool:
         and c.attribute != "epoch"
         and c.log not in ("step",)
         and c.server in _SERVERS
+        and c.schedule not in ("plateau", "each step")
         and c.clients != "weighted"
         and c.clip in ("none", "gradient")
         and c.accumulate == 1
@@ -195,6 +196,7 @@ class _Loop:
     def __init__(self, c: Configuration) -> None:
         self.c, self.data, self.model = c, make_data(c), _Model(c)
         self.ids = list(self.data.client_ids)
+        self.sizes = [self.data.client_size(i) for i in self.ids]
         self.x, self.buffers = self.model.vector(), self.model.buffers()
         self.decay = 0.1 if c.optimizer == "decay" else 0.0
         shares = {id(p): 0.5 for p in self.model.module.head.parameters()} if c.groups else {}
@@ -270,7 +272,7 @@ class _Loop:
         c = self.c
         if c.method == "Scaffold":
             direction = torch.stack(list(deltas.values())).mean(0)
-            self.c_server = self.c_server + torch.stack(list(changes.values())).sum(0) / len(self.ids)
+            self.c_server = self.c_server + torch.stack(list(changes.values())).sum(0) / sum(n > 0 for n in self.sizes)
         else:
             direction = self._mean(cohort, deltas, sizes, steps)
         if c.method == "FedCM":
@@ -292,7 +294,10 @@ class _Loop:
         self, cohort: Sequence[Any], values: dict[Any, Tensor], sizes: dict[Any, int], steps: dict[Any, int]
     ) -> Tensor:
         how = self.c.weighting or ("uniform" if self.c.method == "FedCM" else "examples")
-        weights = {i: {"examples": sizes[i], "uniform": 1, "steps": steps.get(i, 1)}[how] for i in cohort}
+        weights = {
+            i: {"examples": sizes[i], "uniform": 1, "steps": steps.get(i, 1), "roots": sizes[i] ** 0.5}[how]
+            for i in cohort
+        }
         total = sum(weights.values())
         return torch.stack([weights[i] / total * values[i] for i in cohort]).sum(0)
 

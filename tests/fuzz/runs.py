@@ -18,6 +18,7 @@ from torch import Tensor
 
 import lightning_fed.algorithms as methods
 from lightning_fed import FederatedCallback, FederatedTrainer
+from lightning_fed.callbacks import ClientAccuracy, PersonalizedAccuracy
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.server import (
     QSGD,
@@ -142,6 +143,10 @@ _ASYNCHRONOUS: Mapping[str, Any] = {
     "FedAsync": lambda: FedAsync(concurrency=3, clock=_CLOCK()),
 }
 _COMPRESSION: Mapping[str, Any] = {"TopK": partial(TopK, 0.2), "QSGD": partial(QSGD, 15)}
+_MEASURES: Mapping[str, Any] = {
+    "accuracy": partial(ClientAccuracy, "val_loss", "min", on="train"),
+    "personalized": partial(PersonalizedAccuracy, "val_loss", "min", on="train", local_steps=2),
+}
 _WORK: Mapping[str, dict[str, int]] = {
     "1 epoch": {"local_epochs": 1},
     "2 epochs": {"local_epochs": 2},
@@ -260,7 +265,7 @@ def run(
         rounds: After how many rounds it ends.
         ckpt_path: A checkpoint to go on from.
         save_to: Where a checkpoint is saved at the end.
-        states_dir: The folder of client states, if the configuration keeps them on disk.
+        states_dir: The folder of client states, if the configuration keeps them on disk; logs go beside it.
         options: Further arguments of the trainer.
     """
     outcome = Outcome()
@@ -272,9 +277,12 @@ def run(
             callbacks: list[pl.Callback] = [recorder]
             if c.attribute in ("one", "distinct") or c.client_lr != "none":
                 callbacks.append(SetsPerClient(c))
+            if c.measure != "none":
+                callbacks.append(_MEASURES[c.measure]())
             if c.attribute == "round":
                 callbacks.append(SetsPerRound())
-            quiet = {**QUIET, "logger": _MemoryLogger(outcome), "num_sanity_val_steps": 0}
+            root = None if states_dir is None else states_dir.parent
+            quiet = {**QUIET, "default_root_dir": root, "logger": _MemoryLogger(outcome), "num_sanity_val_steps": 0}
             trainer = FederatedTrainer(engine=engine, max_rounds=rounds, callbacks=callbacks, **{**quiet, **options})
             module = make_module(c)
             trainer.fit(module, make_data(c), ckpt_path=ckpt_path)
@@ -296,12 +304,17 @@ def run_in_processes(c: Configuration, folder: Path, **options: Any) -> list[Out
     return [o.value or Outcome(failure=why) for o, why in zip(found, gone, strict=True)]
 
 
+def _roots(client_id: Any, size: int, steps: int) -> float:
+    return float(size**0.5)
+
+
 def _options(c: Configuration, states_dir: Path | None) -> dict[str, Any]:
     variants = METHODS[c.method]
     algorithm = variants[c.variant % len(variants)]()
     options: dict[str, Any] = {"algorithm": algorithm, "seed": c.number, "precision": c.precision}
     options |= _WORK[c.work] if algorithm.local_work else {}
-    options |= {"weighting": c.weighting, "buffers": c.buffers, "local_optimizer_state": c.local_state}
+    weighting = _roots if c.weighting == "roots" else c.weighting
+    options |= {"weighting": weighting, "buffers": c.buffers, "local_optimizer_state": c.local_state}
     if c.clients in _SAMPLERS:
         options["sampler"] = _SAMPLERS[c.clients]()
     else:
