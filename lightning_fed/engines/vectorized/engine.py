@@ -66,7 +66,7 @@ class VectorizedEngine(Engine):
         self.changes = ChangeWatch(self.trainer, self.algorithm, self.optimizer)
         self._row: tuple[ChunkResult, int] | None = None
         self._memory: ChunkMemory | None = None
-        self._logged: dict[str, tuple[float, int]] = {}  # see ChunkMeans.add_to
+        self._logged: dict[str, tuple[float, float]] = {}  # see ChunkMeans.add_to
 
     def try_out(self, plan: WorkPlan) -> None:
         """Refuse a module that cannot be run on several clients at once, by a step on a client's first batch.
