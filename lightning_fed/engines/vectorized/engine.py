@@ -143,6 +143,7 @@ class VectorizedEngine(Engine):
             work = ChunkWork(self.algorithm, self.optimizer, inputs, participants, kept_states, self._memory, clip)
             means = ChunkMeans(len(plans))
             kept = [self.anchors.of(who.index) for who in participants] if self.anchors else []
+            self.changes.begin_work()
             self.schedule.run(inputs, plans, turns, work, means, kept)
             self.changes.check_work()
             delta, send, keep = work.finish()
