@@ -53,7 +53,7 @@ class SplitGraph:
         call: From the other inputs, that, and the factor of the move to the results that are no directions; the inputs
             have moved along their directions, but for the constant parts.
         moves: How many inputs are moved.
-        names: The ``batch_size`` of each named value, by name.
+        names: The names of the values that are its last results.
         parts: What it leaves to be done later, if anything.
     """
 
@@ -61,7 +61,7 @@ class SplitGraph:
     once: fx.Graph
     call: fx.Graph
     moves: int
-    names: dict[str, int | None]
+    names: tuple[str, ...]
     parts: Parts | None = None
 
 
@@ -69,7 +69,7 @@ def split_graph(
     module: fx.GraphModule,
     moves: int,
     constants: int,
-    names: dict[str, int | None] | None = None,
+    names: tuple[str, ...] = (),
     parts: Parts | None = None,
 ) -> SplitGraph | None:
     """Let a graph move its first inputs along its first results, instead of returning these.
@@ -85,7 +85,7 @@ def split_graph(
             is changed.
         moves: The number of inputs to be moved.
         constants: The number of its last inputs that stay as they are from call to call.
-        names: The ``batch_size`` of each named value among its results.
+        names: The names of the values that are its last results.
         parts: What it leaves to be done later.
 
     Returns:
@@ -112,7 +112,7 @@ def split_graph(
     erase_unused(graph)
     for node in last:
         graph.erase_node(node)
-    return SplitGraph(module, once, graph, moves, names or {}, parts)
+    return SplitGraph(module, once, graph, moves, names, parts)
 
 
 def _stood_in_for(graph: fx.Graph, fixed: dict[fx.Node, None], factor: fx.Node) -> list[fx.Node]:

@@ -19,14 +19,11 @@ except ImportError as error:  # private names, which may move; everything runs w
 else:
     _MISSING = ""
 
-__all__ = ["Found", "Trace", "Traces", "Values", "kinds", "resized"]
+__all__ = ["Found", "Trace", "Traces", "kinds", "resized"]
 
 _MOST = 512  # traces, of some 300 kB each
 
-Values: TypeAlias = dict[str, tuple[Tensor, int | None]]
-"""Values that a function names: each with the number of examples given with it."""
-
-Found: TypeAlias = tuple[Sequence[Tensor], Tensor, Values]
+Found: TypeAlias = tuple[Sequence[Tensor], Tensor, dict[str, Tensor]]
 """What a traced function returns: tensors, a loss, and named values."""
 
 _Keep: TypeAlias = Callable[[fx.GraphModule], Parts | None]
@@ -137,7 +134,7 @@ class Traces:
         parts = [graph.parts for graph in others if graph.parts is not None]
         if first.parts is not None and parts and not first.parts.generalize(parts):
             return None
-        if len({graph.moves for graph in graphs}) > 1:
+        if len({(graph.moves, graph.names) for graph in graphs}) > 1:
             return None
         pairs = [[graph.once for graph in graphs], [graph.call for graph in graphs]]
         return first if not others or generalize(pairs, [graph.owner for graph in graphs]) else None
@@ -152,12 +149,12 @@ class Traces:
         may_fail: bool,
     ) -> SplitGraph | None:
         """Trace a function, and split the graph into what is done once and what is done in every call."""
-        sizes: dict[str, int | None] = {}
+        names = list[str]()
 
         def outputs(*given: Tensor) -> list[Tensor]:
             first, loss, values = function(*given)
-            sizes.update({name: size for name, (_, size) in values.items()})
-            return [*first, loss, *(value for value, _ in values.values())]
+            names[:] = values
+            return [*first, loss, *values.values()]
 
         # where make_fx notes shapes; it would make one for every operation, which takes most of its time
         shapes = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
@@ -177,7 +174,7 @@ class Traces:
             if parts is None:
                 return None
             moves = len(parts.others)
-        return split_graph(module, moves, constants, sizes, parts)
+        return split_graph(module, moves, constants, tuple(names), parts)
 
 
 class Trace:
@@ -189,13 +186,14 @@ class Trace:
         notes: What the function noted when it was traced.
 
     Attributes:
-        checked: The kinds of inputs for which its loss was compared with the function's.
+        checked: By the kinds of inputs for which it was compared with the function: what Python numbers the function
+            gave there, which are no part of the trace; None where the trace is wrong.
         parts: What it leaves to be done later, if anything.
     """
 
     def __init__(self, graph: SplitGraph, dtype: torch.dtype, notes: dict[str, set[str]]) -> None:
         self.graph, self.parts, self.notes = graph, graph.parts, notes
-        self.checked: set[Any] = set()
+        self.checked: dict[Any, dict[str, Any] | None] = {}
         self._names = graph.names
         for part in (graph.once, graph.call):
             use_bindings(part)
@@ -219,10 +217,7 @@ class Trace:
     def named(self, results: Sequence[Tensor]) -> Found:
         """Return what a call returned as tensors, loss and named values."""
         start = len(results) - len(self._names) - 1
-        values = {
-            name: (value, size) for (name, size), value in zip(self._names.items(), results[start + 1 :], strict=True)
-        }
-        return results[:start], results[start], values
+        return results[:start], results[start], dict(zip(self._names, results[start + 1 :], strict=True))
 
 
 def _under(dtype: torch.dtype, function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:

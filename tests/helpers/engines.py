@@ -89,7 +89,9 @@ def assert_close(a: dict[str, Any], b: dict[str, Any], rtol: float = 1e-12) -> N
     assert a.keys() == b.keys()
     for name in a:
         scale = max(1e-3, float(a[name].double().abs().max()))
-        torch.testing.assert_close(a[name], b[name], rtol=rtol, atol=rtol * scale, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            a[name], b[name], rtol=rtol, atol=rtol * scale, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def assert_agree(one: FederatedTrainer, other: FederatedTrainer, rtol: float = 1e-12, metrics: float = 1e-6) -> None:

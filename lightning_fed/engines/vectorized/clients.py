@@ -11,12 +11,11 @@ from lightning_fed._lightning import pl
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.types import State, Vector
 from lightning_fed.server.client_state import Stacked
-from lightning_fed.tracing.traces import Values
 
 __all__ = ["ChunkMeans", "ChunkMemory", "Clients", "default_chunk_size", "log_means", "of_each", "stack_states"]
 
-_Entry: TypeAlias = tuple[Sequence[int], Tensor, int]  # clients, a value of each, and its weight
-_Sums: TypeAlias = tuple[list[float], list[int]]  # by client: of values times weights, and of weights
+_Entry: TypeAlias = tuple[Sequence[int], Tensor, float]  # clients, a value of each, and its weight
+_Sums: TypeAlias = tuple[list[float], list[float]]  # by client: of values times weights, and of weights
 
 _SMALL = 2**16  # parameters, up to which a CPU runs several clients at once
 
@@ -129,18 +128,27 @@ class ChunkMeans:
         self._logged: dict[str, list[_Entry]] = {}
         self._sums: dict[str, _Sums] = {}
 
-    def add(self, clients: Sequence[int], examples: int, loss: Tensor, values: Values) -> None:
+    def add(
+        self,
+        clients: Sequence[int],
+        examples: int,
+        loss: Tensor,
+        values: Mapping[str, Tensor],
+        sizes: Mapping[str, float | None],
+    ) -> None:
         """Add a step of some clients on batches of one size.
 
         Args:
             clients: Whose step it is.
             examples: The examples in each batch.
             loss: The loss of each.
-            values: What each logged.
+            values: What each logged, by name.
+            sizes: The batch size that each value was logged with; None stands for the examples.
         """
         self._losses.append((clients, loss, examples))
-        for name, (value, batch_size) in values.items():
-            self._logged.setdefault(name, []).append((clients, value, batch_size or examples))
+        for name, value in values.items():
+            size = sizes[name]
+            self._logged.setdefault(name, []).append((clients, value, examples if size is None else size))
 
     def of_clients(self) -> tuple[list[float], list[dict[str, float]]]:
         """Return each client's mean loss, and its means of what it logged."""
@@ -156,7 +164,7 @@ class ChunkMeans:
         return loss, logged
 
     def _sum(self, entries: Sequence[_Entry], read: dict[tuple[int, ...], list[float]]) -> _Sums:
-        totals, weights = [0.0] * self._count, [0] * self._count
+        totals, weights = [0.0] * self._count, list[float]([0] * self._count)
         key = tuple([id(value) for _, value, _ in entries])
         if entries and key not in read:
             read[key] = torch.cat([value.reshape(-1) for _, value, _ in entries]).tolist()
@@ -172,7 +180,7 @@ class ChunkMeans:
         steps = (zip(at, loss.reshape(-1).tolist(), strict=True) for at, loss, _ in self._losses if row in at)
         return [loss for step in steps for client, loss in step if client == row]
 
-    def add_to(self, means: dict[str, tuple[float, int]], without: Collection[int] = ()) -> None:
+    def add_to(self, means: dict[str, tuple[float, float]], without: Collection[int] = ()) -> None:
         """Add what the chunk's clients logged to the sums of the round, of values times examples and of examples.
 
         Args:
@@ -219,7 +227,7 @@ def stack_states(states: Sequence[State], order: Sequence[int]) -> State:
 
 
 def log_means(
-    trainer: pl.Trainer, means: Mapping[str, tuple[float, int]], options: Mapping[str, dict[str, Any]]
+    trainer: pl.Trainer, means: Mapping[str, tuple[float, float]], options: Mapping[str, dict[str, Any]]
 ) -> None:
     """Hand a round's means to Lightning, each as one value with the weight of its examples.
 

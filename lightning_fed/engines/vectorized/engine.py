@@ -68,7 +68,7 @@ class VectorizedEngine(Engine):
         self.settings = ClientSettings(prepared)
         self._row: tuple[ChunkResult, int] | None = None
         self._memory: ChunkMemory | None = None
-        self._logged: dict[str, tuple[float, int]] = {}  # see ChunkMeans.add_to
+        self._logged: dict[str, tuple[float, float]] = {}  # see ChunkMeans.add_to
 
     def try_out(self, plan: WorkPlan) -> None:
         """Refuse a module that cannot be run on several clients at once, by a step on a client's first batch.
@@ -172,6 +172,7 @@ class VectorizedEngine(Engine):
             work = ChunkWork(self.algorithm, self.optimizer, inputs, participants, kept_states, self._memory, clip)
             means = ChunkMeans(len(plans))
             kept = [self.anchors.of(who.index) for who in participants] if self.anchors else []
+            self.changes.begin_work()
             self.schedule.run(inputs, plans, turns, work, means, kept)
             self.changes.check_work()
             delta, send, keep = work.finish()

@@ -74,11 +74,12 @@ class FullGradients:
             if not self._is_gradient(own if is_one else own[0], point, first, spec):
                 return False
         _, loss, _ = trace.named(trace(*views, *leaves, *rest, factor))
-        if "sum" in self.module.compared and not is_new:
+        if trace in self.module.compared and not is_new:
             return True
-        trace.checked.add(size)
+        trace.checked[size] = {}
+        self.module.compared.add(trace)
         expected = self.module.own_loss(self.layout.views(point), first, spec)
-        return self.module.is_right(loss if is_one else loss[0], expected, "sum")
+        return self.module.agrees(loss if is_one else loss[0], expected) or self.module.give_up("gives another loss")
 
     def _is_gradient(self, found: Vector, point: Vector, leaves: Sequence[Tensor], spec: Any) -> bool:
         """Compare a trace's gradient with the module's: hooks of tensors let it be another than the loss's."""
@@ -99,8 +100,8 @@ class FullGradients:
             def take(*batch: Tensor) -> Any:
                 return module.gradient(at, batch, spec)
 
-            grads, loss, values = (take if is_one else vmap(take, randomness="different"))(*batch)
-            return grads, loss, module.with_sizes(values)
+            grads, loss, _ = (take if is_one else vmap(take, randomness="different"))(*batch)
+            return grads, loss, {}
 
         def inputs(size: int) -> list[Tensor]:
             return [*views, *(resized(leaves, size) if is_one else leaves), point]

@@ -15,7 +15,7 @@ from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.clients import ChunkMeans, Clients
 from lightning_fed.engines.vectorized.local_step import DIMS, Given, LocalStep, Taken
-from lightning_fed.engines.vectorized.module_step import ModuleStep
+from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep, Sizes
 from lightning_fed.tracing.traces import Found, Trace, kinds, resized
 
 __all__ = ["LocalSteps"]
@@ -33,7 +33,8 @@ class _Bound:
         moving: The parameters whose directions have a constant part.
         constant: These parts.
         unused: The parameters that stand still, since the losses do not depend on them.
-        is_checked: Whether a step was taken with it, and its loss compared with the module's where that is due.
+        sizes: The batch sizes of what is logged on such batches; None until a step was taken with the trace, and
+            compared with the module's where that is due.
     """
 
     trace: Trace
@@ -41,7 +42,7 @@ class _Bound:
     moving: list[Tensor]
     constant: list[Tensor]
     unused: frozenset[int]
-    is_checked: bool = False
+    sizes: Sizes | None = None
 
 
 class LocalSteps:
@@ -79,6 +80,7 @@ class LocalSteps:
             bound = self._bound[key]
             if bound is not None and self._run_traced(bound, clients, group, kept):
                 return
+            self._bound[key] = None  # not for such batches
         self._run_untraced(clients, groups)
 
     # ------------------------------------------------------------------ as PyTorch runs them
@@ -90,7 +92,7 @@ class LocalSteps:
         for group in groups:
             among = clients if len(groups) == 1 else Clients(work.y, group.clients, work.layout)
             taken = self.step.untraced(among, group)
-            self.means.add(group.clients, group.examples, taken.loss, self.module.with_sizes(taken.values))
+            self.means.add(group.clients, group.examples, taken.loss, taken.values, self.module.sizes)
             if taken.local:
                 work.keep_local(among, taken.local)
             if len(groups) == 1:
@@ -123,7 +125,7 @@ class LocalSteps:
         work = self.work
         unused = self.module.unused(group.first, group.spec, group.batch_idx) if work.skips else frozenset[int]()
         trace = self._trace(clients, group, kept, work.is_plain and not unused)
-        if trace is None or not self.module.traces.allowed:
+        if trace is None or not self.module.traces.allowed or trace.checked.get(kinds(group.first), {}) is None:
             return None
         for name, read in trace.notes.items():
             work.read[name] |= read
@@ -199,7 +201,7 @@ class LocalSteps:
 
         taken: Taken = clients.each(of_one, (DIMS,))(given)
         new = [state[name] for state in taken.local for name in names]
-        return [*taken.directions, *new], taken.loss, self.module.with_sizes(taken.values)
+        return [*taken.directions, *new], taken.loss, taken.values
 
     def _once(self, trace: Trace, clients: Clients) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
         """Return what :meth:`Trace.once` does; where it can be cut, it is worked out for the whole chunk.
@@ -221,29 +223,25 @@ class LocalSteps:
 
     def _run_traced(self, bound: _Bound, clients: Clients, group: BatchGroup, kept: KeptAnchor | None) -> bool:
         """Take a step through its trace; return False, with nothing changed, if the trace is wrong."""
-        module, local = self.module, clients.of(list(self.step.local.values()))
-        expected = None if bound.is_checked else self._expected_loss(bound, clients, group)
-        before = None if expected is None else clients.y.clone()
-        try:
-            parts = () if kept is None else kept.parts
-            results = bound.trace(*clients.views, *group.leaves, *local, *parts, *bound.rest)
-            directions, loss, values = bound.trace.named(results)
-            is_right = expected is None or module.is_right(loss if clients.is_one else loss[0], expected, "step")
-        except RuntimeError as error:
-            if expected is None:
-                raise
-            is_right = module.traces.forbid_after(error, "at work")  # an error of the batch comes up untraced
-        if not is_right:
-            assert before is not None
-            clients.y.copy_(before)
-            return False
-        bound.is_checked = True
+        if bound.sizes is None:
+            found = self._run_checked(bound, clients, group, kept)
+            if found is None:
+                return False
+        else:
+            found = self._call(bound, clients, group, kept)
+        directions, loss, values = found
+        assert bound.sizes is not None
         if bound.moving:
             torch._foreach_add_(bound.moving, bound.constant, alpha=self._rate)
         if directions:
             self._move(bound, clients, directions)
-        self.means.add(group.clients, group.examples, loss, values)
+        self.means.add(group.clients, group.examples, loss, values, bound.sizes)
         return True
+
+    def _call(self, bound: _Bound, clients: Clients, group: BatchGroup, kept: KeptAnchor | None) -> Found:
+        local = clients.of(list(self.step.local.values()))
+        parts = () if kept is None else kept.parts
+        return bound.trace.named(bound.trace(*clients.views, *group.leaves, *local, *parts, *bound.rest))
 
     def _move(self, bound: _Bound, clients: Clients, results: Sequence[Tensor]) -> None:
         """Move clients whose trace returns directions, and keep the new states of this round that come with them."""
@@ -254,12 +252,85 @@ class LocalSteps:
             self.work.keep_local(clients, [{name: next(new) for name in names} for _ in range(count)])
         self.work.move(clients, results[:n], bound.unused)
 
-    def _expected_loss(self, bound: _Bound, clients: Clients, group: BatchGroup) -> Tensor | None:
-        """Return the module's own loss of the first client, once a round and for batches of a new shape."""
-        kind = kinds(group.first)
-        if "step" in self.module.compared and kind in bound.trace.checked:
-            return None
-        bound.trace.checked.add(kind)
+    # ------------------------------------------------------------------ traces and the module
+
+    def _run_checked(self, bound: _Bound, clients: Clients, group: BatchGroup, kept: KeptAnchor | None) -> Found | None:
+        """Take the first step with a bound trace; compare it with the module's if the trace was not in this round.
+
+        A trace for any number of examples is compared on batches of every size, since numbers that Python makes of the
+        size may differ in a way that the sizes it was made with do not show. Such a size runs untraced.
+
+        Returns:
+            None, with nothing changed, if the trace is wrong, or fails.
+        """
+        module, trace, kind = self.module, bound.trace, kinds(group.first)
+        is_new = kind not in trace.checked
+        if trace in module.compared and not is_new:
+            bound.sizes = trace.checked[kind]
+            return self._call(bound, clients, group, kept)
+        expected, before = self._expected(clients, group), clients.y.clone()
+        error: RuntimeError | None = None
+        what: str | None = None
+        try:
+            found = self._call(bound, clients, group, kept)
+            what = self._difference(found, expected, trace.checked.get(kind), clients.is_one)
+            if what is None and (name := module.other_value(_first(found[2], clients), expected.values)) is not None:
+                clients.y.copy_(before)
+                if self._is_untraced_value(name, found[2], clients, group, kept):
+                    found = self._call(bound, clients, group, kept)
+                else:
+                    what = f"gives another value of self.log({name!r}, ...)"
+        except RuntimeError as raised:
+            error = raised
+        if error is None and what is None:
+            module.compared.add(trace)
+            bound.sizes = trace.checked[kind] = expected.sizes
+            return found
+        clients.y.copy_(before)
+        takes_any_size = clients.is_one and group.examples not in (1, self.batch_size)
+        if is_new and takes_any_size:
+            trace.checked[kind] = None
+        elif error is not None:
+            module.traces.forbid_after(error, "at work")  # an error of the batch comes up untraced
+        else:
+            module.give_up(str(what))
+        return None
+
+    def _expected(self, clients: Clients, group: BatchGroup) -> OwnStep:
+        """Return what the module itself gives for the first client."""
         point = clients.views if clients.is_one else [view[0] for view in clients.views]
         with self.module.drawing_nothing():
-            return self.module.own_loss(point, group.first, group.spec, group.batch_idx)
+            return self.module.own_step(point, group.first, group.spec, group.batch_idx)
+
+    def _difference(self, found: Found, expected: OwnStep, sizes: Sizes | None, is_one: bool) -> str | None:
+        """Return what the module does otherwise than its trace, but for the values that it logs; None if nothing.
+
+        Args:
+            found: What the trace gives.
+            expected: What the module gives.
+            sizes: The batch sizes that it gave for such batches before, if it was asked before.
+            is_one: Whether the trace is of one client.
+        """
+        _, loss, values = found
+        if not self.module.agrees(loss if is_one else loss[0], expected.loss):
+            return "gives another loss"
+        if values.keys() != expected.values.keys():
+            return f"logs other names ({', '.join(map(repr, expected.values))})"
+        others = [] if sizes is None else [name for name, size in expected.sizes.items() if size != sizes[name]]
+        return f"gives another batch_size of self.log({others[0]!r}, ...)" if others else None
+
+    def _is_untraced_value(
+        self, name: str, values: dict[str, Tensor], clients: Clients, group: BatchGroup, kept: KeptAnchor | None
+    ) -> bool:
+        """Whether a logged value is that of the very function that was traced, as it runs without a trace.
+
+        Several clients at once round otherwise than the module does for one, and an accuracy may hang on that.
+        """
+        with torch.no_grad():
+            _, _, again = self._function(clients, group, kept, *self._inputs(clients, group, kept, 0))
+        return name in again and self.module.agrees(_first(values, clients)[name], _first(again, clients)[name])
+
+
+def _first(values: dict[str, Tensor], clients: Clients) -> dict[str, Tensor]:
+    """Return what the first of some clients logged."""
+    return values if clients.is_one else {name: value[0] for name, value in values.items()}

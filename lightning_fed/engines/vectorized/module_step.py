@@ -3,10 +3,10 @@
 import dis
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,9 @@ from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
 from lightning_fed.engines.gradients import check_loss
 from lightning_fed.engines.vectorized.batches import unflatten
-from lightning_fed.tracing.traces import Traces, Values, kinds
+from lightning_fed.tracing.traces import Trace, Traces, kinds
 
-__all__ = ["ModuleStep"]
+__all__ = ["ModuleStep", "OwnStep", "Sizes"]
 
 _LOG = inspect.signature(pl.LightningModule.log)
 _NO_OPTIONS = ("self", "name", "value", "batch_size")
@@ -32,7 +32,25 @@ _TOLERANCES: dict[Any, tuple[float, float]] = {
     torch.float32: (1e-4, 1e-6),
     "mixed": (1e-2, 1e-6),
 }
-"""How far the loss of a trace may be from the module's own, relatively and absolutely."""
+"""How far a number that a trace gives may be from the module's own, relatively and absolutely."""
+
+
+Sizes: TypeAlias = dict[str, float | None]
+"""The ``batch_size`` that each value was logged with, by name; None where none was given."""
+
+
+class OwnStep(NamedTuple):
+    """What a step of the module itself gives, beside gradients.
+
+    Attributes:
+        loss: The loss [].
+        values: What it logs, by name, each [].
+        sizes: The batch size of each value.
+    """
+
+    loss: Tensor
+    values: dict[str, Tensor]
+    sizes: Sizes
 
 
 class _Step(nn.Module):
@@ -56,16 +74,16 @@ class ModuleStep:
     Attributes:
         traces: The traces of functions that call it.
         is_random: Whether the step draws random numbers.
-        compared: The kinds of traces that have been compared with the module in this round: "step", and "sum" for
-            full-batch gradients.
+        compared: The traces that have been compared with the module in this round.
         options: What ``self.log`` was given beside name and value, by name.
         context: Returns what ``training_step`` runs in: the trainer's precision.
+        sizes: The batch sizes of what was logged in the last call.
     """
 
     def __init__(self, trainer: pl.Trainer, flat: FlatParameters) -> None:
         self.trainer, self.flat = trainer, flat
         self.is_random = False
-        self.compared: set[str] = set()
+        self.compared: set[Trace] = set()
         module = self.module = trainer.lightning_module
         self.reads_index = _reads(module.training_step, _index_of(module.training_step))
         with trainer.precision_plugin.train_step_context():
@@ -76,8 +94,8 @@ class ModuleStep:
         self._is_mixed = isinstance(trainer.precision_plugin, pl.plugins.precision.MixedPrecision)
         self.options: dict[str, dict[str, Any]] = {}
         self.context: Callable[[], AbstractContextManager[Any]] = trainer.precision_plugin.train_step_context
+        self.sizes: Sizes = {}
         self._values: dict[str, Tensor] = {}  # logged in the call at work
-        self._sizes: dict[str, int | None] = {}
         self._unused: dict[Any, frozenset[int]] = {}  # parameters, by what decides the shapes of a step
         self._has_looked = False  # in this round, at the generators that are not PyTorch's
 
@@ -134,7 +152,12 @@ class ModuleStep:
 
     def own_loss(self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int = 0) -> Tensor:
         """Return the loss [] as the module itself computes it."""
-        return self._own_loss(point, leaves, spec, batch_idx)[0].detach()
+        return self.own_step(point, leaves, spec, batch_idx).loss
+
+    def own_step(self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int = 0) -> OwnStep:
+        """Return loss and logged values as the module itself computes them."""
+        loss, values = self._own_loss(point, leaves, spec, batch_idx)
+        return OwnStep(loss.detach(), values, self.sizes)
 
     def _own_loss(
         self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int
@@ -159,6 +182,7 @@ class ModuleStep:
         batch = unflatten(leaves, spec)
         arguments = (batch, batch_idx) if self._takes_index else (batch,)
         values = self._values = {}
+        self.sizes = {}
         with self.context():
             if parameters is None:
                 output = self.module.training_step(*arguments)
@@ -175,18 +199,27 @@ class ModuleStep:
 
     # ------------------------------------------------------------------ traces and the module
 
-    def agrees(self, loss: Tensor, real: Tensor) -> bool:
-        """Whether two losses [] are the same up to rounding."""
-        rtol, atol = _TOLERANCES.get("mixed" if self._is_mixed else loss.dtype, (5e-2, 1e-6))
-        a, b = float(loss), float(real)
+    def agrees(self, value: Tensor, real: Tensor) -> bool:
+        """Whether two losses [], or two logged values [], are the same up to rounding."""
+        rtol, atol = 0.0, 0.0
+        if value.is_floating_point():
+            rtol, atol = _TOLERANCES.get("mixed" if self._is_mixed else value.dtype, (5e-2, 1e-6))
+        a, b = float(value), float(real)
         return math.isclose(a, b, rel_tol=rtol, abs_tol=atol) or (math.isnan(a) and math.isnan(b))
 
-    def is_right(self, loss: Tensor, real: Tensor, kind: str) -> bool:
-        """Compare what a trace gives with what the module gives, once a round for each kind; the module is right."""
-        self.compared.add(kind)
-        return self.agrees(loss, real) or self.traces.forbid(
-            f"{type(self.module).__name__}.training_step gives another loss than when it was traced, so it reads"
-            " something beside self and the batch that changes. Local steps run untraced from here on, which is slower."
+    def other_value(self, values: Mapping[str, Tensor], real: Mapping[str, Tensor]) -> str | None:
+        """Return the name of a logged value [] that differs by more than rounding, None if none does."""
+        return next((name for name, value in values.items() if not self.agrees(value, real[name])), None)
+
+    def give_up(self, what: str) -> Literal[False]:
+        """Use no trace from here on and warn, as the module does something else than its trace; return False.
+
+        Args:
+            what: What it does.
+        """
+        return self.traces.forbid(
+            f"{type(self.module).__name__}.training_step {what} than when it was traced, so it reads something beside"
+            " self and the batch that changes. Local steps run untraced from here on, which is slower."
         )
 
     @contextmanager
@@ -211,10 +244,6 @@ class ModuleStep:
 
     # ------------------------------------------------------------------ what it logs
 
-    def with_sizes(self, values: dict[str, Tensor]) -> Values:
-        """Return what was logged last with the ``batch_size`` of each value."""
-        return {name: (value, self._sizes[name]) for name, value in values.items()}
-
     def _log(self, *args: Any, **kwargs: Any) -> None:
         """Stand in for ``self.log``: collect the value, and check the other arguments once."""
         name, value = args[:2] if len(args) > 1 else (kwargs.get("name", *args[:1]), kwargs["value"])
@@ -229,12 +258,18 @@ class ModuleStep:
             options = self.options[name] = {k: v for k, v in bound.items() if k not in _NO_OPTIONS}
             size = bound.get("batch_size")
             _check_logged(name, value, options)
+        if not (size is None or isinstance(size, Real)):
+            raise FederatedError(
+                "engine='vectorized' takes Python numbers as batch sizes, found"
+                f" self.log({name!r}, ..., batch_size=...) of {kind_of(size)} in training_step. Use a number that"
+                " depends on the shape of the batch alone, or use engine='sequential'."
+            )
         if not isinstance(value, Tensor):
             _check_logged(name, value, options)
             self.traces.forbid()  # a trace would repeat this very number for ever
             value = torch.tensor(float(value))
         self._values[name] = value.detach().clone()  # a parameter would go on changing
-        self._sizes[name] = size
+        self.sizes[name] = size  # type: ignore[assignment]
 
     @contextmanager
     def recording(self) -> Iterator[None]:

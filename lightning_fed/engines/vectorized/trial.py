@@ -1,6 +1,5 @@
 """What is found out before the first round: whether settings and module can be run for several clients at once."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,21 +7,19 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.modules.batchnorm import _NormBase
-from torchmetrics import Metric
 
 from lightning_fed._lightning import pl
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
 from lightning_fed.core.torch_optimizers import coupled_decay
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.batch_hooks import overridden_hooks
 from lightning_fed.engines.client_errors import in_short
-from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.vectorized.batches import BatchGroup
-from lightning_fed.engines.vectorized.changes import INTERNAL, PASSING, changed, holders, marks
-from lightning_fed.engines.vectorized.module_step import ModuleStep
+from lightning_fed.engines.vectorized.changes import parts_of
+from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep
 from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE
+from lightning_fed.engines.vectorized.step_state import StepState
 from lightning_fed.engines.vectorized.trial_precision import at_full_precision, is_lowered, raised
 
 __all__ = ["Trial", "check_settings", "hooked_parameter"]
@@ -55,14 +52,17 @@ class Trial:
         step, batch = self.step, (group.leaves, group.spec, group.batch_idx)
         step.is_random = True  # as long as nobody knows
         with preserved_random_state(step.flat.y.device), step.recording():
-            before = _State(self.module, step.flat)
+            before, random = StepState(self.module), random_state(step.flat.y.device)
             try:
                 grads = self._of_two(step.flat.views, *batch)
-                self._check_traces(before)
-                step.own_gradient(step.flat.views, *batch)  # on the parameters themselves
-                self._check_parameters(before)
-                step.is_random = before.random != random_state(step.flat.y.device)
+                self._check_state(before)
+                _, loss, values = step.own_gradient(step.flat.views, *batch)  # on the parameters themselves
+                first = OwnStep(loss, values, step.sizes)
+                self._check_state(before)
+                step.is_random = random != random_state(step.flat.y.device)
                 if not step.is_random:
+                    self._check_repeats(first, group)
+                    self._check_state(before)
                     self._check_values(grads, group)
                 if step.is_random or self._reads_trainer(group):
                     step.traces.forbid()
@@ -70,8 +70,10 @@ class Trial:
                 raise
             except Exception as error:
                 self._check_metrics(before)
+                before.restore()  # what clients at once have left may be of no use to one
                 step.own_gradient(step.flat.views, *batch)  # what fails for one client alone is raised as it is
                 self._check_statistics()
+                self._check_state(before)
                 raise self._refusal(f"it cannot be run for several clients at once ({in_short(error)})") from error
             finally:
                 before.restore()
@@ -110,27 +112,41 @@ class Trial:
         grads, _, _ = take([torch.stack([v.detach()] * 2) for v in views], [torch.stack([v] * 2) for v in leaves])
         return [g[0] for g in grads]
 
-    def _check_traces(self, before: "_State") -> None:
-        for name, (buffer, value) in before.buffers.items():
-            if not torch.equal(buffer, value):
-                self._check_statistics()
-                raise self._refusal(f"it changes the buffer {name!r}")
+    def _check_repeats(self, first: OwnStep, group: BatchGroup) -> None:
+        """Refuse a step that gives something else when it is taken again: it keeps what cannot be seen from outside."""
+        step = self.step
+        again = step.own_step(step.flat.views, group.leaves, group.spec, group.batch_idx)
+        what = None
+        if not step.agrees(again.loss, first.loss):
+            what = "another loss"
+        elif again.sizes != first.sizes:
+            what = "other names or batch sizes to self.log"
+        elif (name := step.other_value(again.values, first.values)) is not None:
+            what = f"another value to self.log({name!r}, ...)"
+        if what is not None:
+            raise self._refusal(
+                f"it gives {what} when it is called again on the same batch, so it keeps something between calls"
+                " (a global variable, say)"
+            )
+
+    def _check_state(self, before: StepState) -> None:
+        """Refuse a step that leaves something behind: of clients at once there would be one for all, or none."""
+        if (buffer := before.changed_tensor("buffer")) is not None:
+            self._check_statistics()
+            raise self._refusal(f"it changes the buffer {buffer!r}")
         self._check_metrics(before)
-        if (attribute := changed(before.attributes, marks(self.module))) is not None:
+        if (attribute := before.changed_attribute()) is not None:
             owner, _, name = attribute.rpartition(".")
-            layer = self.module.get_submodule(owner) if name.startswith("_flat_weight") else None
+            layer = dict(parts_of(self.module)).get(owner) if name.startswith("_flat_weight") else None
             if isinstance(layer, nn.RNNBase):  # whose kernel of the CPU has no form for several clients
                 raise self._refusal(
                     f"PyTorch runs its layer {owner!r} ({type(layer).__name__}) for one client at a time only"
                 )
             raise self._refusal(f"it changes the attribute {attribute!r}")
+        if (parameter := before.changed_tensor("parameter")) is not None:
+            raise self._refusal(f"it changes the parameter {parameter!r} in place")
         if foreign_state() != before.foreign:
             raise self._refusal("it draws from Python's or NumPy's generator, once for all clients; draw from torch's")
-
-    def _check_parameters(self, before: "_State") -> None:
-        for name, p, version, value in before.parameters:
-            if p._version != version or not torch.equal(p, value):
-                raise self._refusal(f"it changes the parameter {name!r} in place")
 
     def _check_statistics(self) -> None:
         """Refuse a layer that moves running statistics, once a step is known to change or to fail on something."""
@@ -141,12 +157,11 @@ class Trial:
                     " for all clients at once; GroupNorm and LayerNorm have none"
                 )
 
-    def _check_metrics(self, before: "_State") -> None:
-        for name, metric, count in before.metrics:
-            if metric._update_count != count:
-                raise self._refusal(
-                    f"it updates the metric {name!r}; log a functional metric, or the loss alone, in training_step"
-                )
+    def _check_metrics(self, before: StepState) -> None:
+        if (metric := before.changed_metric()) is not None:
+            raise self._refusal(
+                f"it updates the metric {metric!r}; log a functional metric, or the loss alone, in training_step"
+            )
 
     def _reads_trainer(self, group: BatchGroup) -> bool:
         """Whether the step looks at its trainer, and so at things such as the round that change from call to call."""
@@ -163,42 +178,6 @@ class Trial:
         return FederatedError(
             f"engine='vectorized' cannot take {name}.training_step: {reason}. Change that, or use engine='sequential'."
         )
-
-
-class _State:
-    """What a step must leave as it is."""
-
-    def __init__(self, module: nn.Module, flat: FlatParameters) -> None:
-        owners = buffer_owners(module)
-        buffers = {name: owner.get_buffer(key) for name, (owner, key) in owners.items()}
-        self.buffers = {name: (buffer, buffer.clone()) for name, buffer in buffers.items()}
-        named = zip(flat.names, flat.params, strict=True)
-        self.parameters = [(name, p, p._version, p.detach().clone()) for name, p in named]
-        self.metrics = [(n, m, m._update_count) for n, m in module.named_modules() if isinstance(m, Metric)]
-        self.attributes = marks(module)
-        self.random = random_state(flat.y.device)
-        self.foreign = foreign_state()
-        self._held = [(part, dict(vars(part))) for part in module.modules()]
-        self._contents = [
-            (inner, copy.copy(inner))
-            for _, held in self._held
-            for key, value in held.items()
-            if key not in INTERNAL and key not in PASSING
-            for inner in holders(value)
-        ]
-
-    def restore(self) -> None:
-        """Give parameters their values, modules the attributes they had, and lists, dicts and sets their contents."""
-        for _, p, _, before in self.parameters:
-            p.data.copy_(before)
-        for part, held in self._held:
-            now = vars(part)
-            for key in now.keys() - held.keys() - set(PASSING):
-                del now[key]
-            now.update({key: value for key, value in held.items() if key not in PASSING})
-        for value, content in self._contents:
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
 
 
 class _Watch:

@@ -1,0 +1,338 @@
+"""What a step leaves behind: "vectorized" refuses it by name, and "auto" does as the sequential engine does."""
+
+import random
+import re
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MetricCollection
+
+from lightning_fed import FederatedError
+from lightning_fed.algorithms import FedAvg, Mime, SGDm
+from lightning_fed.engines.vectorized.changes import marks, parts_of
+from lightning_fed.engines.vectorized.step_state import StepState
+from tests.helpers.engines import Ordinary, assert_agree, assert_close, run, state_of
+from tests.helpers.selection import few
+from tests.helpers.training import data, trainer
+
+OTHERS = {"count": 0, "calls": 0}
+
+
+class Meter:
+    """A running mean as people write it."""
+
+    def __init__(self) -> None:
+        self.mean, self.count = 0.0, 0
+
+
+class Layer(nn.Module):
+    """A submodule with a buffer, an attribute, and a parameter that is not trained."""
+
+    seen_by_all: list[int] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.number, self.average = 0, torch.zeros(2)
+
+
+class Leaves(Ordinary):
+    """Lets a function leave something behind in every step."""
+
+    kinds = 0
+
+    def __init__(self, then: Callable[..., Any], first: int = 0) -> None:
+        super().__init__(partial(torch.optim.SGD, lr=0.1))
+        self.then, self.first = then, first
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("hits", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("odd", torch.full((2,), float("nan")))
+        self.layer, self.hidden = Layer(), [Layer(), Layer()]
+        self.recent, self.losses, self.notes, self.meter = deque(maxlen=3), [], {"all": {"n": [0]}}, Meter()
+        self.ema, self.metrics = torch.zeros(3), nn.ModuleDict({"mean": MeanMetric()})
+        self.collection, self.listed = MetricCollection({"a": MeanMetric()}), [MeanMetric()]
+        self.python, self.numpy = random.Random(0), np.random.default_rng(0)
+        self.legacy, self.torch = np.random.RandomState(0), torch.Generator().manual_seed(0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        loss = F.cross_entropy(out, batch[1])
+        self.log("train_loss", loss)
+        if self.current_epoch >= self.first:
+            self.then(self, loss)
+        return loss
+
+
+def setting(path: str, value: Callable[[Any], Any]) -> Callable[..., None]:
+    """Return a function that assigns an attribute of a module, made of its value before."""
+    *owners, name = path.split(".")
+
+    def then(module: Any, loss: Tensor) -> None:
+        owner = module
+        for part in owners:
+            owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
+        setattr(owner, name, value(getattr(owner, name, None)))
+
+    return then
+
+
+def calling(path: str, *arguments: Any) -> Callable[..., None]:
+    """Return a function that calls something of a module."""
+
+    def then(module: Any, loss: Tensor) -> None:
+        owner = module
+        for part in path.split("."):
+            owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
+        with torch.no_grad():
+            owner(*arguments)
+
+    return then
+
+
+def assign_loss(module: Any, loss: Tensor) -> None:
+    module.seen = module.seen + loss.detach()
+
+
+def add_loss(module: Any, loss: Tensor) -> None:
+    module.seen.add_(loss.detach())
+
+
+def register(module: Any, loss: Tensor) -> None:
+    module.register_buffer("late", torch.zeros(1))
+
+
+def drop(module: Any, loss: Tensor) -> None:
+    module._buffers.pop("odd", None)
+
+
+def shadow(module: Any, loss: Tensor) -> None:
+    module.layer.frozen.data.mul_(0.9)
+
+
+def write_notes(module: Any, loss: Tensor) -> None:
+    module.notes["all"]["n"][0] += 1
+
+
+def average(module: Any, loss: Tensor) -> None:
+    module.meter.count += 1
+    module.meter.mean += (1.0 - module.meter.mean) / module.meter.count
+
+
+def class_count(module: Any, loss: Tensor) -> None:
+    type(module).kinds += 1
+
+
+def class_list(module: Any, loss: Tensor) -> None:
+    Layer.seen_by_all.append(1)
+
+
+def keep_loss(module: Any, loss: Tensor) -> None:
+    module.last = loss.detach()
+
+
+def add_layer(module: Any, loss: Tensor) -> None:
+    module.added = nn.Identity()
+
+
+def hook(module: Any, loss: Tensor) -> None:
+    module.head.register_forward_hook(lambda *_: None)
+
+
+def grow(value: Any) -> Any:
+    return value + 1
+
+
+LEFT: dict[str, tuple[Callable[..., None], str]] = {
+    "an assigned buffer": (setting("seen", grow), "changes the buffer 'seen'"),
+    "a buffer that is assigned its value": (setting("seen", lambda v: v * 1), "changes the buffer 'seen'"),
+    "a buffer made of the loss": (assign_loss, "changes the buffer 'seen'"),
+    "a buffer to which the loss is added": (add_loss, "changes the buffer 'seen'"),
+    "an integer buffer": (setting("hits", grow), "changes the buffer 'hits'"),
+    "an integer buffer in place": (calling("hits.add_", 1), "changes the buffer 'hits'"),
+    "a buffer in place that stays": (calling("hits.add_", 0), "changes the buffer 'hits'"),
+    "a buffer's data": (lambda module, loss: module.seen.data.add_(1), "changes the buffer 'seen'"),
+    "a submodule's buffer": (setting("layer.calls", grow), "changes the buffer 'layer.calls'"),
+    "a buffer that is not saved": (setting("layer.scratch", grow), "changes the buffer 'layer.scratch'"),
+    "a hidden module's buffer": (setting("hidden.1.calls", grow), "changes the buffer 'hidden.1.calls'"),
+    "a hidden module's attribute": (setting("hidden.0.number", grow), "changes the attribute 'hidden.0.number'"),
+    "a registered buffer": (register, "changes the buffer 'late'"),
+    "a removed buffer": (drop, "changes the buffer 'odd'"),
+    "a frozen parameter": (calling("layer.frozen.add_", 1.0), "changes the parameter 'layer.frozen'"),
+    "a frozen parameter's data": (shadow, "changes the parameter 'layer.frozen'"),
+    "a replaced parameter": (
+        setting("layer.frozen", lambda v: nn.Parameter(v + 1, requires_grad=False)),
+        "changes the parameter 'layer.frozen'",
+    ),
+    "an assigned tensor": (setting("ema", grow), "changes the attribute 'ema'"),
+    "a tensor in place": (calling("ema.mul_", 0.9), "changes the attribute 'ema'"),
+    "a tensor's data": (
+        lambda module, loss: module.layer.average.data.add_(1),
+        "changes the attribute 'layer.average'",
+    ),
+    "a counter of a submodule": (setting("layer.number", grow), "changes the attribute 'layer.number'"),
+    "a deque that moves": (calling("recent.append", 1), "changes the attribute 'recent'"),
+    "a list that grows": (lambda module, loss: module.losses.append(loss.detach()), "changes the attribute 'losses'"),
+    "a list in a dictionary in a dictionary": (write_notes, "changes the attribute 'notes'"),
+    "a running mean": (average, "changes the attribute 'meter'"),
+    "the last loss": (keep_loss, "changes the attribute 'last'"),
+    "a counter of the class": (class_count, "changes the attribute 'Leaves.kinds'"),
+    "a list of a submodule's class": (class_list, "changes the attribute 'Layer.seen_by_all'"),
+    "a metric in a dictionary": (calling("metrics.mean.update", 1.0), "updates the metric 'metrics.mean'"),
+    "a collection of metrics": (calling("collection.update", 1.0), "updates the metric 'collection.a'"),
+    "a metric in a list": (calling("listed.0.update", 1.0), "updates the metric 'listed.0'"),
+    "a metric's state": (calling("metrics.mean.weight.add_", 1.0), "updates the metric 'metrics.mean'"),
+    "a generator of Python's": (calling("python.random"), "changes the attribute 'python'"),
+    "a generator of NumPy's": (calling("numpy.random"), "changes the attribute 'numpy'"),
+    "an old generator of NumPy's": (calling("legacy.rand"), "changes the attribute 'legacy'"),
+    "a generator of PyTorch's": (
+        lambda module, loss: torch.rand(1, generator=module.torch),
+        "changes the attribute 'torch'|cannot be run for several clients at once",
+    ),
+    "a layer": (add_layer, "changes the attribute '_modules'"),
+    "a hook": (hook, "changes the attribute 'head._forward_hooks'"),
+}
+IN_DEFAULT = ["an assigned buffer", "a hidden module's buffer", "a deque that moves", "a list of a submodule's class"]
+
+
+LATER = [
+    *("an assigned buffer", "an integer buffer in place", "a frozen parameter", "a metric in a list"),
+    *("a deque that moves", "a submodule's buffer", "a hidden module's buffer"),
+]
+
+
+def everything(module: nn.Module) -> Any:
+    """Return what a module holds, as plain values."""
+    tensors = {name: value.tolist() for _, part in parts_of(module) for name, value in part._buffers.items()}
+    m: Any = module
+    held = (list(m.recent), len(m.losses), m.notes["all"]["n"][0], vars(m.meter), m.ema.tolist(), m.kinds)
+    layers = [(p.number, p.average.tolist(), p.frozen.tolist(), len(p.seen_by_all)) for p in (m.layer, *m.hidden)]
+    drawn = (m.python.getstate(), str(m.numpy.bit_generator.state), m.legacy.rand(), m.torch.get_state().sum().item())
+    updates = [p._update_count for _, p in parts_of(module) if hasattr(p, "_update_count")]
+    return repr((tensors, held, layers, drawn, updates, sorted(vars(module)), len(m.head._forward_hooks)))
+
+
+@pytest.mark.parametrize("name", few(LEFT, IN_DEFAULT))
+def test_what_a_step_leaves_behind_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Leaves, "kinds", 0)
+    monkeypatch.setattr(Layer, "seen_by_all", [])
+    then, what = LEFT[name]
+    module, untouched = Leaves(then), Leaves(then)
+    with pytest.raises(FederatedError, match=f"cannot take Leaves.training_step: .*({what}).*engine='sequential'"):
+        trainer(engine="vectorized").fit(module, data())
+    if name != "a removed buffer":  # which everything() would list at another place
+        assert everything(module) == everything(untouched)
+
+
+@pytest.mark.parametrize("name", few([name for name in LEFT if name != "a removed buffer"], IN_DEFAULT[:2]))
+def test_auto_runs_it_as_the_sequential_engine_does(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    then, what = LEFT[name]
+    runs: list[Any] = []
+    left: list[Any] = []
+    for engine in ("sequential", "auto"):
+        monkeypatch.setattr(Leaves, "kinds", 0)
+        monkeypatch.setattr(Layer, "seen_by_all", [])
+        with caplog.at_level("INFO"):
+            runs.append(run(engine, partial(Leaves, then), max_rounds=2))
+        left.append(everything(runs[-1].lightning_module))
+    assert left[0] == left[1]
+    (told,) = [r.getMessage() for r in caplog.records if "takes 'sequential'" in r.getMessage()]
+    assert re.search(what, told)
+    assert_agree(*runs)
+
+
+def test_an_assigned_buffer_is_in_the_checkpoint(tmp_path: Any) -> None:
+    found = []
+    for engine in ("sequential", "auto"):
+        run(engine, partial(Leaves, setting("seen", grow))).save_checkpoint(tmp_path / "end.ckpt")
+        found.append(torch.load(tmp_path / "end.ckpt", weights_only=False)["state_dict"]["seen"])
+    assert found[0] == found[1] > 0
+
+
+@pytest.mark.parametrize("chunk_size", few([1, 64], [1]))
+@pytest.mark.parametrize("name", few(LATER, LATER[:1]))
+def test_what_a_step_begins_to_leave_later_stops_by_name(name: str, chunk_size: int) -> None:
+    then, what = LEFT[name]
+    named = what.partition(" ")[2]
+    for algorithm in (FedAvg(), Mime(SGDm())):
+        with pytest.raises(FederatedError, match=f"{named}|that all clients share is changed by an in-place operation"):
+            run("vectorized", partial(Leaves, then, first=1), algorithm=algorithm, chunk_size=chunk_size)
+
+
+def count_elsewhere(module: Any, loss: Tensor) -> None:
+    OTHERS["count"] += 1
+    module.log("calls", torch.tensor(float(OTHERS["count"])))
+
+
+class Drifting(Ordinary):
+    """Its loss depends on how often it was called, which nothing of it shows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        OTHERS["calls"] += 1
+        return F.cross_entropy(self(batch[0]), batch[1]) * (1 + 0.1 * OTHERS["calls"])
+
+
+def test_a_step_that_gives_something_else_when_called_again_is_refused() -> None:
+    with pytest.raises(FederatedError, match="gives another loss when it is called again on the same batch"):
+        run("vectorized", Drifting)
+    with pytest.raises(FederatedError, match=r"another value to self.log\('calls', ...\) when it is called again"):
+        run("vectorized", partial(Leaves, count_elsewhere))
+
+
+class Harmless(Leaves):
+    """Reads all that it has, and leaves it as it is."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda module, loss: None)
+        self.adjacency = torch.eye(3).to_sparse()
+        self.positions = torch.arange(3)[None].expand(4, 3)
+        with torch.inference_mode():
+            self.seen_in_validation = torch.zeros(2)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.metrics["mean"].update(self(batch[0]).mean())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        read = self.seen + self.hits + self.layer.frozen.sum() + self.hidden[0].calls + self.ema.sum()
+        odd = torch.nan_to_num(self.odd).sum() + self.positions.sum() + self.adjacency.to_dense().sum()
+        self.log("read", read.detach() + odd.detach())
+        return F.cross_entropy(self(batch[0]), batch[1]) * (1 + 0 * read)
+
+
+def test_what_is_only_read_costs_neither_engine_nor_traces() -> None:
+    one, other = (run(engine, Harmless, max_rounds=2) for engine in ("sequential", "vectorized"))
+    assert len(other.fit_loop._engine.step.traces) > 0
+    assert_close(state_of(one), state_of(other))
+    assert float(other.callback_metrics["read"]) == pytest.approx(float(one.callback_metrics["read"]))
+
+
+def test_marks_tell_an_object_from_another_at_its_place() -> None:
+    module = nn.Linear(2, 2)
+    module.own = torch.zeros(1)
+    before = marks(module)
+    for _ in range(10):  # the memory of the first one is free to be taken again, if nobody keeps it
+        module.own = None
+        module.own = torch.zeros(1)
+        assert marks(module) != before
+
+
+def test_a_state_is_put_back() -> None:
+    module = Leaves(lambda *_: None)
+    state = StepState(module)
+    before = everything(module)
+    for then, _ in LEFT.values():
+        then(module, torch.ones(()))
+    state.restore()
+    assert everything(module) == before
+    Leaves.kinds, Layer.seen_by_all = 0, []

@@ -1,0 +1,298 @@
+"""A trace serves batches of several sizes: what depends on the size is that of each batch, in loss and logs."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fed import FederatedCallback, FederatedError
+from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
+from lightning_fed.tracing.traces import Trace
+from tests.helpers.engines import Ordinary, Record, assert_agree, assert_plain_agree, plain, run
+from tests.helpers.selection import few
+from tests.helpers.training import data
+
+Body = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+
+REMAINDERS = partial(data, (10, 1, 23, 37, 7, 21, 13), batch_size=16)
+OPTIONS = {"datamodule": REMAINDERS, "clients_per_round": 7, "max_rounds": 2}
+
+
+class Stepping(Ordinary):
+    """Lets a function make the loss of its output, and log."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__(partial(torch.optim.SGD, lr=0.05))
+        self.then = body
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.then(self, self(batch[0]), *batch)
+
+
+def both(body: Body, algorithm: Any = None, **options: Any) -> tuple[Any, Any]:
+    """Run both engines, and compare state, metrics and every client's report; return the trainers."""
+    runs, reports = [], []
+    also, chunk_size = options.pop("also", ()), options.pop("chunk_size")
+    for engine, own in (("sequential", {}), ("vectorized", {"chunk_size": chunk_size})):
+        seen = Record()
+        callbacks = [seen, *(each() for each in also)]
+        given = {**OPTIONS, **options, **own, "algorithm": algorithm or FedAvg(), "callbacks": callbacks}
+        runs.append(run(engine, partial(Stepping, body), **given))
+        reports.append([plain(report) for report in seen.reports])
+    assert_agree(*runs)
+    by_client = [sorted(own, key=lambda report: report["client_id"]) for own in reports]
+    assert_plain_agree(*by_client)
+    return runs[0], runs[1]
+
+
+def traced(trainer: Any) -> int:
+    return len(trainer.fit_loop._engine.step.traces)
+
+
+def mean(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y)
+
+
+def logs(size: Callable[[Any], Any]) -> Body:
+    """Return a body that logs the loss with a batch size that is a function of the inputs."""
+
+    def body(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        loss = mean(out, y)
+        module.log("plain", loss)
+        module.log("sized", loss, batch_size=size(x))
+        return loss
+
+    return body
+
+
+SIZES: dict[str, Callable[[Any], Any]] = {
+    "the examples": len,
+    "half of them": lambda x: len(x) / 2,
+    "half of them, rounded": lambda x: len(x) // 2,
+    "an even number": lambda x: 2 * (len(x) // 2),
+    "at most ten": lambda x: min(10, len(x)),
+    "one more": lambda x: len(x) + 1,
+    "squared": lambda x: x.shape[0] ** 2,
+    "a constant": lambda x: 3,
+    "odd or even": lambda x: 1 + x.size(0) % 2,
+    "a table": lambda x: {16: 5, 15: 3, 2: 9}.get(len(x), 7),
+    "none": lambda x: None,
+    "of some": lambda x: None if len(x) % 3 else len(x) + 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "chunk_size"),
+    few(
+        [pytest.param(size, n, id=f"{name}-{n}") for name, size in SIZES.items() for n in (1, 64)],
+        ["the examples-1", "half of them, rounded-1", "an even number-1", "of some-1", "half of them-64"],
+    ),
+)
+def test_batch_sizes_of_logged_values_are_those_of_each_batch(size: Any, chunk_size: int) -> None:
+    _, other = both(logs(size), chunk_size=chunk_size)
+    assert traced(other) > 0
+
+
+def test_a_loss_logged_with_its_batch_size_is_the_same_number() -> None:
+    _, other = both(logs(len), chunk_size=1, datamodule=partial(data, (10, 1, 23), batch_size=16), clients_per_round=3)
+    metrics = {name: float(other.callback_metrics[name]) for name in ("plain", "sized")}
+    assert metrics["sized"] == pytest.approx(metrics["plain"], rel=1e-6)
+
+
+def several(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    loss, correct = mean(out, y), (out.argmax(1) == y).double()
+    module.log("constant", loss, batch_size=2)
+    module.log("examples", correct.mean(), batch_size=len(y))
+    module.log("parts", correct.sum() / len(y), batch_size=3 * len(y))
+    module.log("tail", 2 * loss.detach(), batch_size=max(1, len(y) - 4))
+    return loss
+
+
+def summed(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(out, y, reduction="sum") / len(y)
+    module.log("loss", loss, batch_size=y.shape[0])
+    return loss
+
+
+def scaled(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="sum") * (1 / x.size(0)) + out.square().sum() / (3 * len(x))
+
+
+def filled(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    weights = torch.full((len(y),), 1.0 / len(y), dtype=out.dtype)
+    return (weights * F.cross_entropy(out, y, reduction="none")).sum()
+
+
+def ranged(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return sum((F.cross_entropy(out[i], y[i]) for i in range(len(y))), out.new_zeros(())) / len(y)
+
+
+def stepped(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return (torch.arange(len(y)) * F.cross_entropy(out, y, reduction="none")).mean() / max(1, len(y))
+
+
+def rooted(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return mean(out, y) * len(y) ** 0.5
+
+
+def evened(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return mean(out, y) * max(1, len(y) // 2 * 2)
+
+
+def branched(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return mean(out, y) * (2 if len(y) % 3 == 1 else 1)
+
+
+def counted(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    module.log("number", torch.tensor(float(len(y))))
+    module.log("share", mean(out.detach(), y) * (len(y) // 4))
+    return mean(out, y)
+
+
+def numbers(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    module.log("number", len(y), batch_size=len(y))
+    module.log("rate", 0.25 * len(y), batch_size=1)
+    return mean(out, y)
+
+
+def named_by_size(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    loss = mean(out, y)
+    module.log("large" if len(y) > 8 else "small", loss, batch_size=len(y))
+    return loss
+
+
+def logged_by_size(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    loss = mean(out, y)
+    if len(y) % 4 == 1:
+        module.log("odd", loss, batch_size=len(y))
+    return loss
+
+
+BODIES: dict[str, Body] = {
+    body.__name__: body
+    for body in (
+        *(several, summed, scaled, filled, ranged, stepped, rooted, evened, branched, counted, numbers),
+        *(named_by_size, logged_by_size),
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk_size"),
+    few(
+        [pytest.param(name, n, id=f"{name}-{n}") for name in BODIES for n in (1, 64)],
+        ["several-1", "summed-1", "evened-1", "counted-1", "named_by_size-1"],
+    ),
+)
+def test_numbers_of_python_that_depend_on_the_size_are_those_of_each_batch(name: str, chunk_size: int) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*than when it was traced")
+        both(BODIES[name], chunk_size=chunk_size)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("algorithm", [Scaffold(), Mime(SGDm())], ids=["Scaffold", "Mime"])
+@pytest.mark.parametrize("name", ["several", "summed", "evened", "counted"])
+def test_of_other_methods_too(name: str, algorithm: Any) -> None:
+    both(BODIES[name], algorithm, chunk_size=1)
+
+
+# What changes from round to round, and not the loss
+
+HIDDEN = {"scale": 1}
+
+
+class Scale(FederatedCallback):
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        HIDDEN["scale"] = 1 + round
+
+
+def hidden_value(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    loss = mean(out, y)
+    module.log("value", loss.detach() * HIDDEN["scale"])
+    return loss
+
+
+def hidden_size(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    loss = mean(out, y)
+    module.log("value", loss, batch_size=len(y) if HIDDEN["scale"] % 2 else 1)
+    return loss
+
+
+def hidden_name(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    loss = mean(out, y)
+    module.log(f"value_{HIDDEN['scale'] % 2}", loss)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("body", "what", "chunk_size"),
+    few(
+        [
+            pytest.param(body, what, n, id=f"{body.__name__}-{n}")
+            for body, what in (
+                (hidden_value, "another value of self.log\\('value', ...\\)"),
+                (hidden_size, "another batch_size of self.log\\('value', ...\\)"),
+                (hidden_name, "logs other names \\('value_0'\\)"),
+            )
+            for n in (1, 64)
+        ],
+        ["hidden_value-64", "hidden_size-1", "hidden_name-1"],
+    ),
+)
+def test_a_trace_that_logs_what_the_module_no_longer_does_is_given_up_loudly(
+    body: Body, what: str, chunk_size: int
+) -> None:
+    with pytest.warns(UserWarning, match=f"{what}.* than when it was traced"):
+        _, other = both(body, chunk_size=chunk_size, also=[Scale])
+    assert not other.fit_loop._engine.step.traces.allowed
+
+
+def test_every_trace_is_compared_in_every_round() -> None:
+    """A trace that is made in a round proves nothing of one that was made before."""
+
+    def sampler(seed: int, round: int) -> list[int]:
+        return [1, 0] if round else [0]
+
+    options = {"datamodule": partial(data, (16, 1), batch_size=16), "sampler": sampler, "clients_per_round": None}
+    with pytest.warns(UserWarning, match="than when it was traced"):
+        both(hidden_value, chunk_size=1, also=[Scale], **options)
+
+
+def flips(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    module.log("sign", (mean(out, y) - mean(out.flip(0), y.flip(0))).sign() * 1e-3)
+    return mean(out, y)
+
+
+def test_a_metric_that_hangs_on_rounding_does_not_cost_the_traces() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*than when it was traced")
+        one, other = (run(e, partial(Stepping, flips), **OPTIONS) for e in ("sequential", "vectorized"))
+    assert traced(other) > 0
+    assert torch.allclose(one.fit_loop.state.x, other.fit_loop.state.x, rtol=1e-12)
+
+
+def test_a_batch_size_that_is_a_tensor_is_refused() -> None:
+    with pytest.raises(FederatedError, match=r"self.log\('sized', ..., batch_size=...\) of a Tensor.*'sequential'"):
+        run("vectorized", partial(Stepping, logs(lambda x: (x[:, 0] > 0).sum())), **OPTIONS)
+
+
+def test_a_size_for_which_a_shared_trace_is_wrong_runs_untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    call = Trace.__call__
+
+    def noted(self: Trace, *given: Any) -> Any:
+        seen.append(next(len(t) for t in given if isinstance(t, Tensor) and t.dtype == torch.int64))
+        return call(self, *given)
+
+    monkeypatch.setattr(Trace, "__call__", noted)
+    options = {"datamodule": partial(data, (21, 22, 17), batch_size=17), "clients_per_round": 3}
+    both(BODIES["evened"], chunk_size=1, **options)
+    assert seen.count(17) == 6
+    assert seen.count(4) == 2
+    assert seen.count(5) == 1  # found to be wrong there
