@@ -142,8 +142,8 @@ class Trial:
                 kind, trained = type(layer).__name__, {id(p) for p in self.step.flat.params}
                 if shares_state and not any(id(p) in trained for p in layer.parameters()):
                     raise self._refusal(
-                        f"its frozen layer {names[layer]!r} ({kind}) starts from a state that all clients share; pass it"
-                        " a first state made from its input, by x.new_zeros()"
+                        f"its frozen layer {names[layer]!r} ({kind}) starts from a state that all clients share; pass"
+                        " it a first state made from its input, by x.new_zeros()"
                     )
                 raise self._refusal(
                     f"PyTorch runs its layer {names[layer]!r} ({kind}) for one client at a time only; a loop of"
