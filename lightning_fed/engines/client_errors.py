@@ -16,7 +16,7 @@ from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.strategies.split import PeerError
 
-__all__ = ["ONE_VALUE", "NamesClient", "fault_of", "in_short"]
+__all__ = ["ONE_VALUE", "SHARED_STATE", "NamesClient", "fault_of", "in_short"]
 
 _log = logging.getLogger(pl.__name__)  # in every process: the error may be that of any
 
@@ -30,12 +30,19 @@ _ONE_VALUE_REMEDY = (
 _FRAMEWORKS = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "lightning_fed", "torchmetrics")
 _VALUE_READ = "a tensor's value is read, by .item() or by data-dependent control flow"
 _SHARED_WRITTEN = "a tensor that all clients share is changed by an in-place operation"
+SHARED_STATE = "doesn't match the broadcast shape"
+"""Part of PyTorch's refusal to add several clients' values in place to a tensor of one."""
+
 _KINDS = {  # parts of PyTorch's commonest refusals, and what the module does
     "calling .item() on a Tensor": _VALUE_READ,
     "data-dependent control flow": _VALUE_READ,
     "dynamic shape": "a result's shape depends on values, as that of nonzero() or of a boolean mask does",
     "is not possible because there exists a Tensor": _SHARED_WRITTEN,
     "would mutate a captured Tensor": _SHARED_WRITTEN,
+    SHARED_STATE: (
+        "a tensor that all clients share is changed in place by the values of each, such as the first state of a"
+        " recurrent cell: make it from the input, by x.new_zeros()"
+    ),
 }
 
 _SPARSE = (

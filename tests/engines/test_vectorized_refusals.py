@@ -26,7 +26,8 @@ from torchmetrics import CatMetric, MeanMetric
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import Mime, ServerOnly
 from lightning_fed.engines.sequential.engine import SequentialEngine
-from tests.helpers.engines import Ordinary, Record
+from tests.helpers.engines import Ordinary, Record, assert_agree, run
+from tests.helpers.selection import few
 from tests.helpers.training import CLASSES, FEATURES, classification, data, parameters, trainer
 
 WAY_OUT = "engine='sequential'"
@@ -352,6 +353,46 @@ def test_methods_without_local_work_try_the_module_out_too(sizes: tuple[int, ...
     t = trainer(engine="auto", max_rounds=1, **alone)
     t.fit(Recurrent(), data(sizes))
     assert isinstance(t.fit_loop._engine, SequentialEngine)
+
+
+class Remembers(Ordinary):
+    """Reads its features one after the other, with a recurrent layer or a loop of cells."""
+
+    def __init__(self, kind: str, is_frozen: bool, own_state: bool) -> None:
+        super().__init__()
+        self.memory, self.out, self.own_state = getattr(nn, kind)(1, 4), nn.Linear(4, CLASSES), own_state
+        self.memory.requires_grad_(not is_frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = x.t()[:, :, None]
+        state: Any = x.new_zeros(1, len(x), 4) if self.own_state else None
+        if isinstance(self.memory, nn.RNNBase):
+            pair = (state, state) if isinstance(self.memory, nn.LSTM) and self.own_state else state
+            return self.out(self.memory(steps, pair)[0][-1])
+        state = None if state is None else state[0]
+        pair = (state, state) if isinstance(self.memory, nn.LSTMCell) and self.own_state else state
+        for step in steps:
+            pair = self.memory(step, pair)
+        return self.out(pair[0] if isinstance(self.memory, nn.LSTMCell) else pair)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["free", "frozen"])
+@pytest.mark.parametrize("kind", few(["GRU", "LSTM", "RNN"], ["GRU"]))
+def test_recurrent_layers_are_refused_by_name_and_with_what_to_change(kind: str, is_frozen: bool) -> None:
+    reason = rf"runs its layer 'memory' \({kind}\) for one client at a time only; a loop of nn.{kind}Cell can"
+    if is_frozen:
+        reason = rf"its frozen layer 'memory' \({kind}\) starts from a state that all clients share; pass it a first"
+    if not (kind == "LSTM" and is_frozen):  # in float32 it has a kernel that takes several
+        refused(partial(Remembers, kind, is_frozen, False), reason)
+    changed = partial(Remembers, kind if is_frozen else f"{kind}Cell", is_frozen, True)  # as the refusal says
+    assert_agree(run("vectorized", changed), run("sequential", changed))
+
+
+@pytest.mark.parametrize("kind", few(["GRUCell", "LSTMCell", "RNNCell"], ["GRUCell"]))
+def test_the_first_state_of_a_frozen_cell_is_named(kind: str) -> None:
+    refused(partial(Remembers, kind, True, False), "the first state of a recurrent cell: make it from the input")
+    changed = partial(Remembers, kind, True, True)
+    assert_agree(run("vectorized", changed), run("sequential", changed))
 
 
 class PerBatch(ModelCheckpoint):

@@ -1,6 +1,7 @@
 """What is found out before the first round: whether settings and module can be run for several clients at once."""
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from lightning_fed.core.seeds import foreign_state, preserved_random_state, rand
 from lightning_fed.core.torch_optimizers import coupled_decay
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.batch_hooks import overridden_hooks
-from lightning_fed.engines.client_errors import in_short
+from lightning_fed.engines.client_errors import SHARED_STATE, in_short
 from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.changes import parts_of
 from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep
@@ -73,6 +74,7 @@ class Trial:
                 before.restore()  # what clients at once have left may be of no use to one
                 step.own_gradient(step.flat.views, *batch)  # what fails for one client alone is raised as it is
                 self._check_statistics()
+                self._check_recurrent(_layers_of(error), SHARED_STATE in str(error))
                 self._check_state(before)
                 raise self._refusal(f"it cannot be run for several clients at once ({in_short(error)})") from error
             finally:
@@ -138,15 +140,37 @@ class Trial:
         if (attribute := before.changed_attribute()) is not None:
             owner, _, name = attribute.rpartition(".")
             layer = dict(parts_of(self.module)).get(owner) if name.startswith("_flat_weight") else None
-            if isinstance(layer, nn.RNNBase):  # whose kernel of the CPU has no form for several clients
-                raise self._refusal(
-                    f"PyTorch runs its layer {owner!r} ({type(layer).__name__}) for one client at a time only"
-                )
+            self._check_recurrent([] if layer is None else [layer])
             raise self._refusal(f"it changes the attribute {attribute!r}")
         if (parameter := before.changed_tensor("parameter")) is not None:
             raise self._refusal(f"it changes the parameter {parameter!r} in place")
         if foreign_state() != before.foreign:
             raise self._refusal("it draws from Python's or NumPy's generator, once for all clients; draw from torch's")
+
+    def _check_recurrent(self, layers: Iterable[nn.Module], shares_state: bool = False) -> None:
+        """Refuse a recurrent layer in which a step went wrong, and name what to change.
+
+        A trained layer caches its weights, which stay those of several clients. A frozen one can be run for several
+        clients, but for its first state, which it makes for one.
+
+        Args:
+            layers: The layers, of which there may be others than recurrent ones.
+            shares_state: Whether a state of one client is changed in place by several.
+        """
+        names = {layer: name for name, layer in self.module.named_modules()}
+        for layer in layers:
+            if isinstance(layer, nn.RNNBase) and layer in names:
+                kind, trained = type(layer).__name__, {id(p) for p in self.step.flat.params}
+                if shares_state and not any(id(p) in trained for p in layer.parameters()):
+                    raise self._refusal(
+                        f"its frozen layer {names[layer]!r} ({kind}) starts from a state that all clients share; pass"
+                        " it a first state made from its input, by x.new_zeros()"
+                    )
+                raise self._refusal(
+                    f"PyTorch runs its layer {names[layer]!r} ({kind}) for one client at a time only; a loop of"
+                    f" nn.{layer.mode.split('_')[0]}Cell can be run for several, if its first state is made from the"
+                    " input, by x.new_zeros()"
+                )
 
     def _check_statistics(self) -> None:
         """Refuse a layer that moves running statistics, once a step is known to change or to fail on something."""
@@ -178,6 +202,14 @@ class Trial:
         return FederatedError(
             f"engine='vectorized' cannot take {name}.training_step: {reason}. Change that, or use engine='sequential'."
         )
+
+
+def _layers_of(error: Exception) -> Iterator[nn.Module]:
+    """Yield the modules in whose methods an error was raised, the innermost first."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            yield owner
 
 
 class _Watch:
