@@ -28,6 +28,7 @@ from lightning_fed.checkpoint_places import (
 from lightning_fed.checkpoint_search import best_of_newest_run, check_is_there, last_of_newest_run, roots
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.options import differing_options, options_of
+from lightning_fed.core.origin import CHECKPOINT
 from lightning_fed.engines.logged import EvaluationResults
 from lightning_fed.evaluation.shared_loop import SharedEvaluationLoop
 from lightning_fed.restoring import check_optimizer_states, restored_from
@@ -109,9 +110,8 @@ class RoundCheckpointConnector(_CheckpointConnector):
         here = [type(optimizer).__name__ for optimizer in optimizers]
         if there is not None and here != [there]:
             raise FederatedError(
-                f"The checkpoint's local optimizer is {there}, this run's is {', '.join(here)}. Resume with the one it"
-                " was written with, or start from its weights alone: Model.load_from_checkpoint(path), then fit"
-                " without ckpt_path."
+                f"The checkpoint's local optimizer is {there}, this run's is {', '.join(here)}."
+                f" {CHECKPOINT.remedy('the one')}"
             )
 
     def _take(self, checkpoint: dict[str, Any], checkpoint_path: Any) -> None:

@@ -15,7 +15,9 @@ from lightning_fed._lightning import pl
 from lightning_fed.client_states import ClientStatesPlace
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.options import differing_options, options_of
+from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT, Origin
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.client_store import ClientStore
 from lightning_fed.server.server import Server
@@ -23,7 +25,7 @@ from lightning_fed.settings import Settings
 from lightning_fed.strategies.processes import Ranks
 
 __all__ = [
-    "Schedules",
+    "EarlierFit",
     "check_optimizer_states",
     "compare_work",
     "notes_of",
@@ -78,17 +80,46 @@ def restore_server(
         FederatedError: If the checkpoint does not fit the run.
     """
     with restored_from(path, "the state of the server"):
-        settings.check_transport(saved.get("transport", {}))
-        built = options_of(server.step.optimizer)
-        server.load_state_dict({**saved, "client_states": {}}, any_seed=not settings.seed_is_given)
-        loaded, is_scheduled = options_of(server.step.optimizer), server.step.scheduler is not None
-        if differing := differing_options(built, loaded, is_scheduled):
-            rank_zero_warn(f"The server's optimizer goes on with the checkpoint's {', '.join(differing)}.")
-        if saved["seed"] != settings.seed and not settings.seed_is_given and "PL_GLOBAL_SEED" in os.environ:
-            rank_zero_warn(f"The run goes on with the checkpoint's seed {saved['seed']}, not with {settings.seed}.")
-        compare_work(saved.get("work", {}), notes, bool(saved["client_states"]))
+        _continue(server, saved, settings, notes, bool(saved["client_states"]), CHECKPOINT)
         check_optimizer_states(server.step.optimizer, "the server's optimizer")
         return {name: torch.as_tensor(value) for name, value in saved["metrics"].items()}
+
+
+def _continue(
+    server: Server,
+    saved: Mapping[str, Any],
+    settings: Settings,
+    notes: Mapping[str, str],
+    keeps_states: bool,
+    origin: Origin,
+) -> None:
+    """Bring a new server to where another stands, but for the states of clients.
+
+    Args:
+        server: The new server.
+        saved: The state of the other one, with what was noted of its run.
+        settings: How this run's rounds are run.
+        notes: What this run would note.
+        keeps_states: Whether any client keeps a state.
+        origin: What the run continues from.
+
+    Raises:
+        FederatedError: If it was another run.
+    """
+    settings.check_transport(saved.get("transport", {}), origin)
+    built, its = options_of(server.step.optimizer), origin.name[0].lower() + origin.name[1:]
+    server.load_state_dict({**saved, "client_states": {}}, any_seed=not settings.seed_is_given, origin=origin)
+    loaded, is_scheduled = options_of(server.step.optimizer), server.step.scheduler is not None
+    if differing := differing_options(built, loaded, is_scheduled, origin):
+        rank_zero_warn(f"The server's optimizer goes on with {its}'s {', '.join(differing)}.")
+    if saved["seed"] != settings.seed and not settings.seed_is_given and "PL_GLOBAL_SEED" in os.environ:
+        rank_zero_warn(f"The run goes on with {its}'s seed {saved['seed']}, not with {settings.seed}.")
+    compare_work(saved.get("work", {}), notes, keeps_states, origin)
+    if keeps_states and server.expected_state.own and saved["step"]["x"].dtype != server.x.dtype:
+        raise FederatedError(
+            f"{origin.name}'s parameters are {saved['step']['x'].dtype}, {origin.this}'s are {server.x.dtype}, and what"
+            f" its clients keep is of their type. {origin.remedy('the precision')}"
+        )
 
 
 def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:
@@ -110,44 +141,61 @@ def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:
             raise FederatedError(f"The checkpoint's state of {what} has the learning rate {rate!r}.")
 
 
-def notes_of(sizes: Sequence[int] | None, batch_size: int | None, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def notes_of(
+    sizes: Sequence[int] | None,
+    batch_size: int | None,
+    optimizer: torch.optim.Optimizer,
+    flat: FlatParameters,
+) -> dict[str, str]:
     """Return what a checkpoint notes of clients' data and of what trains on them.
 
     Args:
         sizes: The numbers of examples of all clients, which are noted by a checksum; None if they are not known.
         batch_size: The examples in a full batch.
         optimizer: The local optimizer.
+        flat: The trained parameters, whose names and shapes are noted by a checksum.
     """
-    notes = {"batch_size": repr(batch_size), "optimizer": type(optimizer).__name__}
+    named = [(name, list(p.shape)) for name, p in zip(flat.names, flat.params, strict=True)]
+    notes = {"batch_size": repr(batch_size), "optimizer": type(optimizer).__name__, "parameters": _digest(repr(named))}
     if sizes is not None:
-        notes["sizes"] = hashlib.blake2b(np.array(sizes, dtype=np.int64).tobytes(), digest_size=8).hexdigest()
+        notes["sizes"] = _digest(np.array(sizes, dtype=np.int64).tobytes())
     return notes
 
 
-def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states: bool) -> None:
-    """Warn where a checkpoint was written with other work or data; refuse it where clients' states rest on their data.
+def _digest(content: str | bytes) -> str:
+    content = content.encode() if isinstance(content, str) else content
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states: bool, origin: Origin) -> None:
+    """Warn of other work or data than before; refuse other parameters, and other data if clients keep states.
 
     Args:
-        saved: What the checkpoint notes.
+        saved: What was noted of the run so far.
         mine: The same of this run.
-        keeps_states: Whether the checkpoint has states of clients.
+        keeps_states: Whether any client keeps a state.
+        origin: What the run continues from.
 
     Raises:
-        FederatedError: If clients have other data than what they keep belongs to.
+        FederatedError: If other parameters are trained, or clients have other data than what they keep belongs to.
     """
     differing = {name for name in saved.keys() & mine.keys() if saved[name] != mine[name]}
+    if "parameters" in differing:
+        raise FederatedError(
+            f"{origin.name} {origin.ran} other trained parameters: as many numbers, but other names or shapes."
+            f" {origin.remedy('the model and the frozen parameters')}"
+        )
     if "sizes" in differing:
-        change = "The checkpoint was written with other numbers of examples per client"
+        change = f"{origin.name} {origin.ran} other numbers of examples per client"
         if keeps_states:
             raise FederatedError(
-                f"{change}, and what its clients keep belongs to their data. Resume with the data and the partition it"
-                " was written with, or start from its weights alone: Model.load_from_checkpoint(path), then fit"
-                " without ckpt_path."
+                f"{change}, and what its clients keep belongs to their data."
+                f" {origin.remedy('the data and the partition')}"
             )
-        rank_zero_warn(f"{change}. The run goes on with this run's.")
-    if others := sorted(differing - {"sizes"}):
-        told = ", ".join(f"{name}={saved[name]} (this run has {mine[name]})" for name in others)
-        rank_zero_warn(f"The checkpoint was written with {told}. The run goes on with this run's.")
+        rank_zero_warn(f"{change}. The run goes on with {origin.this}'s.")
+    if others := sorted(differing - {"sizes", "optimizer"}):  # another optimizer is refused where its state is loaded
+        told = ", ".join(f"{name}={saved[name]} ({origin.this} has {mine[name]})" for name in others)
+        rank_zero_warn(f"{origin.name} {origin.ran} {told}. The run goes on with {origin.this}'s.")
 
 
 @dataclass(frozen=True)
@@ -157,22 +205,110 @@ class Schedules:
     Attributes:
         optimizer: The state of the local optimizer.
         schedules: The states of its schedules.
+        kinds: What these are of, in words.
     """
 
     optimizer: dict[str, Any]
     schedules: Sequence[dict[str, Any]]
+    kinds: Mapping[str, str]
 
     @staticmethod
     def of(trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> "Schedules":
         """Return where those of a trainer stand."""
-        configs = trainer.lr_scheduler_configs
-        return Schedules(optimizer.state_dict(), [config.scheduler.state_dict() for config in configs])
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        kinds = {
+            "local optimizer": type(optimizer).__name__,
+            "parameters per group of the local optimizer": str([len(g["params"]) for g in optimizer.param_groups]),
+            "schedules": ", ".join(type(scheduler).__name__ for scheduler in schedulers) or "none",
+        }
+        return Schedules(optimizer.state_dict(), [scheduler.state_dict() for scheduler in schedulers], kinds)
 
     def resume(self, trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> None:
-        """Let those of a trainer go on from here."""
+        """Let those of a trainer's next fit go on from here.
+
+        Raises:
+            FederatedError: If that has another optimizer, other parameter groups or other schedules.
+        """
+        here = Schedules.of(trainer, optimizer)
+        for what in ("local optimizer", "parameters per group of the local optimizer", "schedules"):
+            if (mine := here.kinds[what]) != self.kinds[what]:
+                raise FederatedError(
+                    f"{EARLIER_FIT.name}'s {what}: {self.kinds[what]}. This fit's: {mine}."
+                    f" {EARLIER_FIT.remedy('the optimizer and the schedules')}"
+                )
+        built = options_of(optimizer)
         optimizer.load_state_dict(self.optimizer)
         for config, saved in zip(trainer.lr_scheduler_configs, self.schedules, strict=True):
             config.scheduler.load_state_dict(saved)
+        if differing := differing_options(built, options_of(optimizer), bool(self.schedules), EARLIER_FIT):
+            rank_zero_warn(
+                f"The local optimizer goes on with the earlier fit's {', '.join(differing)}. To train with other"
+                " options, make a new FederatedTrainer."
+            )
+
+
+@dataclass(frozen=True)
+class EarlierFit:
+    """What a trainer's fit leaves for its next one.
+
+    Attributes:
+        module: The model.
+        server: The server's side.
+        schedules: Where the local optimizer and its schedules stand.
+        noted: What the run belongs to, as it was at the end of the fit.
+    """
+
+    module: pl.LightningModule
+    server: Server
+    schedules: Schedules
+    noted: Mapping[str, Any]
+
+    @staticmethod
+    def of(prepared: PreparedModule, server: Server, notes: Mapping[str, str]) -> "EarlierFit":
+        """Return what a fit leaves.
+
+        Args:
+            prepared: The module.
+            server: The server's side.
+            notes: What checkpoints note of the fit's work.
+        """
+        noted = {**server.identity(), "transport": prepared.settings.transport(), "work": dict(notes), "metrics": {}}
+        return EarlierFit(prepared.module, server, Schedules.of(prepared.trainer, prepared.optimizer.base), noted)
+
+    def check_model(self, module: pl.LightningModule) -> None:
+        """Refuse another model than that of the earlier fit.
+
+        Raises:
+            FederatedError: If it is another one.
+        """
+        if module is not self.module:
+            raise FederatedError(
+                f"This trainer has already run {self.server.round} rounds on another model. Make a new"
+                " FederatedTrainer, or resume with fit(..., ckpt_path=...)."
+            )
+
+    def continue_in(self, server: Server, prepared: PreparedModule, ranks: Ranks, notes: Mapping[str, str]) -> None:
+        """Bring the server, the local optimizer and its schedules of the next fit to where this one ended.
+
+        Args:
+            server: The next fit's server, but for its clients' states.
+            prepared: The next fit's module.
+            ranks: The processes that share the clients.
+            notes: What the next fit notes of its work.
+
+        Raises:
+            FederatedError: If the next fit is of another run.
+        """
+        keeps_states = any(ranks.gather(len(self.server.clients) > 0))  # each process knows its own clients'
+        saved = {**self.server.state_dict({}), **self.noted}
+        _continue(server, saved, prepared.settings, notes, keeps_states, EARLIER_FIT)
+        self.schedules.resume(prepared.trainer, prepared.optimizer.base)
+        if not torch.equal(prepared.flat.y, server.shown()):
+            rank_zero_warn(
+                f"The model's parameters have changed since this trainer's earlier fit. This fit continues from the"
+                f" server's own after {server.round} rounds and ignores the change. To start from the changed ones,"
+                " make a new FederatedTrainer."
+            )
 
 
 def start_server(
@@ -181,7 +317,7 @@ def start_server(
     ranks: Ranks,
     notes: Mapping[str, str],
     restored: dict[str, Any] | None,
-    previous: Server | None,
+    earlier: EarlierFit | None,
 ) -> Server:
     """Return the server's side of a run as a fit starts.
 
@@ -191,10 +327,10 @@ def start_server(
         ranks: The processes that share the clients.
         notes: What this run's checkpoints note of its work.
         restored: The state of the checkpoint that the run goes on from, if there is one.
-        previous: The server's side at the end of the trainer's previous fit, if that is to go on.
+        earlier: What the trainer's earlier fit has left, if that is to go on.
 
     Raises:
-        FederatedError: If the checkpoint is not of this run.
+        FederatedError: If the checkpoint or the earlier fit is not of this run.
     """
     s, flat = prepared.settings, prepared.flat
     trainer: Any = prepared.trainer
@@ -209,9 +345,9 @@ def start_server(
     if restored is not None:
         metrics = restore_server(server, restored, s, notes, trainer.ckpt_path)
         trainer._logger_connector._callback_metrics.update(metrics)
-    elif previous is not None:
-        server.load_state_dict(previous.state_dict({}), any_seed=True)
-        kept = previous.clients
+    elif earlier is not None:
+        earlier.continue_in(server, prepared, ranks, notes)
+        kept = earlier.server.clients
     place.open(server, ranks, kept, flat, s)
     if restored is not None:
         with restored_from(trainer.ckpt_path, "client states"):

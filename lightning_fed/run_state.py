@@ -18,7 +18,7 @@ from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.inspection import Inspection
 from lightning_fed.module_checks import check_module
 from lightning_fed.monitors import Monitors
-from lightning_fed.restoring import Schedules, notes_of, restored_from, start_server
+from lightning_fed.restoring import EarlierFit, notes_of, restored_from, start_server
 from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepare_module
 from lightning_fed.rounds.cohort import CohortSampling, cohort_seed
 from lightning_fed.rounds.local_plans import population_of
@@ -51,8 +51,7 @@ class RunState(Inspection, _FitLoop):
         self.epoch_loop: ClientEpochLoop = ClientEpochLoop(trainer)
         self.settings = settings
         self.kept_states = ClientStatesPlace(trainer, settings.client_states, settings.client_states_dir)
-        self._module: pl.LightningModule | None = None
-        self._schedules: Schedules | None = None  # of the previous fit
+        self._earlier: EarlierFit | None = None  # if that has completed a round
         self._plateau_round = 0
         self._work_notes: dict[str, str] = {}
         self.clients_elsewhere: Callable[[PreparedModule, Population], ClientWork] | None = None  # than in this process
@@ -128,11 +127,15 @@ class RunState(Inspection, _FitLoop):
         if not isinstance(trainer.strategy, WithinClientStrategy):
             self._ranks = Ranks.of(trainer)
         sizes = self.population.sizes if self.population.sizes_are_known else None
-        self._work_notes = {
-            **settings.work(),
-            **notes_of(sizes, trainer.datamodule.batch_size, prepared.optimizer.base),
-        }
-        self._state = self._start_server()
+        batch_size = trainer.datamodule.batch_size
+        notes = {**settings.work(), **notes_of(sizes, batch_size, prepared.optimizer.base, prepared.flat)}
+        try:
+            self._state = self._start_server(notes)
+        except BaseException:  # the state there may be is of an earlier fit: this module is not to be shown with it
+            prepared.release()
+            self.prepared = None
+            raise
+        self._work_notes = notes
         prepared.seed = self._state.seed
         sampling = CohortSampling(
             settings, self.population, cohort_seed(trainer, settings, self.population, self._state.seed)
@@ -157,29 +160,28 @@ class RunState(Inspection, _FitLoop):
         population = population_of(self.trainer)
         self.population = self._rounds.sampling.population = self.clients.plans.population = population
 
-    def _start_server(self) -> Server:
-        """Return the server's side: that of the checkpoint or of this trainer's previous fit, or a new one."""
+    def _start_server(self, notes: Mapping[str, str]) -> Server:
+        """Return the server's side: that of the checkpoint or of this trainer's earlier fit, or a new one.
+
+        Args:
+            notes: What this fit notes of its work.
+        """
         assert self.prepared is not None
         restored, self._restored = self._restored, None
-        previous = self._state if restored is None and self._state is not None and self._state.round > 0 else None
+        earlier = self._earlier if restored is None else None
         if restored is not None:
             with restored_from(self.trainer.ckpt_path, "the choice of the engine"):
                 self._engines_before = _engines_of(restored)
-            self.steps_taken = int(restored["steps_taken"])
+            with restored_from(self.trainer.ckpt_path, "the count of local steps"):
+                self.steps_taken = int(restored["steps_taken"])
             self._check_sites(restored.get("sites", {}))
-        if previous is not None and self.prepared.module is not self._module:
-            raise FederatedError(
-                f"This trainer has already run {previous.round} rounds on another model. Make a new FederatedTrainer,"
-                " or resume with fit(..., ckpt_path=...)."
-            )
-        if previous is not None and self.clients is not None:
-            self._engines_before = self.clients.engine_names
-        if previous is not None and self._schedules is not None:
-            self._schedules.resume(self.trainer, self.prepared.optimizer.base)
-        server = start_server(self.prepared, self.kept_states, self._ranks, self._work_notes, restored, previous)
-        self._module = self.prepared.module
+        if earlier is not None:
+            earlier.check_model(self.prepared.module)
+            if self.clients is not None:
+                self._engines_before = self.clients.engine_names
+        server = start_server(self.prepared, self.kept_states, self._ranks, notes, restored, earlier)
         aggregator = self.settings.aggregator
-        if aggregator is not None and previous is None:
+        if aggregator is not None and earlier is None:
             with restored_from(self.trainer.ckpt_path, "the messages on their way"):
                 aggregator.load_state_dict((restored or {}).get("aggregator", {}), server.x)
         return server
@@ -210,8 +212,8 @@ class RunState(Inspection, _FitLoop):
     def teardown(self) -> None:
         """Leave the module with the server model, and its parameters with storage of their own."""
         if self.prepared is not None:
-            if self._state is not None:
-                self._schedules = Schedules.of(self.trainer, self.prepared.optimizer.base)
+            if (state := self._state) is not None:
+                self._earlier = EarlierFit.of(self.prepared, state, self._work_notes) if state.round > 0 else None
             self._rounds = self.precision_at_start = None
             self.show_server_model()
             self.prepared.release()

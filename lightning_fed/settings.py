@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.types import Weighting
 from lightning_fed.optim import overrides
 from lightning_fed.server.aggregator import Aggregator
@@ -54,11 +55,12 @@ class Settings:
         # the account of privacy rests on the sampler's probability
         return {**noted, "sampler": repr(self.sampler)} if self.is_private else noted
 
-    def check_transport(self, saved: Mapping[str, str]) -> None:
+    def check_transport(self, saved: Mapping[str, str], origin: Origin = CHECKPOINT) -> None:
         """Refuse to go on with a run whose messages were put together in another way.
 
         Args:
-            saved: The :meth:`transport` that a checkpoint notes.
+            saved: The :meth:`transport` of that run.
+            origin: What this run continues from.
 
         Raises:
             FederatedError: Naming the argument.
@@ -67,14 +69,12 @@ class Settings:
         for name in sorted({*saved, *mine}):
             if (there := saved.get(name, "None")) != (here := mine.get(name, "None")) and name != "sampler":
                 raise FederatedError(
-                    f"The checkpoint's {name} is {there}, this run's is {here}. Resume with the {name} it was written"
-                    " with, or start from its weights alone: Model.load_from_checkpoint(path), then fit without"
-                    " ckpt_path."
+                    f"{origin.name}'s {name} is {there}, {origin.this}'s is {here}. {origin.remedy(f'the {name}')}"
                 )
             if there != here:
                 raise FederatedError(
-                    f"The checkpoint's sampler is {there}, this run's is {here}: the privacy spent so far is accounted"
-                    " for with its probability. Resume with the sampler it was written with."
+                    f"{origin.name}'s sampler is {there}, {origin.this}'s is {here}: the privacy spent so far is"
+                    f" accounted for with its probability. {origin.remedy('the sampler')}"
                 )
 
     def work(self) -> dict[str, str]:

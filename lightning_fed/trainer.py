@@ -270,8 +270,9 @@ class FederatedTrainer(pl.Trainer):
     ) -> None:
         """Run the rounds; see :meth:`pytorch_lightning.Trainer.fit`.
 
-        Afterwards the module holds the server model. With ``ckpt_path`` the run goes on at the round after the
-        checkpoint's; a checkpoint of an ordinary Lightning run gives the initial weights.
+        Afterwards the module holds the server model. A second call continues the run, up to a higher
+        :attr:`max_rounds`, and refuses another model or other clients. With ``ckpt_path`` the run continues after the
+        checkpoint's round; a checkpoint of an ordinary Lightning run gives the initial weights.
 
         Args:
             model: Any LightningModule with automatic optimization and one optimizer.

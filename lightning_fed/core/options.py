@@ -5,6 +5,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_fed.core.origin import CHECKPOINT, Origin
+
 __all__ = ["differing_options", "options_of"]
 
 
@@ -14,15 +16,19 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def differing_options(
-    built: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]], is_scheduled: bool
+    built: Sequence[Mapping[str, Any]],
+    loaded: Sequence[Mapping[str, Any]],
+    is_scheduled: bool,
+    origin: Origin = CHECKPOINT,
 ) -> list[str]:
-    """Return what a checkpoint has changed of an optimizer's options, in words.
+    """Return what loading a state has changed of an optimizer's options, in words.
 
     Args:
         built: The options of every group before it was loaded.
         loaded: Those after.
         is_scheduled: Whether a schedule moves the rates, and momentum perhaps, which then differ anyhow; where it notes
             its first rates, these are compared.
+        origin: What the run continues from.
     """
     moving = {"lr", "momentum", "betas"} if is_scheduled else {"initial_lr"}
     found: dict[str, None] = {}
@@ -30,5 +36,5 @@ def differing_options(
         for name in mine.keys() & saved.keys() - moving:
             if mine[name] != saved[name]:
                 shown = "lr" if name == "initial_lr" else name
-                found[f"{shown}={saved[name]!r} (this run has {mine[name]!r})"] = None
+                found[f"{shown}={saved[name]!r} ({origin.this} has {mine[name]!r})"] = None
     return sorted(found)

@@ -1,5 +1,6 @@
 """Everything that outlives a round: x, the server state, the clients' kept states, the server optimizer."""
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -10,6 +11,7 @@ import torch
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import Layout
+from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.rounds import AdvanceSolver, Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.client_state import PERSONAL, ExpectedState
@@ -189,6 +191,15 @@ class Server:
         self.bytes_up += bytes_up
         self.bytes_down += bytes_down
 
+    def identity(self) -> dict[str, Any]:
+        """Return what the state belongs to: the method with its options, the clients' ids and the seed, as copies."""
+        return {
+            "seed": self.seed,
+            "algorithm": type(self.algorithm).__name__,
+            "options": copy.deepcopy(self.algorithm.options()),
+            "clients": len(self.ids) if self.ids == range(len(self.ids)) else [_plain(i) for i in self.ids],
+        }
+
     def state_dict(self, client_states: Mapping[Any, Any] | None = None) -> dict[str, Any]:
         """Return the state after the last completed round; plain containers and tensors only.
 
@@ -198,10 +209,7 @@ class Server:
         return {
             "format": FORMAT,
             "round": self.round,
-            "seed": self.seed,
-            "algorithm": type(self.algorithm).__name__,
-            "options": self.algorithm.options(),
-            "clients": len(self.ids) if self.ids == range(len(self.ids)) else [_plain(i) for i in self.ids],
+            **self.identity(),
             "step": self.step.state_dict(),
             "state": dict(self.state),
             "client_states": self.clients.state_dict() if client_states is None else client_states,
@@ -214,7 +222,11 @@ class Server:
         }
 
     def load_state_dict(
-        self, saved: dict[str, Any], any_seed: bool = False, is_mine: Callable[[int], bool] = lambda index: True
+        self,
+        saved: dict[str, Any],
+        any_seed: bool = False,
+        is_mine: Callable[[int], bool] = lambda index: True,
+        origin: Origin = CHECKPOINT,
     ) -> None:
         """Load what :meth:`state_dict` returned.
 
@@ -222,37 +234,37 @@ class Server:
             saved: The saved state.
             any_seed: Whether to go on with the saved seed when it is another one.
             is_mine: Which clients' states this process keeps, by stored index.
+            origin: What the run continues from.
 
         Raises:
-            FederatedError: If the checkpoint is of another method, other options, clients or model.
+            FederatedError: If it is of another method, other options, clients or model.
         """
-        mine = self.state_dict({})
+        mine = self.identity()
         for key, what in _IDENTITY.items():
             if saved[key] != mine[key] and not (key == "seed" and any_seed):
+                there, here = _short(saved[key], mine[key]), _short(mine[key], saved[key])
                 raise FederatedError(
-                    f"The checkpoint's {what} is {_short(saved[key])}, this run's is {_short(mine[key])}. Resume with"
-                    " the settings it was written with, or start from its weights alone:"
-                    " Model.load_from_checkpoint(path), then fit without ckpt_path."
+                    f"{origin.name}'s {what} is {there}, {origin.this}'s is {here}. {origin.remedy(f'the {what}')}"
                 )
         if saved["step"]["x"].shape != self.x.shape:
             raise FederatedError(
-                f"The checkpoint holds {saved['step']['x'].numel():,} trainable parameters, the model has"
-                f" {self.x.numel():,}. Resume with the same model and the same frozen parameters."
+                f"{origin.name} {origin.has} {saved['step']['x'].numel():,} trainable parameters, the model has"
+                f" {self.x.numel():,}. {origin.remedy('the model and the frozen parameters')}"
             )
         if (there := saved.get("personal", self.personal)).shape != self.personal.shape:
             raise FederatedError(
-                f"The checkpoint holds {there.numel():,} personal parameters, the model has {self.personal.numel():,}."
-                " Resume with the same model and the same personal parameters."
+                f"{origin.name} {origin.has} {there.numel():,} personal parameters, the model has"
+                f" {self.personal.numel():,}. {origin.remedy('the model and the personal parameters')}"
             )
         for name, value in self.state.items():
             if (there := saved["state"].get(name, value)).shape != value.shape:
                 raise FederatedError(
-                    f"The checkpoint's server state {name!r} has shape {list(there.shape)}, this run's"
-                    f" {list(value.shape)}. Resume with the method it was written with."
+                    f"{origin.name}'s server state {name!r} has shape {list(there.shape)}, {origin.this}'s"
+                    f" {list(value.shape)}. {origin.remedy('the method')}"
                 )
         device = self.x.device
         self.round, self.seed = int(saved["round"]), int(saved["seed"])
-        self.step.load_state_dict(saved["step"])
+        self.step.load_state_dict(saved["step"], origin)
         self.state = {name: value.to(device) for name, value in saved["state"].items()}
         self.clients.load_state_dict(saved["client_states"], device, is_mine)
         self.buffers = {name: value.to(device) for name, value in saved["buffers"].items()}
@@ -284,6 +296,15 @@ def _plain(client_id: Any) -> ClientId:
     return plain
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _short(value: Any, other: Any) -> str:
+    """Return a value as text, of a long list from where it differs from another one."""
+    text, start = repr(value), 0
+    if len(text) <= 80:
+        return text
+    if isinstance(value, list):
+        others = other if isinstance(other, list) else []
+        start = next((n for n, (a, b) in enumerate(zip(value, others, strict=False)) if a != b), len(others))
+        start = min(start, len(value) - 1)
+    before = f"{len(value):,} long, from number {start:,} on " if start else ""
+    text = repr(value[start:]) if start else text
+    return before + (text if len(text) <= 80 else f"{text[:77]}...")

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import Layout
+from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.torch_optimizers import refuse_unsupported
 from lightning_fed.core.types import Vector
 
@@ -123,8 +124,12 @@ class ServerStep:
             "classes": [type(self.optimizer).__name__, type(self.scheduler).__name__],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], origin: Origin = CHECKPOINT) -> None:
         """Load what :meth:`state_dict` returned; rates and other options are the saved ones.
+
+        Args:
+            state: What it returned.
+            origin: What the run continues from.
 
         Raises:
             FederatedError: If it is of another optimizer or scheduler.
@@ -133,8 +138,7 @@ class ServerStep:
         for name, saved, here in zip(("server_optimizer", "server_lr_scheduler"), state["classes"], mine, strict=True):
             if saved != here:
                 raise FederatedError(
-                    f"The checkpoint's {name} is {saved}, this run's is {here}. Resume with the {name} it was written"
-                    " with."
+                    f"{origin.name}'s {name} is {saved}, {origin.this}'s is {here}. {origin.remedy(f'the {name}')}"
                 )
         self.x.copy_(state["x"])
         self.optimizer.load_state_dict(state["optimizer"])
