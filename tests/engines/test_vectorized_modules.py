@@ -101,6 +101,25 @@ class Tied(Ordinary):
         self.head = nn.Linear(FEATURES, CLASSES)
 
 
+class Held(Ordinary):
+    """Has its network again in the loss, as many losses hold what they regularize."""
+
+    reads = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.penalty = nn.ModuleDict({"of": self.body})
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        scale = loss.item() * 0 + 0.1 if self.reads else 0.1
+        return loss + scale * sum(p.square().sum() for p in self.penalty["of"].parameters())
+
+
+class HeldAndRead(Held):
+    reads = True
+
+
 class Frozen(Ordinary):
     def __init__(self) -> None:
         super().__init__()
@@ -216,10 +235,12 @@ CASES: dict[str, dict[str, Any]] = {
     "server optimizers": {"server_optimizer": partial(FedAdam, lr=0.1, beta1=0.9, beta2=0.99, tau=0.1)},
     "equal weights": {"weighting": "uniform", "algorithm": FedAvg()},
     "clipping": {"gradient_clip_val": 0.1},
+    "a submodule with two names": {"make": Held},
 }
 
 
 CHUNKED = ["losses that depend on the batch's index", "batches and losses in dictionaries", "logs", "tied weights"]
+CHUNKED += ["a submodule with two names"]
 CHUNKED += ["loaders of the user's own", "unused parameters"]
 ALONE = ["frozen parameters", "parameter groups", "a schedule", "very unequal clients", "clipping"]
 ALONE += ["transfer hooks of the module", "transfer hooks of the data module", "augmented and transformed batches"]
@@ -241,6 +262,10 @@ def test_it_ends_where_the_sequential_engine_ends(name: str, chunk_size: int | N
         run("vectorized", callbacks=two, chunk_size=chunk_size, **options),
     )
     assert_same_reports(one, two)
+
+
+def test_a_submodule_with_two_names_is_whole_after_a_trial_that_failed() -> None:
+    assert_agree(run("sequential", HeldAndRead), run("auto", HeldAndRead))
 
 
 def assert_same_reports(one: Record, two: Record) -> None:

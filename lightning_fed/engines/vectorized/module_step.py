@@ -89,7 +89,7 @@ class ModuleStep:
         with trainer.precision_plugin.train_step_context():
             self.traces = Traces(torch.get_default_dtype(), rank_zero_warn)
         self._call = _Step(module)
-        self._names = [f"module.{name}" for name in flat.names]
+        self._places = _places(self._call, flat.params)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._is_mixed = isinstance(trainer.precision_plugin, pl.plugins.precision.MixedPrecision)
         self.options: dict[str, dict[str, Any]] = {}
@@ -129,7 +129,7 @@ class ModuleStep:
         """
 
         def loss_at(*at: Tensor) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
-            loss, values = self._loss(leaves, spec, batch_idx, dict(zip(self._names, at, strict=True)))
+            loss, values = self._loss(leaves, spec, batch_idx, {name: at[i] for name, i in self._places})
             return loss, (loss.detach(), values)
 
         pulled: Any = vjp(loss_at, *point, has_aux=True)
@@ -187,7 +187,9 @@ class ModuleStep:
             if parameters is None:
                 output = self.module.training_step(*arguments)
             else:
-                output = functional_call(self._call, parameters, arguments)
+                # PyTorch would look for ties itself, and swap a module with two names twice: it ends with the tensors
+                # of the call in place of its parameters
+                output = functional_call(self._call, parameters, arguments, tie_weights=False)
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise FederatedError(
@@ -285,6 +287,20 @@ class ModuleStep:
             if own is not None:
                 attributes["log"] = own
             self.flat.restore()
+
+
+def _places(module: nn.Module, parameters: Sequence[Tensor]) -> list[tuple[str, int]]:
+    """Return the name of every attribute that holds one of some parameters, with the position of that parameter.
+
+    A tied parameter has several names. A module that is reached in several ways has one.
+    """
+    positions = {id(parameter): i for i, parameter in enumerate(parameters)}
+    return [
+        (f"{prefix}.{key}", positions[id(parameter)])
+        for prefix, owner in module.named_modules()
+        for key, parameter in owner._parameters.items()
+        if id(parameter) in positions
+    ]
 
 
 def _check_logged(name: str, value: Any, options: dict[str, Any]) -> None:
