@@ -34,8 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get("LIGHTNING_FED_ORACLE_CASES"),
         help="a folder of oracle cases to run through the real trainer (default: $LIGHTNING_FED_ORACLE_CASES)",
     )
-    parser.addoption("--fuzz", metavar="N", type=int, default=25, help="random configurations that tests/fuzz runs")
-    parser.addoption("--fuzz-seed", metavar="SEED", type=int, help="draw others")
+    parser.addoption("--fuzz", metavar="N", type=int, help="run this many random configurations in tests/fuzz")
+    parser.addoption("--fuzz-seed", metavar="SEED", type=int, default=0, help="draw others")
     parser.addoption(
         "--share",
         metavar="K/N",

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from tests.fuzz.configuration import AXES, SEED, Configuration, draw
+from tests.fuzz.configuration import AXES, Configuration, draw
+from tests.fuzz.default import DEFAULT
 from tests.fuzz.oracles import examine
 from tests.fuzz.shrink import shrink
 
@@ -16,9 +17,9 @@ from tests.fuzz.shrink import shrink
 def main() -> int:
     """Run them, and return whether anything was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--configurations", type=int, default=25, help="how many, from --first on (default: 25)")
+    parser.add_argument("--configurations", type=int, help="how many, from --first on (default: the default run's 25)")
     parser.add_argument("--first", type=int, default=0, help="the first number (default: 0)")
-    parser.add_argument("--seed", type=int, default=SEED, help=f"what they are drawn with (default: {SEED})")
+    parser.add_argument("--seed", type=int, default=0, help="what the numbers are drawn with (default: 0)")
     parser.add_argument("--number", type=int, help="run this one alone, and print traces")
     parser.add_argument("--set", nargs="*", default=[], metavar="AXIS=VALUE", help="change axes after the draw")
     parser.add_argument("--defaults", action="store_true", help="draw nothing: run all defaults, but for what is set")
@@ -26,10 +27,11 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     alone = 0 if given.defaults else given.number
-    count = range(given.first, given.first + given.configurations) if alone is None else [alone]
+    numbers = DEFAULT if given.configurations is None else range(given.first, given.first + given.configurations)
+    numbers = numbers if alone is None else [alone]
     changes = dict(_parsed(text) for text in given.set)
     started, seen, failed = time.perf_counter(), Counter[str](), 0
-    for number in count:
+    for number in numbers:
         c = replace(Configuration() if given.defaults else draw(given.seed, number), **changes)
         findings, reference = examine(c)
         seen["refused" if reference.failure else "run"] += 1
@@ -41,7 +43,7 @@ def main() -> int:
             if not given.no_shrink:
                 print(f"    shrunk to {_shrunk(c, finding.oracle)}", flush=True)
     spent = time.perf_counter() - started
-    print(f"{len(count)} configurations in {spent:.0f} s: {dict(seen)}, {failed} of them failed.")
+    print(f"{len(numbers)} configurations in {spent:.0f} s: {dict(seen)}, {failed} of them failed.")
     return int(failed > 0)
 
 

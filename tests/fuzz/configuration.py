@@ -1,14 +1,11 @@
 """What a fuzzed run may look like: the axes, how a configuration is drawn, and how it is described."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-__all__ = ["AXES", "SEED", "Configuration", "compatible", "draw"]
-
-SEED = 1169
-"""What the default run draws with; ``test_fuzz.py`` says what must be among its first 25."""
+__all__ = ["AXES", "Configuration", "compatible", "covering", "draw"]
 
 AXES: Mapping[str, tuple[Any, ...]] = {
     # The module. The first value of every axis is its default; a value that stands twice is drawn twice as often.
@@ -33,7 +30,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
         *("loss", "none", "batch_size", "batch_size", "several", "several"),
         *("dict", "tokens", "number", "step", "bar"),
     ),
-    "output": ("loss",) * 6 + ("dict", "dict", "skip"),
+    "output": ("loss",) * 9 + ("dict", "dict", "skip"),
     "loss": ("mean", "mean", "sum", "weighted", "smooth", "mse"),
     "optimizer": (
         *("sgd", "sgd", "sgd", "decay", "decay", "momentum", "nesterov"),
@@ -253,3 +250,32 @@ def _conflicts(c: Configuration) -> Iterator[dict[str, Any]]:
         yield {"variant": 0}
     if c.loss == "mse" and c.dataset == "partition":
         yield {"dataset": "subset"}
+
+
+def covering(count: int, required: Sequence[Callable[[Configuration], bool]], seed: int = 0) -> list[int]:
+    """Return few numbers that hold much: what is required, and then as many values of all axes as they can.
+
+    Args:
+        count: How many numbers.
+        required: For each of these, the first number is taken whose configuration it is true of.
+        seed: What they are drawn with.
+    """
+    drawn = [draw(seed, number) for number in range(_AMONG)]
+    held = [{(name, getattr(c, name)) for name in AXES} for c in drawn]
+    chosen: list[int] = []
+    for is_wanted in required:
+        found = next((number for number in range(_AMONG) if is_wanted(drawn[number])), None)
+        assert found is not None, "no configuration has what the default run is to have; draw among more"
+        chosen += [found] if found not in chosen else []
+    missing = {(name, value) for name, values in AXES.items() for value in values}
+    missing -= set().union(*(held[number] for number in chosen))
+    left = [number for number in range(_AMONG) if not _IS_LEFT_OUT & held[number]]
+    while len(chosen) < count:
+        best = max(left, key=lambda number: (number not in chosen, len(missing & held[number]), -number))
+        chosen.append(best)
+        missing -= held[best]
+    return sorted(chosen)
+
+
+_AMONG = 500
+_IS_LEFT_OUT = {("output", "skip"), ("network", "sparse")}  # left to longer runs, which find faults in them

@@ -396,7 +396,7 @@ class _Loop:
             return model.vector()
         decayed = torch.cat(
             [  # FedAvg leaves parameters without a gradient to torch, which does not decay them
-                torch.full((p.numel(),), 0.0 if had is None and c.method == "FedAvg" else self.decay)
+                torch.full_like(p.detach().reshape(-1), 0.0 if had is None and c.method == "FedAvg" else self.decay)
                 for p, had in zip(model.params, grads, strict=True)
             ]
         )
