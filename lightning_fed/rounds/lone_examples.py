@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_fed._compat import is_overridden
 from lightning_fed._lightning import pl
-from lightning_fed.callbacks.base import FederatedCallback, uses_hook
+from lightning_fed.callbacks.base import hears
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import ClientId
 from lightning_fed.engines.base import WorkPlan
-from lightning_fed.engines.batch_hooks import overridden_hooks
+from lightning_fed.engines.batch_hooks import uses_batch_hook
 from lightning_fed.engines.client_errors import ONE_VALUE
 from lightning_fed.engines.gradients import GradientPass, prepare_batch
 from lightning_fed.rounds.client_work import ClientWork
@@ -65,9 +66,12 @@ def _uses_batch_statistics(module: nn.Module) -> bool:
 
 
 def _may_set_modes(trainer: pl.Trainer) -> bool:
-    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, FederatedCallback)]
-    return bool(overridden_hooks(trainer)) or any(
-        uses_hook(callback, "on_client_start", FederatedCallback) for callback in callbacks
+    """Whether hooks that come before a client's batches are there, of the module or of the user's callbacks."""
+    users = [callback for callback in trainer.callbacks if not isinstance(callback, pl.callbacks.ProgressBar)]
+    return (
+        is_overridden("on_train_batch_start", trainer.lightning_module, pl.LightningModule)
+        or any(uses_batch_hook(callback, "on_train_batch_start") for callback in users)
+        or hears(trainer, "on_client_start")
     )
 
 

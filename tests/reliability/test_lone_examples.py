@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -67,12 +68,20 @@ def test_a_last_batch_of_one_is_refused_before_any_client_works(engine: Any) -> 
     refused(seeded(Normed), match=r"9 examples.*\(1 other clients have", engine=engine, sizes=(8, 9, 13))
 
 
+class Watching(pl.Callback):
+    """Looks at batches when they are done, as progress bars and monitors do."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Do nothing."""
+
+
 CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a client of one": (Normed, {"sizes": (8, 1)}, r"1 example, and batch_size=4 makes a batch of one\. .*Merge it"),
     "even with drop_last": (Normed, {"datamodule": lambda: data((8, 1), drop_last=True)}, "1 has 1 example,.*Merge"),
     "batches of one": (Normed, {"datamodule": lambda: data((8, 4), batch_size=1)}, "Raise batch_size"),
     "no running statistics": (partial(Normed, track_running_stats=False), {}, "Client 1 has 9"),
     "and in eval mode": (lambda: seeded(partial(Normed, track_running_stats=False)).eval(), {}, "Client 1 has 9"),
+    "with callbacks": (Normed, {"callbacks": Watching(), "enable_progress_bar": True}, "Client 1 has 9"),
     "accumulation": (Normed, {"accumulate_grad_batches": 2}, "Client 1 has 9"),
     "synchronised": (partial(Normed, nn.SyncBatchNorm), {}, r"body\.1 \(SyncBatchNorm\)"),
     "pictures of one pixel": (partial(Pictures, side=1), {}, r"body\.3 \(BatchNorm2d\)"),
@@ -136,6 +145,7 @@ WORKS: dict[str, Any] = {
     "eval mode": lambda: fit(seeded(Normed).eval(), data(NINE)),
     "set to eval mode by a hook": lambda: fit(seeded(SetsEval), data(NINE)),
     "set to eval mode by a later hook": lambda: fit(seeded(SetsEvalLate), data(NINE)),
+    "set to eval mode for a client": lambda: fit(seeded(Normed), data(NINE), callbacks=EvalMode("on_client_start")),
     "several pixels": lambda: fit(seeded(Pictures), data(NINE)),
     "instance norm of several pixels": lambda: fit(seeded(partial(Pictures, nn.InstanceNorm2d)), data(NINE)),
     "the last batch is not reached": lambda: fit(seeded(Normed), data(NINE), limit_train_batches=2),
