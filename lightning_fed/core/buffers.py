@@ -50,7 +50,16 @@ class Buffers:
     def write(self, values: State) -> None:
         """Put values into the module's buffers."""
         for name, (owner, key) in self._owners.items():
-            owner.get_buffer(key).copy_(values[name])
+            buffer = owner.get_buffer(key)
+            if _shares_memory(buffer):
+                setattr(owner, key, values[name].clone())
+            else:
+                buffer.copy_(values[name])
+
+
+def _shares_memory(buffer: torch.Tensor) -> bool:
+    """Return whether elements share memory, as those of ``expand`` do; such a tensor cannot be written to."""
+    return any(size > 1 and step == 0 for size, step in zip(buffer.shape, buffer.stride(), strict=True))
 
 
 class BufferMean:

@@ -23,7 +23,19 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.client_store import lasting_copies
 from lightning_fed.server.weighting import Participant
 
-__all__ = ["ChunkResult", "Engine", "RestartRoundError", "RoundInputs", "WorkPlan", "per_parameter"]
+__all__ = [
+    "ChunkResult",
+    "Engine",
+    "OnlySequentialError",
+    "RestartRoundError",
+    "RoundInputs",
+    "WorkPlan",
+    "per_parameter",
+]
+
+
+class OnlySequentialError(FederatedError):
+    """The vectorized engine cannot run these clients, and the sequential engine can."""
 
 
 class RestartRoundError(FederatedError):

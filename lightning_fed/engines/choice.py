@@ -13,7 +13,14 @@ import torch
 from lightning_fed._compat import rank_zero_info, rank_zero_warn
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId, State, Vector
-from lightning_fed.engines.base import ChunkResult, Engine, RestartRoundError, RoundInputs, WorkPlan
+from lightning_fed.engines.base import (
+    ChunkResult,
+    Engine,
+    OnlySequentialError,
+    RestartRoundError,
+    RoundInputs,
+    WorkPlan,
+)
 from lightning_fed.engines.client_errors import in_short
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.engine import SequentialEngine
@@ -146,7 +153,14 @@ class Fallback:
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:
         """Begin a round; see :meth:`lightning_fed.engines.base.Engine.begin_round`."""
         self._held = HeldSettings(self._engine.prepared) if self.may_restart else None
-        self._engine.begin_round(plans)
+        try:
+            self._engine.begin_round(plans)
+        except FederatedError as error:
+            if self.has_given_up or not self._goes_on:
+                raise
+            warnings.warn(f"engine='auto' goes on with 'sequential', since {_decapitalised(str(error))}", stacklevel=2)
+            self.give_up()
+            self._engine.begin_round(plans)
 
     def client_started(self, client_id: ClientId) -> None:
         """Look at what ``on_client_start`` has set."""
@@ -200,7 +214,7 @@ class Fallback:
             return self._engine.run(inputs, plans, clients, solvers)
         except ClientError as error:
             cause = error.__cause__
-            if error.culprit is None or cause is None or isinstance(cause, FederatedError):
+            if cause is None or not self._may_be_the_engines(error):
                 raise
             sequential = self._make_sequential()
             try:
@@ -218,13 +232,15 @@ class Fallback:
         cause: BaseException | None = None
         try:
             for plan, answer in self._engine.each_full_gradients(inputs, plans):
-                if isinstance(answer, ClientError) and not self.has_given_up and answer.culprit is not None:
+                if isinstance(answer, ClientError) and not self.has_given_up and self._may_be_the_engines(answer):
                     cause = answer.__cause__ or answer
                     break
                 yield plan, answer
                 done += 1
-        except FederatedError:
-            raise
+        except FederatedError as error:
+            if not (self._goes_on and isinstance(error, OnlySequentialError)):
+                raise
+            cause = error
         except Exception as error:  # of clients whose gradients were taken at once, before one of them is named
             cause = error
         if cause is None:
@@ -257,6 +273,12 @@ class Fallback:
         self._left = self._row = None
         self._engine.end_round()
 
+    def _may_be_the_engines(self, error: ClientError) -> bool:
+        """Return whether clients that failed may train without an error one by one."""
+        if isinstance(error.__cause__, OnlySequentialError):
+            return self._goes_on  # by name, the engine refuses in the same words
+        return error.culprit is not None and not isinstance(error.__cause__, FederatedError)
+
     def _blame_engine(self, cause: BaseException, round: int) -> None:
         """Go on with the sequential engine and say so, or refuse this one.
 
@@ -264,7 +286,7 @@ class Fallback:
             FederatedError: If this engine was asked for by name.
         """
         module = type(self._engine.trainer.lightning_module).__name__
-        text = in_short(cause)
+        text = str(cause) if isinstance(cause, OnlySequentialError) else in_short(cause)
         if not self._goes_on:
             raise FederatedError(
                 f"engine='vectorized' cannot run clients of {module} in round {round}, though a trial step passed:"

@@ -28,13 +28,13 @@ class Logged:
     Attributes:
         flags: The arguments of ``self.log``, and the hook it was called in.
         value: The sum of values times examples, or the sum, least or largest of values.
-        weight: The examples.
+        weight: The sum of the batch sizes.
         dtype: The type in which the value is kept.
     """
 
     flags: dict[str, Any]
     value: float
-    weight: int
+    weight: float
     dtype: torch.dtype
 
 
@@ -73,7 +73,7 @@ class SharedResults(_ResultCollection):
         out = {}
         for key, item in self.valid_items():
             if item.is_tensor and item.meta.on_epoch and item.meta.fx not in _PER_ROUND:
-                weight = int(item.cumulated_batch_size) if item.meta.is_mean_reduction else 1
+                weight = item.cumulated_batch_size.item() if item.meta.is_mean_reduction else 1
                 out[key] = Logged(_flags_of(item.meta), float(item.value), weight, item.value.dtype)
         return out
 

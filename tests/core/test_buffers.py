@@ -156,3 +156,13 @@ def test_the_mean_by_examples(clients: list[tuple[float, int]]) -> None:
     want = sum(v * n for v, n in clients) / sum(n for _, n in clients)
     torch.testing.assert_close(out["mean"][0], torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-9)
     assert int(out["count"]) == max(n for _, n in clients)
+
+
+def test_a_buffer_whose_elements_share_memory_is_written() -> None:
+    module = nn.Module()
+    module.register_buffer("rows", torch.arange(3.0)[None].expand(4, 3))
+    buffers = Buffers({"rows": (module, "rows")}, "average")
+    buffers.write(buffers.read())
+    assert torch.equal(module.rows, torch.arange(3.0).repeat(4, 1))
+    buffers.write({"rows": torch.eye(4)[:, :3]})
+    assert torch.equal(module.rows, torch.eye(4)[:, :3])

@@ -278,10 +278,21 @@ class LaterStatistics(Later):
         return loss
 
 
-@pytest.mark.parametrize("engine", few(ENGINES, ENGINES[:1]))
+class LaterNone(Later):
+    """Skips one batch, which the trial step has not seen."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    def then(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+@pytest.mark.parametrize("engine", few(ENGINES[:2], ENGINES[:1]))
 @pytest.mark.parametrize(
     ("module", "what"),
     [
+        (LaterNone, "training_step returned NoneType"),
         (LaterDropout, "draws random numbers"),
         (LaterPython, "draws random numbers"),
         (LaterCount, "changes the attribute 'count'"),
@@ -292,6 +303,15 @@ def test_what_begins_later_stops_by_name(module: Any, what: str, engine: dict[st
     for algorithm in (FedAvg(), Mime(SGDm())):
         with pytest.raises(FederatedError, match=what):
             run(**engine, make=module, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("module", few([LaterDropout, LaterPython, LaterStatistics, LaterNone], [LaterNone]))
+def test_auto_takes_the_sequential_engine_when_a_step_begins_to_need_it(module: Any) -> None:
+    for algorithm in (FedAvg(), Mime(SGDm())):
+        with pytest.warns(UserWarning, match="engine='auto' goes on with 'sequential'") as warned:
+            found = run("auto", make=module, datamodule=EVEN, algorithm=algorithm)
+        assert sum("goes on with 'sequential'" in str(w.message) for w in warned) == 1
+        assert_agree(found, run("sequential", make=module, datamodule=EVEN, algorithm=algorithm))
 
 
 class WithMetric(Ordinary):

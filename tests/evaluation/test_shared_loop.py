@@ -33,7 +33,7 @@ class Logs(Net):
         loss = losses.mean()
         self.log("mean", loss)
         self.log("synced", loss, sync_dist=True)
-        self.log("weighted", loss, batch_size=1 + batch_idx)
+        self.log("weighted", loss, batch_size=0.5 + batch_idx)
         self.log("sum", losses.sum(), reduce_fx="sum")
         self.log("synced_sum", losses.sum(), reduce_fx="sum", sync_dist=True)
         self.log("max", losses.max(), reduce_fx=torch.max)

@@ -11,9 +11,8 @@ from torch.utils import _pytree as pytree
 from lightning_fed._compat import is_overridden
 from lightning_fed._lightning import pl
 from lightning_fed.core.arguments import kind_of
-from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches import TensorBatches
-from lightning_fed.engines.base import WorkPlan
+from lightning_fed.engines.base import OnlySequentialError, WorkPlan
 from lightning_fed.engines.batch_hooks import TRANSFER_HOOKS
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.vectorized.row_lookup import RowLookup, on_device
@@ -202,11 +201,11 @@ def check_tensors(leaves: Sequence[Any]) -> None:
     """Refuse a batch that holds anything but tensors.
 
     Raises:
-        FederatedError: Naming what it holds.
+        OnlySequentialError: Naming what it holds.
     """
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
-            raise FederatedError(
+            raise OnlySequentialError(
                 f"engine='vectorized' needs batches of tensors only, found {kind_of(leaf)} in one. Leave it out"
                 " of the batch, or use engine='sequential'."
             )

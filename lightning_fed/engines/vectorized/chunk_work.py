@@ -10,7 +10,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Run, Update
 from lightning_fed.core.types import State, Vector
-from lightning_fed.engines.base import RoundInputs
+from lightning_fed.engines.base import OnlySequentialError, RoundInputs
 from lightning_fed.engines.vectorized.clients import ChunkMemory, Clients, of_each, stack_states
 from lightning_fed.engines.vectorized.optimizer import Clipping, StackedOptimizer
 from lightning_fed.optim import FederatedOptimizer, overrides, solver_entries
@@ -159,7 +159,7 @@ class ChunkWork:
         except Exception as error:
             if isinstance(error, FederatedError) or len(y) == 1:
                 raise
-            raise FederatedError(
+            raise OnlySequentialError(
                 f"engine='vectorized' cannot run {type(self.algorithm).__name__}.finish for several clients at once"
                 f" ({error}). Use tensor operations only, or engine='sequential'."
             ) from error

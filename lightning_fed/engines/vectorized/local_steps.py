@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.engines.base import OnlySequentialError
 from lightning_fed.engines.vectorized.anchors import KeptAnchor
 from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
@@ -106,12 +106,12 @@ class LocalSteps:
         """Return the parameters that the losses do not depend on.
 
         Raises:
-            FederatedError: If that differs from client to client.
+            OnlySequentialError: If that differs from client to client.
         """
         sets = {self.module.unused(group.first, group.spec, group.batch_idx) for group in groups}
         if len(sets) > 1:
             some = frozenset.union(*sets) - frozenset.intersection(*sets)
-            raise FederatedError(
+            raise OnlySequentialError(
                 f"engine='vectorized' cannot step clients at once whose losses depend on"
                 f" {self.module.flat.names[min(some)]!r} for some of them only, with this optimizer. Use chunk_size=1,"
                 " or engine='sequential'."

@@ -15,9 +15,9 @@ from torch.func import functional_call, vjp
 from lightning_fed._compat import is_param_in_hook_signature, rank_zero_warn
 from lightning_fed._lightning import pl
 from lightning_fed.core.arguments import kind_of
-from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
+from lightning_fed.engines.base import OnlySequentialError
 from lightning_fed.engines.gradients import check_loss
 from lightning_fed.engines.vectorized.batches import unflatten
 from lightning_fed.tracing.traces import Trace, Traces, kinds
@@ -192,7 +192,7 @@ class ModuleStep:
                 output = functional_call(self._call, parameters, arguments, tie_weights=False)
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
-            raise FederatedError(
+            raise OnlySequentialError(
                 f"training_step returned {type(loss).__name__} instead of a loss, which clients that are run at"
                 " once cannot skip. Return a tensor for every batch, or use engine='sequential'."
             )
@@ -238,7 +238,7 @@ class ModuleStep:
         before = random_state(device), foreign_state() if looks else ()
         yield
         if before[0] != random_state(device) or (looks and before[1] != foreign_state()):
-            raise FederatedError(
+            raise OnlySequentialError(
                 f"engine='vectorized' cannot go on with {type(self.module).__name__}.training_step: it draws random"
                 " numbers, which it did not when it was tried out. Let it draw from the first round on (from torch's"
                 " generator), or use engine='sequential'."
@@ -250,7 +250,7 @@ class ModuleStep:
         """Stand in for ``self.log``: collect the value, and check the other arguments once."""
         name, value = args[:2] if len(args) > 1 else (kwargs.get("name", *args[:1]), kwargs["value"])
         if name in self._values:
-            raise FederatedError(
+            raise OnlySequentialError(
                 f"engine='vectorized' logs a name once a step, found self.log({name!r}, ...) twice in training_step."
                 " Log the mean of both, or use engine='sequential'."
             )
@@ -261,7 +261,7 @@ class ModuleStep:
             size = bound.get("batch_size")
             _check_logged(name, value, options)
         if not (size is None or isinstance(size, Real)):
-            raise FederatedError(
+            raise OnlySequentialError(
                 "engine='vectorized' takes Python numbers as batch sizes, found"
                 f" self.log({name!r}, ..., batch_size=...) of {kind_of(size)} in training_step. Use a number that"
                 " depends on the shape of the batch alone, or use engine='sequential'."
@@ -308,7 +308,7 @@ def _check_logged(name: str, value: Any, options: dict[str, Any]) -> None:
     is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
     if reduce_fx not in _MEANS or not is_number:
         found = f"reduce_fx={reduce_fx!r}" if reduce_fx not in _MEANS else kind_of(value)
-        raise FederatedError(
+        raise OnlySequentialError(
             f"engine='vectorized' logs means of single numbers, found self.log({name!r}, ...) of {found} in"
             " training_step. Log a 0-dim tensor with reduce_fx='mean', or use engine='sequential'."
         )
