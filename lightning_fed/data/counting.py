@@ -1,7 +1,7 @@
 """How many examples a batch has: the loader's sampler knows, the user names a function, or the batch itself tells."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import fields, is_dataclass
 from numbers import Integral
 from typing import Any, TypeAlias
@@ -48,7 +48,7 @@ def sampled_length(loader: Any, batch_idx: int) -> int | None:
     batches = loader.batch_sampler
     if isinstance(batches, (list, tuple)):
         return len(batches[batch_idx]) if batch_idx < len(batches) else None
-    if type(batches) is not BatchSampler or not hasattr(batches.sampler, "__len__"):
+    if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
         return None
     left = len(batches.sampler) - batch_idx * batches.batch_size
     return min(batches.batch_size, left) if left > 0 else None

@@ -26,12 +26,12 @@ class LazyLabels(Tensor):
     """Labels [n] of which only the number is known as yet; any other use of the tensor looks up the values."""
 
     _look_up: Callable[[], Tensor]
-    _values: Tensor | None = None
+    _found: Tensor | None = None
 
     @property
     def values_used(self) -> Tensor | None:
         """The values, None if they have not been used."""
-        return self._values
+        return self._found
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,6 +62,6 @@ def lazy_labels(size: int, look_up: Callable[[], Tensor]) -> LazyLabels:
 
 
 def _values_of(labels: LazyLabels) -> Tensor:
-    if labels._values is None:
-        labels._values = labels._look_up()
-    return labels._values
+    if labels._found is None:
+        labels._found = labels._look_up()
+    return labels._found

@@ -7,15 +7,15 @@ import sys
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Number
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 __all__ = ["RandomStates", "WorkerSeeds"]
 
@@ -28,7 +28,7 @@ _CONTAINERS = (list, tuple, set, frozenset, deque)
 _GENERATORS = (np.random.RandomState, np.random.Generator, np.random.BitGenerator, random.Random, torch.Generator)
 _GLOBAL = (np.random.mtrand._rand, random._inst, torch.default_generator)  # type: ignore[attr-defined]
 
-Place = tuple[Any, str]
+Place: TypeAlias = tuple[Any, str]
 """The place of the object that holds a value, and the name of the value there; for messages."""
 
 
@@ -47,21 +47,33 @@ class RandomStates:
 
     def __init__(self, *roots: Any, besides: tuple[Any, ...] = ()) -> None:
         self._seeders: list[Callable[[int], None]] = []
-        self._seen = {id(value) for value in (*_GLOBAL, *besides)}
-        self._kept: list[Any] = []  # alive while their ids are in use
-        todo: deque[tuple[Any, Place, bool]] = deque()
-        for root in roots:
-            todo.append((root, (None, type(root).__name__), False))
-        while todo and len(self._kept) < _MOST:
-            value, place, is_seeded = todo.popleft()
-            if value is None or isinstance(value, _LEAVES) or id(value) in self._seen:
+        seen = {id(value) for value in besides}
+        kept: list[Any] = []  # alive while their ids are in use
+        todo: list[tuple[Any, Place, bool]] = [
+            (root, (None, type(root).__name__), False) for root in roots if _kind_of(type(root)) is not _LEAF
+        ]
+        for value, place, is_seeded in todo:  # which grows
+            if id(value) in seen:
                 continue
-            self._seen.add(id(value))
-            self._kept.append(value)
-            todo.extend(self._visit(value, place, is_seeded))
-        if todo:
-            _warn(f"{_path(todo[0][1])} and what comes after it: {_MOST:,} objects were searched")
-        self._kept.clear()
+            if len(kept) == _MOST:
+                _warn(f"{_path(place)} and what comes after it: {_MOST:,} objects were searched")
+                break
+            seen.add(id(value))
+            kept.append(value)
+            kind = _kind_of(type(value))
+            if kind is _STATE:
+                if not is_seeded and value not in _GLOBAL:
+                    self._note(value, place)
+                continue
+            seeds_parts = kind.takes_seed and not kind.is_data
+            if kind.takes_seed:
+                self._seeders.append(functools.partial(_set_random_state, value, place))
+            if not seeds_parts:
+                todo += [
+                    (part, (place, name), kind.takes_seed)
+                    for name, part in kind.parts(value)
+                    if _kind_of(type(part)) is not _LEAF
+                ]
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -76,23 +88,6 @@ class RandomStates:
         for position, seeder in enumerate(self._seeders):
             text = "/".join(map(str, (*key, position))).encode()
             seeder(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
-
-    def _visit(self, value: Any, place: Place, is_seeded: bool) -> Iterator[tuple[Any, Place, bool]]:
-        """Note a value if it is a random state, and yield its parts, each with whether its holder has been seeded."""
-        if isinstance(value, _GENERATORS):
-            if not is_seeded:
-                self._note(value, place)
-            return
-        is_data = isinstance(value, Dataset)
-        if callable(getattr(type(value), "set_random_state", None)):
-            self._seeders.append(functools.partial(_set_random_state, value, place))
-            if not is_data:
-                return
-            is_seeded = True
-        else:
-            is_seeded = False
-        for name, part in _parts(value):
-            yield part, (place, name), is_seeded and isinstance(part, _GENERATORS)
 
     def _note(self, value: Any, place: Place) -> None:
         if isinstance(value, random.SystemRandom):
@@ -127,56 +122,108 @@ class WorkerSeeds:
             self.then(worker_id)
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what may hold random states within a value, by name."""
-    if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", part) for key, part in _short(value, value.values(), value.items()))
-    elif isinstance(value, _CONTAINERS):
-        yield from ((f"[{i}]", part) for i, part in _short(value, value, enumerate(value)))
-    elif isinstance(value, functools.partial):
-        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
-    elif isinstance(value, types.MethodType):
-        yield ".__self__", value.__self__
-    elif isinstance(value, types.FunctionType):
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            try:
-                yield f".{name}", cell.cell_contents
-            except ValueError:
-                continue  # a variable without a value yet
-        yield from ((".__defaults__", value.__defaults__), (".__kwdefaults__", value.__kwdefaults__))
-    elif _may_own(value):
-        is_module = isinstance(value, nn.Module)
-        for name, part in getattr(value, "__dict__", {}).items():
-            if not is_module or name == "_modules" or not name.startswith("_"):
-                yield f".{name}", part
-        for kind in type(value).__mro__:
-            slots = kind.__dict__.get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if hasattr(value, name):
-                    yield f".{name}", getattr(value, name)
+class _Kind(NamedTuple):
+    """What is done with values of a class.
+
+    Attributes:
+        parts: Yields what may hold random states within a value, by name.
+        takes_seed: Whether it has ``set_random_state``.
+        is_data: Whether it is a data set.
+    """
+
+    parts: Callable[[Any], Iterable[tuple[str, Any]]]
+    takes_seed: bool = False
+    is_data: bool = False
 
 
-def _short(values: Any, start: Any, items: Any) -> Any:
-    """Return the items of a list or mapping to look at: none of a long one that holds examples."""
-    if len(values) <= _LONG:
-        return items
-    first = next(iter(start))
-    return items if isinstance(first, Dataset) or (callable(first) and not isinstance(first, type)) else ()
+_LEAF = _Kind(lambda _: ())
+_STATE = _Kind(lambda _: ())
 
 
-def _may_own(value: Any) -> bool:
-    """Whether an object's attributes may be random states of its own; arrays, frameworks and the like have none."""
-    kind = type(value)
+def _find_kind(kind: type) -> _Kind:
+    """Return what is done with values of a class."""
+    if issubclass(kind, _LEAVES) or kind is type(None):
+        return _LEAF
+    if issubclass(kind, _GENERATORS):
+        return _STATE
+    if issubclass(kind, Mapping):
+        return _Kind(_of_mapping)
+    if issubclass(kind, _CONTAINERS):
+        return _Kind(_of_list)
+    special = {
+        functools.partial: _of_partial,
+        types.MethodType: lambda method: [(".__self__", method.__self__)],
+        types.FunctionType: _of_function,
+        Subset: lambda subset: [(".dataset", subset.dataset)],
+    }
+    takes_seed = callable(getattr(kind, "set_random_state", None))
+    if kind not in special and not takes_seed and not _may_own(kind):
+        return _LEAF
+    return _Kind(special.get(kind, _of_object), takes_seed, issubclass(kind, Dataset))
+
+
+_kind_of: Callable[[type], _Kind] = functools.lru_cache(maxsize=4096)(_find_kind)
+
+
+def _may_own(kind: type) -> bool:
+    """Whether attributes of a class's objects may be random states; arrays, frameworks and the like have none."""
     if hasattr(kind, "__array__"):
         return False
     heads = [base.__module__.partition(".")[0] for base in kind.__mro__]
     if any(head in _FRAMEWORKS for head in heads):
         return False
-    if isinstance(value, (Dataset, nn.Module)) or kind is types.SimpleNamespace:
+    if issubclass(kind, (Dataset, nn.Module)) or kind is types.SimpleNamespace:
         return True
     if heads[0] == "lightning_fed":
-        return callable(value)
+        return callable(getattr(kind, "__call__", None))  # noqa: B004 - of its objects
     return heads[0] not in ("torch", "numpy") and heads[0] not in sys.stdlib_module_names
+
+
+def _of_mapping(value: Any) -> Iterable[tuple[str, Any]]:
+    return ((f"[{key!r}]", part) for key, part in value.items()) if _is_searched(value, value.values()) else ()
+
+
+def _of_list(value: Any) -> Iterable[tuple[str, Any]]:
+    return ((f"[{i}]", part) for i, part in enumerate(value)) if _is_searched(value, value) else ()
+
+
+def _is_searched(value: Any, parts: Any) -> bool:
+    """Whether to look at each part of a list or mapping: not at those of a long one that holds examples."""
+    if len(value) <= _LONG:
+        return True
+    first = next(iter(parts))
+    return isinstance(first, Dataset) or (callable(first) and not isinstance(first, type))
+
+
+def _of_partial(value: Any) -> Iterable[tuple[str, Any]]:
+    return ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+
+
+def _of_function(value: Any) -> Iterable[tuple[str, Any]]:
+    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        try:
+            yield f".{name}", cell.cell_contents
+        except ValueError:
+            continue  # a variable without a value yet
+    yield from ((".__defaults__", value.__defaults__), (".__kwdefaults__", value.__kwdefaults__))
+
+
+def _of_object(value: Any) -> Iterable[tuple[str, Any]]:
+    is_module = isinstance(value, nn.Module)
+    for name, part in getattr(value, "__dict__", {}).items():
+        if not is_module or name == "_modules" or not name.startswith("_"):
+            yield f".{name}", part
+    for name in _slots_of(type(value)):
+        if hasattr(value, name):
+            yield f".{name}", getattr(value, name)
+
+
+def _find_slots(kind: type) -> list[str]:
+    slots = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
+    return [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
+
+
+_slots_of: Callable[[type], list[str]] = functools.lru_cache(maxsize=4096)(_find_slots)
 
 
 def _seed(state: Any, place: Place, seed: int) -> None:

@@ -688,7 +688,12 @@ def test_a_configuration_file_can_choose_torchvisions_data_sets_and_functions_of
         ],
         transform=["torch.neg", "torch.abs"],
         augment=crop,
+        batch_size_of="torch.numel",
+        worker_init_fn="torch.manual_seed",
+        loader_options={"timeout": 5, "prefetch_factor": 3},
     )
+    assert (several.batch_size_of, several.worker_init_fn) == (torch.numel, torch.manual_seed)
+    assert several.loader_options == {"timeout": 5, "prefetch_factor": 3}
     assert several.batch_transform(torch.tensor([-1.0, 2.0])).tolist() == [1.0, 2.0]
     assert repr(several.batch_augment) == "RandomCrop(padding=0)"
     mnist = from_configuration("lightning_fed.data.CIFAR10", augment=[flip], transform=[normalize])
