@@ -29,7 +29,7 @@ def _is_alike(c: Configuration) -> bool:
 def _sets_one_client(c: Configuration, chunk: int | None) -> bool:
     """Return whether one client alone has other settings, in a chunk of all or by itself."""
     is_one = "one" in (c.attribute, c.client_lr) and "distinct" not in (c.attribute, c.client_lr)
-    return is_one and c.clients != 2 and _is_vectorized(c) and c.chunk == chunk and c.network != "wide"
+    return is_one and c.clients is None and _is_vectorized(c) and c.chunk == chunk and c.network != "wide"
 
 
 def _logs_sizes(c: Configuration, is_wide: bool) -> bool:
