@@ -167,7 +167,7 @@ def draw(seed: int, number: int) -> Configuration:
     """
     chosen = {name: _spread(seed, name, values, number) for name, values in AXES.items()}
     drawn = Configuration(seed=seed, number=number, **chosen)
-    drawn = replace(drawn, **PLAIN) if drawn.plain and drawn.method in PLAIN_METHODS else drawn
+    drawn = _made_plain(drawn) if drawn.plain and drawn.method in PLAIN_METHODS else drawn
     return compatible(drawn) if drawn.mended else drawn
 
 
@@ -190,12 +190,19 @@ PLAIN_METHODS = ("FedAvg", "FedProx", "Scaffold", "FedCM", "Mime", "MimeLite")
 PLAIN: Mapping[str, Any] = {
     **{"precision": "64-true", "accumulate": 1, "local_state": "reset", "personal": False, "fails": False},
     **{"aggregator": "none", "asynchronous": "none", "compression": "none", "heterogeneity": "none", "clip": "none"},
-    **{"server": "momentum", "buffers": "average", "optimizer": "decay"},
+    "buffers": "average",
 }
 LOOKS_AHEAD = ("FedSAM", "MoFedSAM", "FedSpeed", "FedProxVR", "APFL")
 UNWEIGHTED = ("Scaffold", "ScaffoldM", "FedDyn", "FedSpeed", "Scaffnew")
 SEVERAL = ("FedCM", "MoFedSAM", "FedExP", "FedNova")
 FULL_GRADIENTS = ("Mime", "MimeLite", "CMime", "MimeMVR", "FedDane", "ServerOnly")
+
+
+def _made_plain(c: Configuration) -> Configuration:
+    """Return a configuration that the plain loop has all formulas for."""
+    takes_any = c.optimizer in ("sgd", "decay") or c.method in ("FedAvg", "FedProx")
+    server = c.server if c.server in ("sgd", "half", "momentum", "adam") else "momentum"
+    return replace(c, **PLAIN, optimizer=c.optimizer if takes_any else "decay", server=server)
 
 
 def _conflicts(c: Configuration) -> Iterator[dict[str, Any]]:

@@ -29,14 +29,20 @@ def _is_alike(c: Configuration) -> bool:
 def _sets_one_client(c: Configuration, chunk: int | None) -> bool:
     """Return whether one client alone has other settings, in a chunk of all or by itself."""
     is_one = "one" in (c.attribute, c.client_lr) and "distinct" not in (c.attribute, c.client_lr)
-    return is_one and c.clients != 2 and _is_vectorized(c) and c.chunk == chunk and c.network != "wide"
+    return is_one and c.clients is None and _is_vectorized(c) and c.chunk == chunk and c.network != "wide"
 
 
 def _logs_sizes(c: Configuration, is_wide: bool) -> bool:
     """Return whether batches of several sizes are logged with their sizes, of one client at a time."""
     is_single = c.network == "wide" if is_wide else c.chunk == 1
     with_sizes = c.log in ("batch_size", "several", "dict", "tokens")
-    sizes_differ = c.sizes in ((7, 5, 10, 4), (1, 8, 3, 5), (5, 2, 11)) and c.batch >= 4 and not c.drop_last
+    sizes_differ = (
+        c.sizes in ((7, 5, 10, 4), (1, 8, 3, 5), (5, 2, 11))
+        and c.batch >= 4
+        and not c.drop_last
+        and c.limit == 1.0
+        and c.heterogeneity == "none"
+    )
     is_whole = c.clients is None and c.work != "1 step" and c.method != "ServerOnly" and c.buffer == "none"
     return is_single and with_sizes and sizes_differ and is_whole and _is_vectorized(c) and _is_alike(c)
 

@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
 def factor(kind: str, index: int, round: int = 0) -> float:
     """Return by what a setting of a client, or of a round, is multiplied."""
     if kind == "one":  # what all others have is what the run began with
-        return 0.5 if index == 1 else 1.0
+        return 0.5 if index == 0 else 1.0
     if kind == "distinct":
         return 1.0 / (1 + index)
     return 1.0 + 0.25 * round if kind == "round" else 1.0
