@@ -102,12 +102,13 @@ def fill_in(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
     if not isinstance(claims, list) or not claims:
         return
     own = {key: dict(value) if isinstance(value, dict) else value for key, value in checkpoint.items()}
-    for holder in (trainer.lightning_module, trainer.datamodule):
+    module, data = trainer.lightning_module, trainer.datamodule
+    for holder in (module, data):
         if holder is not None and getattr(holder, "hparams", None):
             key, hparams = holder.CHECKPOINT_HYPER_PARAMS_KEY, holder.hparams
             own[key] = dict(hparams) if isinstance(hparams, dict) else hparams
-    if trainer.datamodule is not None and (state := trainer.datamodule.state_dict()):
-        own[type(trainer.datamodule).__qualname__] = state
+    if data is not None and (state := data.state_dict()):
+        own[type(data).__qualname__] = state
     call._call_lightning_module_hook(trainer, "on_save_checkpoint", own)
     for claim in claims:
         path = tuple(claim) if isinstance(claim, list) else ()

@@ -47,7 +47,8 @@ def check_lone_examples(work: ClientWork, sizes: Iterable[tuple[ClientId, int]])
     module = trainer.lightning_module
     if settings.drops_failed or not _uses_batch_statistics(module) or _may_set_modes(trainer):
         return
-    clients, counts = {}, Counter[int]()
+    clients: dict[int, ClientId] = {}
+    counts = Counter[int]()
     for client_id, size in sizes:
         clients.setdefault(size, client_id)
         counts[size] += 1
