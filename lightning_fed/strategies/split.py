@@ -1,7 +1,7 @@
 """Every batch split among processes, and what they exchange about it."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from numbers import Number
@@ -157,8 +157,9 @@ class BatchSplit:
 def part_of(batch: Any, examples: int, rows: slice) -> Any:
     """Return some examples of a batch of nested lists, tuples, mappings or dataclasses of tensors.
 
-    Every tensor holds the examples along its first dimension, unless it is a single number; so does a list without
-    tensors, such as one of texts, that is as long as the batch.
+    Every tensor holds the examples along its first dimension, unless it is a single number. A list that is as long as
+    the batch has one entry per example if it holds no tensors, as one of texts does, or tensors with other first
+    dimensions, as one of images does.
 
     Args:
         batch: The batch.
@@ -185,22 +186,46 @@ def part_of(batch: Any, examples: int, rows: slice) -> Any:
             part[key] = part_of(value, examples, rows)
         return part
     if isinstance(batch, (list, tuple)):
-        if len(batch) == examples and not _holds_tensor(batch):
+        if len(batch) == examples and next(_tensors(batch), None) is None:
             return batch[rows]
-        parts = [part_of(item, examples, rows) for item in batch]
+        parts = [_column(item, examples, rows) for item in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if is_dataclass(batch) and not isinstance(batch, type):
         return replace(batch, **{f.name: part_of(getattr(batch, f.name), examples, rows) for f in fields(batch)})
     raise _cannot_cut(kind_of(batch), examples)
 
 
-def _holds_tensor(items: Sequence[Any]) -> bool:
-    return any(
-        isinstance(item, (Tensor, Mapping))
-        or is_dataclass(item)
-        or (isinstance(item, (list, tuple)) and _holds_tensor(item))
-        for item in items
-    )
+def _column(item: Any, examples: int, rows: slice) -> Any:
+    """Return some examples of a part of a batch, which may be a list with one entry per example."""
+    is_list = isinstance(item, (list, tuple)) and not hasattr(item, "_fields")
+    if is_list and len(item) == examples > 0:
+        shapes = [tensor.shape for tensor in _tensors(item) if tensor.ndim]
+        if not shapes or any(shape[0] != examples for shape in shapes):
+            return item[rows]
+        if isinstance(item, tuple) and len(set(shapes)) == 1:
+            # default_collate makes lists of columns; a tuple may come from zip(*examples)
+            raise _cannot_cut(
+                f"a tuple of {examples} tensors of shape {tuple(shapes[0])}, which may be {examples} examples or"
+                f" {examples} columns",
+                examples,
+            )
+    return part_of(item, examples, rows)
+
+
+def _tensors(part: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a part of a batch."""
+    if isinstance(part, Tensor):
+        yield part
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(part, Mapping):
+        inner = part.values()
+    elif isinstance(part, (list, tuple)):
+        inner = part
+    elif is_dataclass(part) and not isinstance(part, type):
+        inner = (getattr(part, field.name) for field in fields(part))
+    for value in inner:
+        yield from _tensors(value)
 
 
 def _cannot_cut(found: str, examples: int) -> FederatedError:

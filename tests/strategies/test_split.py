@@ -104,3 +104,16 @@ def test_one_process_splits_nothing(tmp_path: Path) -> None:
     # apart from this one, whose process group those that other tests fork would take for theirs
     (outcome,) = in_processes(lambda: fit(strategy="ddp", devices=1), tmp_path, count=1)
     assert torch.equal(outcome.value, fit())
+
+
+def test_a_tuple_of_images_is_cut_by_images_and_refused_if_it_may_be_columns() -> None:
+    images = tuple(torch.full((3, 2, 2), float(i)) for i in range(4))
+    part, targets = part_of((images, ({"id": 0}, {"id": 1}, {"id": 2}, {"id": 3})), 4, slice(1, 3))
+    assert [float(image[0, 0, 0]) for image in part] == [1.0, 2.0]
+    assert [t["id"] for t in targets] == [1, 2]
+    with pytest.raises(FederatedError, match="may be 3 examples or 3 columns"):
+        part_of((images[:3], torch.arange(3)), 3, slice(0, 2))
+    columns = [[torch.zeros(2, 3), torch.ones(2, 3)], torch.arange(2)]  # as default_collate makes them
+    (first, second), y = part_of(columns, 2, slice(0, 1))
+    assert first.shape == second.shape == (1, 3)
+    assert y.tolist() == [0]
