@@ -15,7 +15,7 @@ from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.types import State
 from lightning_fed.server.client_store import ClientStore
 from lightning_fed.server.disk_store import DiskClientStore
-from lightning_fed.server.leftovers import clean_after, note_run
+from lightning_fed.server.leftovers import clean_after, needed_here, note_run
 from lightning_fed.server.segments import Segment, owner
 from lightning_fed.server.server import Server
 from lightning_fed.server.versions import Reference, StoreFolder, Version, find_store, is_reference, relative
@@ -50,6 +50,11 @@ class ClientStatesPlace:
         self._size = 1  # processes that share the clients
         self._fits = False
         self._unused: set[str] | None = None  # segments that no process uses, at the checkpoint that is written
+        self._is_copy = False  # of a fitted trainer's place, whose states are in memory until a fit
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return a place of its own for a copy of the trainer, which may use no file of this one."""
+        return {**self.__dict__, "_folder": None, "_prefix": "", "_held": ExitStack(), "_is_copy": True}
 
     def open(
         self, server: Server, ranks: Ranks, kept: ClientStore | None, flat: FlatParameters, settings: Settings
@@ -67,15 +72,18 @@ class ClientStatesPlace:
             FederatedError: If the folder cannot be used.
         """
         self._size, self._fits = ranks.size, True
-        if kept is None:
+        if kept is None or self._is_copy:
             on_disk = self._choose(server, settings) == "disk"
             self._folder = StoreFolder(self._choose_folder()) if on_disk else None
         if self._folder is not None:
             self._from_rank_zero(self._folder.acquire)
-        if kept is not None:
+        if kept is not None and not (self._is_copy and self._folder):
             server.clients = kept
         elif self._folder is not None:
             server.clients = self._make_store(server, self._folder)
+            if kept is not None:
+                server.clients.load_state_dict(kept.state_dict(), server.x.device)
+        self._is_copy = False
         named = zip(flat.names, flat.params, strict=True)
         model = {f"parameter {name}": f"{list(p.shape)} of {p.dtype}" for name, p in named}
         method = f"{type(server.algorithm).__name__} {server.algorithm.options()}"
@@ -221,7 +229,7 @@ class ClientStatesPlace:
         reference = self._write(folder, server.round, self._run, len(server.ids), ordered)
         # asked here, where all processes wait for the checkpoint: later, others may be at the next round's segments
         # segments of a process that keeps states for itself are of no version, and are its own
-        owners = {name: owner(name) for name in folder.segments() - needed}
+        owners = {name: owner(name) for name in folder.segments() - needed - needed_here(folder.path)}
         self._unused = {n for n, (run, rank) in owners.items() if run != self._prefix or rank < self._size}
         return reference
 
@@ -270,10 +278,12 @@ class ClientStatesPlace:
         folder, self._fits = self._folder, False
         if clients is not None:
             clients.discard()
+        if isinstance(clients, DiskClientStore):
+            clients.rest()
         if folder is None or not folder.is_mine:
             return
         if self.trainer.world_size == 1 and isinstance(clients, DiskClientStore):
-            folder.collect(folder.segments() - set(clients.needed))
+            folder.collect(folder.segments() - needed_here(folder.path))
         folder.release()
 
 

@@ -119,6 +119,8 @@ class Inspection(ShownModel):
 
     @property
     def _engine(self) -> Engine:
+        if "clients" not in self.__dict__:
+            raise FederatedError("Clients can be measured once this trainer has begun a fit; a copy has not.")
         return self.clients.engine
 
     @property

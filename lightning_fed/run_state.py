@@ -217,10 +217,17 @@ class RunState(Inspection, _FitLoop):
             self._rounds = self.precision_at_start = None
             self.show_server_model()
             self.prepared.release()
+            self.trainer.strategy.optimizers = [self.prepared.optimizer.base]
             self.prepared = None
+        if self._state is not None:
+            self._state.advance_solver = None
         self.kept_states.close(None if self._state is None else self._state.clients)
         self.monitors.release()
         self.epoch_loop.teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of a fitted trainer needs; its next fit makes a new engine."""
+        return {name: value for name, value in self.__dict__.items() if name != "clients"}
 
     # ------------------------------------------------------------------ several processes
 

@@ -11,8 +11,16 @@ from safetensors.torch import load, save
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State
-from lightning_fed.server.client_store import ClientStore
-from lightning_fed.server.segments import ENTRY, Entries, Segment, SegmentReader, SegmentWriter, read_entries
+from lightning_fed.server.client_store import ClientStore, MemoryClientStore
+from lightning_fed.server.segments import (
+    ENTRY,
+    Entries,
+    Segment,
+    SegmentReader,
+    SegmentWriter,
+    read_entries,
+    sync_closed,
+)
 
 __all__ = ["DiskClientStore"]
 
@@ -62,9 +70,14 @@ class DiskClientStore(ClientStore):
         self._last = 0  # number of the newest part
         self._writer: SegmentWriter | None = None
         self._full: list[SegmentWriter] = []  # not yet known to be on the disk
+        self._unsynced: list[Path] = []  # files that were closed before that was known
         self._staged: dict[int, tuple[int, int, int, int]] = {}
         self._reader = SegmentReader(folder)
         self._count = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy holds the states in memory: it outlives the files, which are this store's alone."""
+        return _in_memory, (self.state_dict(), self.device)
 
     def __len__(self) -> int:
         """The number of clients with a kept state."""
@@ -160,8 +173,20 @@ class DiskClientStore(ClientStore):
         if len(self._full) > _MOST_OPEN or not self.writes_versions:
             self._finish()
 
+    def rest(self) -> None:
+        """Close all files. The next state goes to a new segment, and reading opens files again."""
+        for writer in (*self._full, *([] if self._writer is None else [self._writer])):
+            writer.close()
+            if self.writes_versions:
+                self._unsynced.extend(writer.paths)
+        self._full, self._writer = [], None
+        self._reader.close()
+
     def _finish(self) -> None:
-        """Close the segments that are full, when they are safely on the disk."""
+        """Close the segments that are full, when they are safely on the disk; so must be those that were closed."""
+        while self._unsynced:
+            sync_closed(self._unsynced[-1])
+            self._unsynced.pop()
         for writer in self._full:
             if self.writes_versions:
                 writer.sync()
@@ -263,3 +288,9 @@ class DiskClientStore(ClientStore):
         self._places[:] = 0
         self._parts.clear()
         self._count = 0
+
+
+def _in_memory(states: Mapping[int, State], device: torch.device) -> MemoryClientStore:
+    store = MemoryClientStore()
+    store.load_state_dict(states, device)
+    return store

@@ -9,7 +9,7 @@ from lightning_fed.server.disk_store import DiskClientStore
 from lightning_fed.server.segments import owner
 from lightning_fed.server.versions import StoreFolder
 
-__all__ = ["clean_after", "note_run"]
+__all__ = ["clean_after", "needed_here", "note_run"]
 
 _PATIENCE = 1.0  # seconds that processes which end at one time wait for each other
 
@@ -37,6 +37,15 @@ def clean_after(store: DiskClientStore, is_shared: bool) -> None:
     weakref.finalize(store, _clean, store.folder, store.rank, is_shared, key, os.getpid())
 
 
+def needed_here(path: Path) -> set[str]:
+    """Return the names of the segments in a folder that stores of this process use."""
+    return {name for store in _stores_in(path) for name in store.needed}
+
+
+def _stores_in(path: Path) -> list[DiskClientStore]:
+    return [store for ref in _STORES.values() if (store := ref()) is not None and store.folder == path]
+
+
 def _clean(path: Path, rank: int, is_shared: bool, key: object, process: int) -> None:
     if process != os.getpid():  # a forked child drops its copy of the store: the parent's may live on
         return
@@ -49,9 +58,9 @@ def _clean(path: Path, rank: int, is_shared: bool, key: object, process: int) ->
         folder.acquire()
     except FederatedError:
         return
-    stores = [store for ref in _STORES.values() if (store := ref()) is not None and store.folder == path]
-    needed = {name for store in stores for name in store.needed}
-    clears_others = rank == 0 and not (is_shared and stores)  # other processes may have loaded what these need not
+    needed = needed_here(path)
+    # other processes may have loaded what this one's stores need not
+    clears_others = rank == 0 and not (is_shared and _stores_in(path))
     folder.collect(name for name in folder.segments() - needed if _may_go(name, rank, clears_others))
     folder.release()
 

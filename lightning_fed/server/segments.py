@@ -67,8 +67,9 @@ class SegmentWriter:
     def __init__(self, folder: Path, name: str) -> None:
         self.name, self.entries, self.checksum, self.size = name, 0, 0, 0
         self._end = 0  # of what is written, committed or not
-        self._states: FileIO = open(folder / (name + STATES), "xb", buffering=0)  # noqa: SIM115
-        self._index: FileIO = open(folder / (name + INDEX), "xb", buffering=0)  # noqa: SIM115
+        self.paths = folder / (name + STATES), folder / (name + INDEX)
+        self._states: FileIO = open(self.paths[0], "xb", buffering=0)  # noqa: SIM115
+        self._index: FileIO = open(self.paths[1], "xb", buffering=0)  # noqa: SIM115
 
     @property
     def committed(self) -> Segment:
@@ -106,12 +107,27 @@ class SegmentWriter:
             try:
                 os.fsync(file.fileno())
             except OSError as error:
-                raise _failure(file, error) from error
+                raise _failure(file.name, error) from error
 
     def close(self) -> None:
         """Close the files; the segment stays as it is for good."""
         self._states.close()
         self._index.close()
+
+
+def sync_closed(path: Path) -> None:
+    """Wait until a file that was closed is on the disk; one that is gone is missed by whoever needs it.
+
+    Raises:
+        FederatedError: If the disk fails.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            os.fsync(file.fileno())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _failure(path, error) from error
 
 
 def _write(file: FileIO, data: bytes, offset: int) -> None:
@@ -126,12 +142,12 @@ def _write(file: FileIO, data: bytes, offset: int) -> None:
         while rest:
             rest = rest[file.write(rest) :]
     except OSError as error:
-        raise _failure(file, error) from error
+        raise _failure(file.name, error) from error
 
 
-def _failure(file: FileIO, error: OSError) -> FederatedError:
+def _failure(path: object, error: OSError) -> FederatedError:
     return FederatedError(
-        f"Client states cannot be written to {file.name!r}: {error.strerror}. Checkpoints written so far keep their"
+        f"Client states cannot be written to {str(path)!r}: {error.strerror}. Checkpoints written so far keep their"
         " states; make room, and resume from the last one."
     )
 

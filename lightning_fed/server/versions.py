@@ -82,6 +82,10 @@ class StoreFolder:
         self._read: dict[Path, tuple[tuple[int, ...], str | None]] = {}
         self._written = self._kept = 0  # versions since the garbage was collected, and that were left then
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy locks the folder for itself."""
+        return type(self), (self.path,)
+
     # ------------------------------------------------------------------ one run at a time
 
     def acquire(self) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_fed._compat import Tqdm, TrainerFn, _MultiProcessingLauncher, rank_zero_info
@@ -35,8 +36,15 @@ class RoundLauncher(_MultiProcessingLauncher):
         """Run a function in all processes; see Lightning's launcher.
 
         Raises:
-            FederatedError: If the trainer has already run a fit this way, whose state has ended with its processes.
+            FederatedError: If the trainer has already run a fit this way, whose state has ended with its processes; or
+                if this process is in a process group, which forked processes would inherit.
         """
+        if self._start_method == "fork" and dist.is_available() and dist.is_initialized():
+            raise FederatedError(
+                "A strategy that forks, such as 'clients_fork', cannot start here: this process is in a process group,"
+                " which a run with strategy='clients' or 'ddp' leaves behind, and the forked processes would wait for"
+                " each other forever. Call torch.distributed.destroy_process_group() first, or start a new process."
+            )
         if self._already_fit and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             raise FederatedError(
                 "A second fit of this trainer cannot go on from the first one: its state has ended with the processes"
@@ -70,6 +78,12 @@ class RoundLauncher(_MultiProcessingLauncher):
         while not self._errors.empty():
             errors.append(self._errors.get())
         return min(errors, key=lambda error: isinstance(error, OtherProcessError), default=None)
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
+        """Load the trained weights, in the precision that they have in the processes that trained them."""
+        if worker_output.weights_path is not None:
+            trainer.precision_plugin.convert_module(trainer.lightning_module)
+        super()._recover_results_in_main_process(worker_output, trainer)
 
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return what the parent's trainer is told: the rounds done beside what Lightning tells it."""

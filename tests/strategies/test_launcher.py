@@ -1,7 +1,9 @@
 """Processes that are started from within Python, and what the parent knows of them afterwards."""
 
+import copy
 import multiprocessing
 import os
+import pickle
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.trainer.connectors import accelerator_connector
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from tqdm.std import TqdmDefaultWriteLock
@@ -17,7 +20,7 @@ from lightning_fed import FederatedCallback, FederatedError
 from lightning_fed._compat import Tqdm
 from lightning_fed.stopping import Failure, OtherProcessError
 from lightning_fed.strategies.launcher import RoundLauncher
-from tests.helpers.training import data, seeded, trainer
+from tests.helpers.training import data, same, seeded, trainer
 
 TWO: dict[str, Any] = {"accelerator": "cpu", "devices": 2}
 
@@ -126,3 +129,31 @@ def test_a_notebook_is_told_which_strategy_it_can_have(
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
     with pytest.raises(FederatedError, match=rf"strategy='{strategy}' starts the script .* strategy='{instead}'"):
         trainer(strategy=strategy, **TWO)
+
+
+DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
+
+
+@pytest.mark.parametrize("precision", ["64-true", pytest.param("bf16-true", marks=pytest.mark.thorough)])
+def test_the_parent_has_the_module_that_forked_processes_trained(precision: str, tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "last")
+    run = trainer(
+        **TWO, strategy="clients_fork", precision=precision, callbacks=saver, enable_checkpointing=True, max_rounds=2
+    )
+    run.fit(seeded(), data())
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    assert {value.dtype for value in saved.values()} == {DTYPES[precision]}
+    for copied in (run, pickle.loads(pickle.dumps(run)), copy.deepcopy(run)):
+        assert same(dict(copied.lightning_module.state_dict()), dict(saved))
+
+
+def test_a_process_of_a_group_is_not_forked() -> None:
+    trainer(accelerator="cpu", strategy="clients", max_rounds=1).fit(seeded(), data())
+    try:
+        with pytest.raises(FederatedError, match=r"this process is in a process group.*destroy_process_group\(\)"):
+            trainer(**TWO, strategy="clients_fork").fit(seeded(), data())
+    finally:
+        torch.distributed.destroy_process_group()
+    run = trainer(**TWO, strategy="clients_fork", max_rounds=1)
+    run.fit(seeded(), data())
+    assert run.fit_loop.round == 1

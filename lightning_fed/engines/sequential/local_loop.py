@@ -119,6 +119,11 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self._split = BatchSplit()
         self.own_examples = 0  # that this process has seen of the client at work, counted in every local epoch
 
+    def teardown(self) -> None:
+        """End a fit."""
+        self.automatic_optimization.rest()
+        super().teardown()
+
     @property
     def global_step(self) -> int:
         """The completed rounds: the step axis of loggers and checkpoints."""

@@ -73,6 +73,11 @@ class ClientOptimization(_AutomaticOptimization):
             and not any(uses_hook(callback, hook) for callback in callbacks for hook in CALLBACK_STEP_HOOKS)
         )
 
+    def rest(self) -> None:
+        """Let go, at the end of a fit, of the engine's gradients and of the last batch."""
+        self.gradients = self.anchor_grad = self._at_work = None
+        self.anchor_point = []
+
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:  # type: ignore[type-arg]
         """Take the anchor gradient on this batch if there is one, then train on it."""
         if self.anchor_grad is not None:

@@ -1,0 +1,169 @@
+"""A trainer after its fit: it can be copied, its files are closed, and its module is what was trained."""
+
+import copy
+import gc
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
+
+from lightning_fed import FederatedError, FederatedTrainer, algorithms
+from lightning_fed.server import CoordinateMedian, FedAdam, FedBuff, SystemsHeterogeneity, TopK
+from tests.helpers.processes import in_processes
+from tests.helpers.training import Net, data, parameters, same, seeded, trainer
+
+THIS = psutil.Process()
+DISK: dict[str, Any] = {"algorithm": algorithms.Scaffold(), "client_states": "disk"}
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda trained: pickle.loads(pickle.dumps(trained)),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.fixture(autouse=True)
+def _without_group() -> Iterator[None]:
+    """Leave no process group to the tests that follow."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+class Plateau(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def fitted(module: type[Net] = Net, **options: Any) -> FederatedTrainer:
+    run = trainer(**options)
+    run.fit(seeded(module), data())
+    return run
+
+
+def go_on(run: FederatedTrainer) -> None:
+    run.max_rounds = 5
+    run.fit(run.lightning_module, data())
+
+
+WHOLE: dict[str, Any] = {"enable_checkpointing": True, "logger": True}
+RUNS: dict[str, dict[str, Any]] = {
+    "sequential": {},
+    "vectorized": {"engine": "vectorized", **WHOLE},
+    "states on disk": DISK,
+    "auto": {"engine": "auto"},
+    "states on disk beside checkpoints": {**DISK, **WHOLE, "engine": "vectorized"},
+    "states in memory": {"algorithm": algorithms.Scaffold()},
+    "a second gradient": {"algorithm": algorithms.FedSAM(rho=0.1)},
+    "the optimizer's statistics": {"algorithm": algorithms.Mime()},
+    "own models": {"algorithm": algorithms.Ditto(lam=0.1)},
+    "personal parameters": {"personal": ["head*"]},
+    "asynchronous": {"asynchronous": FedBuff(2, 4), "clients_per_round": None},
+    "robust": {"aggregator": CoordinateMedian()},
+    "compressed": {"compression": TopK(0.3)},
+    "a schedule that follows a metric": {"module": Plateau},
+    "the server's optimizer": {"server_optimizer": partial(FedAdam, lr=0.1)},
+    "kept optimizers": {"local_optimizer_state": "keep"},
+    "stragglers": {"heterogeneity": SystemsHeterogeneity(0.5)},
+    "clipping": {"gradient_clip_val": 0.1, "gradient_clip_on": "corrected"},
+    "bf16": {"precision": "bf16-mixed"},
+    "float64": {"precision": "64-true"},
+    "progress": {"enable_progress_bar": True},
+    "strategy clients": {"strategy": "clients"},
+    "callbacks": {
+        "callbacks": [EarlyStopping("val_loss"), LearningRateMonitor(), ModelCheckpoint(save_last=True), Timer()],
+        **WHOLE,
+    },
+}
+QUICK = ("sequential", "vectorized", "states on disk")
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.thorough) for n in RUNS])
+def test_a_copy_of_a_fitted_trainer_goes_on_with_the_same_bits(name: str, way: str) -> None:
+    run = fitted(**copy.deepcopy(RUNS[name]))
+    other = COPIES[way](run)
+    assert other.fit_loop.round == 3
+    assert same(other.lightning_module.state_dict(), run.lightning_module.state_dict())
+    go_on(other)
+    go_on(run)
+    assert other.fit_loop.round == 5
+    assert same(other.lightning_module.state_dict(), run.lightning_module.state_dict())
+    assert same(other.fit_loop.state.clients.state_dict(), run.fit_loop.state.clients.state_dict())
+    assert type(other.fit_loop.state.clients) is type(run.fit_loop.state.clients)
+
+
+def test_a_copy_can_be_asked_saved_and_used(tmp_path: Path) -> None:
+    run = fitted(**DISK)
+    other = pickle.loads(pickle.dumps(run))
+    assert same(other.fit_loop.client_state(1), run.fit_loop.client_state(1))
+    other.save_checkpoint(tmp_path / "copy.ckpt")
+    resumed = trainer(**DISK, max_rounds=5)
+    resumed.fit(model := seeded(), data(), ckpt_path=tmp_path / "copy.ckpt")
+    go_on(run)
+    assert torch.equal(parameters(model), parameters(run.lightning_module))
+    (validated,) = other.validate(other.lightning_module, data(), verbose=False)
+    assert validated["val_loss"] > 0
+    with pytest.raises(FederatedError, match="once this trainer has begun a fit; a copy has not"):
+        other.fit_loop.full_gradient(0, other.fit_loop.state.x)
+
+
+def test_the_optimizer_is_the_users_own_again() -> None:
+    assert type(fitted().optimizers[0]) is torch.optim.SGD
+
+
+# ------------------------------------------------------------------ files
+
+
+def kept_open() -> list[str]:
+    return [file.path for file in THIS.open_files() if file.path.endswith((".states", ".index"))]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="descriptors are counted by the system")
+@pytest.mark.parametrize("options", [{}, {"engine": "vectorized"}, DISK, {**DISK, **WHOLE}], ids=str)
+def test_no_file_stays_open_after_a_fit(options: dict[str, Any]) -> None:
+    fitted(**options)  # what is opened once in a process
+    gc.collect()
+    before, runs = THIS.num_fds(), []
+    for _ in range(3):
+        runs.append(fitted(**options))
+        assert kept_open() == []
+    go_on(runs[0])
+    assert THIS.num_fds() == before
+
+
+def test_states_of_a_fit_that_failed_are_closed_too() -> None:
+    class Fails(Net):
+        def on_train_epoch_end(self) -> None:
+            raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        fitted(Fails, **DISK)
+    assert kept_open() == []
+
+
+def test_states_can_be_read_after_another_trainers_fit_in_the_folder() -> None:
+    first = fitted(**DISK)
+    before = first.fit_loop.state.clients.state_dict()
+    second = fitted(**DISK, seed=1, **WHOLE, client_states_dir=first.fit_loop.state.clients.folder)
+    assert second.fit_loop.state.clients.folder == first.fit_loop.state.clients.folder
+    assert same(first.fit_loop.state.clients.state_dict(), before)
+    go_on(first)
+
+
+@pytest.mark.thorough
+def test_states_of_a_shared_fit_are_closed(tmp_path: Path) -> None:
+    def open_after() -> list[str]:
+        fitted(**DISK, **WHOLE, strategy="clients", devices=2, client_states_dir=tmp_path / "states")
+        return kept_open()
+
+    for outcome in in_processes(open_after, tmp_path):
+        assert not outcome.error, outcome.trace
+        assert outcome.value == []
