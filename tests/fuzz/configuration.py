@@ -235,7 +235,7 @@ def _conflicts(c: Configuration) -> Iterator[dict[str, Any]]:
     if c.schedule == "each step":
         yield {"schedule": "step"}
     if c.fails:
-        yield {"measure": "none"}
+        yield {"measure": "none", "clients": None, "heterogeneity": "none"}  # others are left, whoever fails
         yield {"on_error": "drop", "dataset": "plain", "sizes": (7, 5, 10, 4)}
     if c.compression != "none" or c.aggregator != "none":
         yield {"precision": "64-true"}

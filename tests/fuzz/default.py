@@ -34,16 +34,10 @@ def _sets_one_client(c: Configuration, chunk: int | None) -> bool:
 
 def _logs_sizes(c: Configuration, is_wide: bool) -> bool:
     """Return whether batches of several sizes are logged with their sizes, of one client at a time."""
-    is_single = c.network == "wide" if is_wide else c.chunk == 1
-    with_sizes = c.log in ("batch_size", "several", "dict", "tokens")
-    sizes_differ = (
-        c.sizes in ((7, 5, 10, 4), (1, 8, 3, 5), (5, 2, 11))
-        and c.batch >= 4
-        and not c.drop_last
-        and c.limit == 1.0
-        and c.heterogeneity == "none"
-    )
-    is_whole = c.clients is None and c.work != "1 step" and c.method != "ServerOnly" and c.buffer == "none"
+    is_single = c.network == "wide" if is_wide else c.chunk == 1 and c.limit == 1.0 and c.heterogeneity != "deadline"
+    sizes_differ = c.sizes in ((7, 5, 10, 4), (1, 8, 3, 5), (5, 2, 11)) and c.batch >= 4 and not c.drop_last
+    with_sizes = c.log in ("batch_size", "several", "dict", "tokens") and c.buffer == "none"
+    is_whole = c.clients is None and c.work != "1 step" and c.method != "ServerOnly"
     return is_single and with_sizes and sizes_differ and is_whole and _is_vectorized(c) and _is_alike(c)
 
 

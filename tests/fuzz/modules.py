@@ -186,7 +186,7 @@ class FuzzModule(pl.LightningModule):
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
         if self.c.schedule == "plateau":
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
-            return [optimizer], [{"scheduler": plateau, "monitor": "client/loss"}]
+            return [optimizer], [{"scheduler": plateau, "monitor": "server/update_norm"}]
         slower = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))  # rounds, or steps
         return [optimizer], [{"scheduler": slower, "interval": "step" if self.c.schedule == "each step" else "epoch"}]
 
