@@ -20,9 +20,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test of :class:`tests.public_modules.harness.Published` on every case, method and engine that it takes."""
+    """Run a test of :class:`tests.public_modules.harness.Published` on every case and method that it takes."""
     axes = {"case": getattr(metafunc.cls, "cases", ()), "method": ("fedavg", "scaffold")}
-    axes["engine"] = ("sequential", "auto")
     for name, values in axes.items():
         if name in metafunc.fixturenames:
             metafunc.parametrize(name, values, ids=[getattr(value, "name", value) for value in values])
