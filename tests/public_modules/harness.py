@@ -33,12 +33,12 @@ __all__ = ["AGREED", "FLOAT32", "SIZES", "PublicCase", "Published", "needs", "re
 COHORTS = ((0, 1, 3), (1, 2, 3), (0, 2, 3))
 """The clients of each round, of four."""
 
-SIZES = (8, 6, 7, 10)
-"""Their numbers of examples: in batches of 4, no batch has one example, which BatchNorm refuses."""
+SIZES = (8, 7, 11, 4)
+"""Their numbers of examples. Each batch has 3 or 4: BatchNorm refuses one example, and amplifies rounding with two."""
 
 SEED = 5
 
-FLOAT32 = {"precision": "32-true", "tolerance": (5e-7, 1e-5)}
+FLOAT32 = {"precision": "32-true", "tolerance": (1e-6, 1e-5)}
 """Of modules that cannot compute in float64."""
 
 AGREED = "a trial step of the module agreed"
@@ -170,8 +170,8 @@ class Published:
         ):  # which is the sequential one
             whole = federated(case, method, engine)
             with pytest.raises(Interruption):
-                _fit(case, method, engine, stop_after=2)
-            assert_same(_fit(case, method, engine, ckpt_path="saved/last.ckpt"), whole, rounds=[3])
+                _fit(case, method, engine, stop_after=2, folder=engine)
+            assert_same(_fit(case, method, engine, ckpt_path=f"{engine}/last.ckpt"), whole, rounds=[3])
 
 
 class Interruption(BaseException):
@@ -228,7 +228,12 @@ def federated(case: PublicCase, method: str, engine: str) -> Outcome:
 
 
 def _fit(
-    case: PublicCase, method: str, engine: str, stop_after: int | None = None, ckpt_path: str | None = None
+    case: PublicCase,
+    method: str,
+    engine: str,
+    stop_after: int | None = None,
+    ckpt_path: str | None = None,
+    folder: str = "whole",
 ) -> Outcome:
     from lightning_fed import FederatedTrainer
     from lightning_fed._lightning import pl
@@ -236,7 +241,7 @@ def _fit(
 
     module, logger = case.make(), _memory_logger()
     stopper = _stopper(stop_after)
-    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=Path("saved"), save_last=True)
+    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=Path(folder), save_last=True)
     trainer = FederatedTrainer(
         algorithm=FedAvg() if method == "fedavg" else Scaffold(),
         max_rounds=len(COHORTS),
@@ -359,7 +364,7 @@ def _rounds_by_hand(case: PublicCase, module: Any, method: str, dtype: torch.dty
     trainer = module.trainer = _plain_trainer()
     record = module.log = _Record()
     case.prepare(module)
-    x = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+    x = _trained(module)
     buffers = _copies(dict(module.named_buffers()))
     c = {name: torch.zeros_like(p) for name, p in x.items()}
     own = {i: dict(c) for i in range(len(SIZES))}
@@ -378,7 +383,7 @@ def _rounds_by_hand(case: PublicCase, module: Any, method: str, dtype: torch.dty
                 (_cast(batch, dtype), n) for batch, n in zip(case.batches(clients[i]), case.counts(size), strict=True)
             )
             path = _train(module, batches, correction, number, record, dtype)
-            y = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+            y = {name: p.detach().clone() for name, p in module.named_parameters() if name in x}
             results[i] = (y, path, _copies(dict(module.named_buffers())))
         sizes = {i: case.sizes(clients[i]) for i in cohort}
         weights = dict.fromkeys(cohort, 1.0) if method == "scaffold" else sizes
@@ -397,7 +402,7 @@ def _rounds_by_hand(case: PublicCase, module: Any, method: str, dtype: torch.dty
     states = {}
     if method == "scaffold":
         states = {"server.c": _joined(c)} | {f"client {i}.c_i": _joined(own[i]) for i in range(len(SIZES))}
-    return Outcome({**x, **_frozen(module), **buffers}, states, metrics)
+    return Outcome(_copies(dict(module.named_parameters()) | dict(module.named_buffers())), states, metrics)
 
 
 def _train(
@@ -409,8 +414,9 @@ def _train(
     dtype: torch.dtype,
 ) -> tuple[float, dict[str, Tensor] | None]:
     """Take one local epoch, and return the sum of rates, with the corrected gradients' sum unless it is plain SGD."""
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     optimizer = _optimizer(module, round)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    named = {name: p for name, p in module.named_parameters() if id(p) in held}
     plain = type(optimizer) is torch.optim.SGD and not any(g["momentum"] for g in optimizer.param_groups)
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     total, path = 0.0, {name: torch.zeros_like(p) for name, p in named.items()}
@@ -542,8 +548,10 @@ def _mean_buffers(values: Mapping[int, Mapping[str, Tensor]], sizes: Mapping[int
     return {**values[largest], **_mean(floats, sizes)}
 
 
-def _frozen(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in module.named_parameters() if not p.requires_grad}
+def _trained(module: Any) -> dict[str, Tensor]:
+    """Return copies of the parameters that the optimizer trains."""
+    held = {id(p) for group in _optimizer(module, 0).param_groups for p in group["params"] if p.requires_grad}
+    return {name: p.detach().clone() for name, p in module.named_parameters() if id(p) in held}
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
@@ -566,17 +574,18 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def assert_close(found: Outcome, expected: Outcome, tolerance: float, logged: Sequence[str]) -> None:
     """Compare every tensor by its own largest entry, and the metrics named."""
-    for kind in ("model", "states"):
+    for kind, room in (("model", tolerance), ("states", 4 * tolerance)):  # states are differences, divided by the rate
         ours, theirs = getattr(found, kind), getattr(expected, kind)
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             scale = max(1e-3, float(value.double().abs().max())) if value.numel() else 1.0
             off = float((ours[name].double() - value.double()).abs().max()) / scale if value.numel() else 0.0
-            assert off <= tolerance, f"{kind}, {name}: off by {off:.1e} of its largest entry"
+            assert off <= room, f"{kind}, {name}: off by {off:.1e} of its largest entry"
     for done, values in expected.metrics.items():
         for name in logged:
             close = pytest.approx(values[name], rel=max(tolerance, 1e-6))
-            assert found.metrics[done][name] == close, f"{name} after {done} rounds"
+            logged_as = name if name in found.metrics[done] else f"{name}_epoch"  # if it is logged per step as well
+            assert found.metrics[done][logged_as] == close, f"{name} after {done} rounds"
 
 
 def assert_same(found: Outcome, expected: Outcome, rounds: Sequence[int] | None = None) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from tests.public_modules.harness import FLOAT32, SIZES, PublicCase, Published, needs
+from tests.public_modules.harness import FLOAT32, SIZES, PublicCase, Published, needs, refusal
 
 needs("anomalib", lightning="lightning")
 from anomalib.data import ImageBatch, ImageItem
-from anomalib.models import Fastflow, Fre, ReverseDistillation
+from anomalib.models import Fastflow, Fre, Ganomaly, ReverseDistillation
 from anomalib.pre_processing import PreProcessor
 from torchvision.transforms.v2 import Resize
 
@@ -55,3 +55,12 @@ CASES = [
 
 class TestPublished(Published):
     cases = CASES
+
+
+def test_manual_optimization_is_refused_by_name() -> None:
+    def ganomaly() -> Any:
+        none = {"post_processor": False, "evaluator": False, "visualizer": False}
+        size = PreProcessor(transform=Resize((64, 64)))
+        return Ganomaly(batch_size=4, n_features=4, latent_vec_size=4, pre_processor=size, **none)
+
+    assert "automatic_optimization" in refusal(case("Ganomaly", ganomaly))

@@ -56,19 +56,23 @@ def loader(dataset: TimeSeriesDataSet) -> DataLoader:
 
 
 def temporal_fusion_transformer() -> Any:
-    small = {"hidden_size": 4, "attention_head_size": 1, "hidden_continuous_size": 4, "dropout": 0.0}
-    return TemporalFusionTransformer.from_dataset(whole(True), loss=QuantileLoss(), optimizer="adam", **small)
+    small = {
+        "hidden_size": 4,
+        "attention_head_size": 1,
+        "hidden_continuous_size": 4,
+        "dropout": 0.0,
+        "learning_rate": 0.01,
+    }
+    return TemporalFusionTransformer.from_dataset(whole(True), loss=QuantileLoss(), optimizer="sgd", **small)
 
 
 def deep_ar() -> Any:
     small = {"hidden_size": 4, "rnn_layers": 1, "dropout": 0.0}
-    return DeepAR.from_dataset(
-        whole(True), loss=NormalDistributionLoss(), optimizer="adam", learning_rate=0.01, **small
-    )
+    return DeepAR.from_dataset(whole(True), loss=NormalDistributionLoss(), optimizer="sgd", learning_rate=0.01, **small)
 
 
 def n_beats() -> Any:
-    small = {"widths": [8, 16], "num_blocks": [1, 1], "backcast_loss_ratio": 0.1, "optimizer": "adam"}
+    small = {"widths": [8, 16], "num_blocks": [1, 1], "backcast_loss_ratio": 0.1, "optimizer": "sgd"}
     return NBeats.from_dataset(whole(False), loss=MAE(), learning_rate=0.01, **small)
 
 

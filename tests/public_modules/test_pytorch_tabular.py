@@ -50,8 +50,9 @@ def module(config: type, **options: Any) -> Any:
 
 
 def case(config: type, engine: str, reason: str, **options: Any) -> PublicCase:
+    name = config.__name__.removesuffix("Config") + (" without BatchNorm" if engine == "vectorized" else "")
     return PublicCase(
-        config.__name__.removesuffix("Config"),
+        name,
         lambda: module(config, **options),
         lambda: clients(config, **options),
         engine,
@@ -63,10 +64,13 @@ def case(config: type, engine: str, reason: str, **options: Any) -> PublicCase:
 
 ATTENTION = {"input_embed_dim": 8, "num_heads": 2, "num_attn_blocks": 1}
 ATTENTION |= dict.fromkeys(("attn_dropout", "ff_dropout", "add_norm_dropout"), 0.0)
+STATISTICS = "moves running statistics"
 CASES = [
-    case(CategoryEmbeddingModelConfig, "vectorized", AGREED, layers="8-4"),
-    case(GANDALFConfig, "sequential", "", gflu_stages=1),
-    case(FTTransformerConfig, "vectorized", AGREED, **ATTENTION),
+    case(CategoryEmbeddingModelConfig, "sequential", STATISTICS, layers="8-4"),
+    case(CategoryEmbeddingModelConfig, "vectorized", AGREED, layers="8-4", batch_norm_continuous_input=False),
+    case(GANDALFConfig, "sequential", STATISTICS, gflu_stages=1),
+    case(FTTransformerConfig, "sequential", STATISTICS, **ATTENTION),
+    case(FTTransformerConfig, "vectorized", AGREED, **ATTENTION, batch_norm_continuous_input=False),
 ]
 
 
