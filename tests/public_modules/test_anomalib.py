@@ -1,0 +1,66 @@
+"""anomalib: its LightningModules, unchanged, with networks that start from random parameters."""
+
+# pip install: anomalib
+
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from tests.public_modules.harness import FLOAT32, SIZES, PublicCase, Published, needs, refusal
+
+needs("anomalib", lightning="lightning")
+from anomalib.data import ImageBatch, ImageItem
+from anomalib.models import Fastflow, Fre, Ganomaly, ReverseDistillation
+from anomalib.pre_processing import PreProcessor
+from torchvision.transforms.v2 import Resize
+
+
+class Pictures(Dataset):
+    """Pictures without defects, as anomalib's data sets have them."""
+
+    def __init__(self, n: int, seed: int) -> None:
+        self.x = torch.rand(n, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> ImageItem:
+        return ImageItem(image=self.x[index], gt_label=torch.tensor(0))
+
+
+def clients() -> list[Pictures]:
+    return [Pictures(n, seed) for seed, n in enumerate(SIZES)]
+
+
+def alone(cls: type, **options: Any) -> Any:
+    """Return a model without the callbacks that prepare pictures, draw and score them."""
+    size = PreProcessor(transform=Resize((64, 64)))
+    none = {"post_processor": False, "evaluator": False, "visualizer": False}
+    return cls(pre_processor=size, pre_trained=False, **none, **options)
+
+
+def case(name: str, module: Any) -> PublicCase:
+    return PublicCase(
+        name, module, clients, "sequential", "", collate=ImageBatch.collate, logged=("train_loss",), **FLOAT32
+    )
+
+
+CASES = [
+    case("Fastflow", lambda: alone(Fastflow, backbone="resnet18", flow_steps=2)),
+    case("Fre", lambda: alone(Fre, backbone="resnet18", layer="layer2", input_dim=8192, latent_dim=4)),
+    case("ReverseDistillation", lambda: alone(ReverseDistillation, backbone="resnet18")),
+]
+
+
+class TestPublished(Published):
+    cases = CASES
+
+
+def test_manual_optimization_is_refused_by_name() -> None:
+    def ganomaly() -> Any:
+        none = {"post_processor": False, "evaluator": False, "visualizer": False}
+        size = PreProcessor(transform=Resize((64, 64)))
+        return Ganomaly(batch_size=4, n_features=4, latent_vec_size=4, pre_processor=size, **none)
+
+    assert "automatic_optimization" in refusal(case("Ganomaly", ganomaly))
