@@ -45,7 +45,7 @@ class _ClientMean:
 
     def __init__(self, device: torch.device, flags: tuple[Any, ...]) -> None:
         self.total = torch.zeros((), dtype=accumulation_dtype(device), device=device)
-        self.weight = 0
+        self.weight: float = 0
         self.flags = flags
         self.options: dict[str, Any] | None = None  # what `self.log` was given, once Lightning has checked it
 
@@ -284,7 +284,7 @@ class RoundResults(SharedResults):
         for key, mean in self._means.items():
             if mean.weight:
                 value = mean.total / mean.weight
-                self.update_metrics(key, value, mean.weight)
+                self.update_metrics(key, value, mean.weight)  # type: ignore[arg-type]  # any number serves
                 closed[self[key].meta.name] = float(value)
                 mean.total, mean.weight = torch.zeros_like(mean.total), 0
         return closed

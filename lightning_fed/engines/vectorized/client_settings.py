@@ -1,6 +1,7 @@
 """What hooks of clients set that local work reads: compared from client to client, and put back if a round restarts."""
 
 import copy
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -242,7 +243,7 @@ class HeldSettings:
             now.update({key: value for key, value in held.items() if key not in PASSING})
         for inner, content in self._contents:
             inner.clear()
-            (inner.extend if isinstance(inner, list) else inner.update)(content)
+            (inner.extend if isinstance(inner, (list, deque)) else inner.update)(content)
         for group, held in self._groups:
             group.clear()
             group.update(held)
@@ -294,7 +295,7 @@ def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
             yield key, _content(value, [_MOST])
 
 
-def _collections(owner: Any) -> Iterator[list[Any] | dict[Any, Any] | set[Any]]:
+def _collections(owner: Any) -> Iterator[list[Any] | deque[Any] | dict[Any, Any] | set[Any]]:
     for key, value in vars(owner).items():
         if key in PASSING or key in ("_parameters", "_buffers"):
             continue
