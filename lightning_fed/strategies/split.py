@@ -179,6 +179,7 @@ def part_of(batch: Any, examples: int, rows: slice) -> Any:
         return batch[rows] if batch.ndim else batch
     if batch is None or isinstance(batch, (str, bytes, Number)):
         return batch
+    _refuse_lists_of_examples(batch, examples)
     if isinstance(batch, Mapping):
         part: Any = copy.copy(batch)
         for key, value in batch.items():
@@ -192,6 +193,21 @@ def part_of(batch: Any, examples: int, rows: slice) -> Any:
     if is_dataclass(batch) and not isinstance(batch, type):
         return replace(batch, **{f.name: part_of(getattr(batch, f.name), examples, rows) for f in fields(batch)})
     raise _cannot_cut(kind_of(batch), examples)
+
+
+def _refuse_lists_of_examples(batch: Any, examples: int) -> None:
+    """Refuse a part of a batch that may be either columns or one tensor for each example.
+
+    ``default_collate`` makes lists of columns; a tuple of as many tensors as there are examples usually comes from
+    ``zip(*examples)``, and its tensors must not be cut.
+
+    Raises:
+        FederatedError: Naming the part.
+    """
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    for part in parts:
+        if type(part) is tuple and len(part) == examples and all(isinstance(item, Tensor) for item in part):
+            raise _cannot_cut(f"a tuple of {examples} tensors", examples)
 
 
 def _holds_tensor(items: Sequence[Any]) -> bool:
