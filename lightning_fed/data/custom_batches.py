@@ -188,6 +188,13 @@ class CustomBatches(ClientBatches):
             seed = int(torch.randint(2**63 - 1, (), generator=generator))
         if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
             loader, noted = _watched(loader, seed)
+        elif states and has_workers:
+            warnings.warn(
+                f"The random states of the data of {kind_of(loader)} are not seeded in its workers, since it"
+                " iterates in its own way: a resumed run may see other random numbers. Seed them in worker_init_fn from"
+                " torch.initial_seed().",
+                stacklevel=2,
+            )
         iterator = iter(loader)
         for batch_idx in count():
             if states and not has_workers:

@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import default_collate
 
+from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 
 __all__ = ["check_options", "options_of", "settings_of"]
@@ -51,7 +52,7 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     kind, sampler = type(loader), loader.sampler
     if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
         raise FederatedError(
-            f"from_loader: a {kind.__name__} makes its batches in its own way, which clients' loaders would not do."
+            f"from_loader: {kind_of(loader)} makes its batches in its own way, which clients' loaders would not do."
             f" Pass a torch.utils.data.DataLoader; or {remedy}."
         )
     if loader.batch_sampler is None:

@@ -183,7 +183,7 @@ def part_of(batch: Any, examples: int, rows: slice) -> Any:
     if isinstance(batch, Mapping):
         part: Any = copy.copy(batch)
         for key, value in batch.items():
-            part[key] = part_of(value, examples, rows)
+            part[key] = _column(value, examples, rows)
         return part
     if isinstance(batch, (list, tuple)):
         if len(batch) == examples and next(_tensors(batch), None) is None:

@@ -268,6 +268,12 @@ def test_a_loader_of_ones_own_keeps_its_worker_init_fn():
     assert batch[0].tolist() == pytest.approx(np.random.RandomState(5).rand(6).tolist())
 
 
+def test_a_loader_that_starts_workers_in_its_own_way_is_named():
+    loader = Own(Augmented(Randomizable()), batch_size=6, num_workers=1)
+    with pytest.warns(UserWarning, match="of an Own are not seeded in its workers.*worker_init_fn"):
+        list(CustomBatches(lambda _: loader, 0, BatchSettings()).epoch(torch.Generator()))
+
+
 def test_from_loader_says_what_it_does_not_use():
     with pytest.warns(UserWarning, match="does not use the loader's generator"):
         FederatedDataModule.from_loader(
@@ -285,7 +291,7 @@ class Own(DataLoader):
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        (lambda: Own(Augmented(None)), "a Own makes its batches in its own way.*client_dataloader"),
+        (lambda: Own(Augmented(None)), "an Own makes its batches in its own way.*client_dataloader"),
         (lambda: DataLoader(Augmented(None), batch_size=None), "batch_size=None.*client_dataloader"),
     ],
 )

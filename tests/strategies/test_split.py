@@ -50,9 +50,17 @@ def test_nested_batches_are_cut_in_every_tensor_and_list_of_texts() -> None:
     assert found["list"][1] == (["b", "c"], 5)
 
 
-@pytest.mark.parametrize("batch", [[torch.zeros(3), torch.zeros(2, 3)], {"x": object()}], ids=["tensor", "object"])
+IMAGES = tuple(torch.zeros(3, 8, 8) for _ in range(3))  # three images of three channels
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [[torch.zeros(3), torch.zeros(2, 3)], {"x": object()}, (IMAGES, ({}, {}, {})), {"image": IMAGES}],
+    ids=["tensor", "object", "images", "named images"],
+)
 def test_batches_that_cannot_be_cut_are_refused_by_name(batch: Any) -> None:
-    with pytest.raises(FederatedError, match="batch of 3 examples holds an? .*(shape|object).*strategy='clients'"):
+    message = "batch of 3 examples holds an? .*(shape|object|tuple of 3 tensors).*strategy='clients'"
+    with pytest.raises(FederatedError, match=message):
         part_of(batch, 3, slice(0, 1))
 
 
