@@ -3,7 +3,7 @@
 from functools import partial
 
 from tests.fuzz import plain_loop
-from tests.fuzz.configuration import Configuration, covering
+from tests.fuzz.configuration import FULL_GRADIENTS, Configuration, covering
 
 __all__ = ["DEFAULT"]
 
@@ -29,7 +29,14 @@ def _is_alike(c: Configuration) -> bool:
 def _sets_one_client(c: Configuration, chunk: int | None) -> bool:
     """Return whether one client alone has other settings, in a chunk of all or by itself."""
     is_one = "one" in (c.attribute, c.client_lr) and "distinct" not in (c.attribute, c.client_lr)
-    return is_one and c.clients is None and _is_vectorized(c) and c.chunk == chunk and c.network != "wide"
+    return (
+        is_one
+        and c.clients is None
+        and c.method not in FULL_GRADIENTS
+        and _is_vectorized(c)
+        and c.chunk == chunk
+        and c.network != "wide"
+    )
 
 
 def _logs_sizes(c: Configuration, is_wide: bool) -> bool:
@@ -48,7 +55,7 @@ def _assigns_buffer(c: Configuration, kind: str) -> bool:
 
 
 def _is_plain(c: Configuration, method: str) -> bool:
-    return c.method == method and plain_loop.applies(c) and c.output != "skip"
+    return c.method == method and plain_loop.applies(c) and _is_alike(c) and c.output != "skip"
 
 
 DEFAULT = covering(
