@@ -266,8 +266,8 @@ class FederatedTrainer(pl.Trainer):
         """Run the rounds; see :meth:`pytorch_lightning.Trainer.fit`.
 
         Afterwards the module holds the server model. A second call continues the run, up to a higher
-        :attr:`max_rounds`, and refuses another model or other clients. With ``ckpt_path`` the run goes on at the round after the
-        checkpoint's; a checkpoint of an ordinary Lightning run gives the initial weights.
+        :attr:`max_rounds`, and refuses another model or other clients. With ``ckpt_path`` the run goes on at the round
+        after the checkpoint's; a checkpoint of an ordinary Lightning run gives the initial weights.
 
         Args:
             model: Any LightningModule with automatic optimization and one optimizer.
