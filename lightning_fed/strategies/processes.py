@@ -53,6 +53,10 @@ class Ranks:
         self._peers = Peers(rank) if peers is None else peers
         self._capacity = 2**13  # bytes of a record that are exchanged at once
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is alone until its trainer's next fit, which finds the other processes again."""
+        return Ranks, ()
+
     @staticmethod
     def of(trainer: pl.Trainer) -> "Ranks":
         """Return the processes of a trainer."""

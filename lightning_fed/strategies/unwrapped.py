@@ -31,6 +31,11 @@ class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
             atexit.register(_leave_group)
         self.peers = Peers.meet(self.global_rank, self.world_size)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the connections to other processes, which a copy makes for itself."""
+        connections = ("peers", "shared_memory")
+        return {name: value for name, value in super().__getstate__().items() if name not in connections}
+
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all processes; raise a FederatedError if there are some that are gone."""
         with self.peers.naming():

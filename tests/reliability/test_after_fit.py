@@ -100,6 +100,21 @@ def test_a_copy_of_a_fitted_trainer_goes_on_with_the_same_bits(name: str, way: s
     assert type(other.fit_loop.state.clients) is type(run.fit_loop.state.clients)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_in_two_processes_go_on_together(way: str, tmp_path: Path) -> None:
+    def work() -> bool:
+        run = fitted(**DISK, **WHOLE, strategy="clients", devices=2, client_states_dir=tmp_path / "states")
+        other = COPIES[way](run)
+        go_on(run)
+        go_on(other)
+        return same(other.lightning_module.state_dict(), run.lightning_module.state_dict())
+
+    for outcome in in_processes(work, tmp_path):
+        assert not outcome.error, outcome.trace
+        assert outcome.value
+
+
 def test_a_copy_can_be_asked_saved_and_used(tmp_path: Path) -> None:
     run = fitted(**DISK)
     other = pickle.loads(pickle.dumps(run))
