@@ -40,7 +40,7 @@ class Inspection(ShownModel):
     population: Population | None = None
     _restored: dict[str, Any] | None = None  # a checkpoint's state, until a fit uses it
     rounds_elsewhere = 0  # done in processes that a launcher started, and that have ended
-    clients: ClientWork
+    clients: ClientWork | None = None
     ask_sites: Callable[[str, int, Sequence[ClientId], bool], dict[ClientId, dict[str, float]]] | None = None
     """Where clients are on sites of their own, what measures them there: given what, local steps, whom and whether with
     their own models."""
@@ -119,7 +119,7 @@ class Inspection(ShownModel):
 
     @property
     def _engine(self) -> Engine:
-        if "clients" not in self.__dict__:
+        if self.clients is None:
             raise FederatedError("Clients can be measured once this trainer has begun a fit; a copy has not.")
         return self.clients.engine
 

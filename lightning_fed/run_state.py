@@ -89,7 +89,7 @@ class RunState(Inspection, _FitLoop):
             )
         client_states = self.kept_states.record(self._state, self._ranks)
         transport = self.settings.transport()
-        engines = self._engines_before if self.clients is None else self.clients.engine_names
+        engines = self._engines_before if self.clients is None or self.prepared is None else self.clients.engine_names
         engine = {"asked": self.settings.engine, "taken": engines}
         noted = {"transport": transport, "work": self._work_notes, "engine": engine}
         noted["steps_taken"] = self.steps_taken
@@ -177,8 +177,6 @@ class RunState(Inspection, _FitLoop):
             self._check_sites(restored.get("sites", {}))
         if earlier is not None:
             earlier.check_model(self.prepared.module)
-            if self.clients is not None:
-                self._engines_before = self.clients.engine_names
         server = start_server(self.prepared, self.kept_states, self._ranks, notes, restored, earlier)
         aggregator = self.settings.aggregator
         if aggregator is not None and earlier is None:
@@ -214,6 +212,8 @@ class RunState(Inspection, _FitLoop):
         if self.prepared is not None:
             if (state := self._state) is not None:
                 self._earlier = EarlierFit.of(self.prepared, state, self._work_notes) if state.round > 0 else None
+            if self.clients is not None:
+                self._engines_before = self.clients.engine_names
             self._rounds = self.precision_at_start = None
             self.show_server_model()
             self.prepared.release()
@@ -227,7 +227,7 @@ class RunState(Inspection, _FitLoop):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of a fitted trainer needs; its next fit makes a new engine."""
-        return {name: value for name, value in self.__dict__.items() if name != "clients"}
+        return {**self.__dict__, "clients": None}
 
     # ------------------------------------------------------------------ several processes
 

@@ -63,6 +63,8 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torch_has_no_form_of_it_for_several_clients_at_once(reentrant: bool) -> None:
     class Stateless(Checkpointed):
+        training_step = Net.training_step
+
         def _body(self, x: Tensor) -> Tensor:
             return self.body(x)
 

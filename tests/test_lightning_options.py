@@ -269,7 +269,7 @@ def test_a_loader_and_a_partition_make_clients() -> None:
     [
         (classification(8, 0), "found a TensorDataset"),
         (DataLoader(classification(8, 0), sampler=WeightedRandomSampler([1.0] * 8, 8)), "WeightedRandomSampler"),
-        (DataLoader(classification(8, 0), batch_size=None), "NoneType"),
+        (DataLoader(classification(8, 0), batch_size=None), "batch_size=None"),
     ],
     ids=["no loader", "weighted", "no batches"],
 )

@@ -47,23 +47,37 @@ class Seen:
         """Return a copy of the set, uint8 [ceil(N / 8)]: client i is bit ``i % 8`` of byte ``i // 8``."""
         return torch.from_numpy(self._bits.copy())
 
-    def load(self, bits: torch.Tensor) -> None:
-        """Replace the set by one that :meth:`bits` has returned.
+    def saved(self) -> torch.Tensor:
+        """Return a copy of the set in its smaller form: :meth:`bits`, or the stored indices of few clients, int64."""
+        if 64 * self._count >= self._num_clients:
+            return self.bits()
+        filled = np.flatnonzero(self._bits)
+        row, bit = np.nonzero(np.unpackbits(self._bits[filled, None], axis=1, bitorder="little"))
+        return torch.from_numpy((8 * filled[row] + bit).astype(np.int64))
+
+    def load(self, saved: torch.Tensor) -> None:
+        """Replace the set by one that :meth:`saved` or :meth:`bits` has returned.
 
         Raises:
             ValueError: If it is not a set of as many clients.
         """
-        if bits.dtype != torch.uint8 or bits.shape != self._bits.shape:
+        loaded = Seen(self._num_clients)
+        if saved.dtype == torch.int64 and saved.ndim == 1:
+            if bool((saved.diff() <= 0).any()) or (len(saved) and not 0 <= saved[0] <= saved[-1] < self._num_clients):
+                raise ValueError(f"these are not the ascending indices of some of {self._num_clients} clients")
+            loaded.add(saved.tolist())
+        elif saved.dtype == torch.uint8 and saved.shape == self._bits.shape:
+            loaded._bits = saved.cpu().numpy().copy()
+            used = self._num_clients % 8
+            if used and loaded._bits[-1] >> used:
+                raise ValueError(f"bits beyond the {self._num_clients} clients are set")
+            loaded._count = int(_ONES[loaded._bits].sum(dtype=np.int64))
+        else:
             raise ValueError(
-                f"{self._num_clients} clients take {len(self._bits)} bytes of bits, found {list(bits.shape)} of"
-                f" {bits.dtype}"
+                f"{self._num_clients} clients take {len(self._bits)} bytes of bits, found {list(saved.shape)} of"
+                f" {saved.dtype}"
             )
-        loaded = bits.cpu().numpy().copy()
-        used = self._num_clients % 8
-        if used and loaded[-1] >> used:
-            raise ValueError(f"bits beyond the {self._num_clients} clients are set")
-        self._bits = loaded
-        self._count = int(_ONES[loaded].sum(dtype=np.int64))
+        self._bits, self._count = loaded._bits, loaded._count
 
 
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)  # in each byte

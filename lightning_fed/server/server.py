@@ -217,7 +217,7 @@ class Server:
             "personal": self.personal,
             "start": self.start,
             "moved_buffers": sorted(self.moved_buffers),
-            "seen": self._seen.bits(),
+            "seen": self._seen.saved(),
             "bytes": [self.bytes_up, self.bytes_down],
         }
 

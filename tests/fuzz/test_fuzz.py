@@ -103,7 +103,7 @@ def test_an_engine_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     from lightning_fed.engines.vectorized.clients import ChunkMeans
 
     before = ChunkMeans.add
-    monkeypatch.setattr(ChunkMeans, "add", lambda self, at, n, loss, values: before(self, at, n + 1, loss, values))
+    monkeypatch.setattr(ChunkMeans, "add", lambda self, at, n, *rest: before(self, at, n + 1, *rest))
     assert found_by(PLAIN) == {"engine"}
 
 
