@@ -118,6 +118,7 @@ class FederatedTrainer(pl.Trainer):
     """
 
     _told_of_threads = False
+    _val_check_time_interval: float | None  # seconds, as Lightning has found them in val_check_interval
 
     @defaults_of_environment
     def __init__(
