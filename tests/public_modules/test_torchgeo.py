@@ -35,13 +35,16 @@ def clients(answer: str) -> list[Pictures]:
     return [Pictures(n, seed, answer) for seed, n in enumerate(SIZES)]
 
 
-def case(name: str, module: Any, answer: str) -> PublicCase:
+STATISTICS = "moves running statistics"
+
+
+def case(name: str, module: Any, answer: str, reason: str = STATISTICS) -> PublicCase:
     return PublicCase(
         name,
         module,
         lambda: clients(answer),
         "sequential",
-        "moves running statistics",
+        reason,
         val=lambda: Pictures(4, 9, answer),
         logged=("train_loss",),
         tolerance=(1e-9, 1e-9),
@@ -60,6 +63,7 @@ CASES = [
         "SemanticSegmentationTask",
         lambda: SemanticSegmentationTask("fcn", num_filters=4, num_classes=2, task="multiclass", **SMALL),
         "mask",
+        "it updates the metric 'train_metrics.MulticlassAccuracy'",
     ),
 ]
 
