@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from tests.public_modules.harness import FLOAT32, SIZES, PublicCase, Published, needs, refusal
+from tests.public_modules.harness import SIZES, PublicCase, Published, needs, refusal
 
 needs("anomalib", lightning="lightning")
 from anomalib.data import ImageBatch, ImageItem
-from anomalib.models import Fastflow, Fre, Ganomaly, ReverseDistillation
+from anomalib.models import Fastflow, Fre, Ganomaly
 from anomalib.pre_processing import PreProcessor
 from torchvision.transforms.v2 import Resize
 
@@ -42,14 +42,20 @@ def alone(cls: type, **options: Any) -> Any:
 
 def case(name: str, module: Any) -> PublicCase:
     return PublicCase(
-        name, module, clients, "sequential", "", collate=ImageBatch.collate, logged=("train_loss",), **FLOAT32
+        name,
+        module,
+        clients,
+        "sequential",
+        "",
+        collate=ImageBatch.collate,
+        logged=("train_loss",),
+        tolerance=(1e-9, 1e-9),  # Adam divides gradients that are nearly zero by themselves
     )
 
 
 CASES = [
     case("Fastflow", lambda: alone(Fastflow, backbone="resnet18", flow_steps=2)),
-    case("Fre", lambda: alone(Fre, backbone="resnet18", layer="layer2", input_dim=8192, latent_dim=4)),
-    case("ReverseDistillation", lambda: alone(ReverseDistillation, backbone="resnet18")),
+    case("Fre", lambda: alone(Fre, backbone="resnet18", layer="layer2", input_dim=2048, latent_dim=4)),
 ]
 
 
