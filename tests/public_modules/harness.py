@@ -181,12 +181,14 @@ class Interruption(BaseException):
 def thin(
     network: nn.Module,
     loss: Callable[[nn.Module, Any], Tensor],
+    lr: float = 0.1,
 ) -> Any:
     """Return a LightningModule of a few lines around a network that a package publishes, trained by SGD.
 
     Args:
         network: The network.
         loss: The loss of the network on a batch.
+        lr: The rate.
     """
     from lightning_fed._lightning import pl
 
@@ -204,7 +206,7 @@ def thin(
             self.log("val_loss", loss(self.network, batch))
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=lr)
 
     return Thin()
 
