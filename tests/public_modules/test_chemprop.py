@@ -46,9 +46,10 @@ def mpnn(cls: type[MPNN], batch_norm: bool = False) -> Any:
 
 
 OPTIONS = {"loader": loader, "val": lambda: loader(molecules(4, 9)), **FLOAT32}
+GRAPHS = "needs batches of tensors only, found a BatchMolGraph"
 CASES = [
-    PublicCase("MPNN", lambda: mpnn(WithoutSchedule), clients, "sequential", "", **OPTIONS),
-    PublicCase("MPNN with BatchNorm", lambda: mpnn(WithoutSchedule, True), clients, "sequential", "", **OPTIONS),
+    PublicCase("MPNN", lambda: mpnn(WithoutSchedule), clients, "sequential", GRAPHS, **OPTIONS),
+    PublicCase("MPNN with BatchNorm", lambda: mpnn(WithoutSchedule, True), clients, "sequential", GRAPHS, **OPTIONS),
 ]
 
 
@@ -57,4 +58,4 @@ class TestPublished(Published):
 
 
 def test_a_schedule_that_counts_steps_is_refused_by_name() -> None:
-    assert "interval" in refusal(PublicCase("MPNN", lambda: mpnn(MPNN), clients, "sequential", "", **OPTIONS))
+    assert "interval" in refusal(PublicCase("MPNN", lambda: mpnn(MPNN), clients, "sequential", GRAPHS, **OPTIONS))

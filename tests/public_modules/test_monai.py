@@ -62,7 +62,9 @@ LOGGED = {"logged": ("train_loss",), "val": lambda: Dataset(examples(4, 9))}
 CASES = [
     PublicCase("UNet and DiceCELoss", unet, clients, "sequential", ONE_HOT, **LOGGED),
     PublicCase("SegResNet and CacheDataset", segresnet, cached, "vectorized", AGREED, **LOGGED),
-    PublicCase("BasicUNet with BatchNorm", with_batch_norm, clients, "sequential", "", **LOGGED),
+    PublicCase(
+        "BasicUNet with BatchNorm", with_batch_norm, clients, "sequential", "moves running statistics", **LOGGED
+    ),
     PublicCase("UNet and random transforms", unet, augmented, "sequential", ONE_HOT, by_hand=False, **LOGGED),
 ]
 

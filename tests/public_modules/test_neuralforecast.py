@@ -52,7 +52,9 @@ def nhits() -> Any:
 
 
 def case(name: str, module: Any, draws: bool) -> PublicCase:
-    return PublicCase(name, module, clients, "sequential", "", loader=loader, draws=draws, **FLOAT32)
+    return PublicCase(
+        name, module, clients, "sequential", "found an Index in one", loader=loader, draws=draws, **FLOAT32
+    )
 
 
 CASES = [case("MLP", mlp, draws=False), case("NHITS on sampled windows", nhits, draws=True)]

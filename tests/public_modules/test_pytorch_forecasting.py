@@ -82,7 +82,7 @@ def case(name: str, module: Any, known: bool) -> PublicCase:
         module,
         lambda: clients(known),
         "sequential",
-        "",
+        "on_after_backward is called for every batch",
         val=lambda: loader(part(0, known, seed=9)),
         loader=loader,
         logged=("train_loss",),

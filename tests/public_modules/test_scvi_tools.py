@@ -45,7 +45,7 @@ CASES = [
         plan,
         clients,
         "sequential",
-        "",
+        "it updates the metric 'train_metrics.0'",
         val=lambda: Cells(4, 9),
         logged=("train_loss",),
         draws=True,

@@ -47,7 +47,7 @@ def case(network: type[nn.Module], **options: Any) -> PublicCase:
         lambda: thin(network(3, 8, num_layers=2, out_channels=2, **options), loss),
         clients,
         "sequential",
-        "",
+        "needs batches of tensors only, found a DataBatch",
         loader=loader,
         val=lambda: loader(graphs(4, 9)),
         logged=("train_loss",),
