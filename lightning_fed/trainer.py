@@ -196,7 +196,7 @@ class FederatedTrainer(pl.Trainer):
         if not kwargs.get("fast_dev_run"):  # which Lightning counts in steps: n batches a client, in one round
             steps = self.fit_loop.epoch_loop
             steps.max_steps, steps.min_steps = kwargs.get("max_steps", -1), kwargs.get("min_steps")
-        if (seconds := getattr(self, "_val_check_time_interval", None)) is not None:  # Lightning 2.6 sets it
+        if (seconds := self._val_check_time_interval) is not None:
             # which Lightning leaves unset; EarlyStopping asks for it, to look only after rounds that validate
             self.val_check_interval = _duration(seconds)
         elif rounds := _in_rounds(self.check_val_every_n_epoch, self.val_check_interval):
