@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning_fed  # first: see lightning_fed._torchvision
+import lightning_fed  # first: see lightning_fed.compat.torchvision
 import psutil
 import pytorch_lightning as pl
 import torch

@@ -1,6 +1,6 @@
 """The problem of the load runs: clients made on demand, as many as wanted, and a network of a wanted size."""
 
-import lightning_fed  # first: see lightning_fed._torchvision
+import lightning_fed  # first: see lightning_fed.compat.torchvision
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
-import lightning_fed  # first: see lightning_fed._torchvision
+import lightning_fed  # first: see lightning_fed.compat.torchvision
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F

@@ -12,7 +12,7 @@ import statistics
 import time
 import warnings
 
-import lightning_fed  # first: see lightning_fed._torchvision
+import lightning_fed  # first: see lightning_fed.compat.torchvision
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F

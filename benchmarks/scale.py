@@ -176,7 +176,7 @@ def measure(point: Point, rounds: int, warmup: int) -> dict[str, Any] | None:
 
 def _train(point: Point, rounds: int, warmup: int) -> tuple[int, int, int, Stopwatch] | None:
     """Train, and return the number of parameters, the clients that keep a state, its bytes, and the times of rounds."""
-    import lightning_fed  # first: see lightning_fed._torchvision
+    import lightning_fed  # first: see lightning_fed.compat.torchvision
     import torch
 
     from on_demand import Network, Population

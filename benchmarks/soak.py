@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning_fed  # first: see lightning_fed._torchvision
+import lightning_fed  # first: see lightning_fed.compat.torchvision
 import numpy as np
 import pytorch_lightning as pl
 import torch

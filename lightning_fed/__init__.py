@@ -8,16 +8,16 @@ here, such as the app of a Flower client, stays light.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_fed._after_torch import after_torch
+from lightning_fed.compat.after_torch import after_torch
 from lightning_fed._version import __version__
 
 if TYPE_CHECKING:
     from lightning_fed.callbacks import FederatedCallback, RoundProgressBar, RunSummary
     from lightning_fed.core import ClientError, ClientReport, FederatedError, RoundReport
     from lightning_fed.data import FederatedDataModule, FederatedDataset
-    from lightning_fed.loop import FederatedLoop
-    from lightning_fed.optim import FederatedOptimizer
-    from lightning_fed.trainer import FederatedTrainer
+    from lightning_fed.trainer.loop import FederatedLoop
+    from lightning_fed.engines.optimizer import FederatedOptimizer
+    from lightning_fed.trainer.trainer import FederatedTrainer
 
 __all__ = [
     "ClientError",
@@ -48,8 +48,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 def _prepare() -> None:
     """Note PyTorch's number of threads before a user sets one; make torchvision importable before anybody does."""
-    import lightning_fed.threads  # noqa: F401
-    from lightning_fed._torchvision import declare_missing_operators
+    import lightning_fed.trainer.threads  # noqa: F401
+    from lightning_fed.compat.torchvision import declare_missing_operators
 
     declare_missing_operators()
 

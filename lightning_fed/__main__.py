@@ -1,6 +1,6 @@
 """``python -m lightning_fed``."""
 
-from lightning_fed.cli import main
+from lightning_fed.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -4,7 +4,7 @@ import logging
 import warnings
 from typing import Any
 
-import lightning_fed  # first: see lightning_fed._torchvision
+import lightning_fed  # first: see lightning_fed.compat.torchvision
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F

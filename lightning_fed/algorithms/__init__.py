@@ -24,7 +24,7 @@ from lightning_fed.algorithms.scaffnew import Scaffnew
 from lightning_fed.algorithms.scaffold import Scaffold
 from lightning_fed.algorithms.scaffold_m import ScaffoldM
 from lightning_fed.algorithms.server_only import ServerOnly
-from lightning_fed.core.base_optimizers import SGD, Adagrad, Adam, BaseOptimizer, RMSProp, SGDm, Yogi
+from lightning_fed.algorithms.base_optimizers import SGD, Adagrad, Adam, BaseOptimizer, RMSProp, SGDm, Yogi
 
 __all__ = [
     "APFL",

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from lightning_fed.core.base_optimizers import BaseOptimizer
+from lightning_fed.algorithms.base_optimizers import BaseOptimizer
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State, Vector
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.base_optimizers import SGD, BaseOptimizer
+from lightning_fed.algorithms.base_optimizers import SGD, BaseOptimizer
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Cohort, Step
 from lightning_fed.core.types import State, Vector

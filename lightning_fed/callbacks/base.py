@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId
 

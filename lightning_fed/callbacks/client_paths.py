@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.measure import Measure, write_table
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import ClientReport, RoundReport

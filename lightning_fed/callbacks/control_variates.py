@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.measure import ClientMeasure
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.base import FederatedCallback
-from lightning_fed.core.clock import ClientClock
+from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 

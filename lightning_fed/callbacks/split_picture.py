@@ -1,11 +1,11 @@
 """The picture of how the data are dealt out, in TensorBoard."""
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import preserved_random_state
-from lightning_fed.data.picture import skew_table, split_figure
+from lightning_fed.data.skew_report import skew_table, split_figure
 
 __all__ = ["SplitPicture"]
 

@@ -189,7 +189,7 @@ def number(owner: object, name: str, value: object, interval: str) -> float:
         FederatedError: If ``value`` is no finite number in ``interval``.
 
     Example:
-        >>> from lightning_fed.core.base_optimizers import SGDm
+        >>> from lightning_fed.algorithms.base_optimizers import SGDm
         >>> number(SGDm(), "beta", 1, "[0, 1)")
         Traceback (most recent call last):
         lightning_fed.core.errors.FederatedError: SGDm(beta=1): beta must be a finite number in [0, 1).

@@ -1,22 +1,22 @@
 """Who the clients are and what data each of them has."""
 
-from lightning_fed.data.batches import ClientBatches
-from lightning_fed.data.cifar import CIFAR10, CIFAR100
-from lightning_fed.data.concrete import Concrete
+from lightning_fed.data.batches.batches import ClientBatches
+from lightning_fed.data.datasets.cifar import CIFAR10, CIFAR100
+from lightning_fed.data.datasets.concrete import Concrete
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.dataset import FederatedDataset
-from lightning_fed.data.digits import Digits
-from lightning_fed.data.folders import ClientFolder, ClientImages
-from lightning_fed.data.image_transforms import Flatten, Normalize, RandomCrop, RandomFlip, Shrink, ToFloat
-from lightning_fed.data.leaf import FEMNIST, LeafDataModule
-from lightning_fed.data.mnist import EMNIST, MNIST
-from lightning_fed.data.partition import ByKey, Dirichlet, Iid, Partition, Shards
-from lightning_fed.data.picture import SkewTable, skew_table, split_figure
-from lightning_fed.data.quadratics import LeastSquares, Quadratics
-from lightning_fed.data.sentiment import Sentiment140
-from lightning_fed.data.shakespeare import Shakespeare
-from lightning_fed.data.shift import FeatureShift
-from lightning_fed.data.skew import (
+from lightning_fed.data.datasets.digits import Digits
+from lightning_fed.data.files.folders import ClientFolder, ClientImages
+from lightning_fed.data.batches.transforms import Flatten, Normalize, RandomCrop, RandomFlip, Shrink, ToFloat
+from lightning_fed.data.datasets.leaf import FEMNIST, LeafDataModule
+from lightning_fed.data.datasets.mnist import EMNIST, MNIST
+from lightning_fed.data.partitions.partition import ByKey, Dirichlet, Iid, Partition, Shards
+from lightning_fed.data.skew_report import SkewTable, skew_table, split_figure
+from lightning_fed.data.datasets.quadratics import LeastSquares, Quadratics
+from lightning_fed.data.datasets.sentiment import Sentiment140
+from lightning_fed.data.datasets.shakespeare import Shakespeare
+from lightning_fed.data.partitions.feature_shift import FeatureShift
+from lightning_fed.data.partitions.skew import (
     BalancedDirichlet,
     ClassesPerClient,
     LogNormalSizes,
@@ -24,8 +24,8 @@ from lightning_fed.data.skew import (
     QuantitySkew,
     Similarity,
 )
-from lightning_fed.data.synthetic import Synthetic
-from lightning_fed.data.tables import ClientTable
+from lightning_fed.data.datasets.synthetic import Synthetic
+from lightning_fed.data.files.tables import ClientTable
 
 __all__ = [
     "CIFAR10",

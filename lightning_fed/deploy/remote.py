@@ -18,7 +18,7 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.rounds.client_work import ClientWork, gradients_together
 from lightning_fed.rounds.local_plans import LocalPlans, limited
 from lightning_fed.rounds.messages import GRADIENTS, Reply, Task
-from lightning_fed.server.client_state import ClientStates
+from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.population import Population
 from lightning_fed.server.server import Server
 from lightning_fed.server.weighting import Participant

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId, State
-from lightning_fed.data.partition import check_client_ids
+from lightning_fed.data.partitions.partition import check_client_ids
 from lightning_fed.deploy.announced import Announcements
 from lightning_fed.deploy.facts import facts_of
 from lightning_fed.deploy.handoff import Handoff
@@ -22,7 +22,7 @@ from lightning_fed.deploy.replies import reply_of
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.messages import TRAIN
-from lightning_fed.server.asynchronous import Asynchronous
+from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.population import Population
 
 __all__ = ["FederatedServer"]

@@ -12,7 +12,7 @@ from itertools import islice
 import torch
 from torch import nn
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import preserved_random_state

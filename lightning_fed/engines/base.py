@@ -16,11 +16,11 @@ from lightning_fed.core.rounds import ClientReport, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.core.watched import Watched
-from lightning_fed.data.batches import ClientBatches
+from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.server.client_store import lasting_copies
+from lightning_fed.server.client_states.store import lasting_copies
 from lightning_fed.server.weighting import Participant
 
 __all__ = [

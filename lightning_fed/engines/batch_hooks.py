@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_fed._compat import is_overridden
-from lightning_fed._lightning import pl
+from lightning_fed.compat.private import is_overridden
+from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.base import uses_hook
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from lightning_fed._compat import rank_zero_info, rank_zero_warn
+from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.engines.base import (

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.settings import Settings
+from lightning_fed.settings.settings import Settings
 
 __all__ = ["personal_names"]
 

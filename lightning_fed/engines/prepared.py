@@ -7,16 +7,16 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters, trained_parameters
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.personal import personal_names
 from lightning_fed.engines.sparse import densify
-from lightning_fed.optim import FederatedOptimizer
+from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.server.step import steps_not_counted
-from lightning_fed.settings import Settings
+from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy, split_of
 
 __all__ = ["PreparedModule"]

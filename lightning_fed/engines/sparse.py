@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from lightning_fed._compat import rank_zero_warn
+from lightning_fed.compat.private import rank_zero_warn
 
 __all__ = ["densify"]
 

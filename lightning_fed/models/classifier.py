@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count, check_fraction, check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.models.checks import check_floating, check_widths, sized

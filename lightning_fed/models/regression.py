@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import MeanAbsoluteError
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count, check_flags, check_number, check_numbers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.models.checks import sized

@@ -14,7 +14,7 @@ from lightning_fed.core.types import State
 from lightning_fed.engines.base import Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.rounds.local_plans import limited, num_examples
-from lightning_fed.settings import Settings, cut
+from lightning_fed.settings.settings import Settings, cut
 
 __all__ = ["ClientGradients", "OwnSolve", "prepared_for_own_solve"]
 

@@ -12,11 +12,11 @@ from lightning_fed.core.buffers import BufferMean
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State, Vector
-from lightning_fed.optim import looks_ahead
+from lightning_fed.engines.optimizer import looks_ahead
 from lightning_fed.rounds.messages import Reply
 from lightning_fed.rounds.report import Drift, Traffic
-from lightning_fed.server.aggregation import Aggregation, Exchange
-from lightning_fed.server.aggregator import FULL_GRAD
+from lightning_fed.server.aggregation.mean import Aggregation, Exchange
+from lightning_fed.server.aggregation.base import FULL_GRAD
 from lightning_fed.server.weighting import Participant
 
 __all__ = ["CollectedGradients", "CollectedMessages"]

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_fed._compat import is_overridden
-from lightning_fed._lightning import pl
+from lightning_fed.compat.private import is_overridden
+from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.base import hears
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import preserved_random_state
@@ -24,7 +24,7 @@ from lightning_fed.engines.client_errors import ONE_VALUE
 from lightning_fed.engines.gradients import GradientPass, prepare_batch
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.local_plans import limited
-from lightning_fed.settings import cut
+from lightning_fed.settings.settings import cut
 
 __all__ = ["check_lone_examples"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.types import State
 from lightning_fed.rounds.messages import Reply
-from lightning_fed.server.aggregation import Exchange, accumulation_dtype
+from lightning_fed.server.aggregation.mean import Exchange, accumulation_dtype
 
 __all__ = ["Drift", "Traffic"]
 

@@ -14,8 +14,8 @@ from lightning_fed.core.flat import Layout
 from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.rounds import AdvanceSolver, Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
-from lightning_fed.server.client_state import PERSONAL, ExpectedState
-from lightning_fed.server.client_store import ClientStore, MemoryClientStore
+from lightning_fed.server.client_states.state import PERSONAL, ExpectedState
+from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore
 from lightning_fed.server.seen import Seen
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, ServerStep
 from lightning_fed.server.weighting import WEIGHTINGS

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.strategies.shared_memory import SharedMemory
 from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
 from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy

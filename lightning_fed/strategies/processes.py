@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.stopping import Failure
+from lightning_fed.strategies.stopping import Failure
 from lightning_fed.strategies.clients import ClientsStrategy
 from lightning_fed.strategies.peers import Peers
 from lightning_fed.strategies.shared_memory import PIECE, SharedMemory, add_up

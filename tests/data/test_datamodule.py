@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from lightning_fed import FederatedTrainer
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import ClientBatches, Dirichlet, FederatedDataModule, FederatedDataset, Iid
-from lightning_fed.data.batches import LoaderBatches, TensorBatches
-from lightning_fed.data.custom_batches import CustomBatches
+from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
+from lightning_fed.data.batches.custom_batches import CustomBatches
 from lightning_fed.data.datamodule import check_ids
 from lightning_fed.models import MLPClassifier
 

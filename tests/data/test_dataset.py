@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import ByKey, Dirichlet, FederatedDataset, Iid, Shards
-from lightning_fed.data.examples import as_labels, labels_of
+from lightning_fed.data.batches.examples import as_labels, labels_of
 
 
 def tensors(n):

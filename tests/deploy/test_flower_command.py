@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.config_utils import load_and_validate
 
-from lightning_fed.cli import main
+from lightning_fed.cli.main import main
 from lightning_fed.deploy import FederatedSite
 from lightning_fed.deploy.flower import command
-from tests.test_examples import load
+from tests.docs.test_examples import load
 
 ROOT = Path(__file__).parent.parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")

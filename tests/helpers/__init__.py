@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State
-from lightning_fed.optim import looks_ahead
+from lightning_fed.engines.optimizer import looks_ahead
 
 Gradient = Callable[[Tensor, int, Any], Tensor]
 """The gradient at a point of a client on a batch; on all its rows where the batch is None."""

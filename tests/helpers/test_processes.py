@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
-from lightning_fed._compat import Tqdm
+from lightning_fed.compat.private import Tqdm
 from tests.helpers.processes import wait_until
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fed import FederatedDataModule
-from lightning_fed.data.batches import ClientBatches
+from lightning_fed.data.batches.batches import ClientBatches
 
 from .cases import ASYNCHRONOUS, Case
 

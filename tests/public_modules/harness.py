@@ -57,7 +57,7 @@ def needs(package: str, lightning: str = "pytorch_lightning") -> ModuleType:
         pytest.skip(reason, allow_module_level=True)
     if os.environ.setdefault("LIGHTNING_FED_PACKAGE", lightning) != lightning:
         pytest.exit(f"{package} builds on {lightning}, and this process uses another package: run this file alone.", 2)
-    import lightning_fed.trainer  # noqa: F401  # a published package may import either Lightning
+    import lightning_fed.trainer.trainer  # noqa: F401  # a published package may import either Lightning
 
     return importlib.import_module(package)
 
@@ -190,7 +190,7 @@ def thin(
         loss: The loss of the network on a batch.
         lr: The rate.
     """
-    from lightning_fed._lightning import pl
+    from lightning_fed.compat.package import pl
 
     class Thin(pl.LightningModule):
         def __init__(self) -> None:
@@ -238,7 +238,7 @@ def _fit(
     folder: str = "whole",
 ) -> Outcome:
     from lightning_fed import FederatedTrainer
-    from lightning_fed._lightning import pl
+    from lightning_fed.compat.package import pl
     from lightning_fed.algorithms import FedAvg, Scaffold
 
     module, logger = case.make(), _memory_logger()
@@ -294,7 +294,7 @@ def _data(case: PublicCase) -> Any:
 
 
 def _memory_logger() -> Any:
-    from lightning_fed._lightning import pl
+    from lightning_fed.compat.package import pl
 
     class Memory(pl.loggers.Logger):
         """Keeps what is logged, by round."""
@@ -474,7 +474,7 @@ def _optimizer(module: Any, round: int) -> torch.optim.Optimizer:
 
 
 def _plain_trainer() -> Any:
-    from lightning_fed._lightning import pl
+    from lightning_fed.compat.package import pl
 
     trainer = pl.Trainer(
         max_epochs=len(COHORTS), accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False

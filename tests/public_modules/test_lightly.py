@@ -95,7 +95,7 @@ def test_a_schedule_that_counts_steps_is_refused_by_name() -> None:
 def test_no_client_sees_what_another_did_to_a_teacher() -> None:
     """The teacher is a frozen parameter that changes in every step: start clients from the server's, or refuse it."""
     from lightning_fed import FederatedDataModule, FederatedTrainer
-    from lightning_fed._lightning import pl
+    from lightning_fed.compat.package import pl
 
     class Teachers(pl.Callback):
         def __init__(self) -> None:

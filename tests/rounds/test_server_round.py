@@ -22,8 +22,8 @@ from lightning_fed.server.population import Population
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import plain_sgd
 from lightning_fed.server.weighting import Participant
-from lightning_fed.settings import Settings
-from lightning_fed.settings_checks import make_settings
+from lightning_fed.settings.settings import Settings
+from lightning_fed.settings.settings_checks import make_settings
 
 IDS = ["ann", "bob", "cy", "dee", "eve"]
 SIZES = dict(zip(IDS, (13, 8, 21, 5, 16), strict=True))

@@ -4,7 +4,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_fed.core.base_optimizers import Adam, Yogi
+from lightning_fed.algorithms.base_optimizers import Adam, Yogi
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedRMSProp, FedYogi
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import Mime, Scaffold, SGDm
-from lightning_fed.cli import FederatedCLI
+from lightning_fed.cli.main import FederatedCLI
 from lightning_fed.server import TrimmedMean
 from lightning_fed.strategies import ClientsStrategy
 from tests.engines.test_clients_strategy import UNEVEN, end

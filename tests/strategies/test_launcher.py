@@ -17,8 +17,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from tqdm.std import TqdmDefaultWriteLock
 
 from lightning_fed import FederatedCallback, FederatedError
-from lightning_fed._compat import Tqdm
-from lightning_fed.stopping import Failure, OtherProcessError
+from lightning_fed.compat.private import Tqdm
+from lightning_fed.strategies.stopping import Failure, OtherProcessError
 from lightning_fed.strategies.launcher import RoundLauncher
 from tests.helpers.training import data, same, seeded, trainer
 

@@ -10,7 +10,7 @@ from pytorch_lightning.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch import Tensor, nn
 
 from lightning_fed import FederatedError, FederatedTrainer
-from lightning_fed.module_checks import check_batch_statistics
+from lightning_fed.settings.module_checks import check_batch_statistics
 from lightning_fed.strategies import WithinClientStrategy
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit, part_of
 from tests.helpers.ids import spelled

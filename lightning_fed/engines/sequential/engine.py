@@ -17,8 +17,8 @@ from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPla
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
-from lightning_fed.optim import LocalWork, looks_ahead, solver_entries
-from lightning_fed.server.client_state import PERSONAL, method_part, with_personal
+from lightning_fed.engines.optimizer import LocalWork, looks_ahead, solver_entries
+from lightning_fed.server.client_states.state import PERSONAL, method_part, with_personal
 
 __all__ = ["SequentialEngine"]
 

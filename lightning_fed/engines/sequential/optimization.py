@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fed._compat import (
+from lightning_fed.compat.private import (
     Closure,
     ClosureResult,
     PassThroughProfiler,
@@ -17,7 +17,7 @@ from lightning_fed._compat import (
     call,
     is_overridden,
 )
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.base import uses_hook
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state

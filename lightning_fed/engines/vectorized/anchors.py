@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.core.types import Vector
-from lightning_fed.data.batch_settings import BatchSettings
+from lightning_fed.data.batches.settings import BatchSettings
 from lightning_fed.engines.vectorized.full_gradients import is_gradient
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.tracing.gradient_parts import Parts, keep_parts

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_fed._compat import is_overridden
-from lightning_fed._lightning import pl
+from lightning_fed.compat.private import is_overridden
+from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import kind_of
-from lightning_fed.data.batches import TensorBatches
+from lightning_fed.data.batches.batches import TensorBatches
 from lightning_fed.engines.base import OnlySequentialError, WorkPlan
 from lightning_fed.engines.batch_hooks import TRANSFER_HOOKS
 from lightning_fed.engines.gradients import prepare_batch

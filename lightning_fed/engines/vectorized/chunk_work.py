@@ -13,8 +13,8 @@ from lightning_fed.core.types import State, Vector
 from lightning_fed.engines.base import OnlySequentialError, RoundInputs
 from lightning_fed.engines.vectorized.clients import ChunkMemory, Clients, of_each, stack_states
 from lightning_fed.engines.vectorized.optimizer import Clipping, StackedOptimizer
-from lightning_fed.optim import FederatedOptimizer, overrides, solver_entries
-from lightning_fed.server.client_state import PERSONAL, method_part, with_personal
+from lightning_fed.engines.optimizer import FederatedOptimizer, overrides, solver_entries
+from lightning_fed.server.client_states.state import PERSONAL, method_part, with_personal
 from lightning_fed.server.weighting import Participant
 
 __all__ = ["ChunkWork", "steps_are_plain"]

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.types import State, Vector
-from lightning_fed.server.client_state import Stacked
+from lightning_fed.server.client_states.state import Stacked
 
 __all__ = ["ChunkMeans", "ChunkMemory", "Clients", "default_chunk_size", "log_means", "of_each", "stack_states"]
 

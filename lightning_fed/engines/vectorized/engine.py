@@ -13,7 +13,7 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State, Vector
-from lightning_fed.data.batches import ClientBatches
+from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.gradients import prepare_batch

@@ -15,7 +15,7 @@ from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.clients import Clients, of_each
 from lightning_fed.engines.vectorized.module_step import ModuleStep
-from lightning_fed.optim import looks_ahead, overrides
+from lightning_fed.engines.optimizer import looks_ahead, overrides
 
 __all__ = ["DIMS", "Given", "LocalStep", "Taken"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.core.torch_optimizers import without_coupled_decay
-from lightning_fed.optim import FederatedOptimizer
+from lightning_fed.engines.optimizer import FederatedOptimizer
 
 __all__ = ["ELEMENTWISE", "Clipping", "StackedOptimizer"]
 

@@ -7,8 +7,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from lightning_fed._lightning import pl
-from lightning_fed.data.batches import ClientBatches, TensorBatches
+from lightning_fed.compat.package import pl
+from lightning_fed.data.batches.batches import ClientBatches, TensorBatches
 
 __all__ = ["DeviceData", "RowLookup", "bytes_of_row", "is_rows", "on_device", "rows_of_one_kind"]
 

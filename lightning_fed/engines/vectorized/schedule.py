@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
-from lightning_fed.data.batches import TensorBatches
+from lightning_fed.data.batches.batches import TensorBatches
 from lightning_fed.engines.base import Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.vectorized.anchors import KeptAnchor
 from lightning_fed.engines.vectorized.batches import (

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
 from lightning_fed.core.torch_optimizers import coupled_decay

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from lightning_fed._lightning import pl
+from lightning_fed.compat.package import pl
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 
 __all__ = ["at_full_precision", "is_lowered", "raised"]

@@ -1,0 +1,83 @@
+"""The metrics that EarlyStopping, ModelCheckpoint and ReduceLROnPlateau follow, and what happens if nobody logs one."""
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+from lightning_fed.compat.private import rank_zero_warn
+from lightning_fed.compat.package import pl
+from lightning_fed.core.errors import FederatedError
+
+__all__ = ["Monitors", "warn_of_misspelt"]
+
+
+class Monitors:
+    """Let a metric that nobody logs end the run when its round is complete, and not in the middle of its hooks.
+
+    Attributes:
+        error: What to raise at the end of the round; None if every metric is there.
+    """
+
+    def __init__(self) -> None:
+        self.error: FederatedError | None = None
+        self._watched: list[pl.callbacks.EarlyStopping] = []
+
+    def watch(self, trainer: pl.Trainer) -> None:
+        """Let EarlyStopping note a missing metric here; until :meth:`release`."""
+        self.error = None
+        for callback in trainer.callbacks:
+            if isinstance(callback, pl.callbacks.EarlyStopping):
+                callback._validate_condition_metric = partial(self._is_there, callback)  # type: ignore[method-assign]
+                self._watched.append(callback)
+
+    def release(self) -> None:
+        """Leave callbacks as they were."""
+        for callback in self._watched:
+            vars(callback).pop("_validate_condition_metric", None)
+        self._watched = []
+
+    def note(self, who: str, monitor: str, available: Iterable[str]) -> None:
+        """Note that a metric is missing.
+
+        Args:
+            who: What follows it.
+            monitor: Its name.
+            available: The names of those that there are.
+        """
+        names = sorted(available)
+        close = get_close_matches(monitor, names, n=1)
+        meant = f" Did you mean {close[0]!r}?" if close else ""
+        self.error = self.error or FederatedError(
+            f"{who} follows the metric {monitor!r}, which was not logged.{meant} Logged so far:"
+            f" {', '.join(names) or 'nothing'}. Change monitor, or log it with self.log({monitor!r}, ...)."
+        )
+
+    def _is_there(self, callback: pl.callbacks.EarlyStopping, logs: Mapping[str, Any]) -> bool:
+        try:
+            return type(callback)._validate_condition_metric(callback, logs)  # type: ignore[arg-type]
+        except RuntimeError:
+            if callback.monitor in logs:
+                raise
+            self.note(type(callback).__name__, callback.monitor, logs)
+            return False
+
+
+def warn_of_misspelt(trainer: pl.Trainer) -> None:
+    """Warn of monitored names that are nearly those of the validation, at the end of Lightning's sanity check.
+
+    What training and callbacks will log is not known then, so this is no reason to refuse.
+    """
+    names = list(trainer.callback_metrics)
+    followed = [
+        (type(c).__name__, c.monitor) for c in trainer.callbacks if isinstance(getattr(c, "monitor", None), str)
+    ]
+    configs = trainer.lr_scheduler_configs
+    followed += [("ReduceLROnPlateau", str(config.monitor)) for config in configs if config.reduce_on_plateau]
+    for who, monitor in followed:
+        close = get_close_matches(monitor, names, n=1, cutoff=0.8)
+        if close and monitor not in names:
+            rank_zero_warn(
+                f"{who} follows the metric {monitor!r}, and validation logs {close[0]!r}. If training does not log"
+                f" {monitor!r} either, change monitor: the run would stop at the end of the first round without it."
+            )

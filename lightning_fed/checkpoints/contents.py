@@ -1,0 +1,164 @@
+"""What a checkpoint holds: only what loads without running code. Whatever else it would hold is left out, by name."""
+
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_fed.compat.private import call, rank_zero_warn
+from lightning_fed.compat.package import pl
+
+__all__ = ["SafeContents", "fill_in"]
+
+_LEFT_OUT = "left_out"  # the key under which a checkpoint lists the entries that it does not hold
+_OURS = ("state_dict", "loops", "optimizer_states")  # tensors and numbers, whatever the module is
+_PARTS = {
+    "hyper_parameters": "hyper-parameters",
+    "datamodule_hyper_parameters": "hyper-parameters of the data module",
+    "callbacks": "state of the callback",
+    "lr_schedulers": "in the state of a schedule:",
+    "server_lr_scheduler": "in the state of server_lr_scheduler:",
+}
+_Path = tuple[str, ...]
+
+
+class SafeContents:
+    """Leave out of a run's checkpoints what could not be loaded without running code, and name it once."""
+
+    def __init__(self) -> None:
+        self._unsafe: dict[_Path, Any] = {}  # found so far: the same object need not be tried again
+        self._told: set[_Path] = set()
+
+    def of(self, checkpoint: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
+        """Return a checkpoint that loads with ``weights_only=True``.
+
+        Of a hyper-parameter, of an entry in the state of a schedule or a data module, and of an entry that a hook adds,
+        the whole entry is left out; of a callback its state. Numbers of NumPy become Python's.
+
+        Args:
+            checkpoint: What Lightning would save; it stays as it is.
+            module: The module, for the warning.
+        """
+        safe = {key: value if key == "state_dict" else _without_numpy(value) for key, value in checkpoint.items()}
+        entries = list(_entries(safe))
+        left_out: dict[_Path, Any] = {}
+        for path, parent, name in entries:
+            if path in self._unsafe and self._unsafe[path] is parent[name]:
+                left_out[path] = parent.pop(name)
+        rest = [entry for entry in entries if entry[0] not in left_out]
+        if not _loads([parent[name] for _, parent, name in rest]):
+            for path, parent, name in rest:
+                if not _loads(parent[name]):
+                    left_out[path] = parent.pop(name)
+        for kind in ("", "datamodule_"):  # or an empty configuration would be passed under the name of this one
+            if (f"{kind}hyper_parameters",) in left_out:
+                safe.pop(f"{kind}hparams_name", None)
+        if left_out:
+            safe[_LEFT_OUT] = [list(path) for path in left_out]
+            self._unsafe |= left_out
+            self._tell({path: value for path, value in left_out.items() if path not in self._told}, module)
+        return safe
+
+    def _tell(self, entries: Mapping[_Path, Any], module: pl.LightningModule) -> None:
+        self._told |= entries.keys()
+        shown = {path: value for path, value in entries.items() if not path[0].endswith("hparams_type")}
+        if not shown:
+            return
+        groups: dict[str, list[str]] = {}
+        for path, value in shown.items():
+            part = _PARTS.get(path[0], "entries of hooks")
+            inner = path if part == "entries of hooks" else path[1:]
+            name = ".".join(inner) or "all"
+            groups.setdefault(part, []).append(f"{name} ({', '.join(_kinds(value))})")
+        listed = "; ".join(f"{part} {', '.join(names)}" for part, names in groups.items())
+        restart = " Callbacks without a saved state start again." if any(p[0] == "callbacks" for p in shown) else ""
+        arguments = [path[1:] for path in shown if path[0] == "hyper_parameters"]
+        by_name = ""
+        if arguments:
+            example = "".join(f" ({name}=...)" for name in arguments[0])
+            by_name = (
+                f" {type(module).__name__}.load_from_checkpoint(path) uses the defaults of these arguments; pass others"
+                f" by name{example}."
+            )
+        rank_zero_warn(
+            f"Checkpoints leave out what cannot be loaded without running code: {listed}. A resumed run uses those of"
+            f" the module and the data module passed to it.{restart}{by_name} To keep a type in checkpoints, allow it"
+            " with torch.serialization.add_safe_globals."
+        )
+
+
+def fill_in(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
+    """Add what a checkpoint left out, as the trainer's module and data module would save it now.
+
+    Hooks that load the checkpoint then find every entry that they saved.
+
+    Args:
+        checkpoint: The loaded checkpoint.
+        trainer: The trainer.
+    """
+    claims = checkpoint.get(_LEFT_OUT)
+    if not isinstance(claims, list) or not claims:
+        return
+    own = {key: dict(value) if isinstance(value, dict) else value for key, value in checkpoint.items()}
+    module, data = trainer.lightning_module, trainer.datamodule
+    for holder in (module, data):
+        if holder is not None and getattr(holder, "hparams", None):
+            key, hparams = holder.CHECKPOINT_HYPER_PARAMS_KEY, holder.hparams
+            own[key] = dict(hparams) if isinstance(hparams, dict) else hparams
+    if data is not None and (state := data.state_dict()):
+        own[type(data).__qualname__] = state
+    call._call_lightning_module_hook(trainer, "on_save_checkpoint", own)
+    for claim in claims:
+        path = tuple(claim) if isinstance(claim, list) else ()
+        if not path or path[0] in (*_OURS, "callbacks", "lr_schedulers", "server_lr_scheduler"):
+            continue
+        source, target = (own, checkpoint) if len(path) == 1 else (own.get(path[0]), checkpoint.get(path[0]))
+        if isinstance(source, Mapping) and isinstance(target, dict) and path[-1] in source:
+            target.setdefault(path[-1], source[path[-1]])
+
+
+def _entries(checkpoint: dict[str, Any]) -> Iterator[tuple[_Path, dict[str, Any], str]]:
+    """Yield what may be left out by itself: its path, the dict that it is in, and its name there."""
+    for key, value in checkpoint.items():
+        if key == "lr_schedulers":
+            for number, state in enumerate(value):
+                yield from (((key, str(number), str(name)), state, name) for name in state)
+        elif key not in _OURS and type(value) is dict:
+            yield from (((key, str(name)), value, name) for name in value)
+        elif key not in _OURS:
+            yield (key,), checkpoint, key
+    server = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("step", {})
+    schedule = server.get("schedule") or {}
+    yield from ((("server_lr_scheduler", str(name)), schedule, name) for name in schedule)
+
+
+def _loads(value: Any) -> bool:
+    """Whether a value can be saved, and loaded again without running code."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception:  # pickling runs the user's code, which may raise anything
+        return False
+    return True
+
+
+def _kinds(value: Any) -> list[str]:
+    """Return the names of the types that keep a value from being loaded."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    found = [kind for part in parts if not _loads(part) for kind in _kinds(part)]
+    return list(dict.fromkeys(found)) or [type(value).__name__]
+
+
+def _without_numpy(value: Any) -> Any:
+    """Return a copy of nested dicts, lists and tuples in which NumPy's numbers are Python's, of the same value."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {_without_numpy(key): _without_numpy(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_numpy, value))
+    return value

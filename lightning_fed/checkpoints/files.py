@@ -1,0 +1,285 @@
+"""Checkpoint files that are whole or not there, and are read only when they are what was written."""
+
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from lightning_fed.compat.private import rank_zero_warn
+from lightning_fed.compat.package import pl
+from lightning_fed.core.errors import FederatedError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = [
+    "AtomicCheckpointIO",
+    "by_age",
+    "fault_of",
+    "link",
+    "local_path",
+    "newest_sound",
+    "remove_leftovers",
+    "resumable",
+]
+
+_PART = ".part"
+_UNREADABLE = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, RuntimeError, ValueError, KeyError)
+
+
+class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
+    """Write a checkpoint beside its place, flush it to the disk, and rename it; check every byte of one that is read.
+
+    Whenever the process or the machine dies, a checkpoint is the old one or the new one, and a link such as ``last``
+    leads to a whole one. Remote paths are left to fsspec, which uploads a file as a whole.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint.
+
+        Args:
+            checkpoint: What to save.
+            path: Where, a path or a URL.
+            storage_options: Not for local paths.
+
+        Raises:
+            FederatedError: If a local file cannot be written; what was at its place stays.
+        """
+        file = local_path(path)
+        if file is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        part = file.with_name(f".{file.name}.{os.getpid()}{_PART}")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as stream:
+                _lock(stream)
+                _write(checkpoint, stream)
+            os.replace(part, file)
+            _flush_folder(file.parent)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise FederatedError(
+                f"The checkpoint {file} could not be written: {reason}. What was there before is untouched. Make room,"
+                " or save elsewhere (ModelCheckpoint's dirpath), and go on with ckpt_path='last'."
+            ) from error
+        finally:
+            part.unlink(missing_ok=True)
+
+    def load_checkpoint(
+        self,
+        path: Any,
+        map_location: Callable[..., Any] | None = lambda storage, loc: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load a checkpoint, after a look at the checksum of every part of it.
+
+        Args:
+            path: A path or a URL.
+            map_location: As for :func:`torch.load`.
+            weights_only: Whether only tensors and plain containers may be made; True if None.
+
+        Raises:
+            FederatedError: If the file is damaged; the newest sound one beside it is named.
+        """
+        file = local_path(path)
+        if file is not None and file.exists() and (fault := fault_of(file)):
+            raise FederatedError(f"The checkpoint {file} is damaged: {fault}. {_way_out(file)}")
+        try:
+            return super().load_checkpoint(path, map_location, weights_only is None or weights_only)  # type: ignore[no-any-return]
+        except FileNotFoundError as error:
+            raise FederatedError(f"There is no checkpoint {path}. Correct ckpt_path.") from error
+        except pickle.UnpicklingError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise FederatedError(
+                f"The checkpoint {path} holds more than tensors and plain containers, which would run code when it is"
+                f" read: {reason} Pass weights_only=False if you trust its writer."
+            ) from error
+        except (RuntimeError, EOFError, zipfile.BadZipFile) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise FederatedError(f"The checkpoint {path} cannot be read: {reason}") from error
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint; links to it lead to the newest one left from now on."""
+        file = local_path(path)
+        if file is not None and file.exists() and not file.is_symlink():
+            others = [other for other in by_age(file.parent) if other.resolve() != file.resolve()]
+            for name in _links_to(file) if others else ():
+                link(others[0].resolve(), name)
+        super().remove_checkpoint(path)
+
+
+def local_path(path: Any) -> Path | None:
+    """Return the local file of a path or URL; None of a remote one."""
+    system, stripped = url_to_fs(str(path))
+    return Path(stripped) if isinstance(system, LocalFileSystem) else None
+
+
+def fault_of(file: Path) -> str | None:
+    """Return what is wrong with a local checkpoint; None if every byte is as it was written."""
+    if not file.is_file():
+        return "it is no file"
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = {name.rpartition("/")[2] for name in archive.namelist()}
+            bad = archive.testzip()
+    except _UNREADABLE as error:
+        return f"it is cut off, or no checkpoint ({error})"
+    if bad is not None:
+        return f"the checksum of {bad} is not that of its bytes"
+    return None if "data.pkl" in names else "it is an archive, but not one of torch.save"
+
+
+def resumable(file: Path) -> bool:
+    """Whether a sound checkpoint holds more than weights."""
+    with zipfile.ZipFile(file) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
+        return b"optimizer_states" in archive.read(name)
+
+
+def newest_sound(folder: Path, other_than: Path | None = None) -> Path | None:
+    """Return the newest checkpoint of a folder that is sound and can be resumed from.
+
+    Args:
+        folder: The folder.
+        other_than: A file that is not meant, nor a link to it.
+    """
+    unwanted = None if other_than is None else other_than.resolve()
+    for file in by_age(folder):
+        if file.resolve() != unwanted and not file.is_symlink() and fault_of(file) is None and resumable(file):
+            return file
+    return None
+
+
+def by_age(folder: Path) -> list[Path]:
+    """Return the checkpoint files of a folder, the newest first, links after what they lead to."""
+    files = [file for file in folder.glob("*.ckpt") if file.is_file()] if folder.is_dir() else []
+    return sorted(files, key=lambda file: (-file.stat().st_mtime_ns, file.is_symlink(), file.name))
+
+
+def link(file: Path, name: Path) -> None:
+    """Let a link lead to a file beside or below it, at no moment to nothing.
+
+    Where the system makes no links (Windows without the right to, some network disks), a copy takes its place.
+    """
+    part = name.with_name(f".{name.name}.{os.getpid()}{_PART}")
+    part.unlink(missing_ok=True)
+    try:
+        part.symlink_to(os.path.relpath(file, name.parent))
+    except (OSError, NotImplementedError):
+        _copy(file, part)
+        rank_zero_warn(f"{name.parent} cannot hold symbolic links: {name.name} is a copy of the checkpoint instead.")
+    os.replace(part, name)
+    _flush_folder(name.parent)
+
+
+def remove_leftovers(folder: Path) -> list[Path]:
+    """Remove what saves that were killed left in a folder, and return it; a save under way is left alone."""
+    gone = [part for part in folder.glob(f".*{_PART}") if _is_abandoned(part)] if folder.is_dir() else []
+    for part in gone:
+        part.unlink(missing_ok=True)
+    return gone
+
+
+class _Stream:
+    """A file for ``torch.save``, which does not pass an error of the disk on as it is.
+
+    Args:
+        stream: The open file.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write, unless the disk has failed already."""
+        if self.error is None:
+            try:
+                self._stream.write(data)
+            except OSError as error:
+                self.error = error
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: the whole file is flushed at its end."""
+
+
+def _write(checkpoint: dict[str, Any], stream: IO[bytes]) -> None:
+    out, checks = _Stream(stream), get_crc32_options()
+    set_crc32_options(True)  # or nobody could tell a damaged file
+    try:
+        torch.save(checkpoint, out)  # type: ignore[arg-type]
+    finally:
+        set_crc32_options(checks)
+    if out.error is not None:
+        raise out.error
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _copy(file: Path, part: Path) -> None:
+    with file.open("rb") as source, part.open("wb") as stream:
+        _lock(stream)
+        shutil.copyfileobj(source, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make a rename last, where the system lets a folder be flushed."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        with suppress(OSError):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _lock(stream: IO[bytes]) -> None:
+    """Mark a file as one that somebody is writing; the mark goes with its process."""
+    if fcntl is not None:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _is_abandoned(part: Path) -> bool:
+    if fcntl is None or part.is_symlink():
+        return True
+    try:
+        with part.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _links_to(file: Path) -> list[Path]:
+    with os.scandir(file.parent) as entries:
+        names = [Path(entry.path) for entry in entries if entry.is_symlink() and not entry.name.endswith(_PART)]
+    return [name for name in names if name.resolve() == file.resolve()]
+
+
+def _way_out(file: Path) -> str:
+    sound = newest_sound(file.parent, other_than=file)
+    if sound is None:
+        return "There is no sound checkpoint beside it; start anew, without ckpt_path."
+    return f"The newest sound one beside it: ckpt_path={str(sound)!r}."

@@ -1,0 +1,186 @@
+"""Where a run's checkpoints lie: the newest one of a run, and a place for the one of a run that is stopped."""
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_fed.compat.private import MisconfigurationException, rank_zero_info
+from lightning_fed.compat.package import pl
+from lightning_fed.checkpoints.files import by_age, fault_of, link, local_path, remove_leftovers, resumable
+
+__all__ = [
+    "folders",
+    "keep_last_round",
+    "let_last_follow",
+    "newest",
+    "restore_scores",
+    "save_by_rounds",
+    "tidy_folders",
+]
+
+
+def save_by_rounds(trainer: pl.Trainer) -> None:
+    """Let checkpoints that are due every so many steps be due every so many rounds, which the global step counts.
+
+    Lightning would look at the step after each batch, in the middle of the next round.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, pl.callbacks.ModelCheckpoint) and (rounds := callback._every_n_train_steps):
+            callback._every_n_train_steps, callback._every_n_epochs = 0, rounds
+
+
+def tidy_folders(trainer: pl.Trainer) -> None:
+    """Remove what killed saves left in the folders of a run, and let links to checkpoints never lead to nothing."""
+    for callback in _keepers(trainer):
+        if type(callback)._link_checkpoint is pl.callbacks.ModelCheckpoint._link_checkpoint:
+            callback._link_checkpoint = _link_checkpoint  # type: ignore[method-assign]
+    if trainer.is_global_zero:
+        folders = {local_path(place) for c in _keepers(trainer) if (place := c.dirpath)}
+        for folder in sorted(f for f in {*folders, local_path(trainer.default_root_dir)} if f is not None):
+            for gone in remove_leftovers(folder):
+                rank_zero_info(f"Removed {gone}, which a save that was killed left.")
+
+
+def let_last_follow(trainer: pl.Trainer) -> None:
+    """Let ``last`` of every ModelCheckpoint be the last round at which it was due.
+
+    Lightning writes it only in rounds that enter the top k: a run that is killed long after its best round would lose
+    all rounds since. The instances are changed, so this holds for the user's own callbacks and for subclasses.
+    """
+    for callback in _keepers(trainer, whole=False):
+        callback._save_topk_checkpoint = partial(_save_due, callback)  # type: ignore[method-assign]
+        callback._save_last_checkpoint = partial(_save_last, callback)  # type: ignore[method-assign]
+
+
+def restore_scores(trainer: pl.Trainer, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give ModelCheckpoints the score of their newest top k, which Lightning saves and does not load.
+
+    Args:
+        trainer: The trainer.
+        states: The states of callbacks in a checkpoint.
+    """
+    for callback in _keepers(trainer, whole=False):
+        state = states.get(callback.state_key, {})
+        if state.get("dirpath") == callback.dirpath:
+            callback.current_score = state.get("current_score")
+
+
+def newest(trainer: pl.Trainer, whole: bool = True) -> str | None:
+    """Return the newest checkpoint of a run; None if there is none.
+
+    It is looked for where the trainer's ModelCheckpoints write and where a stopped job of SLURM's was saved; then, if
+    the logger numbers its versions by itself, in its former versions. A damaged one is returned too: to go on from an
+    older one is for the user to say.
+
+    Args:
+        trainer: The trainer.
+        whole: Whether it must be one that a run can go on from, and not weights alone.
+    """
+    places = folders(trainer, whole)
+    root = local_path(trainer.default_root_dir)
+    stopped = sorted(root.glob("hpc_ckpt_*.ckpt")) if root is not None else []
+    found = [*stopped, *(file for folder in places for file in by_age(folder))]
+    if not found and _numbers_versions(trainer):
+        numbered = [folder for folder in places if folder.match("version_*/checkpoints")]
+        former = [other for folder in numbered for other in folder.parent.parent.glob("version_*/checkpoints")]
+        found = [file for folder in former for file in by_age(folder)]
+    for file in sorted(found, key=lambda file: -file.stat().st_mtime_ns):
+        if not whole or fault_of(file) is not None or resumable(file):
+            return str(file)
+    return None
+
+
+def folders(trainer: pl.Trainer, whole: bool) -> list[Path]:
+    """Return the folders on this machine where the trainer's ModelCheckpoints write.
+
+    Args:
+        trainer: The trainer.
+        whole: Whether those are left out that save weights alone.
+    """
+    paths = [local_path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)) for callback in _keepers(trainer, whole)]
+    return [path for path in paths if path is not None]
+
+
+def _numbers_versions(trainer: pl.Trainer) -> bool:
+    """Whether a logger numbers its versions by itself, in a trainer that has yet to fill its own."""
+    unnumbered = trainer._checkpoint_connector.unnumbered
+    return trainer.fit_loop.round == 0 and any(logger in unnumbered for logger in trainer.loggers)
+
+
+def keep_last_round(trainer: pl.Trainer, round: int, kept: tuple[int, Any] | None) -> None:
+    """Save the last completed round of a run that is being stopped, unless a checkpoint holds it; all must call it.
+
+    It becomes the ``last.ckpt`` of the first ModelCheckpoint that keeps whole checkpoints.
+
+    Args:
+        trainer: The trainer.
+        round: The number of completed rounds.
+        kept: The completed rounds of the newest whole checkpoint, and its path.
+    """
+    path = kept[1] if kept is not None and kept[0] == round and _exists(trainer, kept[1]) else None
+    keeper = next(_keepers(trainer), None)
+    if path is None and round > 0 and keeper is not None and not trainer.fast_dev_run:
+        path = _place(trainer, keeper, None if kept is None else str(kept[1]))
+        if keeper.save_last:
+            keeper.last_model_path = path
+        trainer.save_checkpoint(path)
+    if path is not None:
+        rank_zero_info(f"Stopped after {round} completed rounds, which {path} holds. Go on with ckpt_path='last'.")
+    else:
+        why = "; no ModelCheckpoint saves more than weights, so no checkpoint holds them" if round else ""
+        rank_zero_info(f"Stopped after {round} completed rounds{why}.")
+
+
+def _keepers(trainer: pl.Trainer, whole: bool = True) -> Iterator[pl.callbacks.ModelCheckpoint]:
+    """Yield the callbacks that write checkpoints, if ``whole`` those that a run can go on from."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, pl.callbacks.ModelCheckpoint) and not (whole and callback.save_weights_only):
+            yield callback
+
+
+def _place(trainer: pl.Trainer, keeper: pl.callbacks.ModelCheckpoint, resumed: str | None) -> str:
+    """Return a path for the last checkpoint that does not write over one of another run."""
+    candidates = keeper._monitor_candidates(trainer)
+    path, version = keeper.format_checkpoint_name(candidates, keeper.CHECKPOINT_NAME_LAST), keeper.STARTING_VERSION
+    own = {keeper.last_model_path, resumed}
+    while path not in own and keeper.file_exists(path, trainer):
+        path = keeper.format_checkpoint_name(candidates, keeper.CHECKPOINT_NAME_LAST, ver=version)
+        version += 1
+    return path
+
+
+def _exists(trainer: pl.Trainer, path: Any) -> bool:
+    """Whether a checkpoint is still there, as the first process sees it."""
+    file = local_path(path)
+    return bool(trainer.strategy.broadcast(file is None or file.exists()))
+
+
+def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+    """Link to a checkpoint, at no moment to nothing."""
+    if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+        link(Path(filepath), Path(linkpath))
+    trainer.strategy.barrier()
+
+
+def _save_due(callback: pl.callbacks.ModelCheckpoint, trainer: pl.Trainer, monitor_candidates: dict[str, Any]) -> None:
+    """Save a round that is due among the top k; if it is not one of them, as the last one."""
+    try:
+        type(callback)._save_topk_checkpoint(callback, trainer, monitor_candidates)
+    except MisconfigurationException:
+        monitors = getattr(trainer.fit_loop, "monitors", None)
+        if monitors is None or callback.monitor is None or callback.monitor in monitor_candidates:
+            raise
+        monitors.note(type(callback).__name__, callback.monitor, trainer.callback_metrics)
+    if callback.save_last and callback._last_global_step_saved != trainer.global_step:
+        callback._last_checkpoint_saved = ""  # a link to it would lead to an older round
+        callback._save_last_checkpoint(trainer, monitor_candidates)
+
+
+def _save_last(callback: pl.callbacks.ModelCheckpoint, trainer: pl.Trainer, monitor_candidates: dict[str, Any]) -> None:
+    """Save or link the last checkpoint, unless it holds this round already, or this round is not due."""
+    saved = callback._last_checkpoint_saved
+    is_due = callback._last_global_step_saved == trainer.global_step
+    if not saved or (is_due and saved != callback.last_model_path):
+        type(callback)._save_last_checkpoint(callback, trainer, monitor_candidates)

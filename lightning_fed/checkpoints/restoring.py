@@ -1,0 +1,355 @@
+"""The server's side of a run restored from a checkpoint, and what goes wrong, in terms of the checkpoint."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_fed.compat.private import rank_zero_warn
+from lightning_fed.compat.package import pl
+from lightning_fed.checkpoints.client_states import ClientStatesPlace
+from lightning_fed.core.arguments import kind_of
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.flat import FlatParameters
+from lightning_fed.core.options import differing_options, options_of
+from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT, Origin
+from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.server.client_states.store import ClientStore
+from lightning_fed.server.server import Server
+from lightning_fed.settings.settings import Settings
+from lightning_fed.strategies.processes import Ranks
+
+__all__ = [
+    "EarlierFit",
+    "check_optimizer_states",
+    "compare_work",
+    "notes_of",
+    "restore_server",
+    "restored_from",
+    "start_server",
+]
+
+_TELLS = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError)
+
+
+@contextmanager
+def restored_from(path: Any, what: str) -> Iterator[None]:
+    """Let whatever goes wrong inside be told of the checkpoint that is restored.
+
+    Args:
+        path: The checkpoint.
+        what: What is restored, in words.
+
+    Raises:
+        FederatedError: From the error, naming checkpoint and part; its own kind passes as it is.
+    """
+    try:
+        yield
+    except FederatedError:
+        raise
+    except _TELLS as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        told = f"{type(error).__name__}: {' '.join(lines[:3])}".rstrip(".")
+        raise FederatedError(
+            f"The checkpoint {path} does not fit this run: restoring {what} ended in {told}. Resume with the model and"
+            " the settings it was written with, or start anew, without ckpt_path."
+        ) from error
+
+
+def restore_server(
+    server: Server, saved: Mapping[str, Any], settings: Settings, notes: Mapping[str, str], path: Any
+) -> dict[str, torch.Tensor]:
+    """Bring a new server to where a checkpoint's stands, but for the states of clients, and tell what differs.
+
+    Args:
+        server: The server.
+        saved: What the checkpoint has of it.
+        settings: How this run's rounds are run.
+        notes: What this run would note of its data and optimizer; see :func:`notes_of`.
+        path: The checkpoint.
+
+    Returns:
+        The metrics of the last completed round, by name.
+
+    Raises:
+        FederatedError: If the checkpoint does not fit the run.
+    """
+    with restored_from(path, "the state of the server"):
+        _continue(server, saved, settings, notes, bool(saved["client_states"]), CHECKPOINT)
+        check_optimizer_states(server.step.optimizer, "the server's optimizer")
+        return {name: torch.as_tensor(value) for name, value in saved["metrics"].items()}
+
+
+def _continue(
+    server: Server,
+    saved: Mapping[str, Any],
+    settings: Settings,
+    notes: Mapping[str, str],
+    keeps_states: bool,
+    origin: Origin,
+) -> None:
+    """Bring a new server to where another stands, but for the states of clients.
+
+    Args:
+        server: The new server.
+        saved: The state of the other one, with what was noted of its run.
+        settings: How this run's rounds are run.
+        notes: What this run would note.
+        keeps_states: Whether any client keeps a state.
+        origin: What the run continues from.
+
+    Raises:
+        FederatedError: If it was another run.
+    """
+    settings.check_transport(saved.get("transport", {}), origin)
+    built, its = options_of(server.step.optimizer), origin.name[0].lower() + origin.name[1:]
+    server.load_state_dict({**saved, "client_states": {}}, any_seed=not settings.seed_is_given, origin=origin)
+    loaded, is_scheduled = options_of(server.step.optimizer), server.step.scheduler is not None
+    if differing := differing_options(built, loaded, is_scheduled, origin):
+        rank_zero_warn(f"The server's optimizer goes on with {its}'s {', '.join(differing)}.")
+    if saved["seed"] != settings.seed and not settings.seed_is_given and "PL_GLOBAL_SEED" in os.environ:
+        rank_zero_warn(f"The run goes on with {its}'s seed {saved['seed']}, not with {settings.seed}.")
+    compare_work(saved.get("work", {}), notes, keeps_states, origin)
+    if keeps_states and server.expected_state.own and saved["step"]["x"].dtype != server.x.dtype:
+        raise FederatedError(
+            f"{origin.name}'s parameters are {saved['step']['x'].dtype}, {origin.this}'s are {server.x.dtype}, and what"
+            f" its clients keep is of their type. {origin.remedy('the precision')}"
+        )
+
+
+def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:
+    """Refuse an optimizer's state that is none, when it has been loaded; what its entries are is the optimizer's own.
+
+    Args:
+        optimizer: The optimizer.
+        what: What it is, in words.
+
+    Raises:
+        FederatedError: Naming what cannot be.
+    """
+    for entries in optimizer.state.values():
+        if not isinstance(entries, Mapping):
+            raise FederatedError(f"The checkpoint's state of {what} holds {kind_of(entries)} for a parameter.")
+    for group in optimizer.param_groups:
+        rate = group.get("lr", 0.0)
+        if not isinstance(rate, (int, float, torch.Tensor)) or isinstance(rate, bool):
+            raise FederatedError(f"The checkpoint's state of {what} has the learning rate {rate!r}.")
+
+
+def notes_of(
+    sizes: Sequence[int] | None,
+    batch_size: int | None,
+    optimizer: torch.optim.Optimizer,
+    flat: FlatParameters,
+) -> dict[str, str]:
+    """Return what a checkpoint notes of clients' data and of what trains on them.
+
+    Args:
+        sizes: The numbers of examples of all clients, which are noted by a checksum; None if they are not known.
+        batch_size: The examples in a full batch.
+        optimizer: The local optimizer.
+        flat: The trained parameters, whose names and shapes are noted by a checksum.
+    """
+    named = [(name, list(p.shape)) for name, p in zip(flat.names, flat.params, strict=True)]
+    notes = {"batch_size": repr(batch_size), "optimizer": type(optimizer).__name__, "parameters": _digest(repr(named))}
+    if sizes is not None:
+        notes["sizes"] = _digest(np.array(sizes, dtype=np.int64).tobytes())
+    return notes
+
+
+def _digest(content: str | bytes) -> str:
+    content = content.encode() if isinstance(content, str) else content
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states: bool, origin: Origin) -> None:
+    """Warn of other work or data than before; refuse other parameters, and other data if clients keep states.
+
+    Args:
+        saved: What was noted of the run so far.
+        mine: The same of this run.
+        keeps_states: Whether any client keeps a state.
+        origin: What the run continues from.
+
+    Raises:
+        FederatedError: If other parameters are trained, or clients have other data than what they keep belongs to.
+    """
+    differing = {name for name in saved.keys() & mine.keys() if saved[name] != mine[name]}
+    if "parameters" in differing:
+        raise FederatedError(
+            f"{origin.name} {origin.ran} other trained parameters: as many numbers, but other names or shapes."
+            f" {origin.remedy('the model and the frozen parameters')}"
+        )
+    if "sizes" in differing:
+        change = f"{origin.name} {origin.ran} other numbers of examples per client"
+        if keeps_states:
+            raise FederatedError(
+                f"{change}, and what its clients keep belongs to their data."
+                f" {origin.remedy('the data and the partition')}"
+            )
+        rank_zero_warn(f"{change}. The run goes on with {origin.this}'s.")
+    if others := sorted(differing - {"sizes", "optimizer"}):  # another optimizer is refused where its state is loaded
+        told = ", ".join(f"{name}={saved[name]} ({origin.this} has {mine[name]})" for name in others)
+        rank_zero_warn(f"{origin.name} {origin.ran} {told}. The run goes on with {origin.this}'s.")
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """Where learning rates and their schedules stand.
+
+    Attributes:
+        optimizer: The state of the local optimizer.
+        schedules: The states of its schedules.
+        kinds: What these are of, in words.
+    """
+
+    optimizer: dict[str, Any]
+    schedules: Sequence[dict[str, Any]]
+    kinds: Mapping[str, str]
+
+    @staticmethod
+    def of(trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> "Schedules":
+        """Return where those of a trainer stand."""
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        kinds = {
+            "local optimizer": type(optimizer).__name__,
+            "parameters per group of the local optimizer": str([len(g["params"]) for g in optimizer.param_groups]),
+            "schedules": ", ".join(type(scheduler).__name__ for scheduler in schedulers) or "none",
+        }
+        return Schedules(optimizer.state_dict(), [scheduler.state_dict() for scheduler in schedulers], kinds)
+
+    def resume(self, trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> None:
+        """Let those of a trainer's next fit go on from here.
+
+        Raises:
+            FederatedError: If that has another optimizer, other parameter groups or other schedules.
+        """
+        here = Schedules.of(trainer, optimizer)
+        for what in ("local optimizer", "parameters per group of the local optimizer", "schedules"):
+            if (mine := here.kinds[what]) != self.kinds[what]:
+                raise FederatedError(
+                    f"{EARLIER_FIT.name}'s {what}: {self.kinds[what]}. This fit's: {mine}."
+                    f" {EARLIER_FIT.remedy('the optimizer and the schedules')}"
+                )
+        built = options_of(optimizer)
+        optimizer.load_state_dict(self.optimizer)
+        for config, saved in zip(trainer.lr_scheduler_configs, self.schedules, strict=True):
+            config.scheduler.load_state_dict(saved)
+        if differing := differing_options(built, options_of(optimizer), bool(self.schedules), EARLIER_FIT):
+            rank_zero_warn(
+                f"The local optimizer goes on with the earlier fit's {', '.join(differing)}. To train with other"
+                " options, make a new FederatedTrainer."
+            )
+
+
+@dataclass(frozen=True)
+class EarlierFit:
+    """What a trainer's fit leaves for its next one.
+
+    Attributes:
+        module: The model.
+        server: The server's side.
+        schedules: Where the local optimizer and its schedules stand.
+        noted: What the run belongs to, as it was at the end of the fit.
+    """
+
+    module: pl.LightningModule
+    server: Server
+    schedules: Schedules
+    noted: Mapping[str, Any]
+
+    @staticmethod
+    def of(prepared: PreparedModule, server: Server, notes: Mapping[str, str]) -> "EarlierFit":
+        """Return what a fit leaves.
+
+        Args:
+            prepared: The module.
+            server: The server's side.
+            notes: What checkpoints note of the fit's work.
+        """
+        noted = {**server.identity(), "transport": prepared.settings.transport(), "work": dict(notes), "metrics": {}}
+        return EarlierFit(prepared.module, server, Schedules.of(prepared.trainer, prepared.optimizer.base), noted)
+
+    def check_model(self, module: pl.LightningModule) -> None:
+        """Refuse another model than that of the earlier fit.
+
+        Raises:
+            FederatedError: If it is another one.
+        """
+        if module is not self.module:
+            raise FederatedError(
+                f"This trainer has already run {self.server.round} rounds on another model. Make a new"
+                " FederatedTrainer, or resume with fit(..., ckpt_path=...)."
+            )
+
+    def continue_in(self, server: Server, prepared: PreparedModule, ranks: Ranks, notes: Mapping[str, str]) -> None:
+        """Bring the server, the local optimizer and its schedules of the next fit to where this one ended.
+
+        Args:
+            server: The next fit's server, but for its clients' states.
+            prepared: The next fit's module.
+            ranks: The processes that share the clients.
+            notes: What the next fit notes of its work.
+
+        Raises:
+            FederatedError: If the next fit is of another run.
+        """
+        keeps_states = any(ranks.gather(len(self.server.clients) > 0))  # each process knows its own clients'
+        saved = {**self.server.state_dict({}), **self.noted}
+        _continue(server, saved, prepared.settings, notes, keeps_states, EARLIER_FIT)
+        self.schedules.resume(prepared.trainer, prepared.optimizer.base)
+        if not torch.equal(prepared.flat.y, server.shown()):
+            rank_zero_warn(
+                f"The model's parameters have changed since this trainer's earlier fit. This fit continues from the"
+                f" server's own after {server.round} rounds and ignores the change. To start from the changed ones,"
+                " make a new FederatedTrainer."
+            )
+
+
+def start_server(
+    prepared: PreparedModule,
+    place: ClientStatesPlace,
+    ranks: Ranks,
+    notes: Mapping[str, str],
+    restored: dict[str, Any] | None,
+    earlier: EarlierFit | None,
+) -> Server:
+    """Return the server's side of a run as a fit starts.
+
+    Args:
+        prepared: The module, which holds x^0.
+        place: Where clients' states are kept.
+        ranks: The processes that share the clients.
+        notes: What this run's checkpoints note of its work.
+        restored: The state of the checkpoint that the run goes on from, if there is one.
+        earlier: What the trainer's earlier fit has left, if that is to go on.
+
+    Raises:
+        FederatedError: If the checkpoint or the earlier fit is not of this run.
+    """
+    s, flat = prepared.settings, prepared.flat
+    trainer: Any = prepared.trainer
+    server = Server(
+        s.algorithm, flat.y, flat.layout, s.server_optimizer, s.server_lr_scheduler,
+        trainer.datamodule.client_ids, s.seed,
+    )  # fmt: skip
+    server.personal, server.num_parameters = flat.personal.clone(), len(flat.params)
+    server.buffers, server.kept_buffers = prepared.buffers.read(), prepared.buffers.kept
+    server.advance_solver = prepared.optimizer.advance_solver
+    kept: ClientStore | None = None
+    if restored is not None:
+        metrics = restore_server(server, restored, s, notes, trainer.ckpt_path)
+        trainer._logger_connector._callback_metrics.update(metrics)
+    elif earlier is not None:
+        earlier.continue_in(server, prepared, ranks, notes)
+        kept = earlier.server.clients
+    place.open(server, ranks, kept, flat, s)
+    if restored is not None:
+        with restored_from(trainer.ckpt_path, "client states"):
+            place.load(server, restored["client_states"], ranks.is_home_of)
+    return server

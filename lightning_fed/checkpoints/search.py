@@ -1,0 +1,110 @@
+"""Which checkpoint an evaluation means: the last or the best one of the newest run under the trainer's folders."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lightning_fed.compat.package import pl
+from lightning_fed.checkpoints.files import AtomicCheckpointIO, by_age, local_path
+from lightning_fed.checkpoints.folders import folders, newest
+from lightning_fed.core.errors import FederatedError
+
+__all__ = ["best_of_newest_run", "check_is_there", "last_of_newest_run", "roots"]
+
+_RUNS = ("checkpoints", "*/checkpoints", "*/*/checkpoints")  # without a logger, and below its name and version
+_SHOWN = 8
+
+
+def last_of_newest_run(trainer: pl.Trainer) -> str | None:
+    """Return the newest checkpoint to evaluate, weights alone included; None if there is none.
+
+    It is looked for where the trainer's ModelCheckpoints write; if nothing is there, in the folders of all runs under
+    the trainer's :func:`roots`. A trainer that has trained looks at its own run alone.
+
+    Args:
+        trainer: The trainer.
+    """
+    if trainer.fit_loop.round > 0:
+        return newest(trainer, whole=False)
+    own = [file for folder in folders(trainer, whole=False) for file in by_age(folder)]
+    return next(map(str, _by_age(own or _below(roots(trainer)))), None)
+
+
+def best_of_newest_run(trainer: pl.Trainer) -> str:
+    """Return the best checkpoint of the newest run, which the newest checkpoint of that run notes.
+
+    Args:
+        trainer: A trainer that has not trained.
+
+    Raises:
+        FederatedError: If there is no checkpoint, or none notes which is the best.
+    """
+    latest = last_of_newest_run(trainer)
+    if latest is None:
+        raise FederatedError(f"ckpt_path='best' found no checkpoint under {_listed(roots(trainer))}.")
+    states = trainer.strategy.checkpoint_io.load_checkpoint(latest).get("callbacks") or {}
+    noted = {key: str(state["best_model_path"]) for key, state in states.items() if "best_model_path" in state}
+    mine = trainer.checkpoint_callback
+    own = noted.get(mine.state_key) if isinstance(mine, pl.callbacks.ModelCheckpoint) else None
+    best = own or next(filter(None, noted.values()), None)
+    if best is not None:
+        beside = Path(latest).parent / Path(best).name  # the folder may have been moved
+        for file in (Path(best), beside):
+            if file.is_file():
+                return str(file)
+    why = f"the best one, {best}, is gone" if best else "it does not note which one was best"
+    raise FederatedError(
+        f"ckpt_path='best': the newest run's last checkpoint is {latest}, and {why}. Pass a path, or ckpt_path='last'."
+        f" {_contents(Path(latest).parent)}"
+    )
+
+
+def check_is_there(trainer: pl.Trainer, path: Any) -> None:
+    """Refuse the path of a local checkpoint that does not exist.
+
+    Args:
+        trainer: The trainer.
+        path: A path or a URL; a URL is not looked at, nor a path whose format is that of a user's CheckpointIO.
+
+    Raises:
+        FederatedError: Naming the checkpoints that are where the path leads, or the newest one of the trainer's.
+    """
+    file = local_path(path)
+    if file is None or file.is_file() or not isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+        return
+    folder = next(place for place in (file, *file.parents) if place.is_dir())
+    what = "It is a folder. " if folder == file else ""
+    latest = last_of_newest_run(trainer)
+    hint = f" The newest one of this configuration is {latest} (ckpt_path='last')." if latest is not None else ""
+    raise FederatedError(f"There is no checkpoint {path}. {what}{_contents(folder)}{hint}")
+
+
+def roots(trainer: pl.Trainer) -> list[Path]:
+    """Return the folders below which a trainer's runs lie on this machine: its own, and those of its loggers."""
+    places = [trainer.default_root_dir, *(logger.save_dir for logger in trainer.loggers)]
+    found = [local_path(place) for place in places if place is not None]
+    return list(dict.fromkeys(root for root in found if root is not None))
+
+
+def _below(places: Iterable[Path]) -> list[Path]:
+    """Return the checkpoints of all runs under some folders."""
+    found = [folder for place in places for folder in (place, *(f for p in _RUNS for f in place.glob(p)))]
+    return [file for folder in {folder.resolve() for folder in found} for file in by_age(folder)]
+
+
+def _by_age(files: Iterable[Path]) -> list[Path]:
+    """Return files, the newest first, links after what they lead to."""
+    return sorted(files, key=lambda file: (-file.stat().st_mtime_ns, file.is_symlink(), file.name))
+
+
+def _contents(folder: Path) -> str:
+    """Say which checkpoints a folder holds, the newest first."""
+    names = [str(file.relative_to(folder.resolve())) for file in _by_age(_below([folder]))]
+    if not names:
+        return f"{folder} holds no checkpoint."
+    more = [f"and {len(names) - _SHOWN} older ones"] if len(names) > _SHOWN else []
+    return f"{folder} holds {', '.join([*names[:_SHOWN], *more])}."
+
+
+def _listed(places: Iterable[Path]) -> str:
+    return " or ".join(map(str, places))

@@ -1,0 +1,170 @@
+"""Configurations of cells: parsed and checked as ``lightning-fed fit`` does, and made into trainer, model and data."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
+from copy import deepcopy
+from inspect import signature
+from io import StringIO
+from typing import Any
+
+import yaml
+from jsonargparse import Namespace
+
+import lightning_fed.data
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning_fed.cli.parser import Parser
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.cli.overrides import Config, overlay
+from lightning_fed.trainer.trainer import FederatedTrainer
+
+__all__ = ["CellParts", "Configurations", "key_of", "refusal_in", "with_root"]
+
+
+class CellParts(LightningCLI):
+    """The trainer, model and data that a configuration describes; nothing is shown or saved, and nothing is run.
+
+    Args:
+        config: The configuration.
+        logger: What the trainer logs to, if anything.
+    """
+
+    def __init__(self, config: Mapping[str, Any], logger: pl.loggers.Logger | None = None) -> None:
+        self._outputs = {
+            "logger": logger or False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+        }
+        super().__init__(
+            model_class=pl.LightningModule,
+            datamodule_class=pl.LightningDataModule,
+            trainer_class=FederatedTrainer,
+            save_config_callback=None,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            load_from_checkpoint_support=False,
+            parser_class=Parser,  # for what was probably meant
+            parser_kwargs={"exit_on_error": False, "allow_abbrev": False},
+            args=deepcopy(dict(config)),
+            run=False,
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Take the configuration as it is; the process's own arguments are another command's."""
+        self.config = parser.parse_object(args)
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Make the trainer, with the outputs of a cell."""
+        return super().instantiate_trainer(**{**kwargs, **self._outputs})
+
+
+class _Parser(CellParts):
+    """The parser alone."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse nothing yet."""
+        self.config = Namespace(seed_everything=False)
+
+    def instantiate_classes(self) -> None:
+        """Make nothing yet."""
+
+
+class Configurations:
+    """Check configurations, and complete them with all defaults."""
+
+    def __init__(self) -> None:
+        self._parser = _Parser({}).parser
+        self._made: set[str] = set()
+
+    def complete(self, name: str, config: Config) -> Config:
+        """Return a configuration with the default of everything that it does not say.
+
+        Args:
+            name: Whose it is, for messages.
+            config: The configuration.
+
+        Raises:
+            FederatedError: If a key is unknown, or a value has the wrong type.
+        """
+        return self.override(name, config, ())
+
+    def override(self, name: str, config: Config, args: Sequence[str]) -> Config:
+        """Return the same, with what is said on a command line of ``lightning-fed fit`` on top.
+
+        Args:
+            name: Whose it is, for messages.
+            config: The configuration.
+            args: What is said, such as ``["--model.lr", "0.1"]``.
+
+        Raises:
+            FederatedError: If a key is unknown, or a value has the wrong type.
+        """
+        try:
+            with redirect_stderr(StringIO()):
+                parsed = self._parser.parse_object(deepcopy(config))  # which it would change
+                if args:
+                    parsed = self._parser.parse_args(list(args), namespace=parsed)
+            completed: Config = yaml.safe_load(self._parser.dump(parsed, skip_validation=True))
+        except Exception as error:
+            raise FederatedError(f"{name}: {refusal_in(error) or error}") from error
+        completed.pop("config", None)
+        return completed
+
+    def check(self, name: str, config: Config) -> None:
+        """Make trainer, model and data once of every kind, so that what their classes refuse is refused here.
+
+        Raises:
+            FederatedError: If one cannot be made.
+        """
+        parts = {
+            json.dumps([part, config.get(part)], sort_keys=True, default=str) for part in ("model", "data", "trainer")
+        }
+        if parts <= self._made:
+            return
+        try:
+            with redirect_stderr(StringIO()):
+                CellParts(config)
+        except Exception as error:
+            raise FederatedError(f"{name}: {refusal_in(error) or error}") from error
+        self._made |= parts
+
+
+def key_of(completed: Config) -> str:
+    """Return the name of a cell in a store: a hash of its complete configuration, without where named data sets lie.
+
+    Args:
+        completed: The configuration with all defaults.
+
+    Example:
+        >>> mnist = {"class_path": "lightning_fed.data.MNIST", "init_args": {"root": "here"}}
+        >>> key_of({"data": mnist}) == key_of({"data": {**mnist, "init_args": {"root": "there"}}})
+        True
+    """
+    text = json.dumps(with_root(completed, "" if _is_named(completed) else None), sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+
+
+def _is_named(config: Config) -> bool:
+    """Whether the data are a data set of ours that is the same in whatever folder, and not what lies in the folder."""
+    module, _, name = str(config.get("data", {}).get("class_path")).rpartition(".")
+    if not f"{module}.".startswith("lightning_fed.data.") or name not in lightning_fed.data.__all__:
+        return False
+    root = signature(getattr(lightning_fed.data, name)).parameters.get("root")
+    return root is not None and root.default is not root.empty
+
+
+def with_root(config: Config, root: str | None) -> Config:
+    """Return a configuration whose data module, if it has a ``root``, finds its files there; None leaves it."""
+    arguments = config.get("data", {}).get("init_args") or {}
+    return config if root is None or "root" not in arguments else overlay(config, {"data.init_args.root": root})
+
+
+def refusal_in(error: BaseException | None) -> FederatedError | None:
+    """Find our own error in the chain of another one: the parser wraps what a class raises when it is made."""
+    while error is not None and not isinstance(error, FederatedError):
+        error = error.__cause__ or error.__context__
+    return error

@@ -1,0 +1,95 @@
+"""The command ``lightning-fed new``: write a small project to start from."""
+
+import shutil
+from collections import Counter
+from importlib.util import find_spec
+from keyword import iskeyword
+from pathlib import Path
+from string import Template
+
+from jsonargparse import ArgumentParser
+
+from lightning_fed.compat.package import pl
+from lightning_fed.core.errors import FederatedError
+
+__all__ = ["create", "new"]
+
+_TEMPLATES = Path(__file__).parent / "new_project"
+_EACH = {"train": 60, "val": 20}  # images of a digit
+
+
+def new(args: list[str] | None = None) -> None:
+    """Write a project into a new folder, and say how to train it.
+
+    Args:
+        args: What follows ``lightning-fed new`` on the command line; the arguments of the process if None.
+
+    Raises:
+        FederatedError: If the name cannot be a module's, or something of that name is there already.
+        SystemExit: If the arguments are not understood.
+    """
+    parser = ArgumentParser(
+        prog="lightning-fed new",
+        description="Write a small project to start from: a model, its data, a configuration, a test.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", type=str, help="The name of the project, of its folder and of its module.")
+    folder = create(parser.parse_args(args).name)
+    print(f"Made {folder}. Train it:\n\n    cd {folder} && lightning-fed fit --config config.yaml\n")
+
+
+def create(name: str) -> Path:
+    """Write a project into a new folder of the working directory, and return the folder.
+
+    It imports Lightning from the package that is in use.
+
+    Args:
+        name: The name of the folder, and of the module in it.
+
+    Raises:
+        FederatedError: If it cannot be a module's name, something of that name is there, or the disk refuses.
+    """
+    _check_name(name)
+    folder = Path(name)
+    try:
+        folder.mkdir()
+    except FileExistsError as error:
+        raise FederatedError(f"new {name}: {folder.resolve()} is there already. Take another name.") from error
+    except OSError as error:
+        raise FederatedError(f"new {name}: {folder.resolve()} cannot be made: {error.strerror}.") from error
+    try:
+        for template in sorted(_TEMPLATES.glob("*.in")):
+            file = folder / template.name.removesuffix(".in").replace("project", name)
+            file.write_text(Template(template.read_text()).substitute(name=name, lightning=pl.__name__))
+        _write_digits(folder / "data")
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise FederatedError(f"new {name}: {folder.resolve()} cannot be written: {error.strerror}.") from error
+    return folder
+
+
+def _check_name(name: str) -> None:
+    if not (name.isascii() and name.isidentifier()) or iskeyword(name) or name.startswith("_"):
+        close = "".join(c if c.isascii() and c.isalnum() else "_" for c in name).strip("_")
+        hint = f", such as {close}" if close.isidentifier() and not iskeyword(close) else ""
+        raise FederatedError(
+            f"new {name!r}: a project has the name of a Python module: letters, digits and _, a letter first{hint}."
+        )
+    if not Path(name).exists() and find_spec(name) is not None:
+        raise FederatedError(f"new {name}: an installed module has this name and would hide yours. Take another one.")
+
+
+def _write_digits(root: Path) -> None:
+    """Write some of scikit-learn's handwritten digits as images, ``root/<split>/<class>/<number>.png``."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    seen: Counter[int] = Counter()
+    for image, label in zip(digits.images, map(int, digits.target), strict=True):
+        number = seen[label]
+        seen[label] += 1
+        if number < sum(_EACH.values()):
+            folder = root / ("train" if number < _EACH["train"] else "val") / str(label)
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((image * (255 / 16)).astype("uint8")).save(folder / f"{number:03d}.png")

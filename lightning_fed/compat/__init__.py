@@ -1,0 +1,1 @@
+"""Which Lightning is in use, its private names, and torchvision beside a CPU build of PyTorch."""

@@ -1,0 +1,71 @@
+"""The only file that imports Lightning's private names, because they will move.
+
+Tested with Lightning 2.6.6; a missing name fails here, at import, and names the version found.
+"""
+
+import warnings
+
+from lightning_fed.compat.package import SERIES, install_command, pl
+
+try:
+    Tqdm = pl.callbacks.progress.tqdm_progress.Tqdm
+    DummyLogger = pl.loggers.logger.DummyLogger
+    _FitLoop = pl.loops._FitLoop
+    _TrainingEpochLoop = pl.loops._TrainingEpochLoop
+    _EvaluationLoop = pl.loops.evaluation_loop._EvaluationLoop
+    _DataFetcher = pl.loops.fetchers._DataFetcher
+    _AutomaticOptimization = pl.loops.optimization._AutomaticOptimization
+    Closure = pl.loops.optimization.automatic.Closure
+    ClosureResult = pl.loops.optimization.automatic.ClosureResult
+    _sync_module_states = pl.overrides.distributed._sync_module_states
+    PassThroughProfiler = pl.profilers.PassThroughProfiler
+    _MultiProcessingLauncher = pl.strategies.launchers.multiprocessing._MultiProcessingLauncher
+    call = pl.trainer.call
+    _CheckpointConnector = pl.trainer.connectors.checkpoint_connector._CheckpointConnector
+    _LoggerConnector = pl.trainer.connectors.logger_connector.logger_connector._LoggerConnector
+    _ResultCollection = pl.trainer.connectors.logger_connector.result._ResultCollection
+    _SignalConnector = pl.trainer.connectors.signal_connector._SignalConnector
+    TrainerFn = pl.trainer.states.TrainerFn
+    TrainerState = pl.trainer.states.TrainerState
+    MisconfigurationException = pl.utilities.exceptions.MisconfigurationException
+    SIGTERMException = pl.utilities.exceptions.SIGTERMException
+    is_overridden = pl.utilities.model_helpers.is_overridden
+    rank_zero_info = pl.utilities.rank_zero.rank_zero_info
+    rank_zero_warn = pl.utilities.rank_zero.rank_zero_warn
+    is_param_in_hook_signature = pl.utilities.signature_utils.is_param_in_hook_signature
+except AttributeError as error:
+    raise ImportError(
+        f"lightning_fed builds on internals of Lightning {SERIES} that {pl.__name__} {pl.__version__} does not have"
+        f" ({error}). Install a tested version: {install_command()}."
+    ) from error
+
+# Lightning 2.6 asks PyTorch's tree specs in a way that newer releases call deprecated: nothing a user could change
+warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+
+__all__ = [
+    "Closure",
+    "ClosureResult",
+    "DummyLogger",
+    "MisconfigurationException",
+    "PassThroughProfiler",
+    "SIGTERMException",
+    "Tqdm",
+    "TrainerFn",
+    "TrainerState",
+    "_AutomaticOptimization",
+    "_CheckpointConnector",
+    "_DataFetcher",
+    "_EvaluationLoop",
+    "_FitLoop",
+    "_LoggerConnector",
+    "_MultiProcessingLauncher",
+    "_ResultCollection",
+    "_SignalConnector",
+    "_TrainingEpochLoop",
+    "_sync_module_states",
+    "call",
+    "is_overridden",
+    "is_param_in_hook_signature",
+    "rank_zero_info",
+    "rank_zero_warn",
+]

@@ -1,0 +1,1 @@
+"""Batches of a client's examples."""

@@ -1,0 +1,310 @@
+"""One client's batches: an epoch in an order that a generator alone decides, and a full pass in stored order."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Subset,
+    TensorDataset,
+)
+
+from lightning_fed.core.errors import ClientError
+from lightning_fed.data.batches.settings import Batches, BatchSettings
+from lightning_fed.data.batches.examples import inner_indices, rows_in, size_of
+from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
+
+__all__ = ["BatchSettings", "ClientBatches", "LoaderBatches", "TensorBatches", "misfit"]
+
+
+class ClientBatches(ABC):
+    """What a round sees of one client's data.
+
+    Attributes:
+        size: The client's number of examples n_i.
+    """
+
+    size: int
+
+    @abstractmethod
+    def num_batches(self) -> int:
+        """Return the number of training batches in one local epoch."""
+
+    def num_examples(self, num_batches: int) -> int:
+        """Return the number of examples in the first so many batches of a local epoch.
+
+        Unless a subclass knows better, batches are taken to be alike.
+        """
+        return round(self.size * min(1.0, num_batches / max(1, self.num_batches())))
+
+    @abstractmethod
+    def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
+        """Yield the batches of one local epoch, augmented and transformed, each with the number of examples in it.
+
+        Args:
+            generator: Decides order and augmentation, and nothing else does. A second epoch from the same generator
+                has another order and another augmentation.
+            shuffle: False gives the stored order, whatever the data module's ``shuffle`` says.
+        """
+
+    @abstractmethod
+    def full(self, generator: torch.Generator) -> Batches:
+        """Yield every example once, in stored order and in batches of ``full_batch_size``.
+
+        Args:
+            generator: Decides the augmentation, and seeds the loader's workers, if there are any.
+        """
+
+    def unaugmented(self, generator: torch.Generator) -> Batches:
+        """Yield the batches of :meth:`full` without augmentation, for a pass that measures and does not train."""
+        return self.full(generator)
+
+    def one(self, generator: torch.Generator) -> Batches:
+        """Yield a batch of one example alone, as a local epoch would end with; nothing if the loader makes batches.
+
+        Args:
+            generator: Decides the augmentation.
+        """
+        return iter(())
+
+    def check_counts(self) -> None:  # noqa: B027
+        """Refuse batches whose examples cannot be counted, before any is trained on; only some loaders need it.
+
+        Raises:
+            FederatedError: Naming the client, the batch and the remedy.
+        """
+
+    def for_own_solve(self) -> "ClientBatches":
+        """Return the batches on which the client trains a model of its own, where the method has it do so."""
+        return self
+
+
+class _IndexedBatches(ClientBatches):
+    """Batches cut from an order of the examples 0, ..., n_i - 1."""
+
+    def __init__(self, size: int, settings: BatchSettings) -> None:
+        self.size = size
+        self.settings = settings
+
+    def num_batches(self) -> int:
+        """Return the number of training batches in one local epoch."""
+        return -(-self._epoch_size() // self.settings.batch_size)
+
+    def num_examples(self, num_batches: int) -> int:
+        """Return the number of examples in the first so many batches of a local epoch; the last one may be smaller."""
+        return min(num_batches * self.settings.batch_size, self._epoch_size())
+
+    def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
+        """Yield the batches of one local epoch."""
+        stream = self.settings.augment_stream(generator)
+        batches = self._load(self._order(generator, shuffle), self.settings.batch_size, generator)
+        return self.settings.finish(batches, stream)
+
+    def full(self, generator: torch.Generator) -> Batches:
+        """Yield every example once, in stored order."""
+        return self._full(generator, self.settings.augment_stream(generator))
+
+    def unaugmented(self, generator: torch.Generator) -> Batches:
+        """Yield every example once, in stored order, without augmentation."""
+        return self._full(generator, None)
+
+    def one(self, generator: torch.Generator) -> Batches:
+        """Yield a batch of the first example alone."""
+        stream = self.settings.augment_stream(generator)
+        return self.settings.finish(self._load(torch.arange(1), 1, generator), stream)
+
+    def _full(self, generator: torch.Generator, stream: torch.Generator | None) -> Batches:
+        batches = self._load(torch.arange(self.size), self.settings.full_batch_size, generator)
+        return self.settings.finish(batches, stream)
+
+    def _order(self, generator: torch.Generator, shuffle: bool) -> Tensor:
+        # Drawn even if it goes unused: the generator moves on, and with it the seeds of the next epoch's workers.
+        order = torch.randperm(self.size, generator=generator)
+        if not (shuffle and self.settings.shuffle):
+            order = torch.arange(self.size)
+        size = self._epoch_size()
+        return order if size == self.size else order[:size]
+
+    def _epoch_size(self) -> int:
+        whole = self.size // self.settings.batch_size * self.settings.batch_size
+        return whole if self.settings.drop_last and whole else self.size
+
+    @abstractmethod
+    def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
+        """Yield the examples of ``order`` in batches, as they are stored."""
+
+
+class TensorBatches(_IndexedBatches):
+    """Batches indexed straight out of tensors: the fast path, a few microseconds a batch.
+
+    They equal those of :class:`LoaderBatches` in content, type (a list of tensors) and order. ``num_workers`` is of no
+    use here and ignored. Tensors that live on a GPU stay there.
+
+    Args:
+        tensors: The tensors of a ``TensorDataset``.
+        indices: The client's examples in them [n_i], int64, or None for all.
+        settings: How the examples become batches.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...], indices: Tensor | None, settings: BatchSettings) -> None:
+        super().__init__(len(tensors[0]) if indices is None else indices.numel(), settings)
+        self.tensors = tensors
+        self.indices = indices
+        self._pin = settings.pin_memory and torch.cuda.is_available()
+
+    @staticmethod
+    def of(dataset: Dataset[Any], settings: BatchSettings) -> "TensorBatches | None":
+        """Return the batches of a ``TensorDataset`` or of (nested) subsets of one, or None for any other data set."""
+        if settings.collate_fn is not None:
+            return None
+        indices: Any = None
+        while isinstance(dataset, Subset) and _reads_like(dataset, Subset):
+            indices = inner_indices(dataset, indices)
+            dataset = dataset.dataset
+        if not isinstance(dataset, TensorDataset) or not _reads_like(dataset, TensorDataset):
+            return None
+        if any(type(tensor) is not Tensor or tensor.layout is not torch.strided for tensor in dataset.tensors):
+            return None
+        if indices is not None:
+            indices = rows_in(dataset, indices)
+        return TensorBatches(dataset.tensors, indices, settings)
+
+    def part(self, indices: Tensor, settings: BatchSettings) -> "TensorBatches":
+        """Return the batches of some of these examples.
+
+        Args:
+            indices: Their positions among these [n], int64, on the CPU.
+            settings: How they become batches.
+        """
+        return TensorBatches(self.tensors, indices if self.indices is None else self.indices[indices], settings)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a batch is nothing but rows of the tensors."""
+        return not self._pin and self.settings.augment is None and self.settings.transform is None
+
+    def epoch_rows(self, generator: torch.Generator, shuffle: bool = True) -> Tensor:
+        """Return the rows of the tensors that :meth:`epoch` visits, in order; for plain batches."""
+        order = self._order(generator, shuffle)
+        return order if self.indices is None else self.indices.index_select(0, order)
+
+    def stored_rows(self) -> Tensor:
+        """Return the rows of the tensors that are the client's [n_i], in stored order."""
+        return torch.arange(self.size) if self.indices is None else self.indices
+
+    def pick(self, chosen: Tensor) -> list[Tensor]:
+        """Return one batch: some of the client's examples, as they are stored.
+
+        Args:
+            chosen: Their positions among the client's examples [B], int64.
+        """
+        return self._rows((chosen if self.indices is None else self.indices[chosen]).to(self.tensors[0].device))
+
+    def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
+        order = order if self.indices is None else self.indices[order]
+        order = order.to(self.tensors[0].device)
+        for rows in _chunks(order, batch_size):
+            yield self._rows(rows), len(rows)
+
+    def _rows(self, rows: Tensor) -> list[Tensor]:
+        batch = [tensor.index_select(0, rows.to(tensor.device)) for tensor in self.tensors]
+        if self._pin:
+            batch = [tensor.pin_memory() if tensor.device.type == "cpu" else tensor for tensor in batch]
+        return batch
+
+
+class LoaderBatches(_IndexedBatches):
+    """Batches of any map-style data set, through a PyTorch ``DataLoader``.
+
+    Args:
+        dataset: A map-style data set.
+        settings: How the examples become batches.
+    """
+
+    def __init__(self, dataset: Dataset[Any], settings: BatchSettings) -> None:
+        super().__init__(size_of(dataset), settings)
+        self.dataset = dataset
+
+    def loader(self, generator: torch.Generator, shuffle: bool = True) -> DataLoader[Any]:
+        """Return a loader of one local epoch: the batches of :meth:`epoch`, neither augmented nor transformed."""
+        return self._loader(_chunks(self._order(generator, shuffle), self.settings.batch_size), generator)
+
+    def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
+        chunks = _chunks(order, batch_size)
+        states = RandomStates(self.dataset, self.settings.collate_fn)
+        seeds_here = bool(states) and not self.settings.num_workers
+        seed = int(torch.randint(2**63 - 1, (), generator=_copy_of(generator))) if seeds_here else 0
+        loaded = iter(self._loader(chunks, generator))
+        for batch_idx, chunk in enumerate(chunks):
+            if seeds_here:  # for every batch: clients that share a data set may take turns
+                states.seed(seed, batch_idx)
+            yield self._next(loaded), len(chunk)
+
+    def _next(self, loaded: Iterator[Any]) -> Any:
+        try:
+            return next(loaded)
+        except (TypeError, RuntimeError) as error:
+            message = None if self.settings.collate_fn is not None else misfit(self.dataset, error)
+            if message is None:
+                raise
+            raise ClientError(message) from error
+
+    def _loader(self, chunks: Sequence[Tensor], generator: torch.Generator) -> DataLoader[Any]:
+        settings = self.settings
+        num_workers = settings.num_workers if chunks else 0
+        return DataLoader(
+            self.dataset,
+            batch_sampler=[chunk.tolist() for chunk in chunks],
+            collate_fn=settings.collate_fn,
+            num_workers=num_workers,
+            pin_memory=settings.pin_memory and torch.cuda.is_available(),
+            generator=_copy_of(generator),  # the workers' seeds are drawn from it
+            worker_init_fn=WorkerSeeds(settings.collate_fn, settings.worker_init_fn) if num_workers else None,
+            **(settings.loader_options if num_workers else {}),
+        )
+
+
+def misfit(dataset: Any, error: Exception) -> str | None:
+    """Return what to say of examples that ``default_collate`` makes no batch of, or None for any other error.
+
+    Args:
+        dataset: The examples.
+        error: What a loader raised, in this process or a worker's.
+    """
+    text = str(error)
+    if isinstance(error, TypeError) and "default_collate" in text:
+        remedy = (
+            "Turn them into tensors in the data set, as with transform=torchvision.transforms.ToTensor() for images, or"
+            " give collate_fn."
+        )
+    elif isinstance(error, RuntimeError) and "stack expects each tensor to be equal size" in text:
+        remedy = (
+            "Give them one size in the data set, as with transform=torchvision.transforms.Resize((32, 32)) for images"
+            " (ClientImages: image_transform, which ends in a tensor), or give collate_fn, which can pad them."
+        )
+    else:
+        return None
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return f"Examples of {type(dataset).__name__} do not make a batch: {text.splitlines()[-1]}. {remedy}"
+
+
+def _copy_of(generator: torch.Generator) -> torch.Generator:
+    """Return a generator in the same state: what is drawn from it does not change the order of later epochs."""
+    copied = torch.Generator()
+    copied.set_state(generator.get_state())
+    return copied
+
+
+def _chunks(order: Tensor, batch_size: int) -> tuple[Tensor, ...]:
+    return torch.split(order, batch_size) if len(order) else ()  # an empty tensor would split into one empty chunk
+
+
+def _reads_like(dataset: Dataset[Any], kind: type[Dataset[Any]]) -> bool:
+    """Tell whether a data set of a subclass reads its examples just as its base class does."""
+    names = ("__getitem__", "__getitems__", "__len__")
+    return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in names)

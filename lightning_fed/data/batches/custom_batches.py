@@ -1,0 +1,269 @@
+"""Batches of one client from a loader of the user's own."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from lightning_fed.core.arguments import kind_of
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.seeds import preserved_random_state
+from lightning_fed.core.types import ClientId
+from lightning_fed.data.batches.settings import Batches, BatchSettings
+from lightning_fed.data.batches.batches import ClientBatches, LoaderBatches
+from lightning_fed.data.batches.counting import NotedBatches, count_examples, has_index_lists, possible_counts
+from lightning_fed.data.batches.loader_settings import options_of
+from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
+
+__all__ = ["CustomBatches"]
+
+
+class CustomBatches(ClientBatches):
+    """Batches of a loader of the user's own.
+
+    A full pass reads the loader's data set in stored order if the loader is a ``DataLoader`` over all of a map-style
+    data set; any other loader is iterated as it is and must give every example once.
+
+    The examples in a batch are counted by the ``DataLoader``'s batch sampler; those of other loaders by
+    ``batch_size_of``, or else as :func:`lightning_fed.data.batches.counting.count_examples` reads a batch.
+
+    Args:
+        make: Returns a fresh loader of one local epoch, given the generator that its order should come from.
+        client_id: The client's id, for messages.
+        settings: How a full pass is batched, and what is done to whole batches; an epoch's batches, order and last
+            batch are the loader's own affair.
+        size: The client's number of examples, if the loader cannot tell.
+
+    Raises:
+        FederatedError: If neither the loader nor ``size`` tells the number of examples.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[torch.Generator], Iterable[Any]],
+        client_id: ClientId,
+        settings: BatchSettings,
+        size: int | None = None,
+    ) -> None:
+        self.client_id = client_id
+        self.settings = settings
+        self._make = make
+        self._measured = make(torch.Generator())  # never iterated: it only tells its lengths
+        self.size = self._measure() if size is None else size
+
+    def num_batches(self) -> int:
+        """Return the length of the loader.
+
+        Raises:
+            FederatedError: If it has none.
+        """
+        try:
+            return len(self._measured)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise self._error("has no len()", "Give it a __len__, its number of batches") from error
+
+    def num_examples(self, num_batches: int) -> int:
+        """Return the number of examples in the first so many batches; a loader with ``drop_last`` leaves some out."""
+        loader = self._measured
+        if not has_index_lists(loader):
+            return super().num_examples(num_batches)
+        assert isinstance(loader, DataLoader)
+        if isinstance(loader.batch_sampler, (list, tuple)):
+            return sum(map(len, loader.batch_sampler[:num_batches]))
+        if type(loader.batch_sampler) is BatchSampler and loader.batch_size:
+            return min(min(num_batches, self.num_batches()) * loader.batch_size, self.size)
+        return super().num_examples(num_batches)
+
+    def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
+        """Yield the batches of a fresh loader, which shuffles as it is made to.
+
+        Args:
+            generator: What the loader's order and the augmentation come from.
+            shuffle: False gives the stored order where the loader is a ``DataLoader`` over all of a data set; another
+                keeps its order, with a warning.
+        """
+        loader = self._measured
+        if shuffle or (isinstance(loader, DataLoader) and isinstance(loader.sampler, SequentialSampler)):
+            return self._finished(generator, augment=True)
+        stored = self._stored()
+        if stored is None or not isinstance(loader, DataLoader) or loader.batch_size is None:
+            warnings.warn(
+                "A client's loader decides on its own which examples it gives, and in which order: overfit_batches may"
+                " see other batches in every round. Return a DataLoader with shuffle=False.",
+                stacklevel=2,
+            )
+            return self._finished(generator, augment=True)
+        stored.settings = replace(stored.settings, batch_size=loader.batch_size, drop_last=loader.drop_last)
+        return stored.epoch(generator, shuffle=False)
+
+    def full(self, generator: torch.Generator) -> Batches:
+        """Yield every example once.
+
+        Raises:
+            FederatedError: At the end of the pass, if the batches do not have ``size`` examples together.
+        """
+        stored = self._stored()
+        batches = self._finished(generator, augment=True) if stored is None else stored.full(generator)
+        return self._complete(batches)
+
+    def unaugmented(self, generator: torch.Generator) -> Batches:
+        """Yield every example once, without augmentation; otherwise as :meth:`full`."""
+        stored = self._stored()
+        batches = self._finished(generator, augment=False) if stored is None else stored.unaugmented(generator)
+        return self._complete(batches)
+
+    def check_counts(self) -> None:
+        """Refuse a loader whose batches do not tell how many examples they have; one batch may be loaded for it."""
+        if self.settings.batch_size_of is not None or has_index_lists(self._measured) or not self.size:
+            return
+        with preserved_random_state():
+            try:
+                batch = next(iter(self._make(torch.Generator())), None)
+            except Exception:
+                return  # it is reported with the client's name when the client is at work
+        if batch is None:
+            return
+        try:
+            likely = count_examples(batch)
+        except FederatedError as error:
+            raise FederatedError(f"client_dataloader({self.client_id!r}, ...): {error}") from error
+        others = [other for other in possible_counts(batch) if other != likely]
+        if others and (not self._may_be(likely) or any(map(self._may_be, others))):
+            found = " or ".join(map(str, (likely, *others)))
+            raise FederatedError(
+                f"client_dataloader({self.client_id!r}, ...): a batch of type {type(batch).__name__} may hold {found}"
+                " examples. Pass batch_size_of=..., a function from a batch to its number of examples, to the data"
+                " module."
+            )
+
+    def _may_be(self, examples: int) -> bool:
+        """Whether the loader's length fits batches of so many examples."""
+        whole, rest = divmod(self.size, examples) if examples else (0, 0)
+        return self.num_batches() in (whole, whole + (rest > 0))
+
+    def _stored(self) -> LoaderBatches | None:
+        """Return the batches of the loader's data set in stored order, if the loader reads all of it."""
+        loader = self._measured
+        if not isinstance(loader, DataLoader) or not _reads_all(loader):
+            return None
+        settings = replace(
+            self.settings,
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            worker_init_fn=loader.worker_init_fn,
+            loader_options=options_of(loader),
+        )
+        return LoaderBatches(loader.dataset, settings)
+
+    def _complete(self, batches: Batches) -> Batches:
+        total = 0
+        for batch, examples in batches:
+            total += examples
+            yield batch, examples
+        if total != self.size:
+            raise FederatedError(
+                f"client_dataloader({self.client_id!r}, ...) gave {total:,} examples in a pass over the client, which"
+                f" has {self.size:,}: a full-batch gradient or loss needs each of them once. Return a DataLoader over"
+                " all of the client's data set, or correct client_size or batch_size_of."
+            )
+
+    def _finished(self, generator: torch.Generator, augment: bool) -> Batches:
+        stream = self.settings.augment_stream(generator) if augment else None
+        return self.settings.finish(self._counted(generator), stream)
+
+    def _counted(self, generator: torch.Generator) -> Batches:
+        """Yield the batches of a fresh loader with the examples in each; random states of its data are seeded."""
+        loader, noted = self._make(generator), None
+        besides = (generator, getattr(loader, "generator", None))
+        roots = (loader.dataset, loader.collate_fn) if isinstance(loader, DataLoader) else (loader,)
+        states, seed = RandomStates(*roots, besides=besides), None
+        has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
+        if (states and not has_workers) or (has_workers and getattr(loader, "generator", None) is None):
+            seed = int(torch.randint(2**63 - 1, (), generator=generator))
+        if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
+            loader, noted = _watched(loader, seed)
+        elif states and has_workers:
+            warnings.warn(
+                f"The random states of the data of {kind_of(loader)} are not seeded in its workers, since it"
+                " iterates in its own way: a resumed run may see other random numbers. Seed them in worker_init_fn from"
+                " torch.initial_seed().",
+                stacklevel=2,
+            )
+        iterator = iter(loader)
+        for batch_idx in count():
+            if states and not has_workers:
+                assert seed is not None
+                states.seed(seed, batch_idx)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            examples = None if noted is None else noted.next_length()
+            yield batch, count_examples(batch, self.settings.batch_size_of) if examples is None else examples
+
+    def _measure(self) -> int:
+        loader: Any = self._measured
+        remedy = "Override client_size(client_id) as well"
+        try:
+            if not isinstance(loader, DataLoader):
+                return len(loader.dataset)
+            if loader.batch_sampler is None:
+                raise self._error("has batch_size=None, so its data set gives whole batches", remedy)
+            if isinstance(loader.batch_sampler, (list, tuple)):
+                return sum(map(len, loader.batch_sampler))
+            if loader.batch_size:  # a sampler may choose a part of the data set
+                return len(loader.sampler)  # type: ignore[arg-type]
+            sampler = getattr(loader.batch_sampler, "sampler", None)
+            return len(sampler) if hasattr(sampler, "__len__") else len(loader.dataset)  # type: ignore[arg-type]
+        except (AttributeError, TypeError) as error:
+            raise self._error("does not tell its number of examples", remedy) from error
+
+    def _error(self, problem: str, remedy: str) -> FederatedError:
+        found = f"{kind_of(self._measured)} that {problem}"
+        return FederatedError(f"client_dataloader({self.client_id!r}, ...) returned {found}. {remedy}.")
+
+
+def _watched(loader: DataLoader[Any], seed: int | None) -> tuple[DataLoader[Any], NotedBatches | None]:
+    """Return a copy of a loader that seeds its workers, and what notes the lengths of its batches, if they are known.
+
+    Args:
+        loader: The user's loader, which stays as it is.
+        seed: Seeds the workers' generators if the loader has no generator of its own.
+    """
+    watched, noted = copy.copy(loader), None
+    watched._iterator = None
+    inside: dict[str, Any] = watched.__dict__  # a DataLoader refuses to have these attributes set
+    if loader.num_workers > 0:
+        if loader.persistent_workers:
+            warnings.warn(
+                "persistent_workers=True of a client's loader has no effect: workers start in every local epoch, with"
+                " seeds of that epoch, so that a resumed run repeats.",
+                stacklevel=2,
+            )
+        inside["persistent_workers"] = False
+        inside["in_order"] = True
+        if not isinstance(loader.worker_init_fn, WorkerSeeds):
+            inside["worker_init_fn"] = WorkerSeeds(loader.collate_fn, loader.worker_init_fn)
+        if seed is not None:
+            inside["generator"] = torch.Generator().manual_seed(seed)
+    if has_index_lists(loader):
+        noted = NotedBatches(loader.batch_sampler)  # type: ignore[arg-type]
+        inside["batch_sampler"] = noted
+    return watched, noted
+
+
+def _reads_all(loader: DataLoader[Any]) -> bool:
+    """Whether a loader reads every example of a map-style data set once, as PyTorch's own loader does."""
+    kind, sampler, examples = type(loader), loader.sampler, loader.dataset
+    is_plain = kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+    if not is_plain or type(loader.batch_sampler) is not BatchSampler or isinstance(examples, IterableDataset):
+        return False
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and sampler.num_samples == len(examples)  # type: ignore[arg-type]
+    return isinstance(sampler, SequentialSampler)

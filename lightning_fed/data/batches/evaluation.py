@@ -1,0 +1,175 @@
+"""Loaders of what the server model is evaluated on: whole batches where the data are tensors."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from lightning_fed.core.arguments import kind_of
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.data.batches.settings import BatchSettings, BatchTransform, Chain
+from lightning_fed.data.batches.batches import TensorBatches, misfit
+from lightning_fed.data.batches.examples import check_map_style, is_map_style
+from lightning_fed.data.batches.loader_settings import options_of
+from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
+
+__all__ = ["EvaluationLoader", "check_client_val", "check_evaluation", "evaluation_loader", "transformed_loader"]
+
+
+class _SeededLoader(DataLoader[Any]):
+    """A loader that seeds the random states of its data set from PyTorch's global generator, if it has no workers."""
+
+    def _get_iterator(self) -> Any:
+        if self.num_workers == 0 and (states := RandomStates(self.dataset, self.collate_fn)):
+            states.seed(int(torch.randint(2**63 - 1, ())))
+        return super()._get_iterator()
+
+
+class EvaluationLoader(_SeededLoader):
+    """A loader of every example once, in stored order, of which a process may take some batches only."""
+
+    def part(self, first: int, step: int, stop: int) -> DataLoader[Any]:
+        """Return a loader of the batches ``first``, ``first + step``, ... before ``stop``, the same as they are here.
+
+        Example:
+            >>> loader = EvaluationLoader(range(10), batch_size=3)
+            >>> [batch.tolist() for batch in loader.part(1, 2, stop=4)]
+            [[3, 4, 5], [9]]
+        """
+        size, count = self.batch_size or 1, len(self.dataset)  # type: ignore[arg-type]
+        return _SeededLoader(
+            self.dataset,
+            batch_sampler=[list(range(k * size, min((k + 1) * size, count))) for k in range(first, stop, step)],
+            collate_fn=self.collate_fn,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            worker_init_fn=self.worker_init_fn,
+            **options_of(self),
+        )
+
+
+def check_evaluation(owner: str, name: str, data: Any) -> None:
+    """Refuse an argument, unless it is None, that is no data set, no loader, and no list of these.
+
+    Raises:
+        FederatedError: Naming ``owner``, argument and what was found.
+    """
+    kinds = (Dataset, DataLoader)
+    several = isinstance(data, list | tuple) and any(isinstance(part, kinds) for part in data)
+    for part in data if several else (data,):
+        if part is not None and not isinstance(part, kinds) and not is_map_style(part):
+            raise FederatedError(
+                f"{owner}({name}=...) has {kind_of(part)}: give a data set with __len__ and __getitem__, a"
+                " DataLoader, or a list of these."
+            )
+        if part is not None and not isinstance(part, kinds):
+            check_map_style(part, f"{owner}({name}=...)")
+
+
+def check_client_val(owner: str, client_val: Mapping[ClientId, Any]) -> None:
+    """Refuse clients' validation sets, unless they are None, that are no map-style data sets.
+
+    Raises:
+        FederatedError: Naming ``owner``, the client and what was found.
+    """
+    for client_id, data in client_val.items():
+        if isinstance(data, list | tuple) and any(isinstance(part, Dataset | DataLoader) for part in data):
+            raise FederatedError(
+                f"{owner}(client_val[{client_id!r}]=...) has {kind_of(data)} of"
+                f" {type(data[0]).__name__}: give one map-style Dataset with __len__ and __getitem__; ConcatDataset"
+                " joins several."
+            )
+        if data is not None:
+            check_map_style(data, f"{owner}(client_val[{client_id!r}]=...)")
+
+
+def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoader[Any]:
+    """Return a loader of every example once, in stored order and in transformed batches, never augmented.
+
+    A ``TensorDataset``, or a ``Subset`` of one, is indexed a batch at a time, which gives the same batches many times
+    as fast; the loader's ``dataset.source`` is then what was given.
+
+    Args:
+        dataset: The examples.
+        settings: How they become batches.
+    """
+    direct = TensorBatches.of(dataset, settings) if hasattr(dataset, "__len__") else None
+    if direct is not None:
+        # By keyword: Lightning remembers how a loader was made, and makes it anew to predict.
+        rows = _Rows(dataset, direct)
+        return EvaluationLoader(rows, batch_size=settings.batch_size, collate_fn=settings.transform or _unchanged)
+    collate_fn = settings.collate_fn or _Collate(dataset)
+    if settings.transform is not None:
+        collate_fn = Chain([collate_fn, settings.transform])
+    kind = _SeededLoader if isinstance(dataset, IterableDataset) else EvaluationLoader
+    return kind(
+        dataset,
+        batch_size=settings.batch_size,
+        collate_fn=collate_fn,
+        num_workers=settings.num_workers,
+        pin_memory=settings.pin_memory and torch.cuda.is_available(),
+        worker_init_fn=WorkerSeeds(collate_fn, settings.worker_init_fn) if settings.num_workers else None,
+        **(settings.loader_options if settings.num_workers else {}),
+    )
+
+
+def transformed_loader(loader: DataLoader[Any], transform: BatchTransform) -> DataLoader[Any]:
+    """Return a loader of the same batches, transformed.
+
+    Args:
+        loader: A loader, which stays as it is.
+        transform: What to do with a batch.
+
+    Raises:
+        FederatedError: If the loader makes its batches in a way of its own.
+    """
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise FederatedError(
+            f"A {type(loader).__name__} iterates in its own way, so transform=... cannot be put into it: transform its"
+            " batches there, or give the data set in place of the loader."
+        )
+    transformed = copy.copy(loader)
+    transformed.collate_fn = Chain([loader.collate_fn, transform])
+    transformed._iterator = None  # persistent workers keep the function that they were started with
+    return transformed
+
+
+class _Rows(Dataset[Any]):
+    """The examples of tensors, fetched a batch at a time."""
+
+    def __init__(self, source: Dataset[Any], batches: TensorBatches) -> None:
+        self.source = source
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return self.batches.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[0] for tensor in self.batches.pick(torch.tensor([index])))
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return self.batches.pick(torch.tensor(indices))
+
+
+class _Collate:
+    """``default_collate``, which names the examples that make no batch and the remedy."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __call__(self, examples: list[Any]) -> Any:
+        try:
+            return default_collate(examples)
+        except (TypeError, RuntimeError) as error:
+            message = misfit(self.dataset, error)
+            if message is None:
+                raise
+            raise FederatedError(message) from error
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,233 @@
+"""CIFAR-10 and CIFAR-100: small photographs, 32x32, in 10 or 100 classes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fed.core.arguments import check_one_of
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data.batches.settings import BatchAugmentation, BatchTransform
+from lightning_fed.data.batches.transforms import Normalize, RandomCrop, RandomFlip
+from lightning_fed.data.datasets.images import ImageDataModule
+from lightning_fed.data.datasets.jpeg import read_jpegs
+from lightning_fed.data.partitions.partition import Partition, PartitionFunction
+from lightning_fed.data.partitions.skew import BalancedDirichlet
+
+__all__ = ["CIFAR10", "CIFAR100"]
+
+
+class _Cifar(ImageDataModule):
+    """Photographs in torchvision's files."""
+
+    _shape = (3, 32, 32)
+    _folder: ClassVar[str]
+    _mean: ClassVar[list[float]]
+    _std: ClassVar[list[float]]
+
+    def __init__(
+        self,
+        root: str | Path,
+        download: bool,
+        partition: Partition | PartitionFunction,
+        batch_size: int,
+        val_fraction: float,
+        transform: Sequence[BatchTransform] | BatchTransform | None,
+        augment: bool | Sequence[BatchAugmentation] | BatchAugmentation,
+    ) -> None:
+        if augment is None:
+            raise FederatedError(f"{type(self).__name__}(augment=None): augment must be False for none at all.")
+        if isinstance(augment, bool):
+            augment = [RandomCrop(padding=4), RandomFlip()] if augment else []
+        super().__init__(
+            root=root,
+            download=download,
+            partition=partition,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            flatten=False,
+            transform=Normalize(self._mean, self._std) if transform is None else transform,
+            augment=augment,
+        )
+
+    def _missing_file(self) -> Path | None:
+        folder = self.root / self._folder
+        return None if folder.is_dir() else folder
+
+    def _by_hand(self) -> str:
+        return f"unpack {type(self).__name__}'s archive for Python so that its folder is {self.root / self._folder}"
+
+    def _torchvision(self) -> Any:
+        """Return torchvision's class of the same name."""
+        from torchvision import datasets
+
+        return getattr(datasets, type(self).__name__)
+
+    def _fetch(self) -> None:
+        self._torchvision()(self.root, download=True)
+
+    def _read(self, train: bool) -> tuple[Tensor, Tensor]:
+        # The files are pickles, which could run anything. torchvision reads them only if their MD5 sums, all of them,
+        # are those of the published files, and raises RuntimeError otherwise.
+        try:
+            source = self._torchvision()(self.root, train=train, download=False)
+        except RuntimeError as error:
+            raise FederatedError(
+                f"{type(self).__name__}: a file in {self.root / self._folder} is missing or is not the published one"
+                f" (MD5), and was not read: {error}. Remove the folder, then set download=True, or {self._by_hand()}."
+            ) from error
+        images = torch.from_numpy(np.ascontiguousarray(source.data.transpose(0, 3, 1, 2)))
+        return images, torch.tensor(source.targets, dtype=torch.int64)
+
+
+class CIFAR10(_Cifar):
+    """The 60,000 photographs of Krizhevsky, 2009, in 10 classes; by default on the clients of FedCM and FedDyn.
+
+    These are 100 clients of 500 training images, each with its own mixture of classes from Dir(0.6, ..., 0.6) (Xu et
+    al., 2021, arXiv:2106.10874; Acar et al., 2021, arXiv:2111.04263): see :class:`BalancedDirichlet`.
+
+    Images are [3, 32, 32], each channel normalised by mean and standard deviation of the training images, and randomly
+    cropped (padding 4) and mirrored in training. ``val`` is the test part of 10,000 images, unless ``val_fraction``
+    says otherwise.
+
+    Args:
+        root: The folder of data sets; the files are in ``root/cifar-10-batches-py``, as torchvision has them.
+        download: Whether to download what is missing.
+        num_clients: The number of clients.
+        alpha: The concentration of the :class:`BalancedDirichlet` partition; small values give clients few classes.
+        partition: Another partition, in place of ``BalancedDirichlet(num_clients, alpha, seed=seed)``.
+        batch_size: Examples in a client's training batch.
+        val_fraction: The share of the training images that no client gets and that ``val`` consists of; 0 validates on
+            the test images.
+        source: ``"original"`` or ``"jpeg"``: the same photographs, compressed with loss, in one file
+            ``cifar10_jpeg.npz`` in ``root`` or in ``root/cifar10_jpeg``, for places that the originals do not reach. It
+            holds for each part, ``train`` and ``test``, JPEG files end to end (``train_jpeg`` uint8), where each begins
+            and the last one ends (``train_offset`` [n + 1]) and the classes (``train_label`` [n]). Accuracies are not
+            comparable with published ones.
+        seed: Draws another partition.
+        transform: What makes floats of the bytes [B, 3, 32, 32]; by default :class:`Normalize`.
+        augment: True for :class:`RandomCrop` and :class:`RandomFlip`, False for nothing, or random changes of your own.
+
+    Attributes:
+        classes: The names of the classes, in the order of the labels.
+
+    Raises:
+        FederatedError: If an argument is not allowed; in ``setup``, if a file is missing or damaged.
+
+    Example:
+        >>> data = CIFAR10(num_clients=10)  # reads nothing yet
+        >>> data.batch_augment
+        [RandomCrop(padding=4), RandomFlip()]
+    """
+
+    num_classes = 10
+    classes = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+    _folder = "cifar-10-batches-py"
+    _mean = [0.4914, 0.4822, 0.4465]
+    _std = [0.2470, 0.2435, 0.2616]
+
+    def __init__(
+        self,
+        root: str | Path = "data",
+        download: bool = False,
+        num_clients: int = 100,
+        alpha: float = 0.6,
+        partition: Partition | PartitionFunction | None = None,
+        batch_size: int = 50,
+        val_fraction: float = 0.0,
+        source: Literal["original", "jpeg"] = "original",
+        seed: int = 0,
+        transform: Sequence[BatchTransform] | BatchTransform | None = None,
+        augment: bool | Sequence[BatchAugmentation] | BatchAugmentation = True,
+    ) -> None:
+        self.source = check_one_of("CIFAR10", "source", source, ["original", "jpeg"])
+        if download and source == "jpeg":
+            raise FederatedError("CIFAR10(source='jpeg', download=True): only the originals can be downloaded.")
+        super().__init__(
+            root=root,
+            download=download,
+            partition=BalancedDirichlet(num_clients, alpha, seed=seed) if partition is None else partition,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            transform=transform,
+            augment=augment,
+        )
+
+    def _jpeg_file(self) -> Path:
+        name = "cifar10_jpeg.npz"
+        direct, nested = self.root / name, self.root / "cifar10_jpeg" / name
+        return nested if nested.is_file() else direct
+
+    def _missing_file(self) -> Path | None:
+        if self.source == "original":
+            return super()._missing_file()
+        file = self._jpeg_file()
+        return None if file.is_file() else file
+
+    def _remedy(self) -> str:
+        return super()._remedy() if self.source == "original" else "Put it there, or use source='original'"
+
+    def _read(self, train: bool) -> tuple[Tensor, Tensor]:
+        if self.source == "original":
+            return super()._read(train)
+        images, labels = read_jpegs(self._jpeg_file(), "train" if train else "test", size=32)
+        self._check(images, labels, str(self._jpeg_file()))
+        return images, labels
+
+
+class CIFAR100(_Cifar):
+    """The 60,000 photographs of Krizhevsky, 2009, in 100 classes; by default on the clients of FedCM and FedDyn.
+
+    All else is as in :class:`CIFAR10`.
+
+    Args:
+        root: The folder of data sets; the files are in ``root/cifar-100-python``, as torchvision has them.
+        download: Whether to download what is missing.
+        num_clients: The number of clients.
+        alpha: The concentration of the :class:`BalancedDirichlet` partition; small values give clients few classes.
+        partition: Another partition, in place of ``BalancedDirichlet(num_clients, alpha, seed=seed)``.
+        batch_size: Examples in a client's training batch.
+        val_fraction: The share of the training images that no client gets and that ``val`` consists of; 0 validates on
+            the test images.
+        seed: Draws another partition.
+        transform: What makes floats of the bytes [B, 3, 32, 32]; by default :class:`Normalize`.
+        augment: True for :class:`RandomCrop` and :class:`RandomFlip`, False for nothing, or random changes of your own.
+
+    Raises:
+        FederatedError: If an argument is not allowed; in ``setup``, if a file is missing or damaged.
+
+    Example:
+        >>> CIFAR100(augment=False).num_classes
+        100
+    """
+
+    num_classes = 100
+    _folder = "cifar-100-python"
+    _mean = [0.5071, 0.4865, 0.4409]
+    _std = [0.2673, 0.2564, 0.2762]
+
+    def __init__(
+        self,
+        root: str | Path = "data",
+        download: bool = False,
+        num_clients: int = 100,
+        alpha: float = 0.6,
+        partition: Partition | PartitionFunction | None = None,
+        batch_size: int = 50,
+        val_fraction: float = 0.0,
+        seed: int = 0,
+        transform: Sequence[BatchTransform] | BatchTransform | None = None,
+        augment: bool | Sequence[BatchAugmentation] | BatchAugmentation = True,
+    ) -> None:
+        super().__init__(
+            root=root,
+            download=download,
+            partition=BalancedDirichlet(num_clients, alpha, seed=seed) if partition is None else partition,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            transform=transform,
+            augment=augment,
+        )

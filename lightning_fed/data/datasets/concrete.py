@@ -1,0 +1,111 @@
+"""Regression on a small real data set: the strength of concrete, dealt to clients that differ in it."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from lightning_fed.core.arguments import check_flags, check_fraction, check_paths, check_seed, check_texts
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data.files.columns import read_columns
+from lightning_fed.data.partitions.draws import equal_shares, random_state
+from lightning_fed.data.partitions.partition import Partition, PartitionFunction
+from lightning_fed.data.files.stored import StoredDataModule, find, read_rows
+
+__all__ = ["Concrete"]
+
+_COLUMNS = 9
+
+
+class Concrete(StoredDataModule):
+    """Yeh's concrete compressive strength (UCI, doi:10.24432/C5PK67): 1,030 mixtures, 8 features, one target.
+
+    Inputs are float32 [n, 8] and targets float32 [n, 1]: the strength in MPa, or that standardised. A test part is
+    drawn at random; it is both ``val`` and ``test``. The features are standardised by mean and deviation of the
+    training part. The training part, sorted by strength or by a feature, is cut into equal pieces, one for each
+    client, so that the clients differ in what they were sorted by.
+
+    Args:
+        root: The folder of data sets. The file is ``root/concrete/Concrete_Data.csv``: a heading, eight features, and
+            the strength in the last column.
+        num_clients: The number of clients.
+        sort_by: "target" or the name of a feature's column; None for clients that are alike.
+        partition: Another partition, in place of ``num_clients`` equal pieces sorted by ``sort_by``.
+        test_fraction: The share of the mixtures in the test part.
+        standardize_target: Whether the target is standardised, too, by the training part: a loss of half the squared
+            error is then half the unexplained share of the variance.
+        batch_size: Examples in a client's training batch.
+        seed: Draws another test part, and other clients without ``sort_by``.
+
+    Raises:
+        FederatedError: If an argument is not allowed; in ``setup``, if the file is missing or damaged.
+    """
+
+    num_features = _COLUMNS - 1
+
+    def __init__(
+        self,
+        root: str = "data",
+        num_clients: int = 10,
+        sort_by: str | None = "target",
+        partition: Partition | PartitionFunction | None = None,
+        test_fraction: float = 0.2,
+        standardize_target: bool = False,
+        batch_size: int = 16,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(partition=partition, batch_size=batch_size)
+        check_paths("Concrete", root=root)
+        check_flags("Concrete", standardize_target=standardize_target)
+        if sort_by is not None:
+            check_texts("Concrete", sort_by=sort_by)
+        self.root = root
+        if partition is None:
+            self.num_clients = num_clients
+        self.sort_by = sort_by
+        self.test_fraction = check_fraction("Concrete", "test_fraction", test_fraction)
+        self.standardize_target = standardize_target
+        self.seed = check_seed("Concrete", seed)
+
+    def _load(self) -> None:
+        path = find(
+            "Concrete",
+            Path(self.root) / "concrete" / "Concrete_Data.csv",
+            "Download Concrete_Data.xls from https://archive.ics.uci.edu/dataset/165 and save it as CSV.",
+            "Or set root to the folder that has concrete/Concrete_Data.csv.",
+        )
+        _, names = next(read_rows(path), (0, []))
+        if len(names) != _COLUMNS:
+            raise FederatedError(f"{path}: the heading must have {_COLUMNS} columns, the strength last; found {names}.")
+        columns = read_columns(path, keys=[], numeric=names, rest=False).numbers
+        table = torch.from_numpy(np.stack([columns[name] for name in names], axis=1))
+        order = torch.from_numpy(random_state(self.seed).permutation(len(table)))
+        num_test = round(self.test_fraction * len(table))
+        test, train = table[order[:num_test].sort().values], table[order[num_test:]]
+        self.val = self.test = TensorDataset(*self._standardize(test, train)) if num_test else None
+        if self.partition is not None:
+            self.train = TensorDataset(*self._standardize(train, train))
+            return
+        train = self._sort(path, names, train)
+        if len(train) < self.num_clients:
+            raise FederatedError(f"Concrete: {len(train)} training mixtures for num_clients={self.num_clients}.")
+        shares = equal_shares(len(train), self.num_clients).tolist()
+        pieces = zip(*(tensor.split(shares) for tensor in self._standardize(train, train)), strict=True)
+        self.set_clients([TensorDataset(*piece) for piece in pieces])
+
+    def _sort(self, path: Path, names: list[str], train: Tensor) -> Tensor:
+        if self.sort_by is None:
+            return train
+        if self.sort_by != "target" and self.sort_by not in names:
+            raise FederatedError(f"Concrete(sort_by={self.sort_by!r}): {path} has 'target' and the columns {names}.")
+        column = _COLUMNS - 1 if self.sort_by == "target" else names.index(self.sort_by)
+        return train[train[:, column].argsort(stable=True)]
+
+    def _standardize(self, rows: Tensor, train: Tensor) -> tuple[Tensor, Tensor]:
+        """Return inputs [n, 8] and targets [n, 1], standardised by the training part."""
+        deviation, mean = torch.std_mean(train, dim=0, correction=0)
+        deviation[deviation == 0] = 1
+        standard = (rows - mean) / deviation
+        return standard[:, :-1], (standard if self.standardize_target else rows)[:, -1:]

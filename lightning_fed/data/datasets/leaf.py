@@ -1,0 +1,266 @@
+"""LEAF's JSON files: a federation as users, their numbers of samples and their data."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from lightning_fed.core.arguments import check_count, check_flags, check_one_of, check_paths, check_texts
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.data.files.stored import StoredDataModule, find, listing, pool, read_json
+
+__all__ = ["FEMNIST", "LeafDataModule", "LeafUser", "read_leaf"]
+
+_KINDS = ("classes", "values")
+
+
+class LeafUser(NamedTuple):
+    """One user of a LEAF file, as it is written there.
+
+    Attributes:
+        name: The user.
+        x: The inputs, a list of n samples.
+        y: The targets, a list of n samples.
+        place: File and user, for messages.
+    """
+
+    name: str
+    x: list[Any]
+    y: list[Any]
+    place: str
+
+
+def read_leaf(owner: str, path: Path) -> Iterator[LeafUser]:
+    """Yield the users of a LEAF file, or of all ``*.json`` files in a folder, in the order in which they are listed.
+
+    The format is that of Caldas et al., LEAF (arXiv:1812.01097): an object with ``users``, ``num_samples`` and
+    ``user_data``, which holds ``x`` and ``y`` for each user; other keys, such as ``hierarchies``, are not read. One
+    file is in memory at a time, and of that no user who has been yielded.
+
+    Args:
+        owner: The data module, for messages.
+        path: A file or a folder that exists.
+
+    Raises:
+        FederatedError: If a file is no such object, its parts disagree, or a user comes twice.
+    """
+    seen: set[str] = set()
+    for file in [path] if path.is_file() else listing(owner, path, ".json"):
+        users, num_samples, user_data = _parts(file)
+        for name, size in zip(users, num_samples, strict=True):
+            place = f"{file}, user {name!r}"
+            if name in seen:
+                raise FederatedError(f"{place}: this user has been read already. Keep all samples of a user together.")
+            seen.add(name)
+            samples = user_data.pop(name, None)
+            if not isinstance(samples, dict) or not all(isinstance(samples.get(key), list) for key in "xy"):
+                raise FederatedError(f"{place}: user_data must have an object with the lists x and y for this user.")
+            x, y = samples["x"], samples["y"]
+            if not len(x) == len(y) == size:
+                raise FederatedError(f"{place}: num_samples is {size!r}, but x has {len(x)} and y {len(y)} samples.")
+            yield LeafUser(name, x, y, place)
+        if user_data:
+            raise FederatedError(
+                f"{file}: user_data has {len(user_data)} users that are not among users, such as"
+                f" {next(iter(user_data))!r}."
+            )
+
+
+def _parts(file: Path) -> tuple[list[str], list[Any], dict[str, Any]]:
+    content = read_json(file)
+    kinds = {"users": list, "num_samples": list, "user_data": dict}
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in kinds.items()):
+        found = sorted(content) if isinstance(content, dict) else type(content).__name__
+        raise FederatedError(
+            f"{file}: a LEAF file is an object with the lists users and num_samples and the object user_data; found"
+            f" {found}."
+        )
+    users, num_samples, user_data = (content[key] for key in kinds)
+    if not all(isinstance(name, str) for name in users):
+        raise FederatedError(f"{file}: users must be a list of names (strings).")
+    if len(users) != len(num_samples):
+        raise FederatedError(f"{file}: there are {len(users)} users and {len(num_samples)} num_samples.")
+    return users, num_samples, user_data
+
+
+class LeafDataModule(StoredDataModule):
+    """Users of LEAF's JSON files with numbers as inputs, each a client.
+
+    LEAF splits its data into two folders, ``train`` and ``test``, by sample or by user. The users of the training files
+    are the clients. ``val`` and ``test`` are both the samples of all users of the test files together, and
+    ``client_val`` holds each client's own, if it has any.
+
+    Inputs become float32 [n, ...]. Samples are converted user by user, and one file is in memory as text at a time.
+
+    Args:
+        train_path: The training files: a ``.json`` file, or a folder of them.
+        test_path: The test files, likewise; None for no test data.
+        shape: The shape of an input, such as [1, 28, 28]; None for the shape in the file.
+        targets: "classes" for class numbers, int64 [n], or "values" for numbers to regress on, float32 [n, ...], where
+            one number per sample gives [n, 1].
+        num_classes: With "classes": refuse targets that are not below this.
+        batch_size: Examples in a client's training batch.
+
+    Raises:
+        FederatedError: If an argument is not allowed; in ``setup``, if a file is missing or damaged.
+    """
+
+    _name = "LEAF files"
+    _get = "Make them with LEAF's preprocess.sh (https://github.com/TalwalkarLab/leaf)."
+
+    def __init__(
+        self,
+        train_path: str,
+        test_path: str | None = None,
+        shape: Sequence[int] | None = None,
+        targets: Literal["classes", "values"] = "classes",
+        num_classes: int | None = None,
+        batch_size: int = 10,
+    ) -> None:
+        super().__init__(batch_size=batch_size)
+        name = type(self).__name__
+        check_paths(name, train_path=train_path, **({} if test_path is None else {"test_path": test_path}))
+        self.train_path = train_path
+        self.test_path = test_path
+        self.shape = shape
+        self.targets = check_one_of(name, "targets", targets, _KINDS)
+        self.num_classes = num_classes
+        if num_classes is not None:
+            check_count(name, "num_classes", num_classes, least=1)
+        if shape is not None and (not isinstance(shape, list | tuple) or not shape):
+            raise FederatedError(f"{name}(shape={shape!r}): shape must be a list of sizes, such as [1, 28, 28].")
+        for size in shape or ():
+            check_count(name, "shape", size, least=1)
+
+    def _load(self) -> None:
+        owner = type(self).__name__
+        train, test = (
+            {} if path is None else self._read(find(owner, Path(path), self._get, f"Or correct {argument}."))
+            for path, argument in self._sources()
+        )
+        for position, what in enumerate(("inputs", "targets")):
+            users = [(name, tensors[position]) for name, tensors in (*train.items(), *test.items())]
+            shapes = {tuple(part.shape[1:]): name for name, part in users if len(part)}
+            if len(shapes) > 1:
+                (one, user), (other, another) = list(shapes.items())[:2]
+                raise FederatedError(
+                    f"{owner}: {what} of user {user!r} have the shape {list(one)}, and those of {another!r}"
+                    f" {list(other)}."
+                )
+        whole, parts = pool({name: tensors for name, tensors in test.items() if len(tensors[0])})
+        self.val = self.test = whole
+        self.client_val = {name: part for name, part in parts.items() if name in train}
+        self.set_clients({name: TensorDataset(*tensors) for name, tensors in train.items()})
+
+    def _sources(self) -> list[tuple[str | None, str]]:
+        """Return the paths of the training and the test files, each with the argument that decides it."""
+        return [(self.train_path, "train_path"), (self.test_path, "test_path")]
+
+    def _read(self, path: Path) -> dict[ClientId, tuple[Tensor, Tensor]]:
+        return {user.name: (self._inputs(user), self._targets(user)) for user in read_leaf(type(self).__name__, path)}
+
+    def _inputs(self, user: LeafUser) -> Tensor:
+        x = numbers(user.x, f"{user.place}, x")
+        if self.shape is None:
+            return x
+        if len(x) and x[0].numel() != math.prod(self.shape):
+            raise FederatedError(
+                f"{user.place}: an input has {x[0].numel()} numbers, which do not make the shape {list(self.shape)}."
+            )
+        return x.view(len(x), *self.shape)
+
+    def _targets(self, user: LeafUser) -> Tensor:
+        y = numbers(user.y, f"{user.place}, y")
+        if self.targets == "values":
+            return y[:, None] if y.ndim == 1 else y
+        labels = y.long()
+        if y.ndim != 1 or (labels != y).any() or (labels < 0).any():
+            raise FederatedError(f"{user.place}: y holds more than class numbers 0, 1, ...; use targets='values'.")
+        if self.num_classes is not None and len(labels) and int(labels.max()) >= self.num_classes:
+            raise FederatedError(f"{user.place}: y has class {int(labels.max())} of {self.num_classes} classes.")
+        return labels
+
+
+class FEMNIST(LeafDataModule):
+    """LEAF's Federated Extended MNIST: handwritten digits and letters by their writers.
+
+    62 classes, 0-9, A-Z and a-z, on images [1, 28, 28] of float32 in [0, 1]. LEAF draws black on white, ink 0 and paper
+    1, the other way round than MNIST. The files are those in ``root/folder/train`` and ``root/folder/test``; see
+    :class:`LeafDataModule` for how they become clients and test data. All 805,263 images take 2.5 GB.
+
+    Args:
+        root: The folder of data sets.
+        folder: The folder in it that holds ``train`` and ``test``.
+        invert: Whether ink becomes 1 and paper 0, as in MNIST.
+        batch_size: Examples in a client's training batch.
+
+    Raises:
+        FederatedError: If an argument is not allowed; in ``setup``, if a file is missing or damaged.
+    """
+
+    _get = (
+        "Make it with LEAF (https://github.com/TalwalkarLab/leaf): in data/femnist, run ./preprocess.sh -s niid --sf"
+        " 0.05 -k 0 -t sample."
+    )
+
+    def __init__(self, root: str = "data", folder: str = "femnist", invert: bool = False, batch_size: int = 10) -> None:
+        check_paths("FEMNIST", root=root)
+        check_texts("FEMNIST", folder=folder)
+        check_flags("FEMNIST", invert=invert)
+        base = Path(root) / folder
+        super().__init__(
+            str(base / "train"), str(base / "test"), shape=[1, 28, 28], num_classes=62, batch_size=batch_size
+        )
+        self.root = root
+        self.folder = folder
+        self.invert = invert
+
+    def _sources(self) -> list[tuple[str | None, str]]:
+        hint = f"root: the folders train and test belong in {Path(self.root) / self.folder}"
+        return [(self.train_path, hint), (self.test_path, hint)]
+
+    def _inputs(self, user: LeafUser) -> Tensor:
+        images = super()._inputs(user)
+        return 1 - images if self.invert else images
+
+
+def numbers(values: list[Any], place: str) -> Tensor:
+    """Return nested lists of numbers as float32.
+
+    Raises:
+        FederatedError: If they are ragged, or hold anything but finite numbers; the message names ``place``.
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        if _are_texts(values):
+            raise _texts(place) from error
+        raise FederatedError(f"{place}: the samples differ in shape.") from error
+    if _are_texts(values):
+        raise _texts(place)
+    if array.size and array.dtype.kind not in "iuf":
+        raise FederatedError(f"{place}: the samples hold more than numbers.")
+    tensor = torch.from_numpy(array.astype(np.float32))
+    if not bool(torch.isfinite(tensor).all()):
+        raise FederatedError(f"{place}: the samples hold NaN, an infinity, or a number too large for float32.")
+    return tensor
+
+
+def _are_texts(values: Any) -> bool:
+    """Whether samples, or the first entries in them, are texts."""
+    while isinstance(values, list) and values:
+        values = values[0]
+    return isinstance(values, str)
+
+
+def _texts(place: str) -> FederatedError:
+    return FederatedError(
+        f"{place}: the samples are texts, and LeafDataModule reads numbers. Use the classes Shakespeare and"
+        " Sentiment140 of lightning_fed.data for LEAF's data sets of texts."
+    )

@@ -1,0 +1,234 @@
+"""MNIST and EMNIST: handwritten digits and letters, 28x28, from the files that torchvision downloads."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fed.core.arguments import check_flags, check_one_of
+from lightning_fed.data.batches.settings import BatchAugmentation, BatchTransform
+from lightning_fed.data.datasets.idx import find_idx, read_idx
+from lightning_fed.data.batches.transforms import ToFloat
+from lightning_fed.data.datasets.images import ImageDataModule
+from lightning_fed.data.partitions.partition import Partition, PartitionFunction
+from lightning_fed.data.partitions.skew import BalancedDirichlet, PowerLaw
+
+__all__ = ["EMNIST", "MNIST"]
+
+_DIGITS = "0123456789"
+_UPPER = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_LOWER = "abcdefghijklmnopqrstuvwxyz"
+_CLASSES = {  # in the order of the labels
+    "byclass": _DIGITS + _UPPER + _LOWER,
+    "bymerge": _DIGITS + _UPPER + "abdefghnqrt",
+    "balanced": _DIGITS + _UPPER + "abdefghnqrt",
+    "letters": _LOWER,
+    "digits": _DIGITS,
+    "mnist": _DIGITS,
+}
+_BY_WRITER = ("byclass", "bymerge")
+_IMAGES_AT_ONCE = 10_000
+
+
+class _IdxImages(ImageDataModule):
+    """Images and labels in IDX files, packed by gzip or not."""
+
+    _shape = (1, 28, 28)
+    _first_label = 0  # in the file
+
+    @abstractmethod
+    def _file(self, train: bool, content: str) -> Path:
+        """Return where a file of ``content``, images-idx3 or labels-idx1, should be, without ``.gz``."""
+
+    def _missing_file(self) -> Path | None:
+        files = [self._file(train, content) for train in (True, False) for content in ("images-idx3", "labels-idx1")]
+        return next((file for file in files if find_idx(file) is None), None)
+
+    def _by_hand(self) -> str:
+        names = [self._file(train, "*").name for train in (True, False)]
+        folder = self._file(True, "*").parent
+        return f"put {names[0]} and {names[1]}, packed as .gz or not, into {folder}"
+
+    def _read(self, train: bool) -> tuple[Tensor, Tensor]:
+        images_path, labels_path = (find_idx(self._file(train, content)) for content in ("images-idx3", "labels-idx1"))
+        assert images_path is not None
+        assert labels_path is not None
+        images, labels = read_idx(images_path, ndim=3)[:, None], read_idx(labels_path, ndim=1).long()
+        labels -= self._first_label
+        self._check(images, labels, f"{images_path}, {labels_path.name}")
+        return images, labels
+
+
+class MNIST(_IdxImages):
+    """The 70,000 handwritten digits of LeCun, Cortes and Burges; by default the federation of FedProx.
+
+    That is 1,000 clients with two digits each, whose sizes follow a power law (Li et al., 2020, arXiv:1812.06127,
+    appendix C.1): see :class:`PowerLaw` for the recipe and how it differs. Here the clients share the 60,000 training
+    images, and the server model is measured on the 10,000 test images; there, each client's share of all 70,000 is
+    split.
+
+    Images are [1, 28, 28] with paper 0 and ink 1. ``val`` is the test part, unless ``val_fraction`` says otherwise.
+
+    Args:
+        root: The folder of data sets; the files are in ``root/MNIST/raw``, as torchvision has them, packed by gzip or
+            not.
+        download: Whether to download what is missing.
+        num_clients: The number of clients.
+        partition: Another partition, in place of ``PowerLaw(num_clients, seed=seed)``.
+        batch_size: Examples in a client's training batch.
+        val_fraction: The share of the training images that no client gets and that ``val`` consists of; 0 validates on
+            the test images.
+        seed: Draws another partition.
+        flatten: Whether an image has shape [784] instead of [1, 28, 28].
+        transform: What makes floats of the bytes [B, 1, 28, 28]; by default :class:`ToFloat`.
+        augment: Random changes of training batches of bytes, such as :class:`RandomCrop`.
+
+    Raises:
+        FederatedError: If an argument is not allowed; in ``setup``, if a file is missing or damaged.
+
+    Example:
+        >>> data = MNIST(root="data", num_clients=100)  # reads nothing yet
+        >>> data.partition
+        PowerLaw(num_clients=100, seed=0, classes_per_client=2, sigma=2.0, min_per_class=5)
+    """
+
+    num_classes = 10
+
+    def __init__(
+        self,
+        root: str | Path = "data",
+        download: bool = False,
+        num_clients: int = 1000,
+        partition: Partition | PartitionFunction | None = None,
+        batch_size: int = 10,
+        val_fraction: float = 0.0,
+        seed: int = 0,
+        flatten: bool = False,
+        transform: Sequence[BatchTransform] | BatchTransform | None = None,
+        augment: Sequence[BatchAugmentation] | BatchAugmentation | None = None,
+    ) -> None:
+        super().__init__(
+            root=root,
+            download=download,
+            partition=PowerLaw(num_clients, seed=seed) if partition is None else partition,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            flatten=flatten,
+            transform=ToFloat() if transform is None else transform,
+            augment=augment,
+        )
+
+    def _file(self, train: bool, content: str) -> Path:
+        return self.root / "MNIST" / "raw" / f"{'train' if train else 't10k'}-{content}-ubyte"
+
+    def _fetch(self) -> None:
+        from torchvision import datasets
+
+        datasets.MNIST(self.root, download=True)
+
+
+class EMNIST(_IdxImages):
+    """Handwritten digits and letters of Cohen et al., 2017 (arXiv:1702.05373), from NIST's Special Database 19.
+
+    =========== ======= ================ ============== ==================================================
+    split       classes training images  test images    what
+    =========== ======= ================ ============== ==================================================
+    byclass     62      697,932          116,323        0-9, A-Z and a-z, as often as they were written
+    bymerge     47      697,932          116,323        the same, without the small letters that look alike
+    balanced    47      112,800          18,800         those of bymerge, equally many of each
+    letters     26      124,800          20,800         A-Z, capital and small together
+    digits      10      240,000          40,000         0-9
+    mnist       10      60,000           10,000         0-9, in MNIST's format
+    =========== ======= ================ ============== ==================================================
+
+    SCAFFOLD, Mime and FedJAX train on the same characters by writer, 3,400 clients. EMNIST's files do not say who wrote
+    what, so the clients here are a synthetic stand-in, with skewed labels but nobody's handwriting: results are not
+    comparable with theirs. LEAF's :class:`FEMNIST` has the writers.
+
+    Images are [1, 28, 28] and upright (the files hold them transposed); labels begin at 0 in every split. ``val`` is
+    the test part, unless ``val_fraction`` says otherwise.
+
+    Args:
+        root: The folder of data sets; the files are in ``root/EMNIST/raw``, as torchvision has them, packed by gzip or
+            not.
+        split: Which characters.
+        download: Whether to download what is missing: one archive of 0.5 GB with all splits.
+        num_clients: The number of clients; by default 3,400 for byclass and bymerge, and 100 for the others.
+        alpha: The concentration of the :class:`BalancedDirichlet` partition; small values give clients few classes.
+        partition: Another partition, in place of ``BalancedDirichlet(num_clients, alpha, seed=seed)``.
+        batch_size: Examples in a client's training batch.
+        val_fraction: The share of the training images that no client gets and that ``val`` consists of; 0 validates on
+            the test images.
+        black_on_white: Whether paper is 1 and ink 0, as in LEAF's FEMNIST; otherwise ink is 1, as in MNIST.
+        seed: Draws another partition.
+        flatten: Whether an image has shape [784] instead of [1, 28, 28].
+        transform: What makes floats of the bytes [B, 1, 28, 28]; by default :class:`ToFloat`.
+        augment: Random changes of training batches of bytes, such as :class:`RandomCrop`.
+
+    Attributes:
+        num_classes: The number of classes of the split.
+        classes: The characters, in the order of the labels; where a capital and a small letter share one, the capital,
+            and in ``letters`` the small one.
+
+    Raises:
+        FederatedError: If an argument is not allowed; in ``setup``, if a file is missing or damaged.
+
+    Example:
+        >>> data = EMNIST(split="balanced")  # reads nothing yet
+        >>> data.num_classes, data.classes[35:40]
+        (47, ['Z', 'a', 'b', 'd', 'e'])
+    """
+
+    def __init__(
+        self,
+        root: str | Path = "data",
+        split: Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"] = "byclass",
+        download: bool = False,
+        num_clients: int | None = None,
+        alpha: float = 0.3,
+        partition: Partition | PartitionFunction | None = None,
+        batch_size: int = 20,
+        val_fraction: float = 0.0,
+        black_on_white: bool = False,
+        seed: int = 0,
+        flatten: bool = False,
+        transform: Sequence[BatchTransform] | BatchTransform | None = None,
+        augment: Sequence[BatchAugmentation] | BatchAugmentation | None = None,
+    ) -> None:
+        self.split = check_one_of("EMNIST", "split", split, list(_CLASSES))
+        self.classes = list(_CLASSES[self.split])
+        self.num_classes = len(self.classes)
+        self._first_label = int(self.split == "letters")
+        check_flags("EMNIST", black_on_white=black_on_white)
+        self.black_on_white = black_on_white
+        if num_clients is None:
+            num_clients = 3400 if self.split in _BY_WRITER else 100
+        super().__init__(
+            root=root,
+            download=download,
+            partition=BalancedDirichlet(num_clients, alpha, seed=seed) if partition is None else partition,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            flatten=flatten,
+            transform=ToFloat() if transform is None else transform,
+            augment=augment,
+        )
+
+    def _file(self, train: bool, content: str) -> Path:
+        part = "train" if train else "test"
+        return self.root / "EMNIST" / "raw" / f"emnist-{self.split}-{part}-{content}-ubyte"
+
+    def _fetch(self) -> None:
+        from torchvision import datasets
+
+        datasets.EMNIST(self.root, split=self.split, download=True)
+
+    def _read(self, train: bool) -> tuple[Tensor, Tensor]:
+        images, labels = super()._read(train)
+        for chunk in images.split(_IMAGES_AT_ONCE):  # in place: all at once would take twice the memory
+            upright = chunk.mT.contiguous()
+            chunk.copy_(torch.bitwise_not(upright) if self.black_on_white else upright)  # ~b is 255 - b
+        return images, labels

@@ -1,0 +1,199 @@
+"""Problems whose optimum is known: quadratics and linear least squares, in float64."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from lightning_fed.core.arguments import check_count, check_number, check_numbers, check_seed
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.data.partitions.draws import random_state
+
+__all__ = ["LeastSquares", "Quadratics"]
+
+_MAX_NUMBERS = 10**8  # float64, in memory
+
+
+class Quadratics(FederatedDataModule):
+    r"""Quadratics with a chosen dissimilarity of gradients and Hessians.
+
+    Client i, counted from 0, minimises
+
+    .. math:: f_i(x) = \tfrac12 a_i x^2 + b_i x, \qquad b_i = (-1)^i\, G,
+
+    so that the mean f over the clients is least at 0. In d dimensions, :math:`a_i` lists the d second derivatives of a
+    diagonal Hessian, and each coordinate of :math:`b_i` is :math:`(-1)^i\, G / \sqrt d`. With ``a=(2, 0)`` these are
+    the two functions behind the lower bound for FedAvg in SCAFFOLD (Karimireddy et al., ICML 2020, arXiv:1910.06378,
+    theorem II); ``a=(3, 1)`` has the same dissimilarities, and f itself the smoothness 2 (Mime, Karimireddy et al.,
+    NeurIPS 2021, arXiv:2008.03606).
+
+    An example is a row (a_i, b_ij) of two float64 numbers, or vectors [d], as :class:`lightning_fed.models.Quadratic`
+    takes them. In half of a client's rows G is larger by ``noise``, in the other half smaller, so that their mean is
+    f_i itself and the gradient of one row has the standard deviation ``noise``. ``val`` and ``test`` are all rows,
+    whose mean loss is f.
+
+    Args:
+        a: The second derivatives of an even number of clients, a number or a list each, with a positive mean.
+        G: The norm of each client's gradient at the optimum.
+        rows: Rows of each client.
+        noise: The standard deviation of a row's gradient; needs an even number of rows.
+        batch_size: Rows in a batch; by default all of a client's, so that gradients are exact.
+
+    Attributes:
+        optimum: Where f is least: 0, in every coordinate.
+        G: The gradient dissimilarity: the root mean square of the clients' gradients at the optimum.
+        delta: The Hessian dissimilarity: the largest distance of a second derivative from its mean over the clients.
+
+    Raises:
+        FederatedError: If an argument is not allowed.
+
+    Example:
+        >>> data = Quadratics(a=(2.0, 0.0), G=10.0)
+        >>> data.client_dataset(1).tensors
+        (tensor([0.], dtype=torch.float64), tensor([-10.], dtype=torch.float64))
+        >>> data.optimum, data.G, data.delta
+        (0.0, 10.0, 1.0)
+    """
+
+    def __init__(
+        self,
+        a: Sequence[float] | Sequence[Sequence[float]] = (2.0, 0.0),
+        G: float = 10.0,  # noqa: N803
+        rows: int = 1,
+        noise: float = 0.0,
+        batch_size: int | None = None,
+    ) -> None:
+        hessians = _second_derivatives(a)
+        self.a = hessians.tolist()
+        self.G = check_number("Quadratics", "G", G, least=0)
+        self.noise = check_number("Quadratics", "noise", noise, least=0)
+        self.rows = check_count("Quadratics", "rows", rows, most=_MAX_NUMBERS)
+        if self.noise and self.rows % 2:
+            raise FederatedError(
+                f"Quadratics(rows={rows!r}, noise={noise!r}): noise needs an even number of rows, half above the"
+                " client's own b and half below."
+            )
+        self.optimum = 0.0
+        self.delta = float((hessians - hessians.mean(0)).abs().max())
+        signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(self.rows)[: self.rows]
+        clients = [_client(a_i, (-1) ** i * self.G + self.noise * signs) for i, a_i in enumerate(hessians)]
+        pooled = _pool(clients)
+        super().__init__(clients=clients, val=pooled, test=pooled, batch_size=_batch_size(batch_size, self.rows))
+
+
+class LeastSquares(FederatedDataModule):
+    r"""Linear regression on clients that differ, with a known joint optimum.
+
+    Client i minimises :math:`f_i(w) = \frac{1}{2n} \lVert X_i w - y_i \rVert^2` over its n examples, where
+
+    .. math::
+        y_i = X_i w_i + \text{noise}\; \varepsilon, \qquad w_i = \bar w + d z_i, \qquad
+        (X_i)_{\cdot j} \sim N(0, s_{ij}^2), \qquad s_{ij} \sim U\!\left[\tfrac{1}{1 + d}, 1\right],
+
+    all else is standard normal, and d is the ``dissimilarity``: it moves the clients' optima and their Hessians apart.
+    With d = 0 the clients are samples of one distribution. All have the same number of examples, so that weighting them
+    by examples or uniformly is the same. ``val`` and ``test`` are all clients' examples, whose mean loss is the
+    objective.
+
+    Everything is float64: train :class:`lightning_fed.models.LinearRegression` with ``bias=False`` and
+    ``FederatedTrainer(precision="64-true")``.
+
+    Args:
+        num_clients: The number of clients N.
+        dim: The number of features.
+        samples: Examples of each client, n.
+        dissimilarity: d, at least 0.
+        noise: The standard deviation of the noise in the targets.
+        batch_size: Examples in a batch; by default all of a client's, so that gradients are exact.
+        seed: Draws other clients. A client depends on the seed and on its number alone.
+
+    Attributes:
+        optimum: Where the mean of the f_i is least [dim], float64, from one least-squares solve over all examples.
+
+    Raises:
+        FederatedError: If an argument is not allowed, or there are too few examples for a single optimum.
+
+    Example:
+        >>> data = LeastSquares(num_clients=3, dim=2, samples=5)
+        >>> [tuple(t.shape) for t in data.client_dataset(0).tensors], data.optimum.dtype
+        ([(5, 2), (5, 1)], torch.float64)
+    """
+
+    def __init__(
+        self,
+        num_clients: int = 10,
+        dim: int = 5,
+        samples: int = 20,
+        dissimilarity: float = 1.0,
+        noise: float = 0.1,
+        batch_size: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        name = "LeastSquares"
+        numbers = range(check_count(name, "num_clients", num_clients, least=1))
+        self.dim = check_count(name, "dim", dim, least=1)
+        self.samples = check_count(name, "samples", samples, least=1)
+        self.dissimilarity = check_number(name, "dissimilarity", dissimilarity, least=0)
+        self.noise = check_number(name, "noise", noise, least=0)
+        self.seed = check_seed(name, seed)
+        if num_clients * samples * (dim + 1) > _MAX_NUMBERS:
+            raise FederatedError(
+                f"LeastSquares(num_clients={num_clients}, dim={dim}, samples={samples}): that makes"
+                f" {num_clients * samples * (dim + 1):,} numbers, more than the {_MAX_NUMBERS:,} that this data set"
+                " keeps in memory. Lower num_clients, dim or samples."
+            )
+        if num_clients * samples < dim:
+            raise FederatedError(
+                f"LeastSquares(num_clients={num_clients}, dim={dim}, samples={samples}): {num_clients * samples:,}"
+                f" examples leave the optimum open. Have at least as many examples as features."
+            )
+        clients = [self._draw(i) for i in numbers]
+        pooled = _pool(clients)
+        inputs, targets = pooled.tensors
+        self.optimum = torch.linalg.lstsq(inputs, targets, driver="gelsd").solution.flatten()
+        super().__init__(clients=clients, val=pooled, test=pooled, batch_size=_batch_size(batch_size, self.samples))
+
+    def _draw(self, i: int) -> TensorDataset:
+        """Return the inputs [n, dim] and targets [n, 1] of client i."""
+        shared, random = random_state(self.seed), random_state(self.seed, i)
+        d = self.dissimilarity
+        w_i = shared.standard_normal((self.dim, 1)) + d * random.standard_normal((self.dim, 1))
+        x = random.uniform(1 / (1 + d), 1, self.dim) * random.standard_normal((self.samples, self.dim))
+        y = x @ w_i + self.noise * random.standard_normal((self.samples, 1))
+        return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+
+
+def _second_derivatives(a: Any) -> Tensor:
+    """Return the clients' second derivatives [N] or [N, d], float64."""
+    check = partial(check_numbers, "Quadratics", "a")
+    are_lists = isinstance(a, Sequence) and all(isinstance(row, Sequence) and not isinstance(row, str) for row in a)
+    rows: list[Any] = [check(row) for row in a] if are_lists else check(a)
+    if not rows or len(rows) % 2 or len({len(row) if isinstance(row, list) else 0 for row in rows}) > 1:
+        raise FederatedError(
+            f"Quadratics(a={a!r}): a must hold an even number of second derivatives, one per client, such as"
+            " (2.0, 0.0), or equally many for each client, such as [[2.0, 1.0], [0.0, 1.0]]."
+        )
+    found = torch.tensor(rows, dtype=torch.float64)
+    if not found.numel() or not (found.mean(0) > 0).all():
+        raise FederatedError(
+            f"Quadratics(a={a!r}): the mean of a over the clients must be positive, in each coordinate."
+        )
+    return found
+
+
+def _client(a: Tensor, slopes: Tensor) -> TensorDataset:
+    """Return the rows of a client: its second derivatives [n, *a], and [n, *a] of the norms in ``slopes`` [n]."""
+    rows = a.expand(len(slopes), *a.shape).contiguous()
+    return TensorDataset(rows, (slopes / a.numel() ** 0.5).reshape(-1, *[1] * a.ndim).expand_as(rows).contiguous())
+
+
+def _pool(clients: Sequence[TensorDataset]) -> TensorDataset:
+    return TensorDataset(*(torch.cat(parts) for parts in zip(*(client.tensors for client in clients), strict=True)))
+
+
+def _batch_size(batch_size: int | None, size: int) -> int:
+    return size if batch_size is None else batch_size

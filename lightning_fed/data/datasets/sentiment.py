@@ -1,0 +1,210 @@
+"""Sentiment140: whether a tweet is positive, one client for each account."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from lightning_fed.compat.private import rank_zero_info
+from lightning_fed.core.arguments import check_count, check_fraction, check_one_of, check_paths, check_seed
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.data.partitions.draws import random_state
+from lightning_fed.data.datasets.leaf import read_leaf
+from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows
+from lightning_fed.data.datasets.vocabulary import Vocabulary, read_embedding, words
+
+__all__ = ["Sentiment140"]
+
+Tweets = list[tuple[int, list[str]]]
+"""An account's tweets: the class and the words of each."""
+
+_CSV = "training.1600000.processed.noemoticon.csv"
+_COLUMNS = 6  # target, id, date, query, user, text
+_TEXT = 4  # LEAF's lists lack the target
+_CLASSES = {"0": 0, "1": 1, "4": 1}
+_NEUTRAL = "2"
+_TEST_FRACTION = 0.2
+
+
+class Sentiment140(StoredDataModule):
+    """Go, Bhayani and Huang's Sentiment140 by Twitter account, as in LEAF (arXiv:1812.01097) and FedProx.
+
+    Inputs are word numbers int64 [25], cut off at the end or padded in front (LEAF's code pads at the end), and targets
+    int64: 0 for negative, 1 for positive. In ``vocabulary`` 0 is padding and 1 any unknown word; it has the most
+    frequent words of the training tweets. With an ``embedding_file`` the words are those that have a vector there, and
+    ``embedding`` holds the vectors [V, D], float32, 0 for padding and their mean for unknown words; both are there
+    after ``setup``.
+
+    ``val`` and ``test`` are both the test tweets of all clients, and ``client_val`` has each client's own.
+
+    Args:
+        root: The folder of data sets. The files are looked for in ``root/sentiment140``.
+        source: "csv", the original training file (latin-1; target, id, date, query, user, text), or "leaf", LEAF's JSON
+            files in ``train`` and ``test``.
+        min_tweets: Accounts with fewer training and test tweets together are left out; how many is announced.
+        length: Words in an input.
+        max_words: Words in the vocabulary at most.
+        embedding_file: UTF-8 text with a line ``word v1 v2 ...`` for each word, as GloVe has it.
+        tokenizer: A function from a text to its words; by default the words and the marks . , ! ? ; in lower case.
+        test_fraction: The share of each account's tweets, drawn at random, that is for testing; None for 0.2. Not for
+            "leaf", whose files are split already.
+        seed: Draws other test tweets. An account's do not depend on the other accounts.
+        batch_size: Examples in a client's training batch.
+
+    Raises:
+        FederatedError: If an argument is not allowed; in ``setup``, if a file is missing or damaged.
+    """
+
+    num_classes = 2
+    vocabulary: Vocabulary
+    embedding: Tensor | None = None
+
+    def __init__(
+        self,
+        root: str = "data",
+        source: Literal["csv", "leaf"] = "csv",
+        min_tweets: int = 40,
+        length: int = 25,
+        max_words: int = 10_000,
+        embedding_file: str | None = None,
+        tokenizer: Callable[[str], list[str]] | None = None,
+        test_fraction: float | None = None,
+        seed: int = 0,
+        batch_size: int = 10,
+    ) -> None:
+        super().__init__(batch_size=batch_size)
+        check_paths("Sentiment140", root=root, **({} if embedding_file is None else {"embedding_file": embedding_file}))
+        self.root = root
+        self.source = check_one_of("Sentiment140", "source", source, ("csv", "leaf"))
+        self.min_tweets = check_count("Sentiment140", "min_tweets", min_tweets, least=1)
+        self.length = check_count("Sentiment140", "length", length, least=1)
+        self.max_words = check_count("Sentiment140", "max_words", max_words, least=1)
+        self.embedding_file = embedding_file
+        if tokenizer is not None and not callable(tokenizer):
+            raise FederatedError(f"Sentiment140(tokenizer={tokenizer!r}) must be a function from a text to its words.")
+        self.tokenizer = tokenizer
+        if test_fraction is not None:
+            check_fraction("Sentiment140", "test_fraction", test_fraction)
+            if source == "leaf":
+                raise FederatedError("Sentiment140(source='leaf'): LEAF's files are split already; drop test_fraction.")
+        self.test_fraction = test_fraction
+        self.seed = check_seed("Sentiment140", seed)
+
+    def _load(self) -> None:
+        train, test = self._read_leaf() if self.source == "leaf" else self._read_csv()
+        counts = Counter(word for tweets in train.values() for _, text in tweets for word in text)
+        if self.embedding_file is None:
+            self.vocabulary = Vocabulary.of(counts, self.max_words)
+        else:
+            path = find(
+                "Sentiment140",
+                Path(self.embedding_file),
+                "GloVe's vectors: https://nlp.stanford.edu/projects/glove.",
+                "Or correct embedding_file.",
+            )
+            self.vocabulary, self.embedding = read_embedding(path, counts, self.max_words)
+        whole, parts = pool({account: self._tensors(tweets) for account, tweets in test.items() if tweets})
+        self.val = self.test = whole
+        self.client_val = {account: part for account, part in parts.items() if account in train}
+        self.set_clients({account: TensorDataset(*self._tensors(tweets)) for account, tweets in train.items()})
+
+    def _find(self, name: str) -> Path:
+        return find(
+            "Sentiment140",
+            Path(self.root) / "sentiment140" / name,
+            f"Download {_CSV} (http://help.sentiment140.com/for-students), or make LEAF's files with its preprocess.sh"
+            " for sent140 (https://github.com/TalwalkarLab/leaf) and set source='leaf'.",
+            "Or set root to the folder that has sentiment140.",
+        )
+
+    def _read_leaf(self) -> tuple[dict[ClientId, Tweets], dict[ClientId, Tweets]]:
+        train, test = (self._read_leaf_part(self._find(part)) for part in ("train", "test"))
+        sizes: Counter[ClientId] = Counter({account: len(tweets) for account, tweets in train.items()})
+        sizes.update({account: len(tweets) for account, tweets in test.items()})
+        kept = self._large(sizes)
+        train, test = ({account: part[account] for account in part if account in kept} for part in (train, test))
+        return train, test
+
+    def _read_leaf_part(self, path: Path) -> dict[ClientId, Tweets]:
+        found: dict[ClientId, Tweets] = {}
+        for user in read_leaf("Sentiment140", path):
+            tweets = found[user.name] = []
+            for number, (x, y) in enumerate(zip(user.x, user.y, strict=True)):
+                text = x[_TEXT] if isinstance(x, list) and len(x) > _TEXT else x
+                if not isinstance(text, str) or isinstance(y, bool) or str(y) not in _CLASSES:
+                    raise FederatedError(
+                        f"{user.place}, sample {number}: x must be the text of a tweet or the list id, date, query,"
+                        f" user, text, and y be 0, 1 or 4; found y={y!r} and an x of type {type(x).__name__}."
+                    )
+                tweets.append((_CLASSES[str(y)], self._words(text)))
+        return found
+
+    def _read_csv(self) -> tuple[dict[ClientId, Tweets], dict[ClientId, Tweets]]:
+        path = self._find(_CSV)
+        sizes: Counter[ClientId] = Counter()
+        neutral = 0
+        for target, account, _ in _rows(path):
+            neutral += target == _NEUTRAL
+            sizes[account] += target != _NEUTRAL
+        if neutral:
+            rank_zero_info(f"Sentiment140 leaves out {neutral:,} neutral tweets, whose target is 2.")
+        kept = self._large(sizes)
+        tweets: dict[str, Tweets] = {str(name): [] for name in sizes if name in kept}
+        for target, account, text in _rows(path):
+            if account in tweets and target != _NEUTRAL:
+                tweets[account].append((_CLASSES[target], self._words(text)))
+        fraction = _TEST_FRACTION if self.test_fraction is None else self.test_fraction
+        train: dict[ClientId, Tweets] = {}
+        test: dict[ClientId, Tweets] = {}
+        for account, own in tweets.items():
+            order = random_state(self.seed, account).permutation(len(own)).tolist()
+            num_test = min(round(fraction * len(own)), len(own) - 1)
+            test[account] = [own[index] for index in sorted(order[:num_test])]
+            train[account] = [own[index] for index in sorted(order[num_test:])]
+        return train, test
+
+    def _large(self, sizes: Counter[ClientId]) -> set[ClientId]:
+        """Return the accounts with at least ``min_tweets`` tweets, and announce how many have not."""
+        kept = {account for account, size in sizes.items() if size >= self.min_tweets}
+        if not kept:
+            raise FederatedError(
+                f"Sentiment140: none of {len(sizes):,} accounts has min_tweets={self.min_tweets} tweets."
+            )
+        if len(kept) < len(sizes):
+            lost = sum(size for account, size in sizes.items() if account not in kept)
+            rank_zero_info(
+                f"Sentiment140 leaves out {len(sizes) - len(kept):,} of {len(sizes):,} accounts, with {lost:,} of"
+                f" {sum(sizes.values()):,} tweets: they have fewer than min_tweets={self.min_tweets}."
+            )
+        return kept
+
+    def _words(self, text: str) -> list[str]:
+        found = (self.tokenizer or words)(text)
+        if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
+            raise FederatedError(f"Sentiment140: tokenizer must return a list of words; it returned {found!r}.")
+        return [sys.intern(str(word)) for word in found[: self.length]]  # a word that comes often is kept once
+
+    def _tensors(self, tweets: Tweets) -> tuple[Tensor, Tensor]:
+        labels = torch.tensor([label for label, _ in tweets], dtype=torch.int64)
+        return self.vocabulary.encode([text for _, text in tweets], self.length), labels
+
+
+def _rows(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield target, account and text of each row."""
+    found = None
+    for line, row in read_rows(path, "latin-1"):
+        if len(row) != _COLUMNS or (row[0] not in _CLASSES and row[0] != _NEUTRAL):
+            raise FederatedError(
+                f"{path}, line {line}: a row has the six columns target (0, 2 or 4), id, date, query, user and text,"
+                f" without a heading; found {len(row)} columns that begin with {row[0]!r}."
+            )
+        found = row
+        yield row[0], row[4], row[5]
+    if found is None:
+        raise FederatedError(f"{path} is empty. Download it again.")

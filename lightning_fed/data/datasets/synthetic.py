@@ -1,0 +1,125 @@
+"""FedProx's synthetic classification: each client draws its own linear labelling and its own inputs."""
+
+import math
+from typing import Literal
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+
+from lightning_fed.core.arguments import check_count, check_flags, check_number, check_one_of, check_seed, finite
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.data.partitions.draws import Floats, Ints, random_state
+
+__all__ = ["Synthetic"]
+
+_MAX_CLIENTS = 100_000  # all of them are drawn at once and kept: half a minute, and gigabytes
+
+
+class Synthetic(FederatedDataModule):
+    r"""Synthetic(alpha, beta) and Synthetic-IID of Li et al., MLSys 2020 (arXiv:1812.06127), section 5.1.
+
+    Client k has inputs of 60 features and labels of 10 classes,
+
+    .. math::
+        y = \arg\max \mathrm{softmax}(W_k x + b_k), \qquad
+        W_k, b_k \sim N(u_k, 1), \qquad u_k \sim N(0, \alpha), \qquad
+        x \sim N(v_k, \Sigma), \qquad v_k \sim N(B_k, 1), \qquad B_k \sim N(0, \beta),
+
+    where Sigma is diagonal with :math:`\Sigma_{jj} = j^{-1.2}`, and :math:`50 + \lfloor z \rfloor` examples, with
+    log z ~ N(4, 2^2). With ``iid`` all clients share one W and b, drawn from N(0, 1), and v_k = 0.
+
+    Three things to know of this recipe. In the paper's notation alpha and beta are variances, in the authors' code they
+    are standard deviations: ``spread`` chooses. Since u_k is added to every entry of W_k and b_k alike, it moves all
+    logits of an example by the same amount, so that alpha never changes a label; what the clients do not have in common
+    are their own W_k, b_k and v_k, even at (0, 0). And there is no validation set: ``val`` and ``test`` are both the
+    clients' test parts together, and ``client_val`` holds each client's own.
+
+    Inputs are float32 and labels int64. A client depends on the seed and on its number alone, and the random numbers
+    come from NumPy's ``RandomState``, whose streams are frozen.
+
+    Args:
+        alpha: The spread of u_k over the clients.
+        beta: The spread of B_k, the mean of v_k, over the clients.
+        iid: Whether the clients share W, b and the distribution of x. Leave alpha and beta at 0 then.
+        num_clients: The number of clients N.
+        spread: What alpha and beta are: "std" as in the authors' code, or "variance" as in the paper.
+        test_fraction: The share of each client's examples in its test part, in (0, 0.9); 0.2 as in the paper, while the
+            authors' code has 0.1. It is rounded up, to at least one example.
+        batch_size: Examples in a client's training batch.
+        seed: Draws other clients.
+
+    Raises:
+        FederatedError: If an argument is not allowed.
+
+    Example:
+        >>> data = Synthetic(alpha=1.0, beta=1.0, num_clients=3)
+        >>> x, y = data.client_dataset(0).tensors
+        >>> list(x.shape[1:]), x.dtype, y.dtype
+        ([60], torch.float32, torch.int64)
+    """
+
+    num_features = 60
+    num_classes = 10
+
+    def __init__(
+        self,
+        alpha: float = 0.0,
+        beta: float = 0.0,
+        iid: bool = False,
+        num_clients: int = 30,
+        spread: Literal["std", "variance"] = "std",
+        test_fraction: float = 0.2,
+        batch_size: int = 10,
+        seed: int = 0,
+    ) -> None:
+        self.alpha = check_number("Synthetic", "alpha", alpha, least=0)
+        self.beta = check_number("Synthetic", "beta", beta, least=0)
+        check_flags("Synthetic", iid=iid)
+        if iid and (alpha or beta):
+            raise FederatedError(
+                f"Synthetic(alpha={alpha!r}, beta={beta!r}, iid=True): clients that share one distribution have no"
+                " spread. Leave alpha and beta at 0, or drop iid."
+            )
+        if not 0 < finite(test_fraction) < 0.9:
+            raise FederatedError(f"Synthetic(test_fraction={test_fraction!r}): test_fraction must lie in (0, 0.9).")
+        self.iid = iid
+        self.spread = check_one_of("Synthetic", "spread", spread, ("std", "variance"))
+        self.test_fraction = test_fraction
+        self.seed = check_seed("Synthetic", seed)
+        numbers = range(check_count("Synthetic", "num_clients", num_clients, most=_MAX_CLIENTS))
+        train, test = zip(*[self._split(*self._draw(k)) for k in numbers], strict=True)
+        pooled = TensorDataset(*(torch.cat(parts) for parts in zip(*(part.tensors for part in test), strict=True)))
+        super().__init__(
+            clients=train, val=pooled, test=pooled, client_val=dict(enumerate(test)), batch_size=batch_size
+        )
+
+    def _draw(self, k: int) -> tuple[Floats, Ints]:
+        """Return the inputs [n_k, 60] and the labels [n_k] of client k, in random order."""
+        random = random_state(self.seed, k)
+        size = int(random.lognormal(4, 2)) + 50
+        alpha, beta = (value if self.spread == "std" else math.sqrt(value) for value in (self.alpha, self.beta))
+        if self.iid:
+            v = np.zeros(self.num_features)
+            weight, bias = self._labelling(random_state(self.seed), 0.0)
+        else:
+            u, v_mean = alpha * random.standard_normal(), beta * random.standard_normal()
+            v = v_mean + random.standard_normal(self.num_features)
+            weight, bias = self._labelling(random, u)
+        deviation = np.arange(1, self.num_features + 1) ** (-1.2 / 2)
+        x = v + deviation * random.standard_normal((size, self.num_features))
+        return x, (x @ weight + bias).argmax(axis=1)  # softmax keeps the order of the logits
+
+    def _labelling(self, random: np.random.RandomState, u: float) -> tuple[Floats, Floats]:
+        weight = u + random.standard_normal((self.num_features, self.num_classes))
+        return weight, u + random.standard_normal(self.num_classes)
+
+    def _split(self, x: Floats, y: Ints) -> tuple[TensorDataset, TensorDataset]:
+        """Return the training and the test part; the examples are independent draws, so that the order is random."""
+        num_train = int((1 - self.test_fraction) * len(y))
+        inputs, labels = torch.from_numpy(x).float(), torch.from_numpy(y)
+        return (
+            TensorDataset(inputs[:num_train], labels[:num_train]),
+            TensorDataset(inputs[num_train:], labels[num_train:]),
+        )

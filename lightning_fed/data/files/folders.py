@@ -1,0 +1,306 @@
+"""A folder for each client, read when the client takes part: federations that do not fit in memory."""
+
+import os
+import zipfile
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from lightning_fed.core.arguments import check_count, check_paths
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.data.batches.settings import BatchAugmentation, BatchTransform
+from lightning_fed.data.datamodule import AnyDataset, FederatedDataModule
+from lightning_fed.data.files.stored import find, inside
+
+__all__ = ["ClientFolder", "ClientImages"]
+
+_ARRAYS = ("x", "y")
+_DEEP = ("I", "F")  # PIL's modes of 16 and 32 bits, whose values convert("RGB") would clip at 255
+_IMAGES = {".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+
+
+class _Folders(FederatedDataModule):
+    """Clients that are the folders in ``root``, by name; nothing in a folder is looked at before it is needed."""
+
+    root: str
+    _names: list[str] | None = None
+
+    @property
+    def client_ids(self) -> Sequence[ClientId]:
+        """The names of the folders, sorted; the first time they take one listing of ``root``."""
+        if self._names is None:
+            owner = type(self).__name__
+            root = find(owner, Path(self.root), "Make it: a folder for each client.", "Or correct root.")
+            if not root.is_dir():
+                raise FederatedError(f"{owner}: {root} is no folder.")
+            with os.scandir(root) as entries:
+                self._names = sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
+            if not self._names:
+                raise FederatedError(f"{owner}: {root} has no folders, and so there are no clients.")
+        return self._names
+
+    @client_ids.setter
+    def client_ids(self, value: Sequence[ClientId]) -> None:
+        raise FederatedError(f"The clients of {type(self).__name__} are the folders in {self.root!r}.")
+
+    def _folder(self, client_id: ClientId) -> Path:
+        """Return a client's folder; only what the listing holds is ever opened."""
+        names = self.client_ids
+        place = bisect_left(names, client_id) if isinstance(client_id, str) else len(names)  # type: ignore[type-var]
+        if place == len(names) or names[place] != client_id:
+            raise FederatedError(f"{type(self).__name__}: {self.root} has no client folder {client_id!r}.")
+        return inside(type(self).__name__, Path(self.root), Path(self.root) / str(client_id))
+
+
+class ClientFolder(_Folders):
+    """A folder for each client with its examples in one file: ``root/<client>/train.npz``.
+
+    The file holds the arrays ``x`` [n, ...] and ``y`` [n, ...], as ``numpy.savez(path, x=x, y=y)`` writes them; or it
+    is a ``train.pt``, a dictionary with the tensors ``x`` and ``y``. Floating point numbers become float32, whole
+    numbers in ``y`` int64, and whole numbers in ``x`` stay as they are. A client may have a ``val.npz`` of its own, and
+    ``root`` a ``val.npz`` and a ``test.npz`` for the server's model. A file is read when it is needed; the number of
+    examples in an ``.npz`` file is read from its header alone. Nothing in a file is run: pickled objects are refused.
+
+    Args:
+        root: The folder of client folders.
+        batch_size: Examples in a client's training batch.
+        cache_size: How many clients' data stay in memory, those last used.
+        transform: As of :class:`FederatedDataModule`, on batches [x, y]: for bytes to become floats, for example.
+        augment: As of :class:`FederatedDataModule`, likewise.
+
+    Raises:
+        FederatedError: If an argument is not allowed; later, if a folder or file is missing or damaged.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        batch_size: int = 32,
+        cache_size: int = 64,
+        transform: Sequence[BatchTransform] | BatchTransform | None = None,
+        augment: Sequence[BatchAugmentation] | BatchAugmentation | None = None,
+    ) -> None:
+        super().__init__(batch_size=batch_size, transform=transform, augment=augment)
+        check_paths("ClientFolder", root=root)
+        self.root = root
+        self.cache_size = check_count("ClientFolder", "cache_size", cache_size, least=0)
+        self._cache: OrderedDict[Path, TensorDataset] = OrderedDict()
+
+    def setup(self, stage: str | None = None) -> None:
+        """List the clients, and read the server's validation and test set if there are any."""
+        _ = self.client_ids
+        if self.val is None:
+            self.val = self._optional(Path(self.root), "val")
+            self.test = self._optional(Path(self.root), "test") or self.val
+
+    def client_dataset(self, client_id: ClientId) -> TensorDataset:
+        """Return a client's training set, from its file or the cache."""
+        path = self._path(client_id)
+        if path in self._cache:
+            self._cache.move_to_end(path)
+            return self._cache[path]
+        dataset = read_examples(path)
+        self._cache[path] = dataset
+        while len(self._cache) > self.cache_size:
+            self._cache.popitem(last=False)
+        return dataset
+
+    def client_size(self, client_id: ClientId) -> int:
+        """Return a client's number of training examples; an ``.npz`` file is not read for it."""
+        path = self._path(client_id)
+        return _count_examples(path) if path.suffix == ".npz" else len(self.client_dataset(client_id))
+
+    def client_val_dataset(self, client_id: ClientId) -> TensorDataset | None:
+        """Return a client's own validation set, or None if its folder has none."""
+        return self._optional(self._folder(client_id), "val")
+
+    def _path(self, client_id: ClientId) -> Path:
+        folder = self._folder(client_id)
+        path = _choose(folder, "train")
+        if path is None:
+            raise FederatedError(
+                f"ClientFolder: there is no train.npz (or train.pt) in {folder}. Write it, or remove the folder."
+            )
+        return inside("ClientFolder", Path(self.root), path)
+
+    def _optional(self, folder: Path, part: str) -> TensorDataset | None:
+        path = _choose(folder, part)
+        return None if path is None else read_examples(inside("ClientFolder", Path(self.root), path))
+
+
+class ClientImages(_Folders):
+    """A folder for each client with a folder for each class: ``root/<client>/<class>/<image>``.
+
+    Images are opened when a batch needs them, and become float32 [3, height, width] in [0, 1] unless
+    ``image_transform`` says otherwise; it must give all of them one size. Labels are int64.
+
+    Args:
+        root: The folder of client folders.
+        classes: The names of all classes, in the order of their numbers. A client need not have all of them; a folder
+            with another name is refused.
+        val_root: A folder of class folders to validate and test the server's model on; not in ``root``.
+        image_transform: A function from a PIL image to a tensor. The image is RGB, or as it is stored if it has more
+            than 8 bits a pixel; without a function such images are refused.
+        batch_size: Examples in a client's training batch.
+        num_workers: Processes that open a client's images.
+
+    Raises:
+        FederatedError: If an argument is not allowed; later, if a folder is missing or has an unknown class, holds
+            files and no images, or an image cannot be opened.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        classes: Sequence[str],
+        val_root: str | None = None,
+        image_transform: Callable[[Any], Any] | None = None,
+        batch_size: int = 32,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(batch_size=batch_size, num_workers=num_workers)
+        check_paths("ClientImages", root=root, **({} if val_root is None else {"val_root": val_root}))
+        names = list(classes) if isinstance(classes, list | tuple) else []
+        if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+            raise FederatedError(f"ClientImages(classes={classes!r}): give a list of different names.")
+        if image_transform is not None and not callable(image_transform):
+            raise FederatedError(f"ClientImages(image_transform={image_transform!r}) must be a function of an image.")
+        self.root = root
+        self.classes = names
+        self.val_root = val_root
+        self.image_transform = image_transform
+
+    def setup(self, stage: str | None = None) -> None:
+        """List the clients and the images to validate on."""
+        _ = self.client_ids
+        if self.val is None and self.val_root is not None:
+            path = find(
+                "ClientImages", Path(self.val_root), "Make it: a folder for each class.", "Or correct val_root."
+            )
+            self.val = self.test = _Images(path, self.classes, self.image_transform)
+
+    def client_dataset(self, client_id: ClientId) -> AnyDataset:
+        """Return a client's images, none of which has been opened yet."""
+        return _Images(self._folder(client_id), self.classes, self.image_transform)
+
+
+class _Images(Dataset[tuple[Tensor, int]]):
+    """The images in the folders of the classes; a client's classes have the same numbers as everybody's."""
+
+    def __init__(self, folder: Path, classes: list[str], transform: Callable[[Any], Any] | None) -> None:
+        numbers = {name: number for number, name in enumerate(classes)}
+        self.paths: list[Path] = []
+        self.targets: list[int] = []
+        self.transform = transform
+        others: list[Path] = []
+        for entry in sorted(folder.iterdir()):
+            if entry.name.startswith("."):
+                continue
+            if not entry.is_dir():
+                others.append(entry)
+                continue
+            if entry.name not in numbers:
+                raise FederatedError(f"{entry}: {entry.name!r} is not among the classes {classes}.")
+            held = sorted(path for path in entry.iterdir() if not path.name.startswith("."))
+            files = [path for path in held if path.suffix.lower() in _IMAGES]
+            others += [path for path in held if path.suffix.lower() not in _IMAGES]
+            found = [inside("ClientImages", folder, path) for path in files]
+            self.paths += found
+            self.targets += [numbers[entry.name]] * len(found)
+        if others and not self.paths:
+            raise FederatedError(
+                f"ClientImages: {folder} holds files, such as {others[0].relative_to(folder)}, and no image in the"
+                f" folder of a class; images end in {', '.join(sorted(_IMAGES))}. Convert or move them, or remove the"
+                " folder."
+            )
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        from PIL import Image
+        from torchvision.transforms.functional import to_tensor
+
+        try:
+            with Image.open(self.paths[index]) as file:
+                deep = file.mode.startswith(_DEEP)
+                image = file.copy() if deep else file.convert("RGB")
+        except Exception as error:  # what a damaged file raises depends on its format and on where the damage is
+            raise FederatedError(f"{self.paths[index]} cannot be opened as an image: {error}") from error
+        if deep and self.transform is None:
+            raise FederatedError(
+                f"{self.paths[index]} has more than 8 bits a pixel (mode {image.mode!r}), and RGB would cut off what is"
+                " above 255. Pass image_transform, a function that scales it and returns a tensor, or save 8 bits."
+            )
+        return (self.transform or to_tensor)(image), self.targets[index]
+
+
+def read_examples(path: Path) -> TensorDataset:
+    """Return the arrays ``x`` and ``y`` of an ``.npz`` file, or the tensors of a ``.pt`` file.
+
+    Raises:
+        FederatedError: If the file is damaged, lacks one of them, holds objects or numbers that are not finite or too
+            large, or they differ in length.
+    """
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                found = {name: torch.from_numpy(file[name]) for name in _ARRAYS if name in file.files}
+        else:
+            content = torch.load(path, weights_only=True, map_location="cpu")
+            held = content if isinstance(content, dict) else {}
+            found = {name: held[name] for name in _ARRAYS if isinstance(held.get(name), Tensor)}
+    except Exception as error:  # what a damaged file raises depends on where the damage is
+        remedy = "numpy.savez(path, x=x, y=y)" if path.suffix == ".npz" else "torch.save({'x': x, 'y': y}, path)"
+        raise FederatedError(
+            f"{path} is damaged, or holds more than arrays of numbers ({type(error).__name__}). Write it again with"
+            f" {remedy}."
+        ) from error
+    if len(found) < len(_ARRAYS) or any(tensor.is_complex() for tensor in found.values()):
+        raise FederatedError(f"{path} must hold x and y, real numbers both; found {sorted(found)} of these.")
+    x, y = found["x"], found["y"]
+    if not x.ndim or not y.ndim or len(x) != len(y):
+        raise FederatedError(f"{path}: x {list(x.shape)} and y {list(y.shape)} must have the same number of examples.")
+    x, y = x.float() if x.is_floating_point() else x, y.float() if y.is_floating_point() else _int64(y, path)
+    for name, tensor in (("x", x), ("y", y)):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise FederatedError(f"{path}: {name} holds NaN, an infinity, or a number too large for float32.")
+    return TensorDataset(x, y)
+
+
+def _int64(y: Tensor, path: Path) -> Tensor:
+    """Return whole numbers as int64; those of uint64 may be too large for it."""
+    whole = y.long()
+    if y.dtype == torch.uint64 and bool((whole < 0).any()):
+        raise FederatedError(f"{path}: y holds a number too large for int64.")
+    return whole
+
+
+def _choose(folder: Path, part: str) -> Path | None:
+    """Return a client's file, or None; two files of one name would leave it open which one is meant."""
+    found = [path for path in (folder / f"{part}.npz", folder / f"{part}.pt") if path.is_file()]
+    if len(found) > 1:
+        raise FederatedError(f"{folder} has both {part}.npz and {part}.pt: remove one.")
+    return found[0] if found else None
+
+
+def _count_examples(path: Path) -> int:
+    """Return the length of ``y`` in an ``.npz`` file, from the header of the array."""
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open("y.npy") as file:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape = read(file)[0]
+    except Exception as error:  # what a damaged file raises depends on where the damage is
+        raise FederatedError(f"{path} must be an .npz file with the arrays x and y: {error}.") from error
+    if not shape:
+        raise FederatedError(f"{path}: y must have one entry for each example; it is a single number.")
+    return int(shape[0])

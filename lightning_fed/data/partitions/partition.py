@@ -1,0 +1,334 @@
+"""Partitions deal one data set out to clients: labels in, each client's indices out."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence, Sized
+from numbers import Integral
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fed.core.arguments import check_count, check_number, check_seed, kind_of
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.data.partitions.draws import Ints, cut_by, log_gamma, random_state
+
+__all__ = [
+    "ByKey",
+    "Dirichlet",
+    "Iid",
+    "Partition",
+    "PartitionFunction",
+    "Parts",
+    "SeededPartition",
+    "Shards",
+    "by_class",
+    "check_client_id",
+    "check_client_ids",
+]
+
+Parts: TypeAlias = Sequence[Tensor] | Mapping[ClientId, Tensor]
+"""Each client's indices [n_i], int64: a sequence gives the clients the ids 0, ..., N - 1, a mapping names them."""
+
+_MAX_DRAWS = 1000
+_MAX_PROPORTIONS = 2 * 10**7  # drawn in all, by every try together: a few seconds
+
+
+class Partition(ABC):
+    """How one data set is divided among clients: a function from its labels to each client's indices.
+
+    Subclasses write ``__call__``; any callable from labels to :data:`Parts` will do in its place. A partition carries
+    its own seed, so that the clients stay the same when the trainer's seed changes.
+
+    Example:
+        >>> class Halves(Partition):
+        ...     needs_labels = False
+        ...     def __call__(self, labels):
+        ...         return torch.arange(len(labels)).chunk(2)
+        >>> Halves()(torch.zeros(4))
+        (tensor([0, 1]), tensor([2, 3]))
+    """
+
+    needs_labels: bool = True
+    """Whether the values of the labels matter. If not, only their number is read and any labels [n] will do."""
+
+    @abstractmethod
+    def __call__(self, labels: Tensor) -> Parts:
+        """Return each client's indices.
+
+        Args:
+            labels: The class of each example [n], integers.
+        """
+
+    def __repr__(self) -> str:
+        """Show the partition as it would be written."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+class SeededPartition(Partition):
+    """A random partition into N clients 0, ..., N - 1 in which every example goes to exactly one client.
+
+    The random numbers come from NumPy's ``RandomState``, whose streams are frozen: a seed means the same clients on
+    every machine and with every version.
+    """
+
+    def __init__(self, num_clients: int, seed: int = 0) -> None:
+        self.num_clients = check_count(type(self).__name__, "num_clients", num_clients, least=1)
+        self.seed = check_seed(type(self).__name__, seed)
+
+    @abstractmethod
+    def _owners(self, labels: Tensor) -> Tensor:
+        """Return the client that each example goes to [n], int64."""
+
+    def __call__(self, labels: Tensor) -> Parts:
+        """Return each client's indices, ascending.
+
+        Args:
+            labels: The class of each example [n], integers.
+
+        Raises:
+            FederatedError: If the labels cannot be dealt out as asked.
+        """
+        return _group(self._owners(_check_labels(self, labels)), self.num_clients)
+
+    def _need_examples(self, found: int, needed: int) -> None:
+        if found < needed:
+            raise FederatedError(
+                f"{self!r} needs at least {needed:,} examples and the data set has {found:,}. Lower num_clients."
+            )
+
+    def _random(self, *key: int) -> np.random.RandomState:
+        return random_state(self.seed, *key)
+
+
+class Iid(SeededPartition):
+    """Equal shares drawn at random without replacement; sizes differ by at most one.
+
+    Args:
+        num_clients: The number of clients N.
+        seed: Draws another partition.
+
+    Example:
+        >>> [len(part) for part in Iid(num_clients=3)(torch.zeros(10, dtype=torch.int64))]
+        [4, 3, 3]
+    """
+
+    needs_labels = False
+
+    def _owners(self, labels: Tensor) -> Tensor:
+        """Deal the shuffled examples out one by one."""
+        self._need_examples(len(labels), self.num_clients)
+        owners = np.empty(len(labels), dtype=np.int64)
+        owners[self._random().permutation(len(labels))] = np.arange(len(labels)) % self.num_clients
+        return torch.from_numpy(owners)
+
+
+class Dirichlet(SeededPartition):
+    """Label skew: each class is cut among the clients by its own draw from a symmetric Dirichlet distribution.
+
+    For every class, proportions over the clients are drawn from Dir(alpha, ..., alpha), and the shuffled examples of
+    the class are cut by them: the unbalanced recipe of Yurochkin et al., 2019 (arXiv:1905.12022) and Li et al., 2022
+    (arXiv:2102.02079, distribution-based label imbalance). A small ``alpha`` gives clients with few classes and very
+    different sizes; a large one approaches equal shares of every class. While some client has fewer than ``min_size``
+    examples everything is drawn again, up to 1,000 times (at least 10; fewer than 1,000 when there are so many clients
+    and classes that it would take minutes).
+
+    Args:
+        num_clients: The number of clients N.
+        alpha: The concentration, positive.
+        min_size: The fewest examples a client may have; 0 allows empty clients.
+        seed: Draws another partition.
+
+    Example:
+        >>> labels = torch.arange(1000) % 10
+        >>> parts = Dirichlet(num_clients=4, alpha=0.5)(labels)
+        >>> sum(len(part) for part in parts)
+        1000
+    """
+
+    def __init__(self, num_clients: int, alpha: float, min_size: int = 1, seed: int = 0) -> None:
+        super().__init__(num_clients, seed)
+        self.alpha: float = check_number("Dirichlet", "alpha", alpha, positive=True)
+        self.min_size: int = check_count("Dirichlet", "min_size", min_size, least=0)
+
+    def _owners(self, labels: Tensor) -> Tensor:
+        """Cut every class by its own proportions."""
+        self._need_examples(len(labels), self.num_clients * self.min_size)
+        order, class_sizes = by_class(labels, self._random())
+        shares = self._shares(class_sizes)
+        clients = np.arange(self.num_clients)
+        owners = np.empty(len(labels), dtype=np.int64)
+        owners[order] = np.concatenate([np.repeat(clients, share) for share in shares])
+        return torch.from_numpy(owners)
+
+    def _shares(self, class_sizes: list[int]) -> list[Ints]:
+        """Draw how many examples of each class go to each client until every client has enough."""
+        draws = max(10, min(_MAX_DRAWS, _MAX_PROPORTIONS // (self.num_clients * len(class_sizes))))
+        for draw in range(draws):
+            random = self._random(draw)
+            log_weights = (log_gamma(np.array(self.alpha), (self.num_clients,), random) for _ in class_sizes)
+            shares = [cut_by(weights, size, least=0) for weights, size in zip(log_weights, class_sizes, strict=True)]
+            sizes = np.sum(shares, axis=0)
+            if sizes.min() >= self.min_size:
+                return shares
+        raise FederatedError(
+            f"{self!r} found no partition of {sum(class_sizes):,} examples in {draws:,} draws: the last one left"
+            f" {(sizes < self.min_size).sum():,} clients with fewer than min_size={self.min_size}. Raise alpha, lower"
+            " num_clients, or lower min_size (0 allows empty clients)."
+        )
+
+
+class Shards(SeededPartition):
+    """Sort the examples by label, cut them into equal shards, and deal each client the same number of shards.
+
+    The pathological split of McMahan et al., 2017 (arXiv:1602.05629), section 3: with two shards most clients see two
+    classes. Examples of one class are shuffled before the cut; shard sizes differ by at most one.
+
+    Args:
+        num_clients: The number of clients N.
+        shards_per_client: The shards each client gets.
+        seed: Draws another partition.
+
+    Example:
+        >>> labels = torch.arange(100) % 10
+        >>> parts = Shards(num_clients=10, shards_per_client=1)(labels)
+        >>> [len(labels[part].unique()) for part in parts]
+        [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    """
+
+    def __init__(self, num_clients: int, shards_per_client: int = 2, seed: int = 0) -> None:
+        super().__init__(num_clients, seed)
+        self.shards_per_client = check_count("Shards", "shards_per_client", shards_per_client, least=1)
+
+    def _owners(self, labels: Tensor) -> Tensor:
+        """Deal the shards of the sorted examples out at random."""
+        num_shards = self.num_clients * self.shards_per_client
+        self._need_examples(len(labels), num_shards)
+        random = self._random()
+        order, _ = by_class(labels, random)
+        shard_owners = random.permutation(num_shards) // self.shards_per_client
+        shard_sizes = np.diff(np.arange(num_shards + 1) * len(labels) // num_shards)
+        owners = np.empty(len(labels), dtype=np.int64)
+        owners[order] = np.repeat(shard_owners, shard_sizes)
+        return torch.from_numpy(owners)
+
+
+class ByKey(Partition):
+    """One client per key: the natural partition of data that says whose each example is.
+
+    The keys become the client ids, in the order in which they first appear.
+
+    Args:
+        keys: The client id of each example [n], or the name of the data set's attribute that holds them.
+
+    Example:
+        >>> ByKey(["ann", "bob", "ann"])(torch.zeros(3))
+        {'ann': tensor([0, 2]), 'bob': tensor([1])}
+    """
+
+    needs_labels = False
+
+    def __init__(self, keys: Sequence[ClientId] | Tensor | str) -> None:
+        if not isinstance(keys, Sequence | Tensor | np.ndarray) or isinstance(keys, bytes) or not len(keys):
+            raise FederatedError(
+                f"ByKey(keys={keys!r}): keys must be a list with each example's client id, or an attribute's name."
+            )
+        self.keys = keys
+
+    def __call__(self, labels: Tensor) -> Parts:
+        """Return each key's indices, ascending.
+
+        Args:
+            labels: Anything of length n; only the number is compared.
+
+        Raises:
+            FederatedError: If there is not one key per example, or a key cannot be a client id.
+        """
+        if isinstance(self.keys, str):
+            raise FederatedError(
+                f"{self!r} names an attribute of a data set: give it to FederatedDataModule(train=..., partition=...),"
+                " or pass the keys themselves."
+            )
+        if not isinstance(labels, Sized) or (isinstance(labels, Tensor) and labels.ndim == 0):
+            raise FederatedError(f"{self!r} needs something of length n, found {type(labels).__name__}.")
+        keys = self.keys.tolist() if hasattr(self.keys, "tolist") else self.keys
+        if len(keys) != len(labels):
+            raise FederatedError(f"{self!r} for {len(labels):,} examples: give one key per example.")
+        positions: dict[ClientId, int] = {}
+        try:
+            owners = [positions.setdefault(key, len(positions)) for key in keys]
+        except TypeError as error:
+            raise FederatedError(f"{self!r}: each key must be an int or a str ({error}).") from error
+        ids = [check_client_id(key) for key in positions]
+        return dict(zip(ids, _group(torch.tensor(owners, dtype=torch.int64), len(ids)), strict=True))
+
+    def __repr__(self) -> str:
+        """Show the attribute's name, or how many keys there are."""
+        return f"ByKey({self.keys!r})" if isinstance(self.keys, str) else f"ByKey(<{len(self.keys):,} keys>)"
+
+
+PartitionFunction: TypeAlias = Callable[[Tensor], Parts]
+"""Any callable from labels [n] to each client's indices, in place of a :class:`Partition`."""
+
+
+def check_client_id(client_id: Any) -> ClientId:
+    """Return a client id as a plain int or str, which a checkpoint can hold.
+
+    Raises:
+        FederatedError: If it is neither.
+    """
+    if isinstance(client_id, str):
+        return str(client_id)
+    if isinstance(client_id, Integral) and not isinstance(client_id, bool):
+        return int(client_id)
+    raise FederatedError(
+        f"A client id must be an int or a str; found {client_id!r} ({type(client_id).__name__}). Use str(...) of it."
+    )
+
+
+def check_client_ids(owner: str, ids: Any) -> Sequence[ClientId]:
+    """Return a sequence of client ids as it is; a ``range`` is not gone through.
+
+    Raises:
+        FederatedError: Naming ``owner``, if it is no sequence of integers and strings.
+    """
+    ordered = hasattr(ids, "__len__") and hasattr(ids, "__getitem__")
+    if not ordered or isinstance(ids, str | bytes | Mapping | Tensor | type):
+        raise FederatedError(
+            f"{owner}.client_ids is {kind_of(ids)}: give a sequence of ints or strs, such as list(ids), or"
+            " ids.tolist() of a tensor."
+        )
+    if not isinstance(ids, range):
+        for client_id in ids:
+            check_client_id(client_id)
+    return cast("Sequence[ClientId]", ids)
+
+
+def _check_labels(partition: Partition, values: Any) -> Tensor:
+    try:
+        labels: Tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise FederatedError(
+            f"{partition!r} needs one label per example [n]; found {type(values).__name__}."
+        ) from error
+    if labels.ndim != 1 or len(labels) == 0:
+        raise FederatedError(f"{partition!r} needs one label per example [n], n > 0; found shape {list(labels.shape)}.")
+    if partition.needs_labels and (labels.is_floating_point() or labels.is_complex()):
+        raise FederatedError(f"{partition!r} needs integer labels, not {labels.dtype}. Pass class numbers, or use Iid.")
+    return labels
+
+
+def _group(owners: Tensor, num_clients: int) -> list[Tensor]:
+    """Return the ascending indices of each owner; they share one storage, so that 100,000 clients cost one sort."""
+    sizes = torch.bincount(owners, minlength=num_clients)
+    return list(torch.argsort(owners, stable=True).split_with_sizes(sizes.tolist()))
+
+
+def by_class(labels: Tensor, random: np.random.RandomState) -> tuple[Ints, list[int]]:
+    """Return the indices sorted by label, shuffled within each class, and the class sizes."""
+    _, codes, sizes = np.unique(labels.cpu().numpy(), return_inverse=True, return_counts=True)
+    if len(sizes) <= 2**16:
+        codes = codes.astype(np.uint16)  # NumPy sorts 16-bit integers by radix, ten times as fast
+    shuffled = random.permutation(len(codes))
+    return shuffled[np.argsort(codes[shuffled], kind="stable")], sizes.tolist()

@@ -1,0 +1,295 @@
+"""More partitions of the federated literature: skewed labels, skewed sizes, or both."""
+
+from abc import abstractmethod
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fed.core.arguments import check_count, check_number, check_one_of
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data.partitions.draws import Floats, Ints, cut_by, deal_classes, draw_classes, equal_shares, log_gamma
+from lightning_fed.data.partitions.partition import SeededPartition, by_class
+
+__all__ = ["BalancedDirichlet", "ClassesPerClient", "LogNormalSizes", "PowerLaw", "QuantitySkew", "Similarity"]
+
+
+class BalancedDirichlet(SeededPartition):
+    """Label skew among clients of one size: each client draws its own mixture of classes from a Dirichlet distribution.
+
+    Every client draws a mixture q_i, and then its examples one by one from the classes that still have some, with q_i
+    renormalised over these: the balanced recipe of FedDyn (Acar et al., 2021, arXiv:2111.04263) and FedCM (Xu et al.,
+    2021, arXiv:2106.10874) in their experiments. All clients draw at once; a class that is asked for more often than
+    it has examples is dealt out at random among those who ask and closed, and the others draw again. So the partition
+    ends after at most as many rounds as there are classes. Sizes differ by at most one.
+
+    Args:
+        num_clients: The number of clients N.
+        alpha: The concentration, positive; small values give clients with few classes.
+        concentration: ``"per_class"`` draws q_i ~ Dir(alpha, ..., alpha), as FedDyn does. ``"total"`` draws q_i ~
+            Dir(alpha p), where p is the label distribution of all examples, as Hsu et al., 2019 (arXiv:1909.06335,
+            section 3) do; with C balanced classes it equals the other with alpha / C.
+        seed: Draws another partition.
+
+    Example:
+        >>> labels = torch.arange(1000) % 10
+        >>> [len(part) for part in BalancedDirichlet(num_clients=3, alpha=0.3)(labels)]
+        [334, 333, 333]
+    """
+
+    def __init__(
+        self,
+        num_clients: int,
+        alpha: float,
+        concentration: Literal["per_class", "total"] = "per_class",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(num_clients, seed)
+        self.alpha = check_number("BalancedDirichlet", "alpha", alpha, positive=True)
+        self.concentration = check_one_of("BalancedDirichlet", "concentration", concentration, ("per_class", "total"))
+
+    def _owners(self, labels: Tensor) -> Tensor:
+        """Let all open places ask for a class at once, until none is open."""
+        n = len(labels)
+        self._need_examples(n, self.num_clients)
+        random = self._random()
+        order, class_sizes = by_class(labels, random)
+        shares = np.array(class_sizes) / n if self.concentration == "total" else np.ones(len(class_sizes))
+        log_mixtures = log_gamma(self.alpha * shares, (self.num_clients, len(class_sizes)), random)
+        ends = np.cumsum(class_sizes)
+        next_free = ends - class_sizes  # the first example of each class that nobody has yet, as a position in `order`
+        places = random.permutation(n) % self.num_clients  # the clients that wait for an example, in random order
+        owners = np.empty(n, dtype=np.int64)
+        while len(places):
+            wishes = draw_classes(log_mixtures, next_free < ends, places, random)
+            asked = np.bincount(wishes, minlength=len(ends))
+            queue = np.argsort(wishes.astype(np.uint16) if len(ends) <= 2**16 else wishes, kind="stable")
+            ranks = np.arange(len(queue)) - np.repeat(np.cumsum(asked) - asked, asked)
+            positions = next_free[wishes[queue]] + ranks
+            served = positions < ends[wishes[queue]]
+            owners[order[positions[served]]] = places[queue[served]]
+            next_free = np.minimum(next_free + asked, ends)
+            places = places[np.sort(queue[~served])]
+        return torch.from_numpy(owners)
+
+
+class Similarity(SeededPartition):
+    """A share of the data at random, the rest sorted by label; every client gets equal parts of both.
+
+    The split of SCAFFOLD (Karimireddy et al., 2020, arXiv:1910.06378, section 7), there in per cent. At similarity 0
+    most clients see one or two classes, at 1 the partition is IID. Client 0 gets the beginning of the sorted examples
+    and the last client their end. Sizes differ by at most one.
+
+    Args:
+        num_clients: The number of clients N.
+        similarity: The share of the data dealt out at random, in [0, 1].
+        seed: Draws another partition.
+
+    Example:
+        >>> labels = torch.arange(100) % 10
+        >>> [labels[part].unique().tolist() for part in Similarity(num_clients=5, similarity=0.0)(labels)]
+        [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    """
+
+    def __init__(self, num_clients: int, similarity: float, seed: int = 0) -> None:
+        super().__init__(num_clients, seed)
+        self.similarity = check_number("Similarity", "similarity", similarity, least=0)
+        if self.similarity > 1:
+            raise FederatedError(
+                f"Similarity(similarity={similarity!r}): similarity must be a share in [0, 1], such as 0.1 for 10 %."
+            )
+
+    def _owners(self, labels: Tensor) -> Tensor:
+        """Cut the sorted examples into one piece per client and fill the clients up with the others."""
+        n = len(labels)
+        self._need_examples(n, self.num_clients)
+        random = self._random()
+        order, _ = by_class(labels, random)
+        at_random = np.zeros(n, dtype=bool)
+        at_random[random.permutation(n)[: round(self.similarity * n)]] = True
+        clients = np.arange(self.num_clients)
+        cut = equal_shares(n - int(at_random.sum()), self.num_clients)
+        owners = np.empty(n, dtype=np.int64)
+        owners[order[~at_random]] = np.repeat(clients, cut)
+        owners[order[at_random]] = random.permutation(np.repeat(clients, equal_shares(n, self.num_clients) - cut))
+        return torch.from_numpy(owners)
+
+
+class ClassesPerClient(SeededPartition):
+    """Each client sees exactly so many classes; each class is cut into equal parts among the clients that see it.
+
+    The quantity-based label imbalance #C = k of Li et al., 2022 (arXiv:2102.02079). The classes are dealt
+    out like cards, from one shuffled deck of all classes after another, so that they are seen by equally many clients,
+    give or take one, and no example is lost.
+
+    Args:
+        num_clients: The number of clients N.
+        classes_per_client: The classes k that each client sees; k N must be at least the number of classes.
+        seed: Draws another partition.
+
+    Example:
+        >>> labels = torch.arange(1000) % 10
+        >>> parts = ClassesPerClient(num_clients=20, classes_per_client=3)(labels)
+        >>> {len(labels[part].unique()) for part in parts}
+        {3}
+    """
+
+    def __init__(self, num_clients: int, classes_per_client: int, seed: int = 0) -> None:
+        super().__init__(num_clients, seed)
+        self.classes_per_client = check_count(type(self).__name__, "classes_per_client", classes_per_client, least=1)
+
+    def _owners(self, labels: Tensor) -> Tensor:
+        """Deal the classes out, then cut each one."""
+        random = self._random()
+        order, class_sizes = by_class(labels, random)
+        self._check_classes(len(class_sizes))
+        hands = deal_classes(self.num_clients, len(class_sizes), self.classes_per_client, random)
+        num_viewers = np.bincount(hands.ravel(), minlength=len(class_sizes))
+        by_hand = np.argsort(hands.ravel(), kind="stable") // self.classes_per_client
+        viewers = np.split(by_hand, np.cumsum(num_viewers)[:-1])
+        needed = self._needed_per_class()
+        pieces = []
+        for size, clients in zip(class_sizes, viewers, strict=True):
+            if size < needed * len(clients):
+                raise FederatedError(
+                    f"{self!r} gives one class to {len(clients):,} clients, each at least {needed}, and it has {size:,}"
+                    " examples. Lower num_clients or classes_per_client."
+                )
+            pieces.append(np.repeat(random.permutation(clients), self._cut(size, len(clients), random)))
+        owners = np.empty(len(labels), dtype=np.int64)
+        owners[order] = np.concatenate(pieces)
+        return torch.from_numpy(owners)
+
+    def _cut(self, size: int, num_viewers: int, random: np.random.RandomState) -> Ints:
+        """Return how many of a class's examples each client gets that sees it."""
+        return equal_shares(size, num_viewers)
+
+    def _needed_per_class(self) -> int:
+        return 1
+
+    def _check_classes(self, num_classes: int) -> None:
+        if self.classes_per_client > num_classes:
+            raise FederatedError(
+                f"{self!r} for {num_classes:,} classes: classes_per_client is at most that, for any num_clients."
+            )
+        if self.classes_per_client * self.num_clients < num_classes:
+            raise FederatedError(
+                f"{self!r} would leave out some of the {num_classes:,} classes. Raise num_clients or"
+                " classes_per_client."
+            )
+
+
+class PowerLaw(ClassesPerClient):
+    """A few classes per client and very different sizes: each class is cut by log-normal weights.
+
+    The MNIST split of FedProx (Li et al., 2020, arXiv:1812.06127, section 5.1), whose 1,000 clients have two digits
+    each and sizes by a power law: a client gets ``min_per_class`` examples of each of its classes, and the rest of a
+    class is cut in proportion to exp(sigma z), z normal. Unlike there, which classes a client sees is random, as in
+    :class:`ClassesPerClient`, and no example is left over.
+
+    Args:
+        num_clients: The number of clients N.
+        classes_per_client: The classes that each client sees.
+        sigma: The standard deviation of a weight's logarithm; 0 gives equal parts.
+        min_per_class: The fewest examples of each of its classes that a client gets.
+        seed: Draws another partition.
+
+    Example:
+        >>> labels = torch.arange(10_000) % 10
+        >>> parts = PowerLaw(num_clients=100)(labels)
+        >>> min(len(part) for part in parts) >= 10, sum(len(part) for part in parts)
+        (True, 10000)
+    """
+
+    def __init__(
+        self,
+        num_clients: int,
+        classes_per_client: int = 2,
+        sigma: float = 2.0,
+        min_per_class: int = 5,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(num_clients, classes_per_client, seed)
+        self.sigma = check_number("PowerLaw", "sigma", sigma, least=0)
+        self.min_per_class = check_count("PowerLaw", "min_per_class", min_per_class, least=1)
+
+    def _cut(self, size: int, num_viewers: int, random: np.random.RandomState) -> Ints:
+        return cut_by(self.sigma * random.standard_normal(num_viewers), size, self.min_per_class)
+
+    def _needed_per_class(self) -> int:
+        return self.min_per_class
+
+
+class _SizeSkew(SeededPartition):
+    """Clients of different sizes that all draw from the same label distribution."""
+
+    needs_labels = False
+
+    def __init__(self, num_clients: int, min_size: int, seed: int) -> None:
+        super().__init__(num_clients, seed)
+        self.min_size = check_count(type(self).__name__, "min_size", min_size, least=0)
+
+    @abstractmethod
+    def _log_weights(self, random: np.random.RandomState) -> Floats:
+        """Return the logarithms [N] of numbers to which the sizes are proportional."""
+
+    def _owners(self, labels: Tensor) -> Tensor:
+        """Cut the shuffled examples by the weights."""
+        self._need_examples(len(labels), self.num_clients * self.min_size)
+        random = self._random()
+        sizes = cut_by(self._log_weights(random), len(labels), self.min_size)
+        owners = np.empty(len(labels), dtype=np.int64)
+        owners[random.permutation(len(labels))] = np.repeat(np.arange(self.num_clients), sizes)
+        return torch.from_numpy(owners)
+
+
+class LogNormalSizes(_SizeSkew):
+    """Quantity skew: log-normal sizes, labels drawn at random.
+
+    The unbalanced setting of FedDyn (Acar et al., 2021, arXiv:2111.04263, experiments). Each client gets ``min_size``
+    examples, and the rest is cut in proportion to exp(sigma z), z normal.
+
+    Args:
+        num_clients: The number of clients N.
+        sigma: The standard deviation of a size's logarithm; 0 gives equal sizes.
+        min_size: The fewest examples a client may have; 0 allows empty clients.
+        seed: Draws another partition.
+
+    Example:
+        >>> sorted(len(part) for part in LogNormalSizes(num_clients=4, sigma=0.0)(torch.zeros(100)))
+        [25, 25, 25, 25]
+    """
+
+    def __init__(self, num_clients: int, sigma: float, min_size: int = 1, seed: int = 0) -> None:
+        super().__init__(num_clients, min_size, seed)
+        self.sigma = check_number("LogNormalSizes", "sigma", sigma, least=0)
+
+    def _log_weights(self, random: np.random.RandomState) -> Floats:
+        return self.sigma * random.standard_normal(self.num_clients)
+
+
+class QuantitySkew(_SizeSkew):
+    """Quantity skew: sizes from a Dirichlet distribution, labels drawn at random.
+
+    The quantity skew of Li et al., 2022 (arXiv:2102.02079). Each client gets ``min_size`` examples, and the
+    rest is cut by one draw from Dir(alpha, ..., alpha) over the clients; there, everything is drawn again while some
+    client has too few.
+
+    Args:
+        num_clients: The number of clients N.
+        alpha: The concentration, positive; small values give a few clients nearly everything.
+        min_size: The fewest examples a client may have; 0 allows empty clients.
+        seed: Draws another partition.
+
+    Example:
+        >>> sum(len(part) for part in QuantitySkew(num_clients=5, alpha=0.5)(torch.zeros(100)))
+        100
+    """
+
+    def __init__(self, num_clients: int, alpha: float, min_size: int = 1, seed: int = 0) -> None:
+        super().__init__(num_clients, min_size, seed)
+        self.alpha = check_number("QuantitySkew", "alpha", alpha, positive=True)
+
+    def _log_weights(self, random: np.random.RandomState) -> Floats:
+        return log_gamma(np.array(self.alpha), (self.num_clients,), random)

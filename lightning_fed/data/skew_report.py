@@ -1,0 +1,271 @@
+"""How the clients' data differ: a picture of the split, and a small table of numbers."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_fed.core.arguments import check_count, kind_of
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.data.dataset import FederatedDataset
+from lightning_fed.data.partitions.draws import Floats
+from lightning_fed.data.batches.examples import targets_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+__all__ = ["SkewTable", "skew_table", "split_figure"]
+
+Split: TypeAlias = Mapping[ClientId, Tensor] | Sequence[Tensor] | FederatedDataset | FederatedDataModule
+"""Each client's labels [n_i], integers, by id or in order; or clients whose data sets tell their labels."""
+
+_MAX_CLASS_NAMES = 20
+
+
+@dataclass(frozen=True)
+class SkewTable:
+    """How much the clients of a split differ. Distance and entropy are means over clients, weighted by examples.
+
+    Args:
+        clients: The number of clients N.
+        empty_clients: Clients without examples.
+        examples: The examples of all clients.
+        classes: The classes of all clients; 0 if real numbers are to be predicted.
+        min_size: The examples of the smallest client.
+        median_size: The examples of the median client.
+        max_size: The examples of the largest client.
+        size_gini: The Gini coefficient of the sizes: 0 if all are equal, (N - 1) / N if one client has everything.
+        label_distance: The total variation distance, in [0, 1], of a client's label distribution to that of all.
+        label_entropy: The entropy of a client's label distribution, in bits.
+        global_entropy: The entropy of the label distribution of all examples, in bits.
+        target_share: Where real numbers are to be predicted, the share of their variance that lies between clients: 0
+            if every client has the mean of all, 1 if each has one number of its own. It is nan for classes, and the
+            three numbers before it are nan otherwise.
+    """
+
+    clients: int
+    empty_clients: int
+    examples: int
+    classes: int
+    min_size: int
+    median_size: float
+    max_size: int
+    size_gini: float
+    label_distance: float = math.nan
+    label_entropy: float = math.nan
+    global_entropy: float = math.nan
+    target_share: float = math.nan
+
+    def __str__(self) -> str:
+        """Show the numbers with their names."""
+        rows = {
+            "clients": f"{self.clients:,} ({self.empty_clients:,} empty)",
+            "examples": f"{self.examples:,} of {self.classes:,} classes" if self.classes else f"{self.examples:,}",
+            "examples per client": f"min {self.min_size:,}, median {self.median_size:,g}, max {self.max_size:,}",
+            "Gini of the sizes": f"{self.size_gini:.3f} (0: equal sizes)",
+        }
+        if self.classes:
+            rows["label distance"] = (
+                f"{self.label_distance:.3f} (total variation; 0: every client's labels are like all)"
+            )
+            rows["label entropy"] = f"{self.label_entropy:.3f} bits per client, {self.global_entropy:.3f} of all"
+        else:
+            rows["targets"] = f"{self.target_share:.3f} of their variance lies between clients"
+        return "\n".join(f"{name:<21}{value}" for name, value in rows.items())
+
+
+def skew_table(split: Split) -> SkewTable:
+    """Measure how much the clients' labels and sizes differ.
+
+    Args:
+        split: Each client's labels [n_i], as a mapping id -> labels or a sequence; or a ``FederatedDataset`` or
+            ``FederatedDataModule``, of which every client is visited. These may have real numbers for targets instead.
+
+    Raises:
+        FederatedError: If there are no clients or no examples, or a client's labels cannot be found.
+
+    Example:
+        >>> table = skew_table([torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 0, 0])])
+        >>> table.label_distance, table.size_gini
+        (0.25, 0.0)
+    """
+    _, parts = _read(split)
+    sizes = np.array([len(part) for part in parts], dtype=np.float64)
+    ranks = np.arange(1, len(sizes) + 1)
+    skew = _label_skew(parts) if _are_classes(parts) else {"classes": 0, "target_share": _share_between(parts)}
+    return SkewTable(
+        clients=len(sizes),
+        empty_clients=int((sizes == 0).sum()),
+        examples=int(sizes.sum()),
+        min_size=int(sizes.min()),
+        median_size=float(np.median(sizes)),
+        max_size=int(sizes.max()),
+        size_gini=float((2 * ranks - len(sizes) - 1) @ np.sort(sizes) / (len(sizes) * sizes.sum())),
+        **skew,
+    )
+
+
+def split_figure(split: Split, max_clients: int = 50) -> "Figure":
+    """Draw which client has which examples, and the sizes.
+
+    A bubble for each client and class has the number of examples for its area. Where real numbers are to be predicted,
+    each client has a line from its least to its greatest, thick between the quartiles, with a dot at the median. The
+    histogram of the sizes is of all clients. The figure is not registered with ``pyplot``: save it with
+    ``figure.savefig("split.png")``, or end a notebook cell with it.
+
+    Args:
+        split: As for :func:`skew_table`.
+        max_clients: At most so many clients are shown on the left, evenly spaced among all.
+
+    Raises:
+        FederatedError: If matplotlib is missing, there are no clients or no examples, or a client's labels cannot be
+            found.
+    """
+    check_count("split_figure", "max_clients", max_clients, least=1)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise FederatedError("split_figure draws with matplotlib, which is missing: pip install matplotlib.") from error
+    ids, parts = _read(split)
+    chosen = np.unique(np.linspace(0, len(ids) - 1, min(max_clients, len(ids))).round().astype(int)).tolist()
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    left, histogram = figure.subplots(1, 2, width_ratios=[3, 1])
+    if _are_classes(parts):
+        classes, counts = _count(parts)
+        _draw_bubbles(left, classes, counts[chosen])
+    else:
+        _draw_ranges(left, [parts[place] for place in chosen])
+    _name_ticks(left.xaxis, [ids[place] for place in chosen], most=8)
+    shown = f"{len(chosen):,} of {len(ids):,} clients" if len(chosen) < len(ids) else f"{len(ids):,} clients"
+    left.set(
+        title=f"examples by {'class' if _are_classes(parts) else 'target'}, {shown}",
+        xlabel="client",
+        xlim=(-0.8, len(chosen) - 0.2),
+    )
+    histogram.hist([len(part) for part in parts], bins=min(30, max(10, len(ids) // 5)), color="C0")
+    histogram.set(title="sizes", xlabel="examples", ylabel="clients")
+    histogram.locator_params(integer=True)
+    return figure
+
+
+def _draw_bubbles(axes: "Axes", classes: list[int], counts: Floats) -> None:
+    """Draw a bubble for every client and class; the largest one fills its cell."""
+    cell = 72 * min(5.5 / len(counts), 2.4 / len(classes))  # in points, for the figure's size
+    clients, codes = np.nonzero(counts)
+    areas = counts[clients, codes] / counts.max() * (1.3 * max(cell, 2.5)) ** 2
+    axes.scatter(clients, codes, s=areas, c=[f"C{code % 10}" for code in codes], linewidths=0, alpha=0.85)
+    axes.set(ylabel="class", ylim=(-0.8, len(classes) - 0.2))
+    _name_ticks(axes.yaxis, classes, most=_MAX_CLASS_NAMES)
+
+
+def _draw_ranges(axes: "Axes", parts: list[Tensor]) -> None:
+    """Draw how each client's numbers are spread."""
+    places = [place for place, part in enumerate(parts) if len(part)]
+    least, lower, median, upper, greatest = np.transpose(
+        [np.quantile(parts[place].numpy(), [0, 0.25, 0.5, 0.75, 1]) for place in places]
+    )
+    axes.vlines(places, least, greatest, color="C0", linewidth=1)
+    axes.vlines(places, lower, upper, color="C0", linewidth=5)
+    axes.plot(places, median, "o", color="black", markersize=2.5)
+    axes.set(ylabel="target")
+
+
+def _name_ticks(axis: "Axis", names: Sequence[Any], most: int) -> None:
+    ticks = range(0, len(names), -(-len(names) // most))
+    axis.set_ticks(ticks, [str(names[tick])[:12] for tick in ticks])
+
+
+def _read(split: Split) -> tuple[Sequence[ClientId], list[Tensor]]:
+    """Return the ids of the clients and the targets of each: classes, int64, or real numbers."""
+    source = split
+    if isinstance(source, FederatedDataModule) and not source._overrides("client_dataset", "client_dataloader"):
+        source = source.clients or source
+    if isinstance(source, FederatedDataModule):
+        ids, parts = source.client_ids, targets_of([source.client_dataset(i) for i in source.client_ids])
+    elif isinstance(source, FederatedDataset):
+        ids, parts = source.ids, source.targets()
+    elif isinstance(source, Mapping):
+        ids, parts = list(source), [_as_integers(part, client_id) for client_id, part in source.items()]
+    elif isinstance(source, Sequence) and not isinstance(source, str | bytes):
+        ids, parts = range(len(source)), [_as_integers(part, client_id) for client_id, part in enumerate(source)]
+    else:
+        raise FederatedError(
+            f"split={type(source).__name__}: give each client's labels, as a mapping id -> labels or a sequence, or a"
+            " FederatedDataset or FederatedDataModule."
+        )
+    if not sum(map(len, parts)):
+        raise FederatedError(f"The split has {len(ids):,} clients and 0 examples: there is nothing to see.")
+    if len({part.is_floating_point() for part in parts if len(part)}) > 1:
+        raise FederatedError("Some clients have classes to predict, and others real numbers: make them alike.")
+    return ids, parts
+
+
+def _are_classes(parts: list[Tensor]) -> bool:
+    return not any(part.is_floating_point() for part in parts if len(part))
+
+
+def _count(parts: list[Tensor]) -> tuple[list[int], Floats]:
+    """Return the classes, and how many examples of each class each client has [N, C]."""
+    classes, codes = torch.unique(torch.cat(parts), return_inverse=True)
+    owners = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
+    counts = torch.bincount(owners * len(classes) + codes, minlength=len(parts) * len(classes))
+    return classes.tolist(), counts.view(len(parts), len(classes)).double().numpy()
+
+
+def _as_integers(values: Any, client_id: ClientId) -> Tensor:
+    if isinstance(values, Dataset):
+        raise FederatedError(
+            f"Client {client_id!r} has {kind_of(values)}: give its labels, or all data sets as a FederatedDataset."
+        )
+    try:
+        labels = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FederatedError(
+            f"Client {client_id!r} has no labels in split, but {values!r}: give integers [n_i]."
+        ) from error
+    if labels.ndim != 1 or (len(labels) and (labels.is_floating_point() or labels.is_complex())):
+        raise FederatedError(
+            f"Client {client_id!r} has labels of {labels.dtype} and shape {list(labels.shape)} in split: give integers"
+            " [n_i]."
+        )
+    return labels.detach().cpu().long()
+
+
+def _label_skew(parts: list[Tensor]) -> dict[str, Any]:
+    """Return the numbers of the table that are about classes."""
+    classes, counts = _count(parts)
+    sizes = counts.sum(axis=1)
+    pooled = counts.sum(axis=0) / counts.sum()
+    mixtures = counts / np.maximum(sizes, 1)[:, None]
+    weights = sizes / sizes.sum()
+    return {
+        "classes": len(classes),
+        "label_distance": float(weights @ np.abs(mixtures - pooled).sum(axis=1) / 2),
+        "label_entropy": float(weights @ _entropy(mixtures)),
+        "global_entropy": float(_entropy(pooled)),
+    }
+
+
+def _share_between(parts: list[Tensor]) -> float:
+    """Return the share of the variance of all numbers that lies between the clients' means; 0 if they are all alike."""
+    values = [part.double() for part in parts if len(part)]
+    whole = torch.cat(values)
+    means = torch.cat([part.mean().expand(len(part)) for part in values])
+    variance = whole.var(correction=0)
+    return float(means.var(correction=0) / variance) if variance else 0.0
+
+
+def _entropy(distribution: Floats) -> Floats:
+    """Return the entropy over the last axis, in bits."""
+    positive = np.where(distribution > 0, distribution, 1.0)
+    entropy: Floats = np.asarray(-(positive * np.log2(positive)).sum(axis=-1))
+    return np.maximum(entropy, 0.0)  # no negative zero

@@ -1,0 +1,242 @@
+"""Clients that answer tasks while no fit is running."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_fed.compat.private import TrainerFn, TrainerState, call
+from lightning_fed.compat.package import pl
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId, State
+from lightning_fed.engines.batch_hooks import time_by_rounds
+from lightning_fed.trainer.client_evaluation import ClientEvaluation, mean_loss, own_model
+from lightning_fed.settings.module_checks import check_module
+from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepare_module
+from lightning_fed.rounds.local_plans import population_of
+from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
+from lightning_fed.server.client_states.state import PERSONAL, ClientStates, ExpectedState
+from lightning_fed.server.client_states.store import ClientStore
+from lightning_fed.server.weighting import Participant
+from lightning_fed.settings.trainer_checks import check_trainer
+
+__all__ = ["ClientsOutsideFit"]
+
+
+class ClientsOutsideFit:
+    """Answer tasks for clients, with module, data, strategy and precision set up as for a fit, and none running.
+
+    Rounds may come in any order, and as often as one likes. The hooks that begin and end a fit are called of the module
+    and the data module, and the module's that begin and end an epoch around each client's work in a round; of
+    callbacks, those of clients and batches are.
+
+    Args:
+        trainer: A :class:`lightning_fed.FederatedTrainer` with the settings of the run, which runs no fit besides.
+        module: The module.
+        datamodule: The data module: the ids of all clients, and the data of some.
+        clients: Those whose data is here; all of them by default.
+        among: The ids of all clients, where the data module knows only those that are here.
+
+    Attributes:
+        work: Answers for the clients.
+        population: All clients.
+        prepared: The module, ready for an engine.
+        device: Where it is.
+        buffers: The buffers that it began with.
+
+    Raises:
+        FederatedError: If settings, module or data cannot be federated, or if there are several processes.
+
+    Example::
+
+        with ClientsOutsideFit(trainer, module, datamodule, ["site 3"]) as site:
+            (member,) = site.hello(["site 3"])
+            for reply in site.answer(task, site.states(task, store)):
+                ...  # valid until the next one
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        datamodule: pl.LightningDataModule,
+        clients: Sequence[ClientId] | None = None,
+        among: Sequence[ClientId] | None = None,
+    ) -> None:
+        self.trainer: Any = trainer
+        self._loop: Any = trainer.fit_loop
+        if self._loop.round or trainer.world_size > 1:
+            found = f"{trainer.world_size} processes" if trainer.world_size > 1 else f"{self._loop.round} rounds done"
+            raise FederatedError(
+                f"Clients work outside a fit with a trainer of one process that has run none, found {found}. Make a new"
+                " FederatedTrainer with devices=1."
+            )
+        self._round: int | None = None  # whose hooks have been called
+        self._has_begun = False  # the clients' work in it
+        self._is_ready = False
+        try:
+            self._set_up(module, datamodule)
+            self.work = self._prepare(clients, among)
+            self._is_ready = True
+        except BaseException:
+            self.close()
+            raise
+
+    def _set_up(self, module: pl.LightningModule, datamodule: pl.LightningDataModule) -> None:
+        """Do what Lightning does before a fit loop runs."""
+        trainer = self.trainer
+        check_trainer(trainer)
+        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, pl.callbacks.ProgressBar)]  # of a fit
+        trainer.strategy._lightning_module = module
+        trainer.state.fn, trainer.training = TrainerFn.FITTING, True
+        trainer._data_connector.attach_data(module, datamodule=datamodule)
+        check_module(trainer)
+        time_by_rounds(trainer)
+        trainer.strategy.connect(module)
+        trainer._callback_connector._attach_model_callbacks()
+        trainer._callback_connector._attach_model_logging_functions()
+        trainer.strategy.setup_environment()
+        trainer._data_connector.prepare_data()
+        call._call_setup_hook(trainer)
+        call._call_configure_model(trainer)
+        trainer.strategy.setup(trainer)
+        call._call_lightning_module_hook(trainer, "on_fit_start")
+
+    def _prepare(self, clients: Sequence[ClientId] | None, among: Sequence[ClientId] | None) -> ClientWork:
+        loop = self._loop
+        loop.population = self.population = population_of(self.trainer, among)
+        loop.prepared = self.prepared = prepare_module(self.trainer)
+        self.trainer._logger_connector.reset_results()
+        loop.clients = work = prepare_clients(self.prepared, self.population, loop.settings.engine, clients)
+        call._call_lightning_module_hook(self.trainer, "on_train_start")
+        flat = self.prepared.flat
+        self.device, self.buffers = flat.y.device, self.prepared.buffers.read()
+        self._personal = flat.personal.clone()  # of a new client
+        self._start = flat.y.clone()  # x^0, if the module here began as the server's
+        self._here = set(map(self.population.index_of, work.plans.clients))
+        return work
+
+    def hello(self, clients: Sequence[ClientId], round: int = 0) -> list[Participant]:
+        """Return those of some clients that can take part, with their sizes and the steps of their work.
+
+        Raises:
+            ClientError: If the data of one cannot be made.
+        """
+        return self.work.hello(dict.fromkeys(clients, 1), round)
+
+    def states(self, task: Task, store: ClientStore) -> ClientStates:
+        """Return what the clients of a task keep.
+
+        Args:
+            task: The task.
+            store: Where it is kept; committed by whoever has sent the replies.
+        """
+        algorithm, prepared = self.work.algorithm, self.prepared
+
+        def new() -> State:
+            own = {PERSONAL: self._personal} if self._personal.numel() else {}
+            x = self._start if algorithm.init_client_at_start else task.x
+            return {**algorithm.init_client(x), **own}
+
+        kept = {name: prepared.buffers.server[name] for name in prepared.buffers.kept}
+        like = {name: value.to("meta") for name, value in new().items()}
+        method, num_parameters = type(algorithm).__name__, len(prepared.flat.params)
+        return ClientStates(new, store, ExpectedState(method, like, kept, num_parameters, self.population.ids))
+
+    def answer(self, task: Task, states: ClientStates, plateaus: Sequence[Mapping[str, Any]] = ()) -> Iterator[Reply]:
+        """Yield the replies of the clients that a task names and that are here.
+
+        Args:
+            task: What is asked.
+            states: What these clients keep; what they keep from now on is put there.
+            plateaus: The states of schedules that follow a metric; see
+                :meth:`lightning_fed.engines.prepared.PreparedModule.set_round`.
+
+        Raises:
+            ClientError: If a client fails and is not to be dropped.
+            FederatedError: If learning rates of the round are not known.
+        """
+        clients = [index for index in task.clients if index in self._here]
+        self._begin(task, clients, plateaus)
+        for chunk in self.work.chunks(task, clients):
+            for reply in self.work.answer(task, chunk, states):
+                yield reply
+                self.work.call_end_hooks([report.client_id for report in reply.reports])
+        if task.phase == TRAIN:
+            self.work.end_training()
+            call._call_lightning_module_hook(self.trainer, "on_train_epoch_end")
+            self._round = None
+        self.trainer._logger_connector.reset_results()
+
+    def measure(
+        self,
+        client_id: ClientId,
+        what: str,
+        steps: int,
+        task: Task,
+        plateaus: Sequence[Mapping[str, Any]] = (),
+        kept: ClientStates | None = None,
+    ) -> dict[str, float]:
+        """Return what is measured of one client, between rounds.
+
+        Args:
+            client_id: The client.
+            what: "loss" for its mean training loss; "val" or "train" for what ``validation_step`` logs on its
+                validation set or its training set.
+            steps: The local steps of fine-tuning before ``validation_step``.
+            task: The parameters, the buffers, and how many rounds are completed.
+            plateaus: As for :meth:`answer`.
+            kept: What clients keep, to measure the client's own model; by default the server's.
+
+        Raises:
+            FederatedError: If it has no such data, or ``validation_step`` logs nothing.
+        """
+        engine, index = self.work.engine, self.population.index_of(client_id)
+        self.prepared.set_round(task.round, plateaus)
+        x, buffers = torch.cat([task.x, self._personal]), task.buffers
+        if kept is not None:
+            (own,) = kept.of_each([index])
+            x, buffers = own_model(self.work.algorithm, task.x, task.server, own), {**buffers, **own.buffers}
+        if what != "loss":
+            return ClientEvaluation(engine).of_client(x, buffers, client_id, index, what, steps, task.round)
+        engine.buffers.write(buffers)
+        batches = self.trainer.datamodule.client_batches(client_id)
+        with engine.losses_at(x, task.round) as loss_of:
+            return {"loss": mean_loss(client_id, loss_of(batches, index), batches.size)}
+
+    def _begin(self, task: Task, clients: Sequence[int], plateaus: Sequence[Mapping[str, Any]]) -> None:
+        if task.round != self._round:
+            self.prepared.set_round(task.round, plateaus)
+            call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
+            self._round, self._has_begun = task.round, False
+        if task.phase != LOSS and not self._has_begun:
+            self.work.begin(task.round, self.work.members(task, clients))
+            self._has_begun = True  # local work goes on from the gradients that clients have taken in this round
+
+    def forget_round(self) -> None:
+        """Begin the round anew with the next task: a client has failed in the middle of it."""
+        self._round = None
+        self.work.end()
+        self.trainer._logger_connector.reset_results()
+
+    def close(self) -> None:
+        """Do what Lightning does after a fit: the module is then free for others."""
+        trainer = self.trainer
+        if trainer.state.fn is None:
+            return
+        if self._is_ready:
+            call._call_lightning_module_hook(trainer, "on_train_end")
+        trainer._teardown()
+        if self._is_ready:
+            call._call_lightning_module_hook(trainer, "on_fit_end")
+            call._call_teardown_hook(trainer)
+        trainer.state = TrainerState()
+        self._is_ready = False
+
+    def __enter__(self) -> "ClientsOutsideFit":
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()

@@ -1,6 +1,0 @@
-"""Why a configuration does not converge, and what suits its clients: ``lightning-fed diagnose``."""
-
-from lightning_fed.diagnosis.command import diagnose
-from lightning_fed.diagnosis.theory import mime_mvr
-
-__all__ = ["diagnose", "mime_mvr"]

@@ -1,1 +1,0 @@
-"""Evaluation of the server model, on shared data and on single clients."""

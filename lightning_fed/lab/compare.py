@@ -1,0 +1,192 @@
+"""The command ``lightning-fed compare``: a metric against rounds and other costs, from the logs of any runs."""
+
+import csv
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from jsonargparse import ArgumentParser
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.figures import COLORS, add_legend, new_figure, save
+from lightning_fed.lab.quantities import COSTS, Curve, Metric, Quantity, Series, cost
+from lightning_fed.lab.results import shown
+from lightning_fed.lab.tables import markdown
+from lightning_fed.cli.yaml_files import unknown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["compare", "read_log"]
+
+_LABELS = {
+    "rounds": "rounds",
+    "gradients": "gradients computed",
+    "bytes": "bytes sent, up and down",
+    "simulated seconds": "simulated seconds",
+}
+
+
+def compare(args: Sequence[str]) -> None:
+    """Draw runs side by side, and print and write a table of them.
+
+    Args:
+        args: What follows ``lightning-fed compare`` on the command line.
+
+    Raises:
+        FederatedError: If a folder has no log, or a run did not log the metric.
+        SystemExit: If the arguments are not understood.
+    """
+    options = _parser().parse_args(list(args))
+    if options.mode is None and options.metric != "val_acc":
+        raise FederatedError(
+            f"compare: say whether {options.metric} is good where it is high or low: --mode max or min."
+        )
+    metric = Metric(options.metric, options.mode or "max", options.metric)
+    runs = {name: read_log(Path(folder)) for name, folder in _named(options.runs).items()}
+    for name, series in runs.items():
+        if not series.get(metric.name):
+            raise unknown(name, "metric", metric.name, sorted(series))
+    head, rows = _table(runs, metric, options.target)
+    figure = _figure(runs, metric, options.target)
+    out = Path(options.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FederatedError(f"--out {out} cannot be made a folder: {error.strerror}. Name another one.") from error
+    save(figure, out / "compare.png")
+    text = f"# {metric.label} of {len(runs)} runs\n\n![compare.png](compare.png)\n\n{markdown(head, rows)}\n"
+    (out / "compare.md").write_text(text, encoding="utf-8")
+    with (out / "compare.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([head, *rows])
+    print(f"{markdown(head, rows)}\n\nwritten to {out}")
+
+
+def read_log(folder: Path) -> Series:
+    """Return what a run logged, from its TensorBoard events or its ``metrics.csv``.
+
+    Args:
+        folder: The folder with the files, such as ``lightning_logs/version_0``.
+
+    Raises:
+        FederatedError: If there are none, or they hold nothing.
+    """
+    if not folder.is_dir():
+        raise FederatedError(f"compare: {folder} is no folder. Name one such as lightning_logs/version_0.")
+    if list(folder.glob("events.out.tfevents*")):
+        series = _read_events(folder)
+    elif tables := [folder / name for name in ("metrics.csv", "rounds.csv") if (folder / name).is_file()]:
+        series = _read_table(tables[0])
+    else:
+        inside = sorted({path.parent.name for path in folder.glob("*/events.out.tfevents*")})
+        hint = f" There are logs in {', '.join(inside)} inside it." if inside else ""
+        raise FederatedError(f"compare: {folder} has neither events.out.tfevents* nor metrics.csv.{hint}")
+    if not any(series.values()):
+        raise FederatedError(f"compare: the log in {folder} holds no values.")
+    return series
+
+
+def _read_events(folder: Path) -> dict[str, dict[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag not in ("epoch", "hp_metric")]
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
+
+
+def _read_table(path: Path) -> dict[str, dict[int, float]]:
+    """Read a CSV log, whose steps are rounds."""
+    series: dict[str, dict[int, float]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for number, row in enumerate(csv.DictReader(file), start=2):
+            try:
+                step = int(row.get("step") or row.get("round") or "")
+                values = {tag: float(value) for tag, value in row.items() if value and tag not in ("epoch", "step")}
+            except (TypeError, ValueError, AttributeError) as error:
+                raise FederatedError(f"compare: {path}, line {number}, is no line of a log: {error}.") from error
+            for tag, value in values.items():
+                series.setdefault(tag, {})[step] = value
+    return series
+
+
+def _named(folders: Sequence[str]) -> dict[str, str]:
+    """Return the folders by name: the path, without the part that all have in common."""
+    if len(set(folders)) < len(folders):
+        raise FederatedError("compare: a run is named twice.")
+    whole = {folder: Path(os.path.abspath(folder)) for folder in folders}
+    common = Path(os.path.commonpath([path.parent for path in whole.values()]))
+    return {str(path.relative_to(common)): folder for folder, path in whole.items()}
+
+
+def _table(runs: Mapping[str, Series], metric: Metric, target: float | None) -> tuple[list[str], list[list[str]]]:
+    quantities = [Quantity(kind, kind, metric) for kind in ("final", "best")]
+    if target is not None:
+        quantities += [Quantity(kind, kind, metric, target) for kind in _measured(runs)]
+    rows = []
+    for name, series in runs.items():
+        rounds = max(series[metric.name])
+        rows.append([name, str(rounds), *(_value(quantity, series) for quantity in quantities)])
+    return ["run", "rounds", *(quantity.label for quantity in quantities)], rows
+
+
+def _measured(runs: Mapping[str, Series]) -> list[str]:
+    """Return the costs that at least one run logged."""
+    return [kind for kind, tags in COSTS.items() if any(all(map(series.get, tags)) for series in runs.values())]
+
+
+def _value(quantity: Quantity, series: Series) -> str:
+    try:
+        value = quantity.of(series)
+    except FederatedError:  # it was not logged
+        return "-"
+    return "not reached" if quantity.is_cost and math.isinf(value) else shown(value)
+
+
+def _figure(runs: Mapping[str, Series], metric: Metric, target: float | None) -> "Figure":
+    measured = _measured(runs)
+    figure, (panels,) = new_figure(1, len(measured))
+    for axes, kind in zip(panels, measured, strict=True):
+        for i, (name, series) in enumerate(runs.items()):
+            curve = _finite(series[metric.name])
+            try:
+                spent = cost(series, kind)
+            except FederatedError:
+                continue
+            x, y = [spent[n] for n in curve], list(curve.values())
+            axes.plot(
+                x,
+                y,
+                label=name,
+                color=COLORS[i % len(COLORS)],
+                linewidth=1.5,
+                linestyle=("-", "--", ":")[i // len(COLORS) % 3],
+            )
+        if target is not None:
+            axes.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
+        axes.set_xlabel(_LABELS[kind])
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel(metric.label)
+    add_legend(figure, list(panels))
+    return figure
+
+
+def _finite(curve: Curve) -> dict[int, float]:
+    return {number: value for number, value in curve.items() if math.isfinite(value)}
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-fed compare",
+        description="Put a metric against rounds, gradients, bytes and simulated seconds, from the logs of any runs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", type=str, nargs="+", metavar="RUN", help="The folder of a TensorBoard or CSV log.")
+    parser.add_argument("--metric", type=str, default="val_acc", help="The metric.")
+    parser.add_argument("--mode", type=Literal["max", "min"], help="Whether it is good where it is high or low.")
+    parser.add_argument("--target", type=float, help="The value to reach.")
+    parser.add_argument("--out", type=str, default="compared", help="The folder of the results.")
+    return parser

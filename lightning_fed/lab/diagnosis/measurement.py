@@ -1,0 +1,203 @@
+"""What the clients of a configuration are like at one model, in numbers."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_fed.compat.package import pl
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.seeds import Purpose, derive_seed, generator
+from lightning_fed.core.types import ClientId, Vector
+from lightning_fed.metrics import extreme_eigenvalue, gradient_dissimilarity, hessian_dissimilarity
+
+__all__ = ["Measured", "mean_gradient", "measure", "stepping"]
+
+_TOLERANCE, _ITERATIONS = 1e-2, 30  # of Lanczos
+_BATCHES = 8  # of a client, whose gradients tell the noise
+_PATH = 50  # local steps that are followed to measure the drift
+
+Estimate = tuple[float, float]  # and its standard error from the choice of clients, or its residual
+Shares = Mapping[ClientId, float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    r"""What was measured at a model x; nan where it is not known.
+
+    Attributes:
+        round: The rounds completed at x.
+        population: The clients there are, N.
+        clients: The clients measured.
+        few: The clients whose Hessians and local steps are compared; f is their mean there.
+        weighting: How clients count in all means, as they do in the run.
+        steps: The local steps asked of a client: the least, the mean and the greatest number.
+        rate: The step size: that of the local optimizer, or of the server's where clients take no steps.
+        is_plain: Whether the optimizer with this rate is SGD without momentum.
+        server: The server's optimizer with its rate, in words.
+        loss: The mean training loss f(x).
+        gradient: :math:`\|\nabla f(x)\|`.
+        G: :math:`(\mathbb{E}_i \|\nabla f_i(x) - \nabla f(x)\|^2)^{1/2}`.
+        B: :math:`(\mathbb{E}_i \|\nabla f_i(x)\|^2)^{1/2} / \|\nabla f(x)\|`.
+        noise: The root mean square distance of the gradient of a step's batches from the client's.
+        drift: How far the clients' mean is, after K full-batch local steps, from where K steps on f lead; divided by
+            the step size and K, so that it is in units of a gradient. Of the first 50 steps, if K is larger.
+        progress: How far these steps on f lead, in the same units.
+        curvature: The eigenvalue of f's Hessian of largest absolute value, L but for the sign.
+        delta: The largest :math:`\|\nabla^2 f_i(x) - \nabla^2 f(x)\|`.
+        delta_mean: The mean of these.
+        no_hessian: Why there is no Hessian.
+    """
+
+    round: int
+    population: int
+    clients: int
+    few: int
+    weighting: str
+    steps: tuple[int, float, int]
+    rate: float
+    is_plain: bool
+    server: str
+    loss: float
+    gradient: float
+    G: Estimate
+    B: float
+    noise: Estimate
+    drift: float
+    progress: float
+    curvature: Estimate = (math.nan, math.nan)
+    delta: Estimate = (math.nan, math.nan)
+    delta_mean: float = math.nan
+    no_hessian: str = ""
+
+
+def stepping(trainer: pl.Trainer) -> Optimizer:
+    """Return the optimizer whose step size is in question: the clients', or the server's where they take no steps."""
+    loop = trainer.fit_loop
+    found: Optimizer = loop.prepared.optimizer if loop.settings.algorithm.local_work else loop.state.step.optimizer
+    return found
+
+
+def mean_gradient(trainer: pl.Trainer, x: Vector, shares: Shares) -> Vector:
+    """Return the gradient [P] of the clients' mean training loss at x [P]."""
+    out = torch.zeros_like(x)
+    for i, share in shares.items():
+        out.add_(trainer.fit_loop.full_gradient(i, x), alpha=share)
+    return out
+
+
+def measure(trainer: pl.Trainer, shares: Shares, hessian_clients: int, weighting: str) -> Measured:
+    """Measure clients at the server's model, in a fit.
+
+    Args:
+        trainer: The trainer.
+        shares: The clients' shares in all means; they sum to one.
+        hessian_clients: How many of them to compare the Hessians of.
+        weighting: What the shares go by, for the record.
+    """
+    loop, x = trainer.fit_loop, trainer.fit_loop.state.x
+    optimizer, server = stepping(trainer), loop.state.step.optimizer
+    mean, distances, noises = mean_gradient(trainer, x, shares), [], []
+    for i in shares:
+        gradient = loop.full_gradient(i, x)
+        distances.append(_square(gradient - mean))
+        around = [_square(g - gradient) for g in loop.batch_gradients(i, x, _BATCHES)]
+        noises.append(sum(around) / len(around) / trainer.accumulate_grad_batches)
+    spread = gradient_dissimilarity((loop.full_gradient(i, x), share) for i, share in shares.items())
+    plans = loop.clients.plans.for_round(loop.round)
+    steps = [plan.participant.steps for i in shares if (plan := plans.plan(i)) is not None]
+    few = dict(list(shares.items())[:hessian_clients])
+    few = {i: share / sum(few.values()) for i, share in few.items()}
+    rate, number = max(float(group["lr"]) for group in optimizer.param_groups), sum(steps) / len(steps)
+    is_plain = _is_plain(optimizer)
+    drift, progress = _drift(trainer, x, few, rate, round(number)) if is_plain and rate * number else (math.nan,) * 2
+    try:
+        hessian = _hessian(trainer, x, shares, few)
+    except FederatedError as error:
+        hessian = {"no_hessian": str(error)}
+    return Measured(
+        round=loop.round,
+        population=len(loop.population),
+        clients=len(shares),
+        few=len(few),
+        weighting=weighting,
+        steps=(min(steps), number, max(steps)),
+        rate=rate,
+        is_plain=is_plain,
+        server=f"{type(server).__name__}, rate {float(server.param_groups[0]['lr']):g}",
+        loss=sum(shares[i] * loss for i, loss in loop.training_losses(list(shares)).items()),
+        gradient=spread.norm,
+        G=_root(distances, shares, len(loop.population)),
+        B=spread.B,
+        noise=_root(noises, shares, len(loop.population)),
+        drift=drift,
+        progress=progress,
+        **hessian,
+    )
+
+
+def _is_plain(optimizer: Optimizer) -> bool:
+    base = getattr(optimizer, "base", optimizer)
+    return type(base) is torch.optim.SGD and not any(group["momentum"] for group in base.param_groups)
+
+
+def _drift(trainer: pl.Trainer, x: Vector, shares: Shares, rate: float, steps: int) -> tuple[float, float]:
+    """Return drift and progress of as many local steps, each client's with all of its examples."""
+    loop, steps = trainer.fit_loop, min(steps, _PATH)
+    apart, together = torch.zeros_like(x), x.clone()
+    for i, share in shares.items():
+        y = x.clone()
+        for _ in range(steps):
+            y.sub_(loop.full_gradient(i, y), alpha=rate)
+        apart.add_(y - x, alpha=share)
+    for _ in range(steps):
+        together.sub_(mean_gradient(trainer, together, shares), alpha=rate)
+    gap, way = torch.linalg.vector_norm(apart - (together - x)), torch.linalg.vector_norm(together - x)
+    return float(gap) / (rate * steps), float(way) / (rate * steps)
+
+
+def _hessian(trainer: pl.Trainer, x: Vector, shares: Shares, few: Shares) -> dict[str, Any]:
+    """Return what Hessian-vector products say, as fields of :class:`Measured`.
+
+    Raises:
+        FederatedError: If the model cannot be differentiated twice.
+    """
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise FederatedError("second derivatives underflow with precision='16-mixed'.")
+    loop = trainer.fit_loop
+    products = {i: partial(loop.hessian_vector, i, x) for i in shares}
+
+    def mean_product(vector: Vector) -> Vector:
+        out = torch.zeros_like(vector)
+        for i, share in shares.items():
+            out.add_(products[i](vector), alpha=share)
+        return out
+
+    stream = generator(derive_seed(loop.state.seed, Purpose.MEASUREMENT), Purpose.TRAINING)
+    start = torch.randn(len(x), generator=stream, dtype=x.dtype).to(x.device)
+    largest = extreme_eigenvalue(mean_product, start, _TOLERANCE, _ITERATIONS)
+    apart = hessian_dissimilarity([products[i] for i in few], start, list(few.values()), _TOLERANCE, _ITERATIONS)
+    worst = max(apart, key=lambda found: abs(found.value))
+    return {
+        "curvature": (largest.value, largest.residual),
+        "delta": (abs(worst.value), worst.residual),
+        "delta_mean": sum(share * abs(one.value) for share, one in zip(few.values(), apart, strict=True)),
+    }
+
+
+def _square(vector: Vector) -> float:
+    return float(vector.dot(vector))
+
+
+def _root(squares: Sequence[float], shares: Shares, population: int) -> Estimate:
+    """Return the root of a mean over clients drawn without replacement, and its standard error."""
+    pairs, n = list(zip(shares.values(), squares, strict=True)), len(squares)
+    mean = sum(share * value for share, value in pairs)
+    if mean == 0 or n == population:
+        return math.sqrt(mean), 0.0
+    variance = sum((share * (value - mean)) ** 2 for share, value in pairs) * n / (n - 1) if n > 1 else math.inf
+    return math.sqrt(mean), math.sqrt(variance * (1 - n / population)) / (2 * math.sqrt(mean))

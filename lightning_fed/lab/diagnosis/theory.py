@@ -1,0 +1,116 @@
+r"""What the papers' theory makes of the clients' constants.
+
+- Karimireddy et al., *Mime* (https://arxiv.org/abs/2008.03606), theorems I and IV.
+- Karimireddy et al., *SCAFFOLD* (https://arxiv.org/abs/1910.06378): local steps, and the lower bound for FedAvg.
+"""
+
+import math
+from dataclasses import dataclass
+
+from lightning_fed.lab.diagnosis.measurement import Measured
+
+__all__ = ["Theory", "mime_mvr", "suggest"]
+
+
+@dataclass(frozen=True)
+class Theory:
+    r"""What the theory says of a configuration; nan where something that it rests on is not known.
+
+    Attributes:
+        K: The local steps of a client, their mean.
+        S: The clients of a round, their mean number.
+        T: The rounds that are left; of a run that is done, all.
+        useful_steps: :math:`L / \delta`: the local steps that help a method which corrects the drift.
+        useful_steps_mean: The same with the mean of the clients' distances for :math:`\delta`.
+        ceiling: :math:`1 / L`.
+        client_ceiling: :math:`1 / (L + \delta)`: no client's curvature is above :math:`L + \delta`.
+        drift_bound: :math:`\eta \frac{K - 1}{2} \delta G`, the most that the drift can be to first order in
+            :math:`\eta`: local step k is taken about :math:`\eta k g_i` away from x, where a client's gradient is
+            :math:`\eta k H_i g_i` less.
+        batches: The standard deviation that batches give the mean gradient of a round.
+        drawing: The standard deviation that drawing S of N clients without replacement gives it.
+        lower_bound: :math:`G^2 / (\mu T^2)`, FedAvg's error after T rounds on the worst functions with this G; with L
+            for :math:`\mu`, which makes it the least it can be.
+        mvr_rate: MimeMVR's step size, see :func:`mime_mvr`.
+        mvr_a: MimeMVR's ``a``.
+    """
+
+    K: float
+    S: float
+    T: float
+    useful_steps: float
+    useful_steps_mean: float
+    ceiling: float
+    client_ceiling: float
+    drift_bound: float
+    batches: float
+    drawing: float
+    lower_bound: float
+    mvr_rate: float
+    mvr_a: float
+
+
+def mime_mvr(
+    *, F: float, G: float, delta: float, L: float, K: float, S: float, T: float  # noqa: N803
+) -> tuple[float, float]:  # fmt: skip
+    r"""Return the largest step size that Mime's theorem IV allows MimeMVR, and the ``a`` that goes with it.
+
+    .. math::
+        \eta = \min\left( \frac{1}{15 K} \left( \frac{F S}{T \delta^2 G^2} \right)^{1/3}, \frac1L,
+        \frac{1}{40 \delta K} \right), \qquad a = 1536\, \eta^2 \delta^2 K^2
+
+    Args:
+        F: :math:`f(x^0) - f^*`, at least 0.
+        G: The dissimilarity of the gradients.
+        delta: That of the Hessians.
+        L: The smoothness, positive.
+        K: The local steps.
+        S: The clients of a round.
+        T: The rounds.
+
+    Example:
+        >>> rate, a = mime_mvr(F=1.0, G=1.0, delta=0.1, L=1.0, K=10, S=10, T=100)
+        >>> round(rate, 6), round(a, 6)
+        (0.014363, 0.316866)
+    """
+    rate = min(
+        _ratio(_ratio(F * S, T * (delta * G) ** 2) ** (1 / 3), 15 * K),
+        1 / L,
+        _ratio(1, 40 * delta * K),
+    )
+    return rate, 1536 * (rate * delta * K) ** 2
+
+
+def suggest(m: Measured, K: float, S: float, T: int | None, best_loss: float) -> Theory:  # noqa: N803
+    """Return what the theory makes of what was measured.
+
+    Args:
+        m: The clients' constants.
+        K: The local steps of a client.
+        S: The clients of a round.
+        T: The rounds that are left; None if their number is not known.
+        best_loss: The least loss there can be, f*.
+    """
+    G, delta, L, N = m.G[0], m.delta[0], abs(m.curvature[0]), m.population  # noqa: N806
+    rounds, F = float(T or math.nan), m.loss - best_loss  # noqa: N806
+    can_mvr = L > 0 and rounds > 0 and F >= 0
+    rate, a = mime_mvr(F=F, G=G, delta=delta, L=L, K=K, S=S, T=rounds) if can_mvr else (math.nan, math.nan)
+    return Theory(
+        K=K,
+        S=S,
+        T=rounds,
+        useful_steps=_ratio(L, delta),
+        useful_steps_mean=_ratio(L, m.delta_mean),
+        ceiling=_ratio(1, L),
+        client_ceiling=_ratio(1, L + delta),
+        drift_bound=m.rate * max(0.0, K - 1) / 2 * delta * G,
+        batches=m.noise[0] / math.sqrt(K * S),
+        drawing=G * math.sqrt(max(0.0, N - S) / ((N - 1) * S)) if N > 1 else 0.0,
+        lower_bound=_ratio(G**2, L * rounds**2),
+        mvr_rate=rate,
+        mvr_a=a,
+    )
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.inf

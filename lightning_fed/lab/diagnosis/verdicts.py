@@ -1,0 +1,206 @@
+"""What the numbers say is the matter, in order of evidence."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_fed.algorithms import Algorithm, FedDane, FedDyn, FedSpeed, Mime, MimeMVR, Scaffnew, Scaffold, ScaffoldM
+from lightning_fed.data.skew_report import SkewTable
+from lightning_fed.lab.diagnosis.measurement import Measured
+from lightning_fed.lab.diagnosis.self_check import SelfCheck
+from lightning_fed.lab.diagnosis.theory import Theory
+from lightning_fed.lab.diagnosis.trials import Trial
+
+__all__ = ["Findings", "Verdict", "corrects_drift", "plural", "verdicts"]
+
+_EVIDENCE = ("certain", "likely", "possible")
+_CORRECTING = (Scaffold, ScaffoldM, Scaffnew, Mime, MimeMVR, FedDane, FedDyn, FedSpeed)
+_KNOWING = (Scaffold, ScaffoldM, Scaffnew, FedDyn)  # what each client's gradient is, so that who is drawn matters less
+
+_UPHILL = -0.5  # cosine with the negative gradient
+_NOTICEABLE = 1.5  # how many times as much the loss falls
+_DRIFTING, _DRIFTED = 0.25, 0.5  # of the way that local steps on f lead
+_FEW_CLASSES = 0.5  # total variation distance of a client's labels from all
+_BALANCED, _SKEWED = 0.75, 0.5  # of the classes, as many equal ones would have the same entropy
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that was found out about a configuration.
+
+    Attributes:
+        algorithm: The method.
+        measured: The clients' constants.
+        theory: What follows from them.
+        trials: A few rounds at each step size, in order.
+        skew: How the data differ; None if labels cannot be read.
+        check: The method on the small problem.
+    """
+
+    algorithm: Algorithm
+    measured: Measured
+    theory: Theory
+    trials: Sequence[Trial]
+    skew: SkewTable | None
+    check: SelfCheck
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Something that may keep a run from converging.
+
+    Attributes:
+        evidence: "certain", "likely" or "possible".
+        cause: What is the matter.
+        text: The numbers that say so, and what to change.
+    """
+
+    evidence: str
+    cause: str
+    text: str
+
+
+def corrects_drift(algorithm: Algorithm) -> bool:
+    """Whether a method takes the clients' drift out of their local steps."""
+    return isinstance(algorithm, _CORRECTING)
+
+
+def plural(number: int, what: str) -> str:
+    """Return a number of things, in words.
+
+    Example:
+        >>> plural(1, "round"), plural(5, "round")
+        ('1 round', '5 rounds')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def verdicts(findings: Findings) -> list[Verdict]:
+    """Return what may be the matter, best evidence first; one verdict at least."""
+    found = [
+        *_faults(findings),
+        *_step_size(findings),
+        *_drift(findings),
+        *_noise(findings),
+        *_imbalance(findings),
+    ]
+    nothing = Verdict(
+        "possible",
+        "nothing stands out",
+        "None of the causes looked for shows at this model: the loss falls at the configured step size, and nothing"
+        " else is out of proportion. Let it run on, and look again at a checkpoint where it has stopped falling"
+        " (--ckpt_path).",
+    )
+    return sorted(found, key=lambda verdict: _EVIDENCE.index(verdict.evidence)) or [nothing]
+
+
+def _faults(f: Findings) -> Iterator[Verdict]:
+    cause = "there is a fault"
+    if f.check.is_fault:
+        yield Verdict("certain", cause, f.check.text)
+    if not math.isfinite(f.measured.loss):
+        yield Verdict("certain", cause, f"The training loss is {f.measured.loss} at this model, before any step.")
+    if f.measured.gradient == 0:
+        yield Verdict("certain", cause, "The gradient of the training loss is 0: it trains nothing of the model.")
+    smallest = f.trials[0]
+    if smallest.cosine < _UPHILL:
+        yield Verdict(
+            "likely",
+            cause,
+            f"At the smallest step size, {smallest.rate:.3g}, the model goes uphill: the cosine of its way with the"
+            f" negative gradient is {smallest.cosine:.2f}. Look for a reversed sign in"
+            f" {type(f.algorithm).__name__} or in the server's optimizer.",
+        )
+
+
+def _step_size(f: Findings) -> Iterator[Verdict]:
+    here = next(trial for trial in f.trials if trial.factor == 1)
+    best = min(f.trials, key=lambda trial: trial.change)
+    rounds = plural(len(best.losses) - 1, "round")
+    does = f"at {here.rate:.3g} the loss {_course(here)}, at {best.rate:.3g} it {_course(best)} ({rounds})"
+    if best.change >= 0:
+        yield Verdict(
+            "possible",
+            "no step size helps",
+            f"The loss does not fall at any of the five step sizes: at the smallest, {f.trials[0].rate:.3g}, it"
+            f" {_course(f.trials[0])}. Either this model is as good as it gets, noise hides what is gained, the step"
+            " size is too large by more than ten times, or there is a fault.",
+        )
+    elif here.change >= 0:
+        stable = f.theory.ceiling
+        note = f" Theory allows about 1/L = {stable:.3g}." if f.measured.is_plain and not math.isnan(stable) else ""
+        evidence = "certain" if math.isinf(here.change) else "likely"
+        if isinstance(f.algorithm, _KNOWING) and not math.isinf(here.change) and here.losses[-1] < here.losses[1]:
+            evidence = "possible"
+            note += (
+                " It falls since the first round, in which the method cannot correct the drift yet: see more --rounds."
+            )
+        yield Verdict(evidence, "the step size is too large", f"{does[0].upper()}{does[1:]}.{note}")
+    elif best.change < _NOTICEABLE * here.change:
+        size = "large" if best.factor < 1 else "small"
+        note = " A few rounds favour large steps; drift and noise show later." if best.factor > 1 else ""
+        yield Verdict("possible", f"the step size is rather {size}", f"{does[0].upper()}{does[1:]}.{note}")
+
+
+def _course(trial: Trial) -> str:
+    if math.isinf(trial.change):
+        return "diverges"
+    return f"goes from {trial.losses[0]:.4g} to {trial.losses[-1]:.4g}"
+
+
+def _drift(f: Findings) -> Iterator[Verdict]:
+    m, t = f.measured, f.theory
+    missed = m.drift / m.progress if m.progress else math.nan
+    if corrects_drift(f.algorithm) or not missed > _DRIFTING:
+        return
+    noise = max(t.batches, t.drawing)
+    skew = f.skew.label_distance if f.skew is not None else math.nan
+    source = f" Their labels differ (distance {skew:.2f} of 1), which is a source of it." if skew > _FEW_CLASSES else ""
+    yield Verdict(
+        "likely" if missed > _DRIFTED else "possible",
+        "clients drift",
+        f"After {min(t.K, 50):.3g} local steps of {m.rate:.3g} the clients' mean misses the point to which the same"
+        f" steps on f lead by {missed:.2g} of the way there. That is an error of {m.drift:.3g} in the mean gradient,"
+        f" {'above' if m.drift > noise else 'below'} the noise of a round ({noise:.3g}); unlike noise, it does not"
+        f" average out.{source} Try a method that corrects it (Scaffold; Mime where clients seldom come back), fewer"
+        " local steps, or smaller ones.",
+    )
+
+
+def _noise(f: Findings) -> Iterator[Verdict]:
+    m, t = f.measured, f.theory
+    drawing = 0.0 if isinstance(f.algorithm, _KNOWING) else t.drawing
+    others = [m.gradient, *([] if corrects_drift(f.algorithm) or math.isnan(m.drift) else [m.drift])]
+    if not max(t.batches, drawing) > max(others):
+        return
+    by_batches = t.batches >= drawing
+    what = "batches" if by_batches else "the drawing of clients"
+    change = "Larger batches" if by_batches else "More clients a round, or a method with momentum (MimeMVR, FedCM),"
+    yield Verdict(
+        "possible",
+        "noise dominates",
+        f"Noise of {what} ({max(t.batches, drawing):.3g} in the mean gradient of a round) is above the gradient"
+        f" ({m.gradient:.3g}). {change} and smaller steps towards the end make it less.",
+    )
+
+
+def _imbalance(f: Findings) -> Iterator[Verdict]:
+    skew, cause = f.skew, "the classes are imbalanced"
+    if skew is None or skew.classes < 2:
+        return
+    like = 2**skew.global_entropy
+    if like < _BALANCED * skew.classes:
+        yield Verdict(
+            "likely" if like < _SKEWED * skew.classes else "possible",
+            cause,
+            f"The {skew.classes} classes of all clients have the entropy of {like:.2g} equal ones: rare classes hardly"
+            " count in the loss. Weigh the loss by class, or look at accuracies by class.",
+        )
+    if skew.label_distance > _FEW_CLASSES and not corrects_drift(f.algorithm):
+        yield Verdict(
+            "possible",
+            f"{cause} among the clients",
+            f"The labels of a client are {skew.label_distance:.2f} of 1 away from those of all."
+            f" {type(f.algorithm).__name__} does not correct the drift that this makes with many local steps, and a"
+            " round rests on who is drawn.",
+        )

@@ -1,0 +1,283 @@
+"""What an experiment is: a grid of configurations, how values are chosen in it, what is drawn, and what is claimed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from lightning_fed.cli.overrides import Config
+from lightning_fed.lab.quantities import Metric, Quantity
+
+__all__ = [
+    "METHOD", "Axis", "Claim", "Departure", "Difference", "Experiment", "Figure", "Label", "Mark", "Place", "Scale",
+    "Table", "Tune",
+]  # fmt: skip
+
+METHOD = "method"
+"""The axis that every experiment has."""
+
+Label: TypeAlias = str
+"""One choice of an axis, by its name in figures and tables."""
+
+Place: TypeAlias = Mapping[str, tuple[Label, ...]]
+"""A part of a grid: for each axis named, the labels that belong to it."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension of a grid.
+
+    Args:
+        name: Its name.
+        choices: Overrides by label, in order.
+        tune: What is tuned where a label is chosen, by label and name: a key with values, or a list of other values.
+    """
+
+    name: str
+    choices: Mapping[Label, Mapping[str, Any]]
+    tune: Mapping[Label, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tune:
+    """What is tuned for each method at each combination of the axes.
+
+    Args:
+        by: The quantity whose best value decides.
+        seeds: How many seeds decide; None for all.
+        grid: Keys with values, by name, whose product is tried.
+    """
+
+    by: Quantity
+    seeds: int | None
+    grid: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Something that an experiment does otherwise than its paper.
+
+    Args:
+        what: What it is about.
+        paper: How the paper has it.
+        here: How it is here.
+        why: The reason.
+    """
+
+    what: str
+    paper: str
+    here: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A number of the paper's, drawn as a faint line across a figure.
+
+    Args:
+        at: The part of the grid that it is about.
+        y: The number.
+        label: What it is called in the legend.
+    """
+
+    at: Place
+    y: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure: panels in rows and columns, with lines in them.
+
+    Args:
+        name: Its name, a part of the file's.
+        kind: "curves" over the rounds, a "quantity" against an axis, or the "paths" of clients.
+        y: The metrics, or quantities, that are drawn; several make panels.
+        x: What runs are measured by, one of :data:`COSTS`, or the name of an axis.
+        lines: The axis whose labels are the lines.
+        rows: The axis whose labels are the rows of panels, "metric" for :attr:`y`, None for one row.
+        columns: The same for columns.
+        band: What is drawn around a line over several seeds.
+        log: The axes of the picture with a logarithmic scale.
+        xlim: What the horizontal axis shows.
+        ylim: What the vertical axis shows.
+        at: The part of the grid that is drawn.
+        rounds: The first rounds whose paths are drawn.
+        marks: Numbers of the paper's.
+    """
+
+    name: str
+    kind: Literal["curves", "quantity", "paths"]
+    y: tuple[Metric, ...] | tuple[Quantity, ...]
+    x: str
+    lines: str
+    rows: str | None
+    columns: str | None
+    band: Literal["std", "range", "none"]
+    log: tuple[str, ...]
+    xlim: tuple[float, float] | None
+    ylim: tuple[float, float] | None
+    at: Place
+    rounds: int = 1
+    marks: tuple[Mark, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: quantities by the labels of axes.
+
+    Args:
+        name: Its name.
+        rows: The axes whose combinations are its rows.
+        columns: The axis whose labels are its columns, if any.
+        values: The quantities, a column each within every other column.
+        at: The part of the grid that it shows.
+        paper: The paper's numbers for the first quantity, by the labels of the rows and then of the column.
+    """
+
+    name: str
+    rows: tuple[str, ...]
+    columns: str | None
+    values: tuple[Quantity, ...]
+    at: Place
+    paper: Mapping[tuple[Label, ...], float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a quantity loses or gains from one label of an axis to another.
+
+    Args:
+        axis: The axis.
+        of: The label whose value counts positive.
+        minus: The label whose value is taken from it.
+    """
+
+    axis: str
+    of: Label
+    minus: Label
+
+
+@dataclass(frozen=True)
+class Claim:
+    """An inequality that a paper states.
+
+    Args:
+        says: What the paper states, in our words.
+        source: Where it states it; empty for a control.
+        paper: The paper's numbers, if it gives any.
+        terms: Factor and label of each side; the label is None for a number alone.
+        signs: What stands between the sides: "<", "<=", ">", ">=" or "~".
+        quantity: What is compared.
+        compare: The axis of the labels.
+        mean_over: The axes over whose labels the quantity is averaged before it is compared.
+        difference: The axis along which the quantity's difference is compared, and not the quantity.
+        at: The part of the grid where it is claimed.
+        within: How much sides joined by "~" may differ, as a share of the larger.
+        scales: The scales at which it is judged; all if empty.
+        found: What an inquiry came to where it does not hold; empty if there was none.
+        controls: Inequalities that look into it, judged beside it and not counted.
+    """
+
+    says: str
+    source: str
+    paper: str
+    terms: tuple[tuple[float, Label | None], ...]
+    signs: tuple[str, ...]
+    quantity: Quantity
+    compare: str
+    mean_over: tuple[str, ...]
+    difference: Difference | None
+    at: Place
+    within: float
+    scales: tuple[str, ...]
+    found: str
+    controls: tuple["Claim", ...]
+
+    @property
+    def text(self) -> str:
+        """The inequality as it is written."""
+        sides = [_side(factor, label) for factor, label in self.terms]
+        return " ".join([sides[0], *(f"{sign} {side}" for sign, side in zip(self.signs, sides[1:], strict=True))])
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large an experiment is run.
+
+    Args:
+        name: Its name.
+        departures: What only this scale does otherwise than the paper.
+        overrides: Overrides on top of every cell.
+        seeds: The number of seeds, if not the experiment's.
+        axes: The labels that are kept, by axis, each with what is put on top of it.
+        tune: Lists of other values, by the names of what is tuned.
+    """
+
+    name: str
+    departures: tuple[Departure, ...] = ()
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    seeds: int | None = None
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+    tune: Mapping[str, list[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment as its file states it.
+
+    Args:
+        name: Its name, the file's.
+        file: Where it comes from.
+        title: What it shows.
+        paper: Whose claim it is.
+        item: The figure or table of the paper.
+        notes: What the paper leaves open, and how that is settled.
+        departures: What it does otherwise than the paper, at every scale.
+        base: The configuration that every cell starts from.
+        axes: The dimensions of its grid, the methods last.
+        skip: Parts of the grid that are left out.
+        tune: What is tuned; None if nothing is.
+        seeds: The number of seeds.
+        is_random: Whether anything is drawn, so that seeds differ.
+        metrics: The metrics by name.
+        figures: What is drawn.
+        tables: What is tabled.
+        claims: What is claimed.
+        scales: The scales by name.
+    """
+
+    name: str
+    file: Path
+    title: str
+    paper: str
+    item: str
+    notes: str
+    departures: tuple[Departure, ...]
+    base: Config
+    axes: Mapping[str, Axis]
+    skip: tuple[Place, ...]
+    tune: Tune | None
+    seeds: int
+    is_random: bool
+    metrics: Mapping[str, Metric]
+    figures: tuple[Figure, ...]
+    tables: tuple[Table, ...]
+    claims: tuple[Claim, ...]
+    scales: Mapping[str, Scale]
+
+    @property
+    def quantities(self) -> list[Quantity]:
+        """Every quantity that its tables, claims, figures and choices are made of."""
+        claims = [part for claim in self.claims for part in (claim, *claim.controls)]
+        found = [quantity for table in self.tables for quantity in table.values]
+        found += [claim.quantity for claim in claims]
+        found += [y for figure in self.figures for y in figure.y if isinstance(y, Quantity)]
+        found += [] if self.tune is None else [self.tune.by]
+        return list(dict.fromkeys(found))
+
+
+def _side(factor: float, label: Label | None) -> str:
+    if label is None:
+        return f"{factor:g}"
+    return label if factor == 1 else f"{factor:g} * {label}"

@@ -1,0 +1,300 @@
+"""Figures in a paper's layout: panels in rows and columns, a line per method, a band over seeds."""
+
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.experiment import Figure as Plan
+from lightning_fed.lab.experiment import Label, Mark
+from lightning_fed.lab.grid import Point
+from lightning_fed.lab.places import is_within
+from lightning_fed.lab.quantities import Curve, Metric, Quantity, cost
+from lightning_fed.lab.records import Record
+from lightning_fed.lab.results import Results
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["COLORS", "Panel", "add_legend", "draw", "draw_best", "new_figure", "panels_of", "save"]
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6B4C9A", "#8C6D31", "#444444")
+"""Colours that most people can tell apart (Okabe and Ito, and a few more)."""
+
+_STYLES = ("-", "--", "-.", ":")
+_WIDTH, _HEIGHT = 3.3, 2.5  # inches of a panel
+_LEGEND_ROW = 0.19  # inches of a row of the legend
+_LARGEST = 180_000  # bytes of a picture with all of its colours
+_UNITS = {"rounds": "rounds", "gradients": "gradients computed", "bytes": "bytes sent"}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A part of a figure with axes of its own.
+
+    Args:
+        row: Its row, from 0.
+        column: Its column, from 0.
+        row_label: What its row shows.
+        column_label: What its column shows.
+        points: The points of the grid that it shows.
+        y: What it draws of them.
+    """
+
+    row: int
+    column: int
+    row_label: str
+    column_label: str
+    points: tuple[Point, ...]
+    y: Metric | Quantity
+
+
+def draw(plan: Plan, results: Results) -> "Figure":
+    """Return the figure of an experiment.
+
+    Args:
+        plan: What it shows.
+        results: The finished cells.
+
+    Raises:
+        FederatedError: If matplotlib is not installed.
+    """
+    panels = list(panels_of(plan, results))
+    figure, grid = new_figure(max(p.row for p in panels) + 1, max(p.column for p in panels) + 1)
+    styles = {label: i for i, label in enumerate(results.grid.labels[plan.lines])}
+    for panel in panels:
+        axes = grid[panel.row][panel.column]
+        diverged = []
+        for label, style in styles.items():
+            points = [point for point in panel.points if point.by_axis[plan.lines] == label]
+            if points and plan.kind == "quantity":
+                _draw_quantity(axes, plan, panel, results, points, label, style)
+            elif points:
+                _draw_curve(axes, plan, panel, results, points[0], label, style)
+                diverged += [label] if _has_diverged(results, points[0]) else []
+        for mark in plan.marks:
+            _draw_mark(axes, plan, panel, mark, styles)
+        _set_up(axes, plan, panel, panels)
+        if diverged:
+            text = f"diverged: {', '.join(diverged)}"
+            axes.text(0.98, 0.97, text, transform=axes.transAxes, ha="right", va="top", fontsize=7)
+    add_legend(figure, [axes for row in grid for axes in row])
+    return figure
+
+
+def draw_best(results: Results, by: Quantity, ranked: Sequence[Point]) -> "Figure":
+    """Return the curves of the best few points of a grid.
+
+    Args:
+        results: The finished cells.
+        by: The quantity that they are ranked by; its metric is drawn.
+        ranked: The points, best first.
+
+    Raises:
+        FederatedError: If matplotlib is not installed.
+    """
+    figure, ((axes,),) = new_figure(1, 1)
+    for style, point in enumerate(ranked[: len(COLORS)]):
+        x, rows = _aligned(results.records(point), by.metric, "rounds")
+        if x:
+            axes.plot(x, [fmean(row) for row in rows], label=str(point), **_look(style))
+    axes.set(xlabel="rounds", ylabel=by.metric.label)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    add_legend(figure, [axes], columns=1)
+    return figure
+
+
+def panels_of(plan: Plan, results: Results) -> Iterator[Panel]:
+    """Yield the panels of a figure, row by row."""
+    points = [point for point in results.grid.points if is_within(point.by_axis, plan.at)]
+    rows, columns = (_divisions(plan, axis, points) for axis in (plan.rows, plan.columns))
+    for i, (row_label, in_row, row_y) in enumerate(rows):
+        for j, (column_label, in_column, column_y) in enumerate(columns):
+            kept = tuple(point for point in points if in_row(point) and in_column(point))
+            yield Panel(i, j, row_label, column_label, kept, row_y or column_y or plan.y[0])
+
+
+def _divisions(
+    plan: Plan, axis: str | None, points: Sequence[Point]
+) -> list[tuple[str, Callable[[Point], bool], Metric | Quantity | None]]:
+    """Return label, members, and what is drawn if that differs, of each row or column."""
+    if axis is None:
+        return [("", lambda _: True, None)]
+    if axis == "metric":
+        return [(y.label, lambda _: True, y) for y in plan.y]
+    labels = dict.fromkeys(point.by_axis[axis] for point in points)
+    return [(_titled(axis, label), _has(axis, label), None) for label in labels]
+
+
+def _has(axis: str, label: Label) -> Callable[[Point], bool]:
+    return lambda point: point.by_axis[axis] == label
+
+
+def _titled(axis: str, label: Label) -> str:
+    """Return a panel's title: "similarity 10 %", "G = 10", or the label alone if it speaks for itself."""
+    if axis == "method":
+        return label
+    is_number = label.replace(".", "", 1).replace("-", "", 1).replace("e", "", 1).isdigit()
+    return f"{axis} = {label}" if is_number else f"{axis}: {label}"
+
+
+def _draw_curve(
+    axes: "Axes", plan: Plan, panel: Panel, results: Results, point: Point, label: Label, style: int
+) -> None:
+    """Draw a metric over the rounds, or over what was spent."""
+    assert isinstance(panel.y, Metric)
+    x, rows = _aligned(results.records(point), panel.y, plan.x)
+    middle = [fmean(row) for row in rows]
+    marker = "o" if len(x) == 1 else None
+    axes.plot(x, middle, label=label, marker=marker, **_look(style))
+    low, high = _band(rows, plan.band)
+    if low != high:
+        axes.fill_between(x, low, high, color=COLORS[style % len(COLORS)], alpha=0.18, linewidth=0)
+
+
+def _draw_mark(axes: "Axes", plan: Plan, panel: Panel, mark: Mark, styles: Mapping[Label, int]) -> None:
+    """Draw a number of the paper's across a panel that has what it is about, in the colour of its line."""
+    if not any(is_within(point.by_axis, mark.at) for point in panel.points):
+        return
+    labels = mark.at.get(plan.lines, ())
+    colour = COLORS[styles[labels[0]] % len(COLORS)] if len(labels) == 1 and labels[0] in styles else "0.4"
+    axes.axhline(mark.y, color=colour, linewidth=0.9, linestyle=(0, (1, 3)), alpha=0.7, label=mark.label)
+
+
+def _has_diverged(results: Results, point: Point) -> bool:
+    """Whether a point's runs diverged, or all of what was tuned for it."""
+    candidates = results.candidates(point)
+    lost = bool(candidates) and all(candidate.estimate.is_diverged for candidate in candidates)
+    return lost or any(record.status == "diverged" for record in results.records(point))
+
+
+def _draw_quantity(
+    axes: "Axes", plan: Plan, panel: Panel, results: Results, points: Sequence[Point], label: Label, style: int
+) -> None:
+    """Draw a quantity against an axis of the grid; what is infinite leaves a gap."""
+    assert isinstance(panel.y, Quantity)
+    labels = [point.by_axis[plan.x] for point in points]
+    shown = [label for label in results.grid.labels[plan.x] if label in plan.at.get(plan.x, (label,))]
+    x = _positions(labels, shown)
+    estimates = [results.estimate(point, panel.y) for point in points]
+    middle = [e.mean if math.isfinite(e.mean) else math.nan for e in estimates]
+    axes.plot(x, middle, label=label, marker="o", markersize=4, **_look(style))
+    low, high = _band([e.values if math.isfinite(e.mean) else (math.nan,) for e in estimates], plan.band)
+    if low != high:
+        axes.fill_between(x, low, high, color=COLORS[style % len(COLORS)], alpha=0.18, linewidth=0)
+    if not _are_numbers(shown):
+        axes.set_xticks(range(len(shown)), shown)
+
+
+def _positions(labels: Sequence[Label], known: Sequence[Label]) -> list[float]:
+    """Return where labels stand on the horizontal axis: at their value if all are numbers, else side by side."""
+    return (
+        [float(label) for label in labels] if _are_numbers(known) else [float(known.index(label)) for label in labels]
+    )
+
+
+def _are_numbers(labels: Sequence[Label]) -> bool:
+    try:
+        return all(math.isfinite(float(label)) for label in labels)
+    except ValueError:
+        return False
+
+
+def _aligned(records: Sequence[Record], metric: Metric, x: str) -> tuple[list[float], list[list[float]]]:
+    """Return the horizontal positions, and each one's values for all seeds, where every seed has a finite one."""
+    curves: list[Curve] = [metric.of(record.series) for record in records]
+    if not curves:
+        return [], []
+    rounds = [n for n in curves[0] if all(math.isfinite(curve.get(n, math.nan)) for curve in curves)]
+    spent = [cost(record.series, x) for record in records]
+    return [fmean(of[n] for of in spent) for n in rounds], [[curve[n] for curve in curves] for n in rounds]
+
+
+def _band(rows: Sequence[Sequence[float]], kind: str) -> tuple[list[float], list[float]]:
+    if kind == "range":
+        return [min(row) for row in rows], [max(row) for row in rows]
+    spread = [stdev(row) if kind == "std" and len(row) > 1 else 0.0 for row in rows]
+    middle = [fmean(row) for row in rows]
+    pairs = list(zip(middle, spread, strict=True))
+    return [m - s for m, s in pairs], [m + s for m, s in pairs]
+
+
+def _look(style: int) -> dict[str, Any]:
+    return {
+        "color": COLORS[style % len(COLORS)],
+        "linestyle": _STYLES[style % len(_STYLES)],
+        "linewidth": 1.5,
+    }
+
+
+def _set_up(axes: "Axes", plan: Plan, panel: Panel, panels: Sequence[Panel]) -> None:
+    """Set scales, limits, labels and titles of a panel."""
+    if "x" in plan.log:
+        axes.set_xscale("log")
+    if "y" in plan.log:
+        axes.set_yscale("log")
+    if plan.xlim is not None:
+        axes.set_xlim(plan.xlim)
+    if plan.ylim is not None:
+        axes.set_ylim(plan.ylim)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    if panel.row == 0:
+        axes.set_title(panel.column_label, fontsize=10)
+    if panel.row == max(p.row for p in panels):
+        axes.set_xlabel(_UNITS.get(plan.x, plan.x))
+    if panel.column == 0:
+        above = f"{panel.row_label}\n" if panel.row_label and panel.row_label != panel.y.label else ""
+        axes.set_ylabel(f"{above}{panel.y.label}")
+    elif plan.columns == "metric":
+        axes.set_ylabel(panel.y.label)
+
+
+def add_legend(figure: "Figure", grid: Sequence["Axes"], columns: int | None = None) -> None:
+    """Add one legend for all panels, below them, in so many columns; the figure grows by its further rows."""
+    handles: dict[str, Artist] = {}
+    for axes in grid:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    if handles:
+        widest = 0.55 + 0.08 * max(map(len, handles))  # inches, at this size of letters
+        columns = columns or min(len(handles), max(1, int(figure.get_figwidth() / widest)))
+        figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * (math.ceil(len(handles) / columns) - 1))
+        figure.legend(
+            list(handles.values()), list(handles), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+        )
+
+
+def new_figure(rows: int, columns: int) -> tuple["Figure", Any]:
+    """Return an empty figure with panels [rows][columns].
+
+    Raises:
+        FederatedError: If matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise FederatedError('Figures need matplotlib: pip install "lightning_fed[plots]".') from error
+    width = max(4.2, _WIDTH * columns + 0.6)
+    figure = Figure(figsize=(width, _HEIGHT * rows + 0.7), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Write a figure as PNG; a large one with 256 colours, which is a third of the size."""
+    from PIL import Image
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=130, format="png")
+    image = Image.open(drawn).convert("RGB")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, optimize=True)
+    if path.stat().st_size > _LARGEST:
+        # Bands are pale, so that their colours are near each other: these choices keep them apart.
+        image.quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=2, dither=Image.Dither.NONE).save(path, optimize=True)

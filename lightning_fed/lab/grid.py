@@ -1,0 +1,179 @@
+"""The cells of an experiment at a scale: which points the grid has, and the configuration of each cell."""
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.axes import make_tune_axis, revise
+from lightning_fed.lab.experiment import Axis, Experiment, Label, Scale
+from lightning_fed.cli.overrides import Config, overlay
+from lightning_fed.lab.places import is_within
+from lightning_fed.cli.yaml_files import unknown
+
+__all__ = ["Cell", "Grid", "Point", "name_of"]
+
+DEFAULTS: Config = {"trainer": {"engine": "auto", "accelerator": "cpu", "max_update_ratio": None}}
+"""What a cell has unless its file says otherwise. A client at its optimum makes others look out of proportion."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A combination of labels, one for each axis.
+
+    Args:
+        labels: Axis and label, in the order of the axes.
+    """
+
+    labels: tuple[tuple[str, Label], ...]
+
+    @cached_property
+    def by_axis(self) -> dict[str, Label]:
+        """The labels by axis."""
+        return dict(self.labels)
+
+    def __str__(self) -> str:
+        """Show the labels."""
+        return name_of(self.labels)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid.
+
+    Args:
+        point: Where in the grid it is.
+        tuned: Name and label of each tuned value.
+        seed: Its seed.
+    """
+
+    point: Point
+    tuned: tuple[tuple[str, Label], ...]
+    seed: int
+
+    def __str__(self) -> str:
+        """Show labels, tuned values and seed."""
+        return name_of((*self.point.labels, *self.tuned, ("seed", str(self.seed))))
+
+
+class Grid:
+    """An experiment at one scale.
+
+    Args:
+        experiment: The experiment.
+        scale: The name of the scale.
+        seeds: The number of seeds; the scale's, or else the experiment's, if None.
+        accelerator: Where every cell is trained, in place of what the file says.
+
+    Raises:
+        FederatedError: If the scale is unknown, nothing is left of the grid, or an override does not fit.
+    """
+
+    def __init__(
+        self, experiment: Experiment, scale: str = "full", seeds: int | None = None, accelerator: str | None = None
+    ) -> None:
+        if scale not in experiment.scales:
+            raise unknown(f"{experiment.file}", "scale", scale, experiment.scales)
+        self.experiment = experiment
+        self.scale: Scale = experiment.scales[scale]
+        self.seeds = seeds or self.scale.seeds or experiment.seeds
+        grid = {} if experiment.tune is None else experiment.tune.grid
+        self._tuned = revise(grid, {name: values for name, values in self.scale.tune.items() if name in grid})
+        self.axes = {name: _at_scale(axis, self.scale, grid) for name, axis in experiment.axes.items()}
+        self._accelerator = {} if accelerator is None else {"trainer.accelerator": accelerator}
+        points = (
+            Point(tuple(zip(self.axes, row, strict=True))) for row in product(*(a.choices for a in self.axes.values()))
+        )
+        self.points = [p for p in points if not any(is_within(p.by_axis, place) for place in experiment.skip)]
+        if not self.points:
+            raise FederatedError(f"{experiment.file}: skip leaves nothing of the grid at scale {scale!r}.")
+
+    @property
+    def choice_seeds(self) -> int:
+        """The number of seeds on which tuned values are chosen."""
+        tune = self.experiment.tune
+        return self.seeds if tune is None or tune.seeds is None else min(tune.seeds, self.seeds)
+
+    @property
+    def labels(self) -> dict[str, tuple[Label, ...]]:
+        """The labels of every axis."""
+        return {name: tuple(axis.choices) for name, axis in self.axes.items()}
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether some cell's data come from a folder of data sets."""
+        cells = (next(self.cells(point, self.tuned(point)[0], range(1))) for point in self.points)
+        return any("root" in (self.config(cell)["data"].get("init_args") or {}) for cell in cells)
+
+    def tuned(self, point: Point) -> list[tuple[tuple[str, Label], ...]]:
+        """Return the combinations of tuned values that a point has, a single empty one if it has none."""
+        axes = self._tune_axes(point)
+        return [tuple(zip(axes, row, strict=True)) for row in product(*(axis.choices for axis in axes.values()))]
+
+    def cells(self, point: Point, tuned: tuple[tuple[str, Label], ...], seeds: range) -> Iterator[Cell]:
+        """Yield the cells of a point and its tuned values."""
+        yield from (Cell(point, tuned, seed) for seed in seeds)
+
+    def config(self, cell: Cell) -> Config:
+        """Return the configuration of a cell.
+
+        Raises:
+            FederatedError: If an override does not fit; it names the cell.
+        """
+        try:
+            config = overlay(DEFAULTS, self.experiment.base)
+            for overrides in self._overrides(cell):
+                config = overlay(config, overrides)
+        except FederatedError as error:
+            raise FederatedError(f"{self.experiment.file}, {cell}: {error}") from error
+        return config
+
+    def _overrides(self, cell: Cell) -> Iterator[Mapping[str, Any]]:
+        point, tune = cell.point, self._tune_axes(cell.point)
+        for name, label in point.labels:
+            yield self.axes[name].choices[label]
+        yield self.scale.overrides
+        for name, label in point.labels:
+            yield self.scale.axes[name].choices[label] if name in self.scale.axes else {}
+        for name, label in cell.tuned:
+            yield tune[name].choices[label]
+        yield {"seed_everything": cell.seed, **self._accelerator}
+
+    def _tune_axes(self, point: Point) -> dict[str, Axis]:
+        tuned, lists = dict(self._tuned), dict[str, list[Any]]()
+        for name, label in point.labels:
+            own = self.axes[name].tune.get(label, {})
+            tuned |= {n: entry for n, entry in own.items() if not isinstance(entry, list)}
+            lists |= {n: entry for n, entry in own.items() if isinstance(entry, list)}
+        for name in lists:  # which are for whatever key is tuned by that name, by another label too
+            if name not in tuned:
+                raise unknown(f"{self.experiment.file}, {point}", "tuned value", name, tuned)
+        where = f"{self.experiment.file}, {point}: tune"
+        return {name: make_tune_axis(f"{where}.{name}", name, entry) for name, entry in revise(tuned, lists).items()}
+
+
+def name_of(labels: tuple[tuple[str, Label], ...]) -> str:
+    """Return labels in words.
+
+    Example:
+        >>> name_of((("method", "FedAvg"), ("lr", "0.1")))
+        'method FedAvg, lr 0.1'
+    """
+    return ", ".join(f"{axis} {label}" for axis, label in labels)
+
+
+def _at_scale(axis: Axis, scale: Scale, grid: Container[str]) -> Axis:
+    """Return an axis with the labels that a scale keeps, and what they tune there.
+
+    The scale's own lists are for ``tune.grid``, and for labels only where it has no such name.
+    """
+    kept = scale.axes.get(axis.name, Axis(axis.name, {}))
+    choices = {label: axis.choices[label] for label in axis.choices if not kept.choices or label in kept.choices}
+    tune = {}
+    for label in choices:
+        own = axis.tune.get(label, {})
+        lists = {name: values for name, values in scale.tune.items() if name in own and name not in grid}
+        tune[label] = revise(revise(own, lists), kept.tune.get(label, {}))
+    return replace(axis, choices=choices, tune=tune)

@@ -1,0 +1,60 @@
+"""Parts of a grid, by the labels of its axes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.experiment import Label, Place
+from lightning_fed.cli.yaml_files import unknown
+
+__all__ = ["is_within", "read_place", "read_skip"]
+
+
+def read_place(where: str, found: Any, labels: Mapping[str, tuple[Label, ...]]) -> Place:
+    """Return a part of a grid, given as a label or a list of labels for each axis that it names.
+
+    Args:
+        where: What asks for it, for messages.
+        found: What the file says; None is the whole grid.
+        labels: The labels of every axis.
+
+    Raises:
+        FederatedError: If there is no such axis or label.
+    """
+    if not isinstance(found or {}, Mapping):
+        raise FederatedError(f"{where} must name axes and labels, such as {{method: FedAvg}}; found {found!r}.")
+    place = {}
+    for axis, entry in (found or {}).items():
+        if axis not in labels:
+            raise unknown(where, "axis", axis, labels)
+        named = tuple(str(label) for label in (entry if isinstance(entry, list) else [entry]))
+        for label in named:
+            if label not in labels[axis]:
+                raise unknown(f"{where}.{axis}", "label", label, labels[axis])
+        place[str(axis)] = named
+    return place
+
+
+def read_skip(where: str, found: Any, labels: Mapping[str, tuple[Label, ...]]) -> tuple[Place, ...]:
+    """Return the parts of a grid that are left out.
+
+    Raises:
+        FederatedError: If it is no list, or there is no such axis or label.
+    """
+    if not isinstance(found or [], list):
+        raise FederatedError(
+            f"{where} must be a list of parts of the grid, such as [{{method: FedAvg}}]; found {found!r}."
+        )
+    if not all(found or []):
+        raise FederatedError(f"{where}: a part that names nothing is all of the grid.")
+    return tuple(read_place(where, place, labels) for place in found or [])
+
+
+def is_within(point: Mapping[str, Label], place: Place) -> bool:
+    """Whether a point of a grid lies in a part of it; axes that either does not name do not matter.
+
+    Example:
+        >>> is_within({"method": "FedAvg", "K": "10"}, {"K": ("1", "10")})
+        True
+    """
+    return all(point[axis] in named for axis, named in place.items() if axis in point)

@@ -1,0 +1,276 @@
+"""Numbers made of curves: the final value of a metric, its best, the rounds until it reaches a target."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.stability import climb, settled
+from lightning_fed.cli.yaml_files import unknown
+
+__all__ = ["COSTS", "TOTALS", "Curve", "Metric", "Quantity", "Series", "cost", "parse_quantity"]
+
+Curve: TypeAlias = Mapping[int, float]
+"""The values of a tag by the number of completed rounds."""
+
+Series: TypeAlias = Mapping[str, Curve]
+"""What a run logged, by tag."""
+
+COSTS = {
+    "rounds": (),
+    "gradients": ("round/gradients",),
+    "bytes": ("comm/bytes_up", "comm/bytes_down"),
+    "simulated seconds": ("time/simulated",),
+}
+"""What a run can be measured by, with the tags that are added up over the rounds, but for :data:`TOTALS`."""
+
+TOTALS = frozenset({"time/simulated"})
+"""The tags that are logged as the sum over all rounds so far."""
+
+_TRAIN_LOSS = "population/train_loss"  # which says when a run has settled
+
+_GRAMMAR = re.compile(
+    r"(?P<kind>final|best|mean|setbacks|settled)"
+    r"|(?P<window>last|round|climb)\s+(?P<count>\d+)"
+    r"|(?P<cost>rounds|gradients|bytes|simulated seconds)\s+to\s+(?P<target>[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)"
+    r"(\s+over\s+(?P<over>\d+))?"
+)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric by the name under which it is logged.
+
+    Args:
+        name: The tag.
+        mode: Whether it is good where it is high or low.
+        label: What to call it in figures and tables.
+        factor: What its values are multiplied with wherever they are shown or compared: 100 if they are in percent.
+    """
+
+    name: str
+    mode: Literal["max", "min"]
+    label: str
+    factor: float = 1.0
+
+    def of(self, series: Series) -> Curve:
+        """Return the curve of a run, in this unit; empty if it did not log it."""
+        return {n: self.factor * value for n, value in series.get(self.name, {}).items()}
+
+    @property
+    def worst(self) -> float:
+        """A value worse than any other."""
+        return -math.inf if self.mode == "max" else math.inf
+
+    def reaches(self, value: float, target: float) -> bool:
+        """Whether a value is as good as the target."""
+        return value >= target if self.mode == "max" else value <= target
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number made of a run's curves.
+
+    Args:
+        text: How it is written.
+        kind: "final", "best", "mean", "last", "round" and "settled" of the metric; "setbacks", all its changes for the
+            worse, from each value to the next, added up; "climb", the largest one over a number of rounds; one of
+            :data:`COSTS` until it reaches a target.
+        metric: The metric.
+        number: The target, how many of the last values are averaged, the round, or the rounds of a climb.
+        over: How many values in a row have a mean that reaches the target.
+    """
+
+    text: str
+    kind: str
+    metric: Metric
+    number: float = 0.0
+    over: int = 1
+
+    @property
+    def is_cost(self) -> bool:
+        """Whether it counts what it takes to reach a target."""
+        return self.kind in COSTS
+
+    @property
+    def mode(self) -> Literal["max", "min"]:
+        """Whether it is good where it is high or low."""
+        return "min" if self.is_cost or self.kind in ("setbacks", "climb") else self.metric.mode
+
+    @property
+    def worst(self) -> float:
+        """The value of a run that has diverged."""
+        return math.inf if self.mode == "min" else -math.inf
+
+    @property
+    def label(self) -> str:
+        """What to call it in figures and tables."""
+        if self.is_cost:
+            mean = f" (mean of {self.over})" if self.over > 1 else ""
+            return f"{self.kind} to {self.metric.label} {self.number:g}{mean}"
+        named = {
+            "last": f"last {self.number:g}",
+            "round": f"round {self.number:g}",
+            "setbacks": "setbacks in",
+            "climb": f"greatest climb in {self.number:g} rounds of",
+        }
+        window = named.get(self.kind, self.kind)
+        return f"{window} {self.metric.label}"
+
+    @property
+    def tags(self) -> frozenset[str]:
+        """The metrics that it is made of."""
+        return frozenset({self.metric.name, _TRAIN_LOSS} if self.kind == "settled" else {self.metric.name})
+
+    def of(self, series: Series) -> float:
+        """Return the value for one run, which is infinite where a target is not reached.
+
+        Raises:
+            FederatedError: If the run did not log what it takes.
+        """
+        curve = self.metric.of(series)
+        if not curve:
+            raise FederatedError(
+                f"{self.metric.name} was not logged; there is {', '.join(sorted(series)) or 'nothing'}."
+            )
+        values = [_or(value, self.metric.worst) for value in curve.values()]
+        if self.is_cost:
+            reached = self._reached(series)
+            return math.inf if reached is None else cost(series, self.kind)[reached]
+        if self.kind == "round":
+            if int(self.number) not in curve:
+                raise FederatedError(f"{self.metric.name} was not logged after round {self.number:g}.")
+            return values[list(curve).index(int(self.number))]
+        if self.kind == "best":
+            return max(values) if self.metric.mode == "max" else min(values)
+        if self.kind == "settled":
+            return values[list(curve).index(_last(curve, self._settled(series)[0]))]
+        if self.kind == "climb":
+            return climb(dict(zip(curve, values, strict=True)), int(self.number), self.metric.mode)[0]
+        if self.kind == "setbacks":
+            if not all(map(math.isfinite, values)):
+                return math.inf
+            for_the_worse = -1 if self.metric.mode == "max" else 1
+            return sum(max(for_the_worse * (after - before), 0.0) for before, after in pairwise(values))
+        window = {"final": 1, "last": int(self.number), "mean": len(values)}[self.kind]
+        return sum(values[-window:]) / len(values[-window:])
+
+    def rests_on(self, series: Series) -> set[int]:
+        """Return the rounds whose values alone give :meth:`of`, the last one always among them."""
+        curve = self.metric.of(series)
+        rounds = sorted(curve)
+        kept = set(rounds[-1:])
+        if self.kind in ("mean", "setbacks"):
+            return set(rounds)
+        if self.kind == "settled" and rounds:
+            end, shown = self._settled(series)
+            return kept | shown | {_last(curve, end)}
+        if self.kind == "climb":
+            sound = {n: _or(curve[n], self.metric.worst) for n in rounds}
+            return kept | climb(sound, int(self.number), self.metric.mode)[1]
+        if self.kind == "last":
+            return set(rounds[-int(self.number) :])
+        if self.kind == "round":
+            return kept | {int(self.number)}
+        if self.kind == "best":
+            best = max if self.metric.mode == "max" else min
+            return kept | set(rounds and [best(rounds, key=lambda n: _or(curve[n], self.metric.worst))])
+        if self.is_cost:
+            reached = self._reached(series)
+            until = [n for n in rounds if reached is None or n <= reached]
+            # means need every value before; without them, the first one that reaches the target is enough
+            return kept | set(until if self.over > 1 else until[-1:])
+        return kept
+
+    def _reached(self, series: Series) -> int | None:
+        """Return the first round in which the target is reached."""
+        curve = self.metric.of(series)
+        values = [_or(value, self.metric.worst) for value in curve.values()]
+        for end, n in enumerate(curve, start=1):
+            mean = sum(values[max(end - self.over, 0) : end]) / self.over
+            if end >= self.over and self.metric.reaches(mean, self.number):
+                return n
+        return None
+
+    def _settled(self, series: Series) -> tuple[int, set[int]]:
+        if not series.get(_TRAIN_LOSS):
+            raise FederatedError(f"{_TRAIN_LOSS} was not logged, so it is not known when the run has settled.")
+        return settled(series[_TRAIN_LOSS])
+
+
+def _last(curve: Curve, end: int) -> int:
+    """Return the last round of a curve up to another, or its first one."""
+    return max((n for n in curve if n <= end), default=min(curve))
+
+
+def _or(value: float, instead: float) -> float:
+    return instead if math.isnan(value) else value
+
+
+def cost(series: Series, kind: str) -> dict[int, float]:
+    """Return what a run took until the end of each round: its number, or gradients, bytes or seconds up to there.
+
+    Raises:
+        FederatedError: If the run did not log it.
+
+    Example:
+        >>> cost({"val_acc": {2: 0.5}, "round/gradients": {1: 10.0, 2: 30.0}}, "gradients")
+        {1: 10.0, 2: 40.0}
+        >>> cost({"val_acc": {2: 0.5}, "time/simulated": {1: 3.0, 2: 9.0}}, "simulated seconds")
+        {1: 3.0, 2: 9.0}
+    """
+    tags = COSTS[kind]
+    if missing := [tag for tag in tags if not series.get(tag)]:
+        raise FederatedError(f"{' and '.join(missing)} were not logged, so the {kind} are not known.")
+    are_totals = TOTALS.issuperset(tags)
+    if not are_totals and (first := min(n for tag in tags for n in series[tag])) > 1:
+        raise FederatedError(
+            f"The log begins with round {first}, so the {kind} before are not known: it is that of a resumed run."
+        )
+    rounds = sorted({n for curve in series.values() for n in curve})
+    if not tags:
+        return {n: float(n) for n in rounds}
+    total, costs = 0.0, {}
+    for n in rounds:
+        spent = sum(series[tag].get(n, total if are_totals else 0.0) for tag in tags)
+        total = spent if are_totals else total + spent
+        costs[n] = total
+    return costs
+
+
+def parse_quantity(where: str, text: object, metrics: Mapping[str, Metric]) -> Quantity:
+    """Return the quantity that a text such as "rounds to 0.8 val_acc" means.
+
+    Args:
+        where: What asks for it, for the message.
+        text: The text.
+        metrics: The metrics by name; the first is meant where the text names none.
+
+    Raises:
+        FederatedError: If the text is not understood, or names an unknown metric.
+
+    Example:
+        >>> parse_quantity("tune", "rounds to 0.8", {"val_acc": Metric("val_acc", "max", "accuracy")}).label
+        'rounds to accuracy 0.8'
+    """
+    match = _GRAMMAR.match(text) if isinstance(text, str) else None
+    rest = text[match.end() :] if match and isinstance(text, str) else ""
+    if match is None or (rest and not rest[0].isspace()):
+        raise FederatedError(
+            f"{where}: {text!r} is no quantity. Write 'final', 'best', 'mean', 'settled', 'setbacks', 'climb N',"
+            " 'last N', 'round N', 'rounds to V', 'gradients to V', 'bytes to V' or 'simulated seconds to V', each of"
+            " these four with 'over N' or without, and then the metric unless it is the first."
+        )
+    name = rest.strip() or next(iter(metrics))
+    if name not in metrics:
+        raise unknown(where, "metric", name, metrics)
+    if match["kind"] == "settled" and _TRAIN_LOSS not in metrics:
+        raise FederatedError(f"{where}: {text!r} needs {_TRAIN_LOSS} among the metrics, which says when a run settles.")
+    number = float(match["target"] or match["count"] or 0)
+    over = int(match["over"] or 1)
+    if (match["window"] and number < 1) or over < 1:
+        raise FederatedError(f"{where}: {text!r} must count at least 1.")
+    return Quantity(str(text), match["kind"] or match["window"] or match["cost"], metrics[name], number, over)

@@ -1,0 +1,131 @@
+"""The command ``lightning-fed reproduce``: run an experiment of a paper, draw its figures and judge its claims."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jsonargparse import ArgumentParser
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.checking import check_outputs
+from lightning_fed.lab.experiment import Figure
+from lightning_fed.lab.figures import draw, new_figure, save
+from lightning_fed.lab.grid import Grid
+from lightning_fed.lab.options import add_run_options, reproduce_command
+from lightning_fed.lab.paths import draw_paths
+from lightning_fed.lab.published import PublishedCells, publish
+from lightning_fed.lab.reading import PAPERS, find_experiment, read_experiment
+from lightning_fed.lab.results import Results
+from lightning_fed.lab.run_grid import run_grid
+from lightning_fed.lab.store import Store
+from lightning_fed.lab.tables import write_choices
+from lightning_fed.lab.verdict import verdict
+from lightning_fed.lab.workers import make_workers
+
+__all__ = ["draw_figures", "page", "reproduce", "write_page"]
+
+
+def reproduce(args: Sequence[str]) -> None:
+    """Run an experiment, and write its verdict.
+
+    Args:
+        args: What follows ``lightning-fed reproduce`` on the command line.
+
+    Raises:
+        FederatedError: If the experiment, a configuration or a data set is not as it must be; before the first cell.
+        SystemExit: If the arguments are not understood, or on Ctrl-C.
+    """
+    options = _parser().parse_args(list(args))
+    if options.list:
+        print(_listing())
+        return
+    if options.name is None:
+        raise FederatedError("reproduce: name an experiment; `lightning-fed reproduce --list` shows those there are.")
+    experiment = read_experiment(find_experiment(options.name))
+    grid = Grid(experiment, options.scale, options.seeds, options.accelerator)
+    check_outputs(grid)
+    if experiment.figures:
+        new_figure(1, 1)  # refused without matplotlib, and better now than after hours
+    out = Path(options.out or Path("reproduced") / experiment.name / options.scale)
+    if options.published is None:
+        with Store(out) as store:
+            results = run_grid(grid, store, make_workers(options.jobs), options.data_root)
+            publish(results, out)
+            write_choices(out / f"{experiment.name}_choices.csv", results)
+            draw_paths_of(results, out)
+    text = write_page(grid, out if options.published is None else Path(options.published), out)
+    print(f"{text}\nwritten to {out}")
+
+
+def write_page(grid: Grid, published: Path, out: Path) -> str:
+    """Write the page of an experiment, and its figures but those of paths, from what was published; return its text.
+
+    Args:
+        grid: The grid.
+        published: The folder of what was published.
+        out: Where page and figures go.
+
+    Raises:
+        FederatedError: If nothing was published there.
+    """
+    results = Results(grid, PublishedCells(grid, published))
+    out.mkdir(parents=True, exist_ok=True)
+    draw_figures(results, out)
+    text = page(results)
+    (out / f"{grid.experiment.name}.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def page(results: Results) -> str:
+    """Return the page of an experiment.
+
+    Args:
+        results: The finished cells.
+    """
+    figures = [_picture(results, plan) for plan in results.grid.experiment.figures]
+    return verdict(results, reproduce_command(results.grid), figures)
+
+
+def draw_figures(results: Results, out: Path) -> list[str]:
+    """Draw the figures of an experiment that are made of curves, and return the names of their files.
+
+    Args:
+        results: The finished cells.
+        out: Where they go.
+    """
+    plans = [plan for plan in results.grid.experiment.figures if plan.kind != "paths"]
+    for plan in plans:
+        save(draw(plan, results), out / _picture(results, plan))
+    return [_picture(results, plan) for plan in plans]
+
+
+def draw_paths_of(results: Results, out: Path) -> None:
+    """Draw the figures of clients' paths, which need what the cells of a store kept and is not published."""
+    for plan in results.grid.experiment.figures:
+        if plan.kind == "paths":
+            save(draw_paths(plan, results), out / _picture(results, plan))
+
+
+def _picture(results: Results, plan: Figure) -> str:
+    return f"{results.grid.experiment.name}_{plan.name}.png"
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-fed reproduce",
+        description="Run an experiment of a paper, draw its figures, and say which of its claims hold.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", type=str, nargs="?", help="An experiment of --list, or the path of a YAML file.")
+    parser.add_argument("--scale", type=str, default="full", help="full, or another one of the file's, such as part.")
+    add_run_options(parser, "reproduced/NAME/SCALE")
+    parser.add_argument(
+        "--published", type=str, help="Run nothing: make the page of what was published in this folder."
+    )
+    parser.add_argument("--list", action="store_true", help="Show the experiments that there are.")
+    return parser
+
+
+def _listing() -> str:
+    rows = [(path.stem, read_experiment(path)) for path in sorted(PAPERS.glob("*.yaml"))]
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"{name:<{width}}  {e.title} ({e.paper}, {e.item})" for name, e in rows) or "There are none."

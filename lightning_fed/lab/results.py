@@ -1,0 +1,217 @@
+"""What a grid came to: the values chosen for each point, and quantities with their mean over seeds."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Protocol
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.experiment import Label
+from lightning_fed.lab.grid import Cell, Grid, Point, name_of
+from lightning_fed.lab.quantities import Quantity, cost
+from lightning_fed.lab.records import Record
+
+__all__ = ["Candidate", "Cells", "Estimate", "Results", "Tuned", "choose", "shown"]
+
+Tuned = tuple[tuple[str, Label], ...]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A quantity of a point over its seeds.
+
+    Args:
+        quantity: The quantity.
+        values: Its value for each seed, infinite where a target is not reached or the run diverged.
+        missing: Why there is no value, if so.
+        limit: The most that a cost was measured up to.
+        is_diverged: Whether some seed diverged.
+    """
+
+    quantity: Quantity
+    values: tuple[float, ...] = ()
+    missing: str = ""
+    limit: float = math.nan
+    is_diverged: bool = False
+
+    @property
+    def mean(self) -> float:
+        """The mean over the seeds; NaN if there is no value."""
+        return fmean(self.values) if self.values else math.nan
+
+    @property
+    def spread(self) -> float:
+        """The sample standard deviation over the seeds; 0 for a single one."""
+        finite = len(self.values) > 1 and all(map(math.isfinite, self.values))
+        return stdev(self.values) if finite else 0.0
+
+    def __str__(self) -> str:
+        """Show mean and deviation, or what stands in their way."""
+        if not self.values:
+            return "-"
+        if math.isfinite(self.mean):
+            return shown(self.mean) + (f" ± {shown(self.spread)}" if len(self.values) > 1 else "")
+        if self.is_diverged:
+            return "diverged"
+        return f">{shown(self.limit)}" if self.quantity.is_cost else "not finite"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A combination of tuned values that was tried.
+
+    Args:
+        tuned: The values.
+        estimate: What decides, over the seeds that decide.
+        tie: What decides between equals, lower being better.
+    """
+
+    tuned: Tuned
+    estimate: Estimate
+    tie: float
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """What is to be lowest; a combination without a value comes last."""
+        mean = self.estimate.mean
+        sign = 1.0 if self.estimate.quantity.mode == "min" else -1.0
+        return (math.inf if math.isnan(mean) else sign * mean), self.tie
+
+
+def choose(candidates: list[Candidate]) -> Candidate | None:
+    """Return the best candidate, the first of equals; None if all failed or diverged."""
+    sound = [c for c in candidates if c.estimate.values and not c.estimate.is_diverged]
+    return min(sound, key=lambda c: c.rank, default=None)
+
+
+class Cells(Protocol):
+    """Where the cells of a grid are found: in the store of a command, or in what was published of it."""
+
+    def record(self, cell: Cell) -> Record | None:
+        """Return a cell's record; None if it is not finished."""
+
+    def failure(self, cell: Cell) -> str | None:
+        """Return why a cell failed, None if it was not run."""
+
+
+class Results:
+    """The finished cells of a grid.
+
+    Args:
+        grid: The grid.
+        finished: Where its cells are found.
+    """
+
+    def __init__(self, grid: Grid, finished: Cells) -> None:
+        self.grid = grid
+        self.record, self.failure = finished.record, finished.failure
+        self._candidates: dict[Point, list[Candidate]] = {}
+
+    def asked(self) -> Iterator[Cell]:
+        """Yield every cell that the results rest on: those that decide on tuned values, and all seeds of the chosen."""
+        seen = dict[Cell, None]()
+        for point in self.grid.points:
+            for tuned in self.grid.tuned(point):
+                seen |= dict.fromkeys(self.grid.cells(point, tuned, range(self.grid.choice_seeds)))
+            seen |= dict.fromkeys(self.cells(point))
+        yield from seen
+
+    def candidates(self, point: Point) -> list[Candidate]:
+        """Return what was tried at a point, with what it scored; empty if nothing is tuned there."""
+        tune = self.grid.experiment.tune
+        combinations = self.grid.tuned(point)
+        if tune is None or len(combinations) < 2:
+            return []
+        if point not in self._candidates:
+            self._candidates[point] = [self._candidate(point, tuned, tune.by) for tuned in combinations]
+        return self._candidates[point]
+
+    def chosen(self, point: Point) -> Tuned | None:
+        """Return the tuned values chosen for a point; None if all of them failed or diverged."""
+        candidates = self.candidates(point)
+        if not candidates:
+            return self.grid.tuned(point)[0]
+        best = choose(candidates)
+        return None if best is None else best.tuned
+
+    def cells(self, point: Point) -> list[Cell]:
+        """Return the cells of a point at its chosen values, one for each seed."""
+        tuned = self.chosen(point)
+        return [] if tuned is None else list(self.grid.cells(point, tuned, range(self.grid.seeds)))
+
+    def records(self, point: Point) -> list[Record]:
+        """Return the finished ones of :meth:`cells`."""
+        return [record for cell in self.cells(point) if (record := self.record(cell)) is not None]
+
+    def estimate(self, point: Point, quantity: Quantity) -> Estimate:
+        """Return a quantity of a point, at its chosen values, over all seeds."""
+        cells = self.cells(point)
+        if not cells:
+            diverged = all(c.estimate.is_diverged for c in self.candidates(point))
+            if diverged:
+                return Estimate(quantity, (quantity.worst,) * self.grid.seeds, is_diverged=True)
+            return Estimate(quantity, missing="every tuned value failed or diverged")
+        return self._estimate(cells, quantity)
+
+    def _candidate(self, point: Point, tuned: Tuned, by: Quantity) -> Candidate:
+        cells = list(self.grid.cells(point, tuned, range(self.grid.choice_seeds)))
+        final = self._estimate(cells, Quantity("final", "final", by.metric)).mean if by.is_cost else 0.0
+        return Candidate(tuned, self._estimate(cells, by), final if by.metric.mode == "min" else -final)
+
+    def _estimate(self, cells: list[Cell], quantity: Quantity) -> Estimate:
+        values, limit, is_diverged = [], 0.0, False
+        for cell in cells:
+            record = self.record(cell)
+            if record is None:
+                cause = self.failure(cell)
+                why = "was not run" if cause is None else f"failed: {cause}"
+                return Estimate(quantity, missing=f"{cell} {why}")
+            is_diverged |= record.status == "diverged"
+            try:
+                values.append(quantity.worst if record.status == "diverged" else quantity.of(record.series))
+            except FederatedError as error:
+                return Estimate(quantity, missing=f"{cell}: {error}")
+            limit = max(limit, _most(record, quantity))
+        return Estimate(quantity, tuple(values), limit=limit, is_diverged=is_diverged)
+
+    def choice_rows(self) -> list[dict[str, str]]:
+        """Return every tuned combination with what it scored, and whether it was chosen."""
+        rows = []
+        for point in self.grid.points:
+            best = self.chosen(point)
+            for candidate in self.candidates(point):
+                score = candidate.estimate
+                rows.append(
+                    {
+                        **point.by_axis,
+                        "tuned": name_of(candidate.tuned),
+                        score.quantity.text: str(score),
+                        "chosen": "yes" if candidate.tuned == best else "",
+                    }
+                )
+        return rows
+
+
+def shown(value: float) -> str:
+    """Return a number with four significant digits, integers of up to seven digits as they are.
+
+    Example:
+        >>> shown(38.0), shown(0.123456), shown(1234.56)
+        ('38', '0.1235', '1235')
+    """
+    if not math.isfinite(value):
+        return {math.inf: "infinite", -math.inf: "-infinite"}.get(value, "-")
+    if value == int(value) and abs(value) < 1e7:
+        return str(int(value))
+    return f"{value:.0f}" if 1e3 <= abs(value) < 1e7 else f"{value:.4g}"
+
+
+def _most(record: Record, quantity: Quantity) -> float:
+    """Return what a cost was measured up to."""
+    if quantity.kind == "rounds" or not quantity.is_cost:
+        return float(max((n for curve in record.series.values() for n in curve), default=0))
+    try:
+        return max(cost(record.series, quantity.kind).values(), default=0.0)
+    except FederatedError:
+        return 0.0

@@ -1,0 +1,122 @@
+"""Run a whole grid: everything is checked, then the cells by which values are chosen are run, and then the others."""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+
+from lightning_fed.cli.configuration import Configurations
+from lightning_fed.lab.experiment import Experiment
+from lightning_fed.lab.grid import Cell, Grid
+from lightning_fed.lab.quantities import COSTS
+from lightning_fed.lab.records import Record
+from lightning_fed.lab.results import Results
+from lightning_fed.lab.runner import Job, check_jobs, make_jobs, probe_jobs, run_jobs
+from lightning_fed.lab.store import Store
+from lightning_fed.lab.workers import TaskRunner
+
+__all__ = ["StoredCells", "check_cells", "jobs_of", "run_grid", "stopping_cleanly"]
+
+
+@dataclass(frozen=True)
+class StoredCells:
+    """The cells of a grid that a store has.
+
+    Args:
+        store: The store.
+        jobs: The job of each cell.
+    """
+
+    store: Store
+    jobs: Mapping[Cell, Job]
+
+    def record(self, cell: Cell) -> Record | None:
+        """Return a cell's record; None if it is not finished."""
+        return self.store.get(self.jobs[cell].key) if cell in self.jobs else None
+
+    def failure(self, cell: Cell) -> str | None:
+        """Return why a cell failed, None if it was not run."""
+        return self.store.failure(self.jobs[cell].key) if cell in self.jobs else None
+
+
+def run_grid(grid: Grid, store: Store, workers: TaskRunner, data_root: str | None = None) -> Results:
+    """Check and run the cells of a grid that its store lacks.
+
+    Args:
+        grid: The grid.
+        store: Where its cells are kept.
+        workers: What runs them; they are closed at the end.
+        data_root: The folder of data sets, if not what the configurations say.
+
+    Raises:
+        FederatedError: If something about the cells is wrong; before the first one is run.
+        SystemExit: On Ctrl-C; what is finished is kept.
+    """
+    configurations, jobs = Configurations(), dict[Cell, Job]()
+    results = Results(grid, StoredCells(store, jobs))
+    seeds = range(grid.choice_seeds)
+    first = chain.from_iterable(grid.cells(point, tuned, seeds) for point in grid.points for tuned in grid.tuned(point))
+    with stopping_cleanly(jobs, store, workers):
+        jobs.update(check_cells(grid, first, configurations, store, workers, data_root))
+        run_jobs(jobs.values(), store, workers, data_root)
+        then = [cell for point in grid.points for cell in results.cells(point) if cell not in jobs]
+        if then:
+            jobs.update(jobs_of(grid, then, configurations))
+            run_jobs(jobs.values(), store, workers, data_root)
+    return results
+
+
+def check_cells(
+    grid: Grid,
+    cells: Iterable[Cell],
+    configurations: Configurations,
+    store: Store,
+    workers: TaskRunner,
+    data_root: str | None,
+) -> dict[Cell, Job]:
+    """Return the jobs of cells, after everything that can be wrong with those to be run has been looked at.
+
+    Raises:
+        FederatedError: If something is wrong; it names the cell.
+    """
+    jobs = jobs_of(grid, cells, configurations)
+    left = [job for job in {job.key: job for job in jobs.values()}.values() if not store.has(job.key)]
+    check_jobs(left, configurations)
+    probe_jobs(left, grid.experiment.metrics, _costs(grid.experiment), workers, data_root)
+    return jobs
+
+
+def jobs_of(grid: Grid, cells: Iterable[Cell], configurations: Configurations) -> dict[Cell, Job]:
+    """Return the job of each cell.
+
+    Raises:
+        FederatedError: If a configuration is not understood.
+    """
+    cells = list(cells)
+    named = make_jobs({str(cell): grid.config(cell) for cell in cells}, configurations)
+    return {cell: named[str(cell)] for cell in cells}
+
+
+@contextmanager
+def stopping_cleanly(jobs: Mapping[Cell, Job], store: Store, workers: TaskRunner) -> Iterator[None]:
+    """Close the workers in the end, and on Ctrl-C end the process with a word on what is finished.
+
+    Raises:
+        SystemExit: On Ctrl-C.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        done = sum(store.has(key) for key in {job.key for job in jobs.values()})
+        sys.exit(
+            f"lightning-fed: stopped with {done} cells finished in {store.out}; the same command goes on from there."
+        )
+    finally:
+        workers.close()
+
+
+def _costs(experiment: Experiment) -> set[str]:
+    """Return what runs are measured by in an experiment, beside rounds."""
+    drawn = {figure.x for figure in experiment.figures if figure.x in COSTS}
+    return {quantity.kind for quantity in experiment.quantities if quantity.is_cost} | drawn

@@ -1,0 +1,142 @@
+"""Run the cells of a grid that are not in its store yet, after everything about them has been checked."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_fed.compat.private import Tqdm
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.cli.configuration import Configurations, key_of, with_root
+from lightning_fed.cli.overrides import Config
+from lightning_fed.lab.quantities import COSTS, Metric
+from lightning_fed.lab.store import Store
+from lightning_fed.lab.workers import Task, TaskRunner, quietly
+from lightning_fed.cli.yaml_files import unknown
+
+__all__ = ["Job", "check_jobs", "make_jobs", "probe_jobs", "run_jobs"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A cell that is to be finished.
+
+    Args:
+        name: The cell in words; cells with the same configuration are one job, with the first one's name.
+        key: Its name in the store.
+        config: Its configuration.
+        completed: The same with all defaults.
+    """
+
+    name: str
+    key: str
+    config: Config
+    completed: Config
+
+
+def make_jobs(configs: Mapping[str, Config], configurations: Configurations) -> dict[str, Job]:
+    """Return the job of every cell; several cells share one if their configurations are the same.
+
+    Args:
+        configs: The cells' configurations by the cells' names.
+        configurations: What completes them.
+
+    Raises:
+        FederatedError: If a configuration is not understood; it names the cell.
+    """
+    jobs, by_key = {}, dict[str, Job]()
+    for name, config in configs.items():
+        completed = configurations.complete(name, config)
+        key = key_of(completed)
+        jobs[name] = by_key.setdefault(key, Job(name, key, config, completed))
+    return jobs
+
+
+def check_jobs(jobs: Iterable[Job], configurations: Configurations) -> None:
+    """Make the parts of every kind of cell once.
+
+    Raises:
+        FederatedError: If a class refuses its arguments; it names the cell.
+    """
+    with quietly():
+        for job in jobs:
+            configurations.check(job.name, job.config)
+
+
+def probe_jobs(
+    jobs: Sequence[Job], metrics: Mapping[str, Metric], costs: Iterable[str], workers: TaskRunner, data_root: str | None
+) -> None:
+    """Try every kind of cell for a round: data sets must be there, and the metrics among what some of them log.
+
+    Cells are of one kind if their configurations differ in numbers alone.
+
+    Args:
+        jobs: The cells.
+        metrics: The metrics that are asked for.
+        costs: What runs are measured by, of :data:`COSTS`.
+        workers: What runs the rounds.
+        data_root: The folder of data sets, if not what the configurations say.
+
+    Raises:
+        FederatedError: If a cell fails, or a metric is not logged; it names the cell.
+    """
+    kinds: dict[str, list[Job]] = {}
+    for job in jobs:
+        kinds.setdefault(json.dumps(_without_numbers(job.config), sort_keys=True, default=str), []).append(job)
+    logged, unknown_kinds = set[str](), 0
+    with Tqdm(total=len(kinds), desc="Checks", unit="kind", leave=False, disable=not kinds) as bar:
+        waiting = list(kinds.values())
+        while waiting:  # with a rate at which a round diverges, it cannot be seen what is logged: take another
+            tasks = {of[0].name: Task(of[0].name, with_root(of[0].config, data_root), {}) for of in waiting}
+            others = {of[0].name: of[1:] for of in waiting}
+            waiting = []
+            for outcome in workers.run(tasks.values()):
+                if outcome.cause is not None:
+                    raise FederatedError(f"{outcome.task.name} cannot be run: {outcome.cause}")
+                left = others[outcome.task.name]
+                if outcome.tags is None and left:
+                    waiting.append(left)
+                    continue
+                unknown_kinds += outcome.tags is None
+                logged.update(outcome.tags or ())
+                bar.update()
+    wanted = [*metrics, *(tag for cost in costs for tag in COSTS[cost])]
+    for metric in wanted if kinds and not unknown_kinds else ():
+        if metric not in logged:
+            raise unknown("After one round of every kind of cell", "metric", metric, sorted(logged))
+
+
+def run_jobs(jobs: Iterable[Job], store: Store, workers: TaskRunner, data_root: str | None = None) -> None:
+    """Run the jobs that are not finished yet, with a bar over cells.
+
+    A cell that fails is noted in the store, and leaves the others alone.
+
+    Args:
+        jobs: The jobs; those that come twice are run once.
+        store: Where finished cells are kept.
+        workers: What runs them.
+        data_root: The folder of data sets, if not what the configurations say.
+    """
+    by_key = {job.key: job for job in jobs}
+    left = [job for job in by_key.values() if not store.has(job.key)]
+    tasks = [Task(job.name, with_root(job.config, data_root), job.completed, store.cells / job.key) for job in left]
+    store.forget_failures(by_key)
+    failed = 0
+    with Tqdm(total=len(by_key), initial=len(by_key) - len(left), desc="Cells", unit="cell", disable=not tasks) as bar:
+        for outcome in workers.run(tasks):
+            if outcome.cause is not None:
+                failed += 1
+                assert outcome.task.folder is not None
+                store.note_failure(outcome.task.folder.name, outcome.task.name, outcome.cause)
+                bar.write(f"{outcome.task.name} failed: {outcome.cause}")
+                bar.set_postfix(failed=failed)
+            bar.update()
+
+
+def _without_numbers(node: Any) -> Any:
+    """Return a configuration with every number left out, so that it tells the kind of a cell."""
+    if isinstance(node, Mapping):
+        return {key: _without_numbers(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_without_numbers(value) for value in node]
+    return None if isinstance(node, int | float) and not isinstance(node, bool) else node

@@ -1,0 +1,231 @@
+"""The command ``lightning-fed sweep``: a grid, or a search, over any keys of a user's own configuration."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jsonargparse import ArgumentParser
+
+from lightning_fed.compat.package import pl
+from lightning_fed.core.arguments import check_count
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.axes import read_axis
+from lightning_fed.lab.checking import check_outputs
+from lightning_fed.lab.experiment import Axis, Experiment, Scale
+from lightning_fed.lab.figures import draw_best, new_figure, save
+from lightning_fed.lab.grid import Cell, Grid, Point
+from lightning_fed.lab.options import add_run_options, command_line
+from lightning_fed.lab.outputs import read_figures, read_tables
+from lightning_fed.cli.overrides import Config, overlay
+from lightning_fed.lab.places import read_skip
+from lightning_fed.lab.quantities import Quantity, parse_quantity
+from lightning_fed.lab.reading import read_metrics
+from lightning_fed.lab.records import Record
+from lightning_fed.lab.reproduce import draw_figures
+from lightning_fed.lab.results import Results
+from lightning_fed.lab.run_grid import run_grid
+from lightning_fed.lab.search import Range, find_optuna, read_range, read_search, run_search
+from lightning_fed.lab.store import Store
+from lightning_fed.lab.tables import markdown, rows_of, write_series
+from lightning_fed.lab.verdict import losses, means
+from lightning_fed.lab.workers import make_workers
+from lightning_fed.cli.yaml_files import check_keys, read_yaml, unknown
+
+__all__ = ["sweep"]
+
+_KEYS = ("metrics", "axes", "skip", "seeds", "by", "figures", "tables", "search")
+_LEFT_OUT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "default_root_dir")
+_PARTS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
+
+
+def sweep(args: Sequence[str]) -> None:
+    """Run a grid over a configuration, or search it, and write a table, a figure and TensorBoard's hyper-parameters.
+
+    Args:
+        args: What follows ``lightning-fed sweep`` on the command line.
+
+    Raises:
+        FederatedError: If a file, a configuration or a data set is not as it must be; before the first cell.
+        SystemExit: If the arguments are not understood, or on Ctrl-C.
+    """
+    options = _parser().parse_args(list(args))
+    entry = check_keys(options.grid, read_yaml(Path(options.grid)), _KEYS, ("metrics", "axes"))
+    experiment, ranges = _read(options.grid, entry, _base(options.config))
+    by = parse_quantity(f"{options.grid}: by", entry.get("by", "best"), experiment.metrics)
+    search = read_search(f"{options.grid}: search", entry.get("search"), by)
+    if ranges and options.search is None:
+        raise FederatedError(f"{options.grid}: {', '.join(ranges)} is a range, which needs --search optuna.")
+    if options.search is not None:
+        find_optuna()
+    grid = Grid(experiment, seeds=options.seeds, accelerator=options.accelerator)
+    check_outputs(grid)
+    new_figure(1, 1)  # refused without matplotlib, and better now than after hours
+    out = Path(options.out or "swept")
+    with Store(out) as store:
+        workers = make_workers(options.jobs)
+        if options.search is None:
+            results = run_grid(grid, store, workers, options.data_root)
+        else:
+            results = run_search(grid, ranges, search, store, workers, options.data_root)
+        text = _page(results, by, command_line("sweep", args), out)
+        (out / "sweep.md").write_text(text, encoding="utf-8")
+        write_series(out / "sweep_rounds.csv", results)
+        _log_hyper_parameters(results, out / "tensorboard")
+    print(f"{text}\nwritten to {out}; compare the cells with `tensorboard --logdir {out / 'tensorboard'}`")
+
+
+def _base(paths: Sequence[str]) -> Config:
+    """Return the stacked configurations, without what the runner does in its own way."""
+    config: Config = {}
+    for path in paths:
+        found = read_yaml(Path(path))
+        for name, part in found.items():
+            if name not in _PARTS and part is not None:  # None is such as the ckpt_path of --print_config
+                raise unknown(path, "key for the cells of a sweep", name, _PARTS)
+        config = overlay(config, found)
+    trainer = config.get("trainer") or {}
+    left_out = [f"trainer.{name}" for name in _LEFT_OUT if trainer.pop(name, None) is not None]
+    callbacks = trainer.get("callbacks") or []
+    savers = [c for c in callbacks if isinstance(c, dict) and "Checkpoint" in str(c.get("class_path"))]
+    if savers:
+        trainer["callbacks"] = [callback for callback in callbacks if callback not in savers]
+        left_out += [str(callback["class_path"]) for callback in savers]
+    if left_out:
+        print(f"The cells keep their logs in the store and no checkpoints; left out: {', '.join(left_out)}.")
+    return {name: part for name, part in config.items() if name in _PARTS}
+
+
+def _read(where: str, entry: Mapping[str, Any], base: Config) -> tuple[Experiment, dict[str, Range]]:
+    """Return the experiment that a grid makes of a configuration, and those of its axes that are ranges."""
+    found = entry["axes"]
+    if not isinstance(found, Mapping) or not found:
+        raise FederatedError(f"{where}: axes must name what is varied, such as lr: {{key: ..., values: [...]}}.")
+    metrics = read_metrics(f"{where}: metrics", entry["metrics"])
+    ranges, axes = {}, dict[str, Axis]()
+    for name, axis in found.items():
+        place = f"{where}: axes.{name}"
+        if isinstance(axis, Mapping) and ("low" in axis or "high" in axis):
+            ranges[str(name)] = read_range(place, axis)
+            axes[str(name)] = ranges[str(name)].ends(str(name))
+        else:
+            axes[str(name)] = read_axis(place, str(name), axis)
+            if any(axes[str(name)].tune.values()):
+                raise FederatedError(f"{place}: a sweep shows every value and tunes none. Make what is tuned an axis.")
+    labels = {name: tuple(axis.choices) for name, axis in axes.items()}
+    experiment = Experiment(
+        name="sweep",
+        file=Path(where),
+        title="Sweep",
+        paper="",
+        item="",
+        notes="",
+        departures=(),
+        base=base,
+        axes=axes,
+        skip=read_skip(f"{where}: skip", entry.get("skip"), labels),
+        tune=None,
+        seeds=check_count(where, "seeds", entry.get("seeds", 1)),
+        is_random=True,
+        metrics=metrics,
+        figures=read_figures(f"{where}: figures", entry.get("figures"), labels, metrics),
+        tables=read_tables(f"{where}: tables", entry.get("tables"), labels, metrics),
+        claims=(),
+        scales={"full": Scale("full")},
+    )
+    return experiment, ranges
+
+
+def _page(results: Results, by: Quantity, command: str, out: Path) -> str:
+    """Draw the figures, and return the page that shows them with the tables."""
+    experiment = results.grid.experiment
+    if experiment.figures:
+        figures = draw_figures(results, out)
+    else:
+        figures = ["sweep_curves.png"]
+        save(draw_best(results, by, _ranked(results, by)), out / figures[0])
+    parts = ["# Sweep", *(f"![{name}]({name})" for name in figures)]
+    if experiment.tables:
+        for table in experiment.tables:
+            parts += [f"## {table.name.replace('_', ' ').capitalize()}", markdown(*rows_of(table, results))]
+    else:
+        parts += [f"All grid points, by {by.label}:", markdown(*_table(results, by))]
+    parts += [*losses(results), "## How", f"    {command}", *means(results)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _ranked(results: Results, by: Quantity) -> list[Point]:
+    """Return the points, best first; those without a value come last."""
+    sign = 1 if by.mode == "min" else -1
+    estimates = {point: results.estimate(point, by).mean for point in results.grid.points}
+    return sorted(estimates, key=lambda point: (estimates[point] != estimates[point], sign * estimates[point]))
+
+
+def _table(results: Results, by: Quantity) -> tuple[list[str], list[list[str]]]:
+    quantities = [by]
+    for metric in results.grid.experiment.metrics.values():
+        quantities += [
+            Quantity(kind, kind, metric) for kind in ("final", "best") if (kind, metric) != (by.kind, by.metric)
+        ]
+    rows = [
+        [*point.by_axis.values(), *(str(results.estimate(point, quantity)) for quantity in quantities)]
+        for point in _ranked(results, by)
+    ]
+    return [*results.grid.axes, *(quantity.label for quantity in quantities)], rows
+
+
+def _log_hyper_parameters(results: Results, folder: Path) -> None:
+    """Write a TensorBoard run for every cell that has none yet: its labels and final metrics, and its curves."""
+    for cell in results.asked():
+        record = results.record(cell)
+        if record is None:
+            continue
+        name = "_".join([re.sub(r"[^\w.-]+", "_", str(cell)), record.folder.name[:6]])
+        if (folder / name).is_dir():
+            continue
+        logger = pl.loggers.TensorBoardLogger(folder, name=name, version="", default_hp_metric=False)
+        logger.log_hyperparams(_hyper_parameters(cell), _final(results, record))
+        for tag, curve in record.series.items():
+            for number, value in curve.items():
+                logger.log_metrics({tag: value}, step=number)
+        logger.finalize("success")
+
+
+def _hyper_parameters(cell: Cell) -> dict[str, Any]:
+    return {**{axis: _number(label) for axis, label in cell.point.labels}, "seed": cell.seed}
+
+
+def _final(results: Results, record: Record) -> dict[str, float]:
+    metrics = {}
+    for name, metric in results.grid.experiment.metrics.items():
+        if record.series.get(name):
+            for kind in ("final", "best"):
+                metrics[f"hp/{kind}_{name}"] = Quantity(kind, kind, metric).of(record.series)
+    return metrics
+
+
+def _number(label: str) -> float | str:
+    try:
+        return float(label)
+    except ValueError:
+        return label
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-fed sweep",
+        description="Run a grid over any keys of a configuration, or search it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        "-c",
+        type=str,
+        action="append",
+        required=True,
+        help="A configuration of `lightning-fed fit`; they stack.",
+    )
+    parser.add_argument("--grid", type=str, required=True, help="The grid, a YAML file.")
+    parser.add_argument("--search", type=Literal["optuna"], help="Search the axes, which may be ranges, instead.")
+    add_run_options(parser, "swept")
+    return parser

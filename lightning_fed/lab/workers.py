@@ -1,0 +1,215 @@
+"""Worker processes that run one cell after another, so that each pays for its imports once."""
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing import connection, get_context, parent_process
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from lightning_fed.compat.package import NAMES
+from lightning_fed.lab.cell import CellRunner
+from lightning_fed.cli.configuration import refusal_in
+from lightning_fed.cli.overrides import Config
+
+__all__ = ["Inline", "Outcome", "Task", "TaskRunner", "Workers", "make_workers", "quietly"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something for a worker to do.
+
+    Args:
+        name: The cell, for messages.
+        config: Its configuration.
+        completed: The same with all defaults, to be kept.
+        folder: Where its record goes; None to probe it only.
+    """
+
+    name: str
+    config: Config
+    completed: Config
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a task.
+
+    Args:
+        task: The task.
+        cause: Why it failed; None if it did not.
+        tags: What a probed cell logs; None if it diverged.
+        trace: The trace of what failed.
+    """
+
+    task: Task
+    cause: str | None = None
+    tags: tuple[str, ...] | None = ()
+    trace: str = ""
+
+
+class TaskRunner(Protocol):
+    """What runs tasks, in whatever order they are done."""
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
+        """Yield the outcome of each task as it comes."""
+        ...
+
+    def close(self) -> None:
+        """Stop, whatever is still at work."""
+        ...
+
+
+class Inline:
+    """Run tasks in this very process, for debugging and where there is only one to run."""
+
+    def __init__(self) -> None:
+        self._runner = CellRunner()
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
+        """Yield the outcome of each task in turn."""
+        for task in tasks:
+            with quietly():
+                outcome = _outcome_of(self._runner, task)
+            yield outcome
+
+    def close(self) -> None:
+        """Nothing is left at work."""
+
+
+class Workers:
+    """Run tasks in several processes with one thread each.
+
+    A worker that dies, because memory runs out or a library crashes, fails the task that it was at, and is replaced.
+
+    Args:
+        jobs: The number of processes.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        self.jobs = jobs
+        self._workers: dict[Connection, BaseProcess] = {}
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
+        """Yield the outcome of each task as it comes."""
+        waiting, at_work = list(tasks), dict[Connection, Task]()
+        while waiting or at_work:
+            while waiting and len(at_work) < self.jobs:
+                idle = next((pipe for pipe in self._workers if pipe not in at_work), None) or self._start()
+                task = waiting.pop(0)
+                with contextlib.suppress(BrokenPipeError):  # it died; what it was to do fails below
+                    idle.send(task)
+                at_work[idle] = task
+            for pipe in connection.wait(list(at_work)):
+                assert isinstance(pipe, Connection)
+                task = at_work.pop(pipe)
+                try:
+                    yield pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    yield Outcome(task, f"its process ended, with exit code {self._bury(pipe)}: perhaps memory ran out")
+
+    def close(self) -> None:
+        """Kill the workers; what they are at is lost, and nothing else."""
+        for process in self._workers.values():
+            process.kill()
+        for pipe in list(self._workers):
+            self._bury(pipe)
+
+    def _start(self) -> Connection:
+        context = get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(theirs,), daemon=True)
+        with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):
+            process.start()
+        theirs.close()
+        self._workers[ours] = process
+        return ours
+
+    def _bury(self, pipe: Connection) -> int | None:
+        process = self._workers.pop(pipe)
+        process.join()
+        pipe.close()
+        return process.exitcode
+
+
+def make_workers(jobs: int) -> TaskRunner:
+    """Return what runs tasks: so many processes, or this one if ``jobs`` is 0."""
+    return Workers(jobs) if jobs else Inline()
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Keep what Lightning and the modules print and warn of off the screen."""
+    loggers = [logging.getLogger(name) for names in NAMES.values() for name in names]
+    levels = [logger.level for logger in loggers]
+    with contextlib.ExitStack() as stack:
+        sink = stack.enter_context(Path(os.devnull).open("w"))
+        stack.enter_context(contextlib.redirect_stdout(sink))
+        stack.enter_context(contextlib.redirect_stderr(sink))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _work(pipe: Connection) -> None:
+    """Run tasks until nobody sends any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to hear
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    runner = CellRunner()
+    with quietly(), contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            pipe.send(_outcome_of(runner, pipe.recv()))
+
+
+def _leave_with_parent() -> None:
+    """End this process when the one that started it ends, however it does."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _outcome_of(runner: CellRunner, task: Task) -> Outcome:
+    try:
+        if task.folder is None:
+            tags = runner.probe(task.config)
+            return Outcome(task, tags=None if tags is None else tuple(tags))
+        runner.run(task.config, task.completed, task.folder)
+    except Exception as error:
+        refusal = refusal_in(error)
+        cause = str(refusal) if refusal is not None else f"{type(error).__name__}: {error}"
+        return Outcome(task, cause, trace=traceback.format_exc())
+    return Outcome(task)
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Set environment variables for the processes that are started inside."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

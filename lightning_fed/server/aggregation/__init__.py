@@ -1,0 +1,1 @@
+"""Averages and other aggregates of the clients' messages."""

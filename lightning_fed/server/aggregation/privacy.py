@@ -1,0 +1,213 @@
+"""Client-level differential privacy: clipped messages, noise from the operating system's entropy, and its account."""
+
+import copy
+import importlib
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.arguments import check_count, check_number
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import State, Vector, Weighting
+from lightning_fed.server.aggregation.mean import Aggregation, Exchange, accumulation_dtype
+from lightning_fed.server.aggregation.base import Aggregator, averaged_points
+from lightning_fed.server.aggregation.robust import ClippedAggregation
+from lightning_fed.server.sampling import BernoulliSampler, Sampler
+from lightning_fed.server.weighting import Participant
+
+__all__ = ["DifferentialPrivacy", "gaussian_noise"]
+
+_BLOCK = 2**20  # pairs of numbers that are made at once
+_ORDERS = [1 + i / 10 for i in range(1, 100)] + [*range(12, 64), 64, 80, 96, 128, 192, 256, 512, 1024]
+
+
+class DifferentialPrivacy(Aggregator):
+    r"""The mean of clipped messages with Gaussian noise (DP-FedAvg).
+
+    McMahan et al., *Learning Differentially Private Recurrent Language Models*, ICLR 2018
+    (https://arxiv.org/abs/1710.06963), Algorithm 1 with the estimator :math:`\tilde f_f` and uniform weights: every
+    client takes part with probability q, independently, and whoever took part,
+
+    .. math::
+        m \leftarrow \frac{1}{q N} \left( \sum_{i \in S} \frac{m_i}{\max(1, \lVert m_i \rVert / C)}
+        + \mathcal{N}(0, z^2 C^2 I) \right)
+
+    The models are then :math:`(\varepsilon, \delta)`-differentially private with respect to adding or removing a client
+    with all of its data; N is taken to be public. :math:`\varepsilon` after each round is that of Opacus' accountant
+    of the subsampled Gaussian mechanism (Rényi differential privacy), logged as ``privacy/epsilon``. Cohorts and noise
+    are drawn from the operating system's entropy and not from the run's seed: whoever knows the seed would know both.
+    Such a run does not repeat itself, and does not resume exactly.
+
+    It needs ``sampler=BernoulliSampler(q)`` and the extra ``privacy``.
+
+    Args:
+        max_norm: C, the largest norm of a client's message.
+        noise_multiplier: z, the standard deviation of the noise on the sum in units of C.
+        delta: :math:`\delta`, in (0, 1). It should be well below 1/N.
+
+    Raises:
+        FederatedError: If a number is out of range.
+
+    Example:
+        >>> DifferentialPrivacy(max_norm=0.5, noise_multiplier=1.0, delta=1e-6)
+        DifferentialPrivacy(max_norm=0.5, noise_multiplier=1.0, delta=1e-06)
+    """
+
+    weighted = False
+
+    def __init__(self, max_norm: float, noise_multiplier: float, delta: float) -> None:
+        owner = type(self).__name__
+        self.max_norm = check_number(owner, "max_norm", max_norm, positive=True)
+        self.noise_multiplier = check_number(owner, "noise_multiplier", noise_multiplier, positive=True)
+        self.delta = check_number(owner, "delta", delta, positive=True)
+        if self.delta >= 1:
+            raise FederatedError(f"{owner}(delta={delta!r}): delta must lie in (0, 1), such as 1e-6.")
+        self._probability = math.nan
+        self._rdp: Any = None
+
+    def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> Aggregator:
+        """Return the aggregator with the sampler's probability and an accountant.
+
+        Raises:
+            FederatedError: If the settings would void the guarantee, or Opacus is missing.
+        """
+        super().for_run(algorithm, weighting, sampler)
+        name = type(algorithm).__name__
+        remedy = "Use a method that sends one message, such as FedAvg or FedProx."
+        if averaged_points(algorithm):
+            raise FederatedError(
+                f"aggregator={self!r} does not go with {name}, whose clients send full-batch gradients as well, which"
+                f" the noise is not made for. {remedy}"
+            )
+        if len(algorithm.reduces) != 1:
+            raise FederatedError(
+                f"aggregator={self!r} does not go with {name}, whose clients send {sorted(algorithm.reduces)}: clipping"
+                f" and noise are made for a single message. {remedy}"
+            )
+        if "population" in algorithm.reduces.values() or algorithm.uses_mean_examples:
+            what = "the mean number of examples" if algorithm.uses_mean_examples else "a sum over the population"
+            raise FederatedError(f"aggregator={self!r} does not go with {name}, which uses {what}. {remedy}")
+        if not isinstance(sampler, BernoulliSampler) or not isinstance(sampler.probability, int | float):
+            raise FederatedError(
+                f"aggregator={self!r} needs clients that take part independently with one probability, found"
+                f" {sampler!r}. Pass sampler=BernoulliSampler(0.1), and leave clients_per_round unset."
+            )
+        bound = copy.copy(self)
+        bound._probability = float(sampler.probability)
+        bound._rdp = _accountant().compute_rdp(
+            q=bound._probability, noise_multiplier=self.noise_multiplier, steps=1, orders=_ORDERS
+        )
+        return bound
+
+    def epsilon(self, rounds: int) -> float:
+        r"""Return :math:`\varepsilon` after so many rounds, of an aggregator that belongs to a run.
+
+        Raises:
+            FederatedError: If it belongs to none, or that is no number of rounds.
+        """
+        if self._rdp is None:
+            raise FederatedError(
+                f"{self!r} belongs to no run: how much is spent depends on the sampler. Ask"
+                " trainer.fit_loop.settings.aggregator.epsilon(rounds=...)."
+            )
+        rounds = check_count(type(self).__name__ + ".epsilon", "rounds", rounds, least=0)
+        if rounds == 0:
+            return 0.0
+        with warnings.catch_warnings():  # at the first or last order it is a bound all the same
+            warnings.simplefilter("ignore")
+            found, _ = _accountant().get_privacy_spent(orders=_ORDERS, rdp=rounds * self._rdp, delta=self.delta)
+        return float(found)
+
+    def of_round(
+        self,
+        reduces: Mapping[str, str],
+        weighting: Weighting,
+        cohort: Sequence[Participant],
+        population: int,
+        local_work: bool = True,
+    ) -> Aggregation:
+        """Return what clips messages, adds them up and adds noise."""
+        std, expected = self.noise_multiplier * self.max_norm, self._probability * population
+        bounds = dict.fromkeys(reduces, self.max_norm)
+        return PrivateAggregation(std, expected, bounds, reduces, weighting, cohort, population, local_work)
+
+
+class PrivateAggregation(ClippedAggregation):
+    """The sum of clipped messages with noise, by the expected number of clients.
+
+    Args:
+        std: The standard deviation of the noise on the sum.
+        expected: The expected number of clients.
+        bounds: The largest norm of the message.
+        arguments: Those of :class:`Aggregation`.
+    """
+
+    needs_clients = False
+
+    def __init__(self, std: float, expected: float, bounds: Mapping[str, float], *arguments: Any) -> None:
+        super().__init__(bounds, *arguments)
+        self._std, self._expected = std, expected
+        (self._name,) = self.reduces
+        self._is_noisy = False
+
+    def add(self, index: int, steps: int, send: State, model: Vector | None = None) -> None:
+        """Add one client's message, clipped; see :meth:`Aggregation.add`."""
+        self._check_names(send)
+        clipped = self._clipped(self._name, send[self._name], index)
+        self._note_steps({index: steps})
+        self._added.append(index)
+        total = self._sums.get(self._name)
+        self._sums[self._name] = clipped.clone() if total is None else total.add_(clipped)
+
+    def reduce(self, outlines: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
+        """Add up what all processes have, and the noise of the first one."""
+        self._sums.setdefault(self._name, torch.zeros_like(x, dtype=accumulation_dtype(x.device)))
+        self._is_noisy = True
+        if ranks.rank == 0:
+            self._add_noise()
+        super().reduce(outlines, ranks, x)
+
+    def _add_noise(self) -> None:
+        total = self._sums[self._name]
+        total.add_(gaussian_noise(total.numel(), self._std).to(total).view(total.shape))
+
+    def mean(self, x: Vector) -> tuple[State, Vector | None]:
+        """Return the noisy sum by the expected number of clients, also where nobody took part."""
+        self._sums.setdefault(self._name, torch.zeros_like(x, dtype=accumulation_dtype(x.device)))
+        if not self._is_noisy:
+            self._is_noisy = True
+            self._add_noise()
+        return {self._name: (self._sums[self._name] / self._expected).to(x.dtype)}, None
+
+
+def gaussian_noise(count: int, std: float) -> Tensor:
+    """Return independent Gaussian numbers [count] made of the operating system's entropy (Box and Muller, 1958).
+
+    Args:
+        count: How many.
+        std: Their standard deviation.
+    """
+    parts = []
+    for start in range(0, (count + 1) // 2, _BLOCK):
+        pairs = min(_BLOCK, (count + 1) // 2 - start)
+        bits = torch.frombuffer(bytearray(os.urandom(16 * pairs)), dtype=torch.int64)
+        uniform = (((bits >> 11) & (2**53 - 1)).to(torch.float64) + 0.5) * 2.0**-53  # never zero
+        radius, angle = (-2 * uniform[:pairs].log()).sqrt(), 2 * math.pi * uniform[pairs:]
+        parts += [radius * angle.cos(), radius * angle.sin()]
+    return torch.cat(parts)[:count] * std if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def _accountant() -> Any:
+    try:
+        return importlib.import_module("opacus.accountants.analysis.rdp")
+    except ImportError as error:
+        raise FederatedError(
+            "DifferentialPrivacy needs Opacus to account for the privacy spent. Install it: pip install"
+            ' "lightning_fed[privacy]".'
+        ) from error

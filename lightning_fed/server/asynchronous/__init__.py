@@ -1,0 +1,1 @@
+"""Servers that do not wait for all clients of a round."""

@@ -1,0 +1,245 @@
+"""Servers that do not wait for a cohort: a step is made of whatever answers have arrived."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.arguments import check_count
+from lightning_fed.server.asynchronous.client_clock import ClientClock
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId, State, Vector, Weighting
+from lightning_fed.server.aggregation.mean import Exchange, accumulation_dtype
+from lightning_fed.server.aggregation.base import Aggregator, averaged_points
+from lightning_fed.server.asynchronous.arrivals import Arrival, Arrivals, Between
+from lightning_fed.server.aggregation.collected import HeldAggregation
+from lightning_fed.server.sampling import Sampler
+from lightning_fed.server.weighting import Participant
+
+__all__ = ["Asynchronous"]
+
+
+class Asynchronous(Aggregator):
+    """A simulated asynchronous run; see :class:`lightning_fed.server.FedBuff` and ``FedAsync``.
+
+    It is the sampler and the aggregator of the run in one. Clients are trained when they begin, from the model of that
+    time, and their messages are held until the clock says that they arrive. So a round trains the clients that begin
+    between two steps of the server, and its step is made of the messages that arrive between them.
+
+    Args:
+        size: The answers of which the server makes a step, M.
+        concurrency: The clients at work at a time.
+        clock: How long they take; all alike by default.
+
+    Raises:
+        FederatedError: If a number is not positive.
+    """
+
+    weighted = False
+
+    def __init__(self, size: int, concurrency: int, clock: ClientClock | None = None) -> None:
+        owner = type(self).__name__
+        self.size = check_count(owner, "size", size, least=1)
+        self.concurrency = check_count(owner, "concurrency", concurrency, least=1)
+        if clock is not None and not isinstance(clock, ClientClock):
+            raise FederatedError(f"{owner}(clock={clock!r}): clock must be a ClientClock, or None.")
+        self.clock = ClientClock() if clock is None else clock
+        self._arrivals: Arrivals | None = None
+        self._round = -1
+        self._messages: dict[tuple[int, ClientId], State] = {}  # by the round in which their client began, and its id
+        self._on_their_way: list[tuple[int, ClientId]] = []  # after the last step; others serve if it is repeated
+
+    @abstractmethod
+    def weight(self, staleness: int) -> float:
+        """Return how much an answer counts.
+
+        Args:
+            staleness: The steps that the server has taken since its client began.
+        """
+
+    @abstractmethod
+    def held(self, change: Vector, x: Vector) -> Vector:
+        """Return what is held of a client's change, given where it began [P]."""
+
+    @abstractmethod
+    def applied(self, held: Vector, x: Vector) -> Vector:
+        """Return the change that the server makes of what was held, given where it stands now [P]."""
+
+    def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> Aggregator:
+        """Return what a run of this method uses.
+
+        Raises:
+            FederatedError: If the method needs all clients of a round at once.
+        """
+        name, method = type(self).__name__, type(algorithm).__name__
+        needs = None
+        if averaged_points(algorithm):
+            needs = "a gradient that is averaged over the cohort before it works"
+        elif algorithm.needs_everyone:
+            needs = "all clients in every round"
+        elif not algorithm.local_work:
+            needs = "the gradients of a cohort at one model"
+        if needs is not None:
+            raise FederatedError(
+                f"asynchronous={name}(...) does not go with {method}, which needs {needs}: here clients begin and end"
+                " at different times. Use a method whose clients work alone, such as FedAvg, FedProx or Scaffold."
+            )
+        run = super().for_run(algorithm, weighting, sampler)
+        assert isinstance(run, Asynchronous)
+        run._arrivals, run._messages, run._on_their_way = None, {}, []
+        return run
+
+    # ------------------------------------------------------------------ who begins
+
+    def count(self, population: int) -> int:
+        """Return how many clients work at a time, or refuse a population that is too small.
+
+        Raises:
+            FederatedError: If there are too few clients.
+        """
+        for name, wanted in (("size", self.size), ("concurrency", self.concurrency)):
+            if wanted > population:
+                raise FederatedError(
+                    f"{type(self).__name__}({name}={wanted}) needs at least as many clients; there are {population}"
+                    " non-empty ones."
+                )
+        return self.concurrency
+
+    def __call__(self, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
+        """Return the clients that begin in a round, in order of time."""
+        if self._arrivals is None or (self._arrivals.seed, self._arrivals.population) != (seed, population):
+            self.count(len(population))
+            self._arrivals = self.events(seed, population)
+        self._round = round
+        return [population[client] for client in self.between().begin]
+
+    def events(self, seed: int, population: Sequence[ClientId]) -> Arrivals:
+        """Return who begins and who arrives when in a run; another class can go by events that were recorded."""
+        return Arrivals(seed, population, self.clock, self.size, self.concurrency)
+
+    def between(self) -> Between:
+        """Return what happens in the round at work, or in the last one."""
+        assert self._arrivals is not None
+        return self._arrivals.in_round(self._round)
+
+    # ------------------------------------------------------------------ what arrives
+
+    def of_round(
+        self,
+        reduces: Mapping[str, str],
+        weighting: Weighting,
+        cohort: Sequence[Participant],
+        population: int,
+        local_work: bool = True,
+    ) -> "_Arriving":
+        """Return what holds the messages of those that begin, and puts together those that arrive."""
+        return _Arriving(self, reduces, "uniform", cohort, population, local_work)
+
+    def key_of(self, arrival: Arrival) -> tuple[int, ClientId]:
+        """Return the round and the id of the client that an arrival is of."""
+        assert self._arrivals is not None
+        return arrival.round, self._arrivals.population[arrival.client]
+
+    def taken(self, begun: Mapping[ClientId, State]) -> list[tuple[int, State]]:
+        """Take in the messages of those that began in this round, and return those that arrive with their staleness."""
+        between = self.between()
+        self._messages |= {(self._round, client_id): messages for client_id, messages in begun.items()}
+        arriving = list[tuple[int, State]]()
+        for arrival in between.arrive:
+            began, client_id = key = self.key_of(arrival)
+            if key not in self._messages:
+                raise FederatedError(
+                    f"There is no message of client {client_id!r}, which began in round {began}: it has no examples or"
+                    " took no step, or the checkpoint has lost it. In an asynchronous run every client that begins must"
+                    " answer. Leave clients without examples out of the data."
+                )
+            arriving.append((self._round - began, self._messages[key]))
+        self._on_their_way = [self.key_of(arrival) for arrival in between.left]
+        there = {*self._on_their_way, *map(self.key_of, between.arrive)}
+        self._messages = {key: messages for key, messages in self._messages.items() if key in there}
+        return arriving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the messages that are on their way after the last completed round."""
+        return {"messages": [(*key, dict(self._messages[key])) for key in self._on_their_way]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], x: Vector) -> None:
+        """Go on with the messages of a checkpoint.
+
+        Args:
+            state_dict: What :meth:`state_dict` has returned; nothing to begin.
+            x: The server parameters [P], beside which they are held.
+
+        Raises:
+            ValueError: If they are not such.
+        """
+        self._arrivals = None
+        self._messages = {
+            (began, client_id): {name: value.to(x.device) for name, value in messages.items()}
+            for began, client_id, messages in state_dict.get("messages", ())
+        }
+        self._on_their_way = list(self._messages)
+        for (began, client_id), messages in self._messages.items():
+            is_finite = all(bool(value.isfinite().all()) for value in messages.values())
+            if not is_finite or messages.get("delta", x).shape != x.shape:
+                raise ValueError(f"client {client_id!r} of round {began} has a message of another shape, or not finite")
+
+
+class _Arriving(HeldAggregation):
+    """The messages of the clients that begin in a round, in return for those that arrive.
+
+    Args:
+        run: What holds messages from round to round.
+        arguments: Those of :class:`lightning_fed.server.aggregation.mean.Aggregation`.
+    """
+
+    needs_clients = False
+
+    def __init__(self, run: Asynchronous, *arguments: Any) -> None:
+        super().__init__(_alone, False, *arguments)
+        self._run = run
+
+    def reduce(self, outlines: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
+        """Let every process have all messages."""
+        super().reduce(outlines, ranks, x)
+        everybody = [index for indices in self._by_rank for index in indices]
+        everybodys = {index: State() for index in everybody}
+        for name in sorted(self._shapes):  # processes may have learned the names in different orders
+            rows = x.new_zeros(len(everybody), *self._shapes[name])
+            for row, index in zip(rows, everybody, strict=True):
+                if index in self._held:
+                    row.copy_(self._held[index][name])
+            ranks.sum([rows])
+            for row, index in zip(rows, everybody, strict=True):
+                everybodys[index][name] = row.clone()
+        self._held = everybodys
+
+    def mean(self, x: Vector) -> tuple[State, Vector | None]:
+        """Return what the server makes of the messages that arrive.
+
+        Args:
+            x: The server parameters [P], from which those that begin in this round have begun.
+        """
+        run = self._run
+        begun = {self._members[index].client_id: self._with(own, run.held, x) for index, own in self._held.items()}
+        means = dict[str, Tensor]()
+        for staleness, held in run.taken(begun):
+            for name, value in self._with(held, run.applied, x).items():
+                # sums over all clients, such as SCAFFOLD's c, stay what they are, however late a part comes
+                is_sum = self.reduces[name] == "population"
+                weight = 1 / self.population if is_sum else run.weight(staleness) / run.size
+                if name not in means:
+                    means[name] = torch.zeros(value.shape, dtype=accumulation_dtype(x.device), device=x.device)
+                means[name].add_(value, alpha=weight)
+        return {name: value.to(x.dtype) for name, value in means.items()}, None
+
+    def _with(self, messages: State, function: Any, x: Vector) -> State:
+        """Return messages with another "delta"."""
+        return {name: function(value, x) if name == "delta" else value for name, value in messages.items()}
+
+
+def _alone(messages: Tensor, weights: Tensor, sum_: Any) -> Tensor:
+    raise AssertionError("messages are put together as they arrive")

@@ -1,0 +1,77 @@
+"""FedAsync: a step towards each client's model as it arrives."""
+
+from typing import Literal
+
+from lightning_fed.core.arguments import check_number, check_one_of
+from lightning_fed.server.asynchronous.client_clock import ClientClock
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import Vector
+from lightning_fed.server.asynchronous.base import Asynchronous
+
+__all__ = ["FedAsync"]
+
+
+class FedAsync(Asynchronous):
+    r"""A server that moves towards each client's model as it arrives.
+
+    Xie, Koyejo and Gupta, *Asynchronous Federated Optimization*, 2019 (https://arxiv.org/abs/1903.03934), Algorithm 1
+    and section 5.2:
+
+    .. math::
+        x^{r+1} = (1 - \alpha_r) x^r + \alpha_r y, \qquad \alpha_r = \alpha \, s(\tau)
+
+    with :math:`\tau` the steps that the server has taken since the client began, and s(tau) = 1 ("constant"),
+    :math:`(1 + \tau)^{-a}` ("polynomial"), or 1 up to b and then :math:`1 / (a (\tau - b) + 1)` ("hinge"). The paper's
+    clients have a proximal term: use :class:`lightning_fed.algorithms.FedProx`. Leave the server's optimizer at SGD
+    with rate 1, or it is applied to :math:`\alpha_r (y - x^r)`.
+
+    Args:
+        concurrency: The clients at work at a time.
+        alpha: The weight of a model that is up to date, in (0, 1].
+        staleness: The name of s.
+        a: Its parameter, at least 0.
+        b: Its other parameter, for the hinge alone, at least 0.
+        clock: How long clients take; all alike by default.
+
+    Raises:
+        FederatedError: If a value is out of range.
+
+    Example:
+        >>> FedAsync(concurrency=10, alpha=0.6, staleness="hinge", a=10.0, b=4.0).weight(4)
+        0.6
+    """
+
+    def __init__(
+        self,
+        concurrency: int,
+        alpha: float = 0.6,
+        staleness: Literal["constant", "polynomial", "hinge"] = "polynomial",
+        a: float = 0.5,
+        b: float = 0.0,
+        clock: ClientClock | None = None,
+    ) -> None:
+        super().__init__(1, concurrency, clock)
+        self.alpha = check_number("FedAsync", "alpha", alpha, positive=True)
+        if alpha > 1:
+            raise FederatedError(f"FedAsync(alpha={alpha!r}): alpha must lie in (0, 1].")
+        self.staleness = check_one_of("FedAsync", "staleness", staleness, ("constant", "polynomial", "hinge"))
+        self.a = check_number("FedAsync", "a", a, least=0.0)
+        self.b = check_number("FedAsync", "b", b, least=0.0)
+        if b and staleness != "hinge":
+            raise FederatedError(f"FedAsync(b={b!r}) is of no use to staleness={staleness!r}. Leave it unset.")
+
+    def weight(self, staleness: int) -> float:
+        """Return alpha s(staleness)."""
+        if self.staleness == "polynomial":
+            return float(self.alpha * (1 + staleness) ** -self.a)
+        if self.staleness == "hinge" and staleness > self.b:
+            return self.alpha / (self.a * (staleness - self.b) + 1)
+        return self.alpha
+
+    def held(self, change: Vector, x: Vector) -> Vector:
+        """Return the client's model."""
+        return x + change
+
+    def applied(self, held: Vector, x: Vector) -> Vector:
+        """Return the way from where the server stands to the client's model."""
+        return held - x

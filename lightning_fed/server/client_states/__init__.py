@@ -1,0 +1,1 @@
+"""What clients keep between rounds: the state, and its stores in memory and on disk."""

@@ -1,0 +1,242 @@
+"""What a client keeps, sorted by what it is for; states that cannot be this run's are refused."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId, State
+from lightning_fed.server.client_states.store import ClientStore
+
+__all__ = [
+    "PERSONAL",
+    "ClientState",
+    "ClientStates",
+    "ExpectedState",
+    "Stacked",
+    "method_part",
+    "with_personal",
+]
+
+_BUFFER, _SOLVER, _RESIDUAL = "buffer.", "solver.", "residual."
+
+PERSONAL = "personal.parameters"
+"""The name of a client's own part of the parameters [Q], beside what its method keeps."""
+
+
+@dataclass
+class ClientState:
+    """What one client keeps, by name.
+
+    Attributes:
+        own: The method's state, and the client's own part of the parameters.
+        buffers: The module's buffers, where every client has its own.
+        solver: The local optimizer's state, as ``solver.<parameter>.<name>``, where clients keep it.
+        residuals: What compression left out, by message.
+    """
+
+    own: State
+    buffers: State = field(default_factory=dict)
+    solver: State = field(default_factory=dict)
+    residuals: State = field(default_factory=dict)
+
+    def joined(self) -> State:
+        """Return all of it, as a store keeps it."""
+        state = {**self.own, **self.solver}
+        for prefix, part in ((_BUFFER, self.buffers), (_RESIDUAL, self.residuals)):
+            for name, value in part.items():
+                state[prefix + name] = value
+        return state
+
+
+def method_part(client: State) -> State:
+    """Return what a client keeps without its personal parameters, which are of no concern to the method."""
+    return {name: value for name, value in client.items() if name != PERSONAL}
+
+
+def with_personal(keep: State, client: State, personal: Tensor) -> State:
+    """Return what clients keep, their personal parameters included.
+
+    Args:
+        keep: What the method keeps, nothing if that stays as it is.
+        client: The method's part of what there was before.
+        personal: The personal parameters [Q], or [S, Q].
+    """
+    return {**(keep or client), PERSONAL: personal} if personal.shape[-1] else keep
+
+
+class Stacked(Sequence[State]):
+    """States of several clients, stacked.
+
+    Args:
+        together: The states [S, ...]; not empty.
+    """
+
+    def __init__(self, together: State) -> None:
+        self.together = together
+
+    def __len__(self) -> int:
+        """The number of clients."""
+        return len(next(iter(self.together.values())))
+
+    @overload
+    def __getitem__(self, at: int) -> State: ...
+    @overload
+    def __getitem__(self, at: slice) -> "Stacked": ...
+    def __getitem__(self, at: int | slice) -> "State | Stacked":
+        """Return the state of one client, or those of some."""
+        part = {name: value[at] for name, value in self.together.items()}
+        return Stacked(part) if isinstance(at, slice) else part
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedState:
+    """What clients of a run keep, as far as it is known without them: names, shapes and types.
+
+    Attributes:
+        method: The method's name.
+        own: The same of a new client.
+        buffers: The module's buffers that clients keep.
+        num_parameters: The number of trained tensors, personal ones included.
+        ids: The client ids in their stored order.
+    """
+
+    method: str
+    own: State
+    buffers: State
+    num_parameters: int
+    ids: Sequence[ClientId]
+
+    def sorted(self, index: int, state: State) -> ClientState:
+        """Return what a client keeps, checked against the method, the model and its buffers.
+
+        Checksums tell damaged files, but not sound ones of another run.
+
+        Args:
+            index: The client's stored index.
+            state: What it keeps, as a store has it.
+
+        Raises:
+            FederatedError: Naming the client, and what is not as in this run.
+        """
+        parts = ClientState({})
+        if not state and not self.own:
+            return parts
+        for name, value in state.items():
+            if name.startswith(_SOLVER):
+                parts.solver[name] = value
+            elif name.startswith(_BUFFER):
+                parts.buffers[name.removeprefix(_BUFFER)] = value
+            elif name.startswith(_RESIDUAL):
+                parts.residuals[name.removeprefix(_RESIDUAL)] = value
+            else:
+                parts.own[name] = value
+        fault = (
+            _difference(parts.own, self.own)
+            or (parts.buffers and _difference(parts.buffers, self.buffers))
+            or (parts.solver and _solver_fault(parts.solver, self.num_parameters))
+        )
+        if fault:
+            raise self.strange(index, fault)
+        return parts
+
+    def strange(self, index: int, fault: str) -> FederatedError:
+        """Return the error that a client keeps what is not of this run."""
+        return FederatedError(
+            f"What client {self.ids[index]!r} keeps is not of this run: {fault}. The checkpoint, or the files of client"
+            f" states that it refers to, are another run's: resume from one of this run's own. Or {self.method}.finish"
+            " keeps something else than its init_client."
+        )
+
+
+class ClientStates:
+    """What the clients of a round keep from their last one, and what they will keep from this one.
+
+    Args:
+        new: Makes what a new client has.
+        store: Where the states are kept.
+        expected: What they must be.
+    """
+
+    def __init__(self, new: Callable[[], State], store: ClientStore, expected: ExpectedState) -> None:
+        self.new, self.store, self.expected = new, store, expected
+
+    def of(self, index: int) -> State | None:
+        """Return what one client keeps, as it is stored; None if it has not taken part yet."""
+        return self.store.get(index)
+
+    def of_each(self, indices: Sequence[int]) -> list[ClientState]:
+        """Return what several clients keep, checked; new ones share what they begin with."""
+        new: ClientState | None = None
+        states = []
+        for index in indices:
+            if (state := self.of(index)) is not None:
+                states.append(self.expected.sorted(index, state))
+                continue
+            new = new or ClientState(self.new())
+            states.append(new)
+        return states
+
+    def of_all(self, indices: Sequence[int]) -> Stacked | None:
+        """Return the method's states of several clients at once, where nothing else is kept of them.
+
+        Returns:
+            Tensors that nobody else has; None where :meth:`of_each` has to be asked.
+        """
+        if len(indices) == 1 or not self.expected.own:
+            return None
+        together = self.store.stacked(indices, self.new())
+        return None if together is None else Stacked(together)
+
+    def residuals(self, index: int, send: State) -> State:
+        """Return what compression left out of a client's messages before.
+
+        Args:
+            index: The client's stored index.
+            send: Its new messages.
+
+        Raises:
+            FederatedError: If it does not go with them.
+        """
+        if (state := self.of(index)) is None:
+            return {}
+        residuals = self.expected.sorted(index, state).residuals
+        if fault := _difference(residuals, {name: value for name, value in send.items() if name in residuals}):
+            raise self.expected.strange(index, fault)
+        return residuals
+
+    def keep(self, index: int, state: State) -> None:
+        """Hold what a client keeps until the round is complete."""
+        self.store.stage(index, state)
+
+    def keep_all(self, indices: Sequence[int], states: State) -> None:
+        """Do the same for several clients' states [S, ...], which are copied."""
+        self.store.stage_all(indices, states)
+
+
+def _difference(state: State, wanted: State) -> str:
+    """Return in which name, shape or type kept values differ from what they should be; nothing if in none."""
+    for name, like in wanted.items():
+        value = state.get(name)
+        if value is None:
+            return f"it has no {name!r}"
+        both_float = value.is_floating_point() and like.is_floating_point()
+        if value.shape != like.shape or (both_float and value.dtype != like.dtype):
+            return f"{name!r} is {_shown(value)}, and {_shown(like)} here"
+    return ""
+
+
+def _solver_fault(state: State, num_params: int) -> str:
+    """Return which state is of no parameter of the model; nothing if none is. Shapes are the optimizer's own affair."""
+    for name in state:
+        number = name.split(".")[1]
+        if not number.isdecimal() or int(number) >= num_params:
+            return f"it has {name!r}, and the model has {num_params} parameters"
+    return ""
+
+
+def _shown(value: torch.Tensor) -> str:
+    return f"{list(value.shape)} of {value.dtype}"

@@ -1,0 +1,194 @@
+"""What clients keep between their rounds, by stored index."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fed.core.types import State
+from lightning_fed.server.client_states.state_rows import StateRows
+
+__all__ = ["ClientStore", "MemoryClientStore", "lasting_copies", "lasting_copy"]
+
+_PAGES = 2**15  # bytes from which on a tensor's memory is worth being used again
+_AT_ONCE = 2**10  # states that are put side by side on their way into rows
+
+
+def lasting_copy(value: Tensor) -> Tensor:
+    """Return a copy of what a client keeps.
+
+    Kept states come and go in one size. PyTorch asks for aligned memory, of which glibc cannot use again what was given
+    back in the very same size: every state would be on new pages, each of which costs about as much as copying it. What
+    NumPy asks for is used again.
+    """
+    if value.device.type != "cpu" or value.nbytes < _PAGES:
+        return value.clone()
+    memory = torch.from_numpy(np.empty(value.nbytes, np.uint8))
+    return memory.view(value.dtype).view(value.shape).copy_(value)
+
+
+def lasting_copies(rows: Tensor) -> Sequence[Tensor]:
+    """Return a copy of every row of what clients keep, none of which holds on to the others."""
+    if rows.device.type == "cpu" and rows[0].nbytes >= _PAGES:
+        return [lasting_copy(row) for row in rows]
+    copies: Sequence[Tensor] = torch.unbind_copy(rows)  # type: ignore[func-returns-value, assignment]
+    return copies  # at once, which takes half the time where they are small
+
+
+class ClientStore(ABC):
+    """Kept client states; only clients that took part have one.
+
+    States written during a round are staged and become visible with :meth:`commit`, together with the server's step:
+    a checkpoint taken in the middle of a round then holds the state after the last completed one.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of clients with a kept state."""
+
+    @abstractmethod
+    def get(self, index: int) -> State | None:
+        """Return a client's committed state, or None if it has none yet."""
+
+    @abstractmethod
+    def stage(self, index: int, state: State) -> None:
+        """Hold a client's new state until the round is complete; an empty one is not held."""
+
+    def stacked(self, indices: Sequence[int], new: State) -> State | None:
+        """Return clients' committed states [S, ...], where they can be had at once at less cost than one by one.
+
+        Args:
+            indices: The clients' stored indices.
+            new: The state of those that have none yet.
+
+        Returns:
+            Tensors that nobody else has, or None.
+        """
+        return None
+
+    def stage_all(self, indices: Sequence[int], states: State) -> None:
+        """Hold several clients' new states [S, ...] until the round is complete; they are copied."""
+        columns = zip(*map(lasting_copies, states.values()), strict=True)
+        for index, row in zip(indices, columns, strict=True):
+            self.stage(index, dict(zip(states, row, strict=True)))
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Make the staged states the kept ones."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forget the staged states."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[int, State]:
+        """Return all committed states, in memory."""
+
+    @abstractmethod
+    def load_state_dict(
+        self, states: Mapping[int, Any], device: torch.device, is_mine: Callable[[int], bool] = lambda index: True
+    ) -> None:
+        """Replace all states.
+
+        Args:
+            states: States by stored index.
+            device: Where states are read to.
+            is_mine: Which clients' states this process keeps; others are left out.
+        """
+
+
+class MemoryClientStore(ClientStore):
+    """Kept client states in memory, where they were made: small ones of one kind in rows, others by themselves."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, State] = {}
+        self._rows: StateRows | None = None
+        self._staged: dict[int, State] = {}
+        self._staged_rows: list[tuple[Sequence[int], State]] = []
+
+    def __len__(self) -> int:
+        """The number of clients with a kept state."""
+        return len(self._states) + (0 if self._rows is None else len(self._rows))
+
+    def get(self, index: int) -> State | None:
+        """Return a client's committed state, or None if it has none yet."""
+        found = self._states.get(index)
+        return self._rows.get(index) if found is None and self._rows is not None else found
+
+    def stacked(self, indices: Sequence[int], new: State) -> State | None:
+        """Return copies of clients' committed states [S, ...], None if any of them is not of the kind of ``new``."""
+        if self._rows is None or not self._rows.fit(new) or not self._states.keys().isdisjoint(indices):
+            return None
+        return self._rows.stacked(indices, new)
+
+    def stage(self, index: int, state: State) -> None:
+        """Hold a client's new state until the round is complete; an empty one is not held."""
+        if state:
+            self._staged[index] = {name: v.detach() if v.requires_grad else v for name, v in state.items()}
+
+    def stage_all(self, indices: Sequence[int], states: State) -> None:
+        """Hold several clients' new states [S, ...] until the round is complete; they are copied."""
+        if _is_small({name: value[0] for name, value in states.items()}):
+            self._staged_rows.append((indices, {name: value.detach().clone() for name, value in states.items()}))
+        else:
+            super().stage_all(indices, states)
+
+    def commit(self) -> None:
+        """Make the staged states the kept ones."""
+        for indices, states in self._staged_rows:
+            self._put(indices, states)
+        rows = self._rows
+        alike = [] if rows is None else [index for index, state in self._staged.items() if rows.fit(state)]
+        for start in range(0, len(alike), _AT_ONCE):
+            indices = alike[start : start + _AT_ONCE]
+            found = [self._staged.pop(index) for index in indices]
+            self._put(indices, {name: torch.stack([state[name] for state in found]) for name in found[0]})
+        self._states.update(self._staged)
+        if rows is not None:
+            for index in self._staged:
+                rows.remove(index)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the staged states."""
+        self._staged, self._staged_rows = {}, []
+
+    def state_dict(self) -> dict[int, State]:
+        """Return the committed states."""
+        return {**self._states, **({} if self._rows is None else self._rows.states())}
+
+    def load_state_dict(
+        self, states: Mapping[int, Any], device: torch.device, is_mine: Callable[[int], bool] = lambda index: True
+    ) -> None:
+        """Replace all states by those of the clients that are this process's own."""
+        self.discard()
+        self._states, self._rows = {}, None
+        for i, saved in states.items():
+            if not is_mine(int(i)):
+                continue
+            state = {name: value.to(device) for name, value in saved.items()}
+            if self._rows is None and _is_small(state):
+                self._rows = StateRows(state, len(states))
+            self._staged[int(i)] = state
+        self.commit()
+
+    def _put(self, indices: Sequence[int], states: State) -> None:
+        """Write stacked states [S, ...] into rows, those of another kind than there is by themselves."""
+        if self._rows is None:
+            self._rows = StateRows({name: value[0] for name, value in states.items()})
+        if self._rows.fit(states, dims=1):
+            self._rows.put(indices, states)
+            for index in indices if self._states else ():
+                self._states.pop(index, None)
+            return
+        for row, index in enumerate(indices):
+            self._states[index] = {name: value[row].clone() for name, value in states.items()}
+            self._rows.remove(index)
+
+
+def _is_small(state: State) -> bool:
+    """Whether a state is better off in a row than in memory of its own."""
+    return bool(state) and sum(value.nbytes for value in state.values()) < _PAGES

@@ -1,0 +1,1 @@
+"""The trainer's arguments, and every check before the first round."""

@@ -1,0 +1,165 @@
+"""Lightning's own arguments of a Trainer: wrong types and values are refused by name, before Lightning sees them."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import cache
+from inspect import signature
+from numbers import Integral
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from lightning_fed.compat.private import MisconfigurationException
+from lightning_fed.compat.package import pl
+from lightning_fed.core.arguments import finite
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.compat.one_package import refuse_foreign
+
+__all__ = ["as_callbacks", "check_trainer_arguments", "refusals_of_lightning"]
+
+_LEAST: Mapping[str, float] = {
+    "num_nodes": 1,
+    "min_epochs": 0,
+    "max_steps": -1,
+    "min_steps": 0,
+    "limit_train_batches": 0,
+    "limit_val_batches": 0,
+    "limit_test_batches": 0,
+    "limit_predict_batches": 0,
+    "overfit_batches": 0,
+    "check_val_every_n_epoch": 1,
+    "num_sanity_val_steps": -1,
+    "log_every_n_steps": 0,
+    "accumulate_grad_batches": 1,
+    "gradient_clip_val": 0,
+}
+_ELSEWHERE = {"strategy"}  # refused by what it means in rounds
+
+
+def check_trainer_arguments(arguments: Mapping[str, Any], own: Iterable[str]) -> None:
+    """Refuse arguments that are not Lightning's, or not of the type and size that Lightning documents.
+
+    Args:
+        arguments: The arguments that are passed on to Lightning.
+        own: The names of the federated trainer's own arguments, to suggest where a name is unknown.
+
+    Raises:
+        FederatedError: Naming the argument, what was found and what is allowed.
+    """
+    refuse_foreign(*arguments.values())
+    hints = _hints()
+    for name, value in arguments.items():
+        if name not in hints:
+            close = get_close_matches(name, own, n=1) or get_close_matches(name, hints, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise FederatedError(f"FederatedTrainer has no argument {name!r}.{hint}")
+        if name not in _ELSEWHERE and not _fits(value, hints[name]):
+            raise FederatedError(f"FederatedTrainer({name}={_shown(value)}): {name} must be {_describe(hints[name])}.")
+        least = _LEAST.get(name)
+        if least is not None and value is not None and value < least:
+            raise FederatedError(f"FederatedTrainer({name}={value!r}): {name} must be at least {least:g}.")
+
+
+def as_callbacks(callbacks: Any) -> list[pl.Callback]:
+    """Return the argument ``callbacks`` as a list.
+
+    Raises:
+        FederatedError: If it is neither a callback nor a list of them.
+    """
+    given = [callbacks] if isinstance(callbacks, pl.Callback) else [] if callbacks is None else callbacks
+    refuse_foreign(given)
+    if not isinstance(given, list | tuple) or not all(isinstance(callback, pl.Callback) for callback in given):
+        raise FederatedError(
+            f"FederatedTrainer(callbacks={_shown(callbacks)}): callbacks must be a Callback or a list of Callbacks,"
+            " instances and not classes."
+        )
+    return list(given)
+
+
+@contextmanager
+def refusals_of_lightning() -> Iterator[None]:
+    """Let what Lightning refuses inside be a :class:`FederatedError` with Lightning's own words.
+
+    Raises:
+        FederatedError: In place of Lightning's error, which is its ``__cause__``.
+    """
+    try:
+        yield
+    except FederatedError:
+        raise
+    except (MisconfigurationException, ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise FederatedError(
+            _unlike_a_script(str(error))
+            or f"FederatedTrainer: Lightning's Trainer refuses its arguments. {_strategy_meant(str(error))}{error}"
+        ) from error
+
+
+def _unlike_a_script(refusal: str) -> str:
+    """Return what to say where a notebook asks for a strategy that starts the script once per process."""
+    found = re.search(r"strategy='?([\w.]+).*is not compatible with an interactive", refusal)
+    if found is None:
+        return ""
+    ours = "ddp_notebook" if found[1].startswith("ddp") else "clients_fork"
+    return (
+        f"strategy={found[1]!r} starts the script once per process, and a notebook is no script. Set strategy={ours!r},"
+        " which forks the notebook's process, or run a script."
+    )
+
+
+def _strategy_meant(refusal: str) -> str:
+    """Return the strategy that was meant where Lightning, whose examples lack ours, knows none of the name."""
+    found = re.search(r"invalid strategy name: `strategy='(\w+)'`", refusal)
+    ours = [
+        name for name in pl.strategies.StrategyRegistry.available_strategies() if name.startswith(("clients", "ddp"))
+    ]
+    close = get_close_matches(found[1], ours, n=1) if found else []
+    return f"Did you mean strategy={close[0]!r}? " if close else ""
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    hints = get_type_hints(pl.Trainer.__init__)
+    return {name: hints[name] for name in signature(pl.Trainer.__init__).parameters if name in hints}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the type that an annotation says; a float may be an integer, and must be finite."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, part) for part in inner)
+    if origin is Literal:
+        return any(type(value) is type(option) and value == option for option in inner)
+    if hint is bool or hint is type(None):
+        return isinstance(value, hint)
+    if hint is float:
+        return not math.isnan(finite(value))
+    if hint is int:
+        return isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) < 2**63
+    if origin is dict:
+        return isinstance(value, Mapping) and all(isinstance(key, inner[0]) for key in value)
+    if origin is Iterable and isinstance(value, Iterator):  # to look into it would use it up
+        return True
+    if origin is not None:  # a list, or any iterable
+        return isinstance(value, list | tuple | set) and all(_fits(part, inner[0]) for part in value)
+    return isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    """Return an annotation in words: ``bool or None``."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(_describe(part) for part in inner)
+    if origin is Literal:
+        return " or ".join(map(repr, inner))
+    if hint is type(None):
+        return "None"
+    if origin is not None:
+        return f"{origin.__name__} of {' or '.join(_describe(part) for part in inner)}"
+    return str(hint.__name__)
+
+
+def _shown(value: Any) -> str:
+    text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**64 else repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,0 +1,149 @@
+"""Modules, optimizers and data that rounds cannot take, refused before the first one."""
+
+import inspect
+
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_fed.compat.package import pl
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.arguments import kind_of
+from lightning_fed.core.buffers import Buffers
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.torch_optimizers import is_plain_sgd, refuse_unsupported
+from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.compat.one_package import refuse_foreign
+from lightning_fed.settings.settings import Settings
+
+__all__ = [
+    "check_algorithm_fits",
+    "check_batch_statistics",
+    "check_buffers",
+    "check_module",
+    "check_optimizers",
+    "check_schedulers",
+    "no_federated_data",
+]
+
+
+def no_federated_data(found: object) -> FederatedError:
+    """Return the error that data are not split among clients; ``found`` is what was given, if anything."""
+    what = "no datamodule" if found is None else kind_of(found)
+    if isinstance(found, DataLoader):
+        return FederatedError(
+            "FederatedTrainer.fit needs to know the clients, found a DataLoader. Say how it is split among them:"
+            " trainer.fit(model, FederatedDataModule.from_loader(loader, partition=Dirichlet(num_clients=10,"
+            " alpha=0.5), val=val_loader)), with Dirichlet or another partition of lightning_fed.data."
+        )
+    return FederatedError(
+        f"FederatedTrainer.fit needs a FederatedDataModule, found {what}. Pass trainer.fit(model,"
+        " FederatedDataModule(clients=[...])) or FederatedDataModule(train=..., partition=...)."
+    )
+
+
+def check_module(trainer: pl.Trainer) -> None:
+    """Refuse modules and data that rounds cannot drive.
+
+    Raises:
+        FederatedError: Naming the module or data module, the reason and the remedy.
+    """
+    module = trainer.lightning_module
+    name = type(module).__name__
+    refuse_foreign(trainer.callbacks)  # the module's own too, of configure_callbacks
+    if not isinstance(trainer.datamodule, FederatedDataModule):
+        raise no_federated_data(trainer.datamodule)
+    if type(trainer.datamodule).train_dataloader is not FederatedDataModule.train_dataloader:
+        raise FederatedError(
+            f"{type(trainer.datamodule).__name__} overrides train_dataloader, which no round asks for: every client has"
+            " a loader of its own. Override client_dataset(client_id), or client_dataloader(client_id, generator), or"
+            " pass collate_fn, transform or augment. For a centralised baseline use Lightning's own Trainer."
+        )
+    if not module.automatic_optimization:
+        raise FederatedError(
+            f"{name} uses manual optimization, where no correction can be injected between backward and step."
+            " Remove `self.automatic_optimization = False` and return the loss from training_step."
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise FederatedError(f"{name}.training_step(dataloader_iter) is not supported: take `batch` instead.")
+    lazy = next((key for key, parameter in module.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        raise FederatedError(
+            f"{name}.{lazy} has no shape yet, and all clients start from the same parameters. Give the layer its sizes,"
+            " or run an example through the module before the fit."
+        )
+
+
+def check_batch_statistics(module: pl.LightningModule) -> None:
+    """Refuse layers that compute statistics of a batch, of which every process would see a part.
+
+    Raises:
+        FederatedError: Naming the layer.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and (layer.training or not layer.track_running_stats):
+            raise FederatedError(
+                f"{name} ({type(layer).__name__}) normalises by the statistics of a batch, of which processes see"
+                " parts with strategy='ddp': results would depend on their number. Use GroupNorm, or"
+                " strategy='clients', which leaves batches whole."
+            )
+
+
+def check_buffers(settings: Settings, buffers: Buffers) -> None:
+    """Refuse buffers that clients send past an aggregator.
+
+    Raises:
+        FederatedError: Naming the aggregator and a buffer.
+    """
+    sent = [name for name in buffers.server if name not in buffers.personal]
+    if settings.aggregator is not None and buffers.mode != "server" and sent:
+        raise FederatedError(
+            f"aggregator={settings.aggregator!r} does not go with buffers={buffers.mode!r}: it does not stand in for"
+            f" the mean of buffers such as {sent[0]!r}. Set buffers='server', or use layers without"
+            " running statistics, such as GroupNorm."
+        )
+
+
+def check_optimizers(optimizers: list[Optimizer], module: pl.LightningModule) -> Optimizer:
+    """Return the single local optimizer.
+
+    Raises:
+        FederatedError: If there is none, or one that cannot take corrections.
+    """
+    name = type(module).__name__
+    (optimizer,) = optimizers  # Lightning has refused several
+    if type(optimizer).__name__ == "_MockOptimizer":
+        raise FederatedError(f"{name}.configure_optimizers() returned None; return a torch optimizer, such as SGD.")
+    refuse_unsupported(optimizer, f"{name}.configure_optimizers(): the local optimizer")
+    return optimizer
+
+
+def check_schedulers(trainer: pl.Trainer) -> None:
+    """Refuse schedulers that step within a client.
+
+    Raises:
+        FederatedError: Naming the scheduler.
+    """
+    for config in trainer.lr_scheduler_configs:
+        if config.interval != "epoch":
+            raise FederatedError(
+                f"The LR scheduler {type(config.scheduler).__name__} has interval={config.interval!r}: a schedule over"
+                " the local steps of one client would start anew in every round. Use interval='epoch' (the default):"
+                " it is then stepped once a round."
+            )
+
+
+def check_algorithm_fits(algorithm: Algorithm, optimizer: Optimizer, module: pl.LightningModule) -> None:
+    """Refuse a method that preconditions gradients over an optimizer that does so too.
+
+    Raises:
+        FederatedError: Naming both, and the two ways out.
+    """
+    base = getattr(algorithm, "base", None)
+    if base is not None and not is_plain_sgd(optimizer):
+        raise FederatedError(
+            f"{type(algorithm).__name__}(base={type(base).__name__}) preconditions the gradient itself;"
+            f" {type(module).__name__}.configure_optimizers() returned {type(optimizer).__name__}, which would do so"
+            " once more. Return SGD with momentum 0, or drop `base` to mimic your own optimizer."
+        )

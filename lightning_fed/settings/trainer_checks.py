@@ -1,0 +1,200 @@
+"""Settings, strategies and callbacks of a trainer that rounds cannot take, refused before the first one."""
+
+from typing import Any
+
+from lightning_fed.compat.package import pl
+from lightning_fed.callbacks import Inexactness, Measure, PersonalizedAccuracy, SplitPicture
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.engines.optimizer import looks_ahead
+from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
+from lightning_fed.strategies import WithinClientStrategy
+from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
+
+__all__ = ["check_local_options", "check_strategy", "check_trainer"]
+
+_CALLBACKS = {
+    "StochasticWeightAveraging": "it averages weights along one optimizer path, while every client starts a path anew",
+    "WeightAveraging": "it averages weights after every batch, while batches belong to different clients",
+    "EMAWeightAveraging": "it averages weights after every batch, while batches belong to different clients",
+    "BaseFinetuning": "it changes which parameters are trained, and with them what clients and server exchange",
+    "ModelPruning": "it replaces parameters during training, and with them what clients and server exchange",
+    "BatchSizeFinder": "it restarts the inner training loop, which here belongs to a client",
+    "LearningRateFinder": "it steps through batches of a single training run, which here belong to different clients",
+}
+_REMEDIES = {
+    "BaseFinetuning": "freeze parameters in the module's __init__",
+    "BatchSizeFinder": "set batch_size on the data module",
+    "LearningRateFinder": "sweep the learning rate over short runs",
+}
+_STRATEGIES = {
+    "fsdp": "it shards the parameters, while server and clients exchange them as one vector",
+    "modelparallel": "it spreads the parameters over devices, while server and clients exchange them as one vector",
+    "deepspeed": "it keeps parameters, gradients and optimizer to itself, where no correction can be injected",
+    "xla": "it records steps to run them later as one graph, while clients take steps of their own",
+    "ddp": "it changes how gradients are reduced, which the corrections of clients rely on",
+}
+
+
+def check_strategy(strategy: Any) -> None:
+    """Refuse strategies that cannot run clients.
+
+    Args:
+        strategy: A strategy or its name.
+
+    Raises:
+        FederatedError: Naming the strategy, the reason and what to use instead.
+    """
+    if isinstance(strategy, str):
+        name, kinds = strategy.lower(), [strategy.lower()]
+        known = name.startswith(("auto", "clients", "ddp", "single_device")) or not any(k in name for k in _STRATEGIES)
+    else:
+        name, kinds = type(strategy).__name__, [cls.__name__.lower() for cls in type(strategy).__mro__]
+        allowed = (pl.strategies.SingleDeviceStrategy, UnwrappedDDPStrategy)
+        known = type(strategy) is pl.strategies.DDPStrategy or (
+            isinstance(strategy, allowed) and "xla" not in name.lower()
+        )
+    if known:
+        return
+    reason = next(
+        (reason for part, reason in _STRATEGIES.items() if any(part in kind for kind in kinds)),
+        "how it trains is not known here",
+    )
+    raise FederatedError(
+        f"The strategy {name} is not supported: {reason}. Set strategy='clients', which shares the clients of a round"
+        " among the devices, or strategy='ddp', which splits every batch among them."
+    )
+
+
+def check_local_options(trainer: pl.Trainer) -> None:
+    """Refuse options of the local work with a method that has none.
+
+    Raises:
+        FederatedError: Naming the option, its value and the method.
+    """
+    loop = trainer.fit_loop
+    algorithm = loop.settings.algorithm
+    if algorithm.local_work:
+        return
+    clip, limit = trainer.gradient_clip_val, trainer.limit_train_batches
+    if loop.corrected_clip is not None:
+        clip, _ = loop.corrected_clip
+    fine_tunes = any(isinstance(callback, PersonalizedAccuracy) for callback in trainer.callbacks)
+    is_whole = trainer.fast_dev_run or limit == 0 or (isinstance(limit, float) and limit == 1.0)
+    options = {
+        "gradient_clip_val": clip if clip and not fine_tunes else None,  # measures that fine-tune clip too
+        "accumulate_grad_batches": trainer.accumulate_grad_batches if trainer.accumulate_grad_batches != 1 else None,
+        "max_steps": loop.max_steps if loop.max_steps != -1 else None,
+        "min_steps": loop.min_steps or None,
+        "overfit_batches" if trainer.overfit_batches else "limit_train_batches": None if is_whole else limit,
+    }
+    for name, value in options.items():
+        if value is not None:
+            raise FederatedError(
+                f"{name}={value!r} does not apply to {type(algorithm).__name__}, whose clients take no local steps."
+                " Leave it unset."
+            )
+    for callback in trainer.callbacks:
+        if (
+            isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
+            and callback.going_to_accumulate_grad_batches()
+        ):
+            raise FederatedError(
+                f"The callback {type(callback).__name__} does not apply to {type(algorithm).__name__}, whose clients"
+                " take no local steps. Remove it."
+            )
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse Trainer settings and callbacks that have no meaning in rounds.
+
+    Raises:
+        FederatedError: Naming the setting, the value and what to use instead.
+    """
+    check_strategy(trainer.strategy)
+    engine = trainer.fit_loop.settings.engine
+    if engine == "vectorized" and trainer.world_size > 1 and isinstance(trainer.strategy, WithinClientStrategy):
+        raise FederatedError(
+            f"engine='vectorized' does not go with strategy='ddp' on {trainer.world_size} devices: one runs several"
+            " clients on one device, the other one client on several. Set strategy='clients', or engine='sequential'."
+        )
+    is_timed = trainer._val_check_time_interval is not None
+    if not is_timed and (trainer.check_val_every_n_epoch is None or trainer.val_check_interval != 1.0):
+        raise FederatedError(
+            f"val_check_interval={trainer.val_check_interval!r} with check_val_every_n_epoch="
+            f"{trainer.check_val_every_n_epoch!r} asks for validation inside a round, where there is no server model to"
+            " validate. Leave val_check_interval at 1.0 and set check_val_every_n_epoch, counted in rounds; or pass"
+            " check_val_every_n_epoch=None and a whole number of rounds as val_check_interval; or pass a time, such as"
+            " val_check_interval='00:00:10:00'."
+        )
+    _check_checkpoints(trainer)
+    _check_second_gradients(trainer)
+    if isinstance(trainer.fit_loop.settings.aggregator, DifferentialPrivacy):
+        _check_private(trainer)
+    for callback in trainer.callbacks:
+        for cls in type(callback).__mro__:
+            if cls.__name__ in _CALLBACKS and "lightning" in cls.__module__:
+                remedy = _REMEDIES.get(cls.__name__, "remove the callback")
+                raise FederatedError(
+                    f"The callback {type(callback).__name__} is not supported: {_CALLBACKS[cls.__name__]}."
+                    f" Instead, {remedy}."
+                )
+
+
+def _check_second_gradients(trainer: pl.Trainer) -> None:
+    """Refuse what leaves open which gradient is meant, or on which batch, where a method makes one out of another."""
+    algorithm = trainer.fit_loop.settings.algorithm
+    if algorithm.steps_per_batch > 1 and trainer.accumulate_grad_batches != 1:
+        raise FederatedError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} does not go with {algorithm!r}, which takes"
+            f" {algorithm.steps_per_batch} steps on every batch. Raise batch_size instead."
+        )
+    if not looks_ahead(algorithm):
+        return
+    found = None
+    if trainer.accumulate_grad_batches != 1:
+        found = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+    for callback in trainer.callbacks:
+        is_scheduler = isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
+        if is_scheduler and callback.going_to_accumulate_grad_batches():
+            found = f"the callback {type(callback).__name__}"
+    if found is not None:
+        raise FederatedError(
+            f"{found} does not go with {type(algorithm).__name__}, which takes a second gradient on the batch of every"
+            " step, at a point made of the first one: there must be one batch a step. Raise batch_size instead."
+        )
+    if trainer.gradient_clip_val:
+        raise FederatedError(
+            f"gradient_clip_val={trainer.gradient_clip_val!r} would clip the first gradient of"
+            f" {type(algorithm).__name__}, of which the point of the second one is made, and not the step. Set"
+            " gradient_clip_on='corrected', which clips the step."
+        )
+
+
+def _check_private(trainer: pl.Trainer) -> None:
+    """Refuse what would tell of clients' data past the noise, or add other noise in every process."""
+    aggregator = trainer.fit_loop.settings.aggregator
+    for callback in trainer.callbacks:
+        if isinstance(callback, (Measure, Inexactness, SplitPicture)):
+            raise FederatedError(
+                f"The callback {type(callback).__name__} does not go with aggregator={aggregator!r}: it measures or"
+                " shows clients' data without noise. Remove it."
+            )
+    if trainer.world_size > 1 and isinstance(trainer.strategy, WithinClientStrategy):
+        raise FederatedError(
+            f"aggregator={aggregator!r} does not go with strategy='ddp' on {trainer.world_size} devices, where every"
+            " process would add noise of its own. Set strategy='clients'."
+        )
+
+
+def _check_checkpoints(trainer: pl.Trainer) -> None:
+    """Refuse checkpoints that are due in the middle of a round of several processes."""
+    for callback in trainer.callbacks:
+        if not isinstance(callback, pl.callbacks.ModelCheckpoint):
+            continue
+        name = type(callback).__name__
+        if (interval := callback._train_time_interval) is not None and trainer.world_size > 1:
+            raise FederatedError(
+                f"{name}(train_time_interval={interval!r}) saves in the middle of a round, where {trainer.world_size}"
+                " processes see different clients or batches. Save at the end of a round with every_n_epochs, or train"
+                " in one process."
+            )

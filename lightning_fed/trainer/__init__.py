@@ -1,0 +1,1 @@
+"""FederatedTrainer, its loop, and the parts of the loop."""

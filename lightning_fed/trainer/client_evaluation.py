@@ -1,0 +1,257 @@
+"""``validation_step`` on one client's own examples, before or after local fine-tuning, leaving no trace."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from itertools import islice
+from types import MethodType
+from typing import Any
+
+import torch
+
+from lightning_fed.compat.private import call, is_param_in_hook_signature
+from lightning_fed.compat.package import pl
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.seeds import Purpose, derive_seed, generator, preserved_random_state, seed_global
+from lightning_fed.core.types import ClientId, State, Vector
+from lightning_fed.data.batches.settings import BatchSettings
+from lightning_fed.data.batches.batches import ClientBatches, LoaderBatches, TensorBatches
+from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.engines.base import Engine
+from lightning_fed.engines.gradients import prepare_batch
+from lightning_fed.engines.logged import EvaluationResults
+from lightning_fed.server.client_states.state import PERSONAL, ClientState, method_part
+from lightning_fed.strategies.processes import metrics_alone
+
+__all__ = ["ClientEvaluation", "mean_loss", "own_model", "validation_batches"]
+
+
+def validation_batches(data: FederatedDataModule, client_id: ClientId) -> ClientBatches:
+    """Return the batches of a client's own validation set, of ``eval_batch_size`` examples each.
+
+    Raises:
+        FederatedError: If the client has no validation set, or an empty one.
+    """
+    dataset = data.client_val_dataset(client_id)
+    settings = BatchSettings(
+        full_batch_size=data.eval_batch_size or 256,
+        collate_fn=data.collate_fn,
+        num_workers=data.num_workers,
+        pin_memory=data.pin_memory,
+        transform=data.batch_transform,
+        worker_init_fn=data.worker_init_fn,
+        loader_options=data.loader_options,
+    )
+    batches = None if dataset is None else TensorBatches.of(dataset, settings) or LoaderBatches(dataset, settings)
+    if batches is None or batches.size == 0:
+        raise FederatedError(f"Client {client_id!r} has no validation set: name it in client_val of the data module.")
+    return batches
+
+
+def own_model(algorithm: Algorithm, x: Vector, server: State, client: ClientState) -> Vector:
+    """Return the parameters [P + Q] of a client's own model.
+
+    Args:
+        algorithm: The method.
+        x: The server parameters [P].
+        server: The server state.
+        client: What the client keeps.
+    """
+    shared = algorithm.evaluate_client_at(x, server, method_part(client.own))
+    return torch.cat([shared, client.own.get(PERSONAL, x[:0])])
+
+
+def mean_loss(client_id: ClientId, total: float, examples: int) -> float:
+    """Return a client's mean training loss, given the sum over its examples.
+
+    Raises:
+        FederatedError: If it has none.
+    """
+    if not examples:
+        raise FederatedError(f"Client {client_id!r} has no training examples, and so no training loss. Leave it out.")
+    return total / examples
+
+
+class ClientEvaluation:
+    """Evaluate a model on single clients with the module's own ``validation_step``.
+
+    Parameters, buffers, gradients, metrics, optimizer, random state and the trainer's logged values are as before
+    afterwards. Of the hooks, the module's ``on_validation_epoch_start`` and ``on_validation_epoch_end`` are called.
+
+    Args:
+        engine: The engine, with module and optimizer set up.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.trainer = engine.trainer
+        self.seed = derive_seed(engine.seed, Purpose.MEASUREMENT)
+
+    def of_client(
+        self, x: Vector, buffers: State, client_id: ClientId, index: int, on: str, steps: int, round: int
+    ) -> dict[str, float]:
+        """Return what ``validation_step`` logs on a client's examples.
+
+        Args:
+            x: The parameters [P + Q], personal ones last.
+            buffers: The buffers to start from.
+            client_id: The client.
+            index: Its stored index.
+            on: "val" for its validation set, "train" for its training set.
+            steps: The local steps of fine-tuning; 0 evaluates ``x`` itself.
+            round: The completed rounds.
+
+        Raises:
+            FederatedError: If it has no validation set, or ``validation_step`` logs nothing.
+        """
+        data = self.trainer.datamodule
+        train = data.client_batches(client_id)
+        examples = train if on == "train" else validation_batches(data, client_id)
+        return self.run(x, buffers, examples, train, steps, round, index)
+
+    def run(
+        self,
+        x: Vector,
+        buffers: State,
+        examples: ClientBatches,
+        train: ClientBatches,
+        steps: int,
+        round: int,
+        index: int,
+    ) -> dict[str, float]:
+        """Return what ``validation_step`` logs, by name, reduced over all examples as Lightning does.
+
+        Args:
+            x: The parameters [P + Q], personal ones last.
+            buffers: The buffers to start from.
+            examples: What to evaluate on.
+            train: What to fine-tune on first.
+            steps: The local steps of fine-tuning; 0 evaluates ``x`` itself.
+            round: The completed rounds.
+            index: The client's stored index.
+
+        Raises:
+            FederatedError: If ``validation_step`` logs nothing.
+        """
+        engine, y = self.engine, x.clone()
+        with preserved_random_state(y.device), engine.gradients.silent():
+            engine.buffers.write(buffers)
+            if steps:
+                self._fine_tune(y, train, steps, round, index)
+            engine.flat.point_to(engine.flat.cut(y))
+            seed_global(derive_seed(self.seed, Purpose.VALIDATION, round, index), y.device)
+            stream = generator(self.seed, Purpose.VALIDATION, round, index)
+            logged = self._validate(examples.unaugmented(stream))
+        if not logged:
+            raise FederatedError(
+                f"{type(self.trainer.lightning_module).__name__}.validation_step logged nothing: there is nothing to"
+                " compare between clients. Call self.log in it."
+            )
+        return logged
+
+    def _fine_tune(self, y: Vector, train: ClientBatches, steps: int, round: int, index: int) -> None:
+        """Take plain local steps: ``training_step``, gradient, clipping, a step of the user's optimizer from fresh."""
+        engine, base = self.engine, self.engine.optimizer.base
+        seed_global(derive_seed(self.seed, Purpose.TRAINING, round, index), y.device)
+        batches = _epochs(train, generator(self.seed, Purpose.BATCHES, round, index), engine.shuffle)
+        state = dict(base.state)
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups]
+        base.state.clear()
+        try:
+            for i, batch in enumerate(islice(batches, steps)):
+                self._step(y, prepare_batch(self.trainer, batch), i)
+        finally:
+            base.state.clear()
+            base.state.update(state)
+            for group, kept in zip(base.param_groups, groups, strict=True):
+                group.update(kept)
+
+    def _step(self, y: Vector, batch: Any, batch_idx: int) -> None:
+        flat, optimizer, trainer = self.engine.flat, self.engine.optimizer, self.trainer
+        g = torch.zeros_like(y)
+        self.engine.gradients.add(flat.cut(y), batch, batch_idx, g, 1.0)
+        for p, part in zip(flat.params, flat.cut(g), strict=True):
+            p.grad = None if p.grad is None else part
+        if optimizer.clip is not None:
+            optimizer.clip()
+        else:
+            call._call_lightning_module_hook(
+                trainer,
+                "configure_gradient_clipping",
+                optimizer,
+                gradient_clip_val=trainer.gradient_clip_val,
+                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+            )
+        optimizer.base.step()
+
+    @torch.no_grad()
+    def _validate(self, batches: Iterator[tuple[Any, int]]) -> dict[str, float]:
+        trainer, module = self.trainer, self.trainer.lightning_module
+        takes_index = is_param_in_hook_signature(module.validation_step, "batch_idx", min_args=2)
+        loader = {"dataloader_idx": 0} if "dataloader_idx" in signature(module.validation_step).parameters else {}
+        results, connector = EvaluationResults(training=False), trainer._logger_connector
+        with self._validating(results), _eval_mode(module), _logging(module), metrics_alone(trainer):
+            call._call_lightning_module_hook(trainer, "on_validation_epoch_start")
+            for i, (batch, examples) in enumerate(batches):
+                results.batch_size, connector._first_loop_iter = examples, i == 0
+                batch = prepare_batch(trainer, batch)
+                call._call_strategy_hook(
+                    trainer, "validation_step", *((batch, i) if takes_index else (batch,)), **loader
+                )
+            results.batch_size = None
+            connector.epoch_end_reached()
+            call._call_lightning_module_hook(trainer, "on_validation_epoch_end")
+            return {name: float(value) for name, value in results.metrics(on_step=False)["callback"].items()}
+
+    @contextmanager
+    def _validating(self, results: EvaluationResults) -> Iterator[None]:
+        """Let ``self.log`` fill ``results`` as it would the trainer's own during validation."""
+        trainer, connector = self.trainer, self.trainer._logger_connector
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        names = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter", "_current_fx")
+        kept = {name: getattr(connector, name) for name in names}
+        own, stage = loop._results, trainer.state.stage
+        for name in names[:3]:
+            setattr(connector, name, dict(kept[name]))
+        loop._results, trainer.validating = results, True
+        try:
+            yield
+        finally:
+            loop._results, trainer.state.stage = own, stage
+            for name, value in kept.items():
+                setattr(connector, name, value)
+
+
+def _epochs(batches: ClientBatches, stream: torch.Generator, shuffle: bool) -> Iterator[Any]:
+    has_any = True
+    while has_any:
+        has_any = False
+        for batch, _ in batches.epoch(stream, shuffle):
+            has_any = True
+            yield batch
+
+
+@contextmanager
+def _eval_mode(module: pl.LightningModule) -> Iterator[None]:
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+@contextmanager
+def _logging(module: pl.LightningModule) -> Iterator[None]:
+    """Let ``self.log`` work within a silent pass, and find the metrics that stand in for the module's own."""
+    attributes: dict[str, Any] = module.__dict__
+    silenced = {name: attributes[name] for name in ("log", "log_dict")}
+    attributes.update({name: MethodType(getattr(type(module), name), module) for name in silenced})
+    found, module._metric_attributes = module._metric_attributes, None
+    try:
+        yield
+    finally:
+        module._metric_attributes = found
+        attributes.update(silenced)

@@ -1,0 +1,288 @@
+"""Three of Lightning's connectors, told that an epoch is a round; and its evaluation loops, shared by processes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fed.compat.private import (
+    MisconfigurationException,
+    TrainerFn,
+    _CheckpointConnector,
+    _LoggerConnector,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from lightning_fed.compat.package import pl
+from lightning_fed.checkpoints.contents import SafeContents, fill_in
+from lightning_fed.checkpoints.files import AtomicCheckpointIO
+from lightning_fed.checkpoints.folders import (
+    folders,
+    let_last_follow,
+    newest,
+    restore_scores,
+    save_by_rounds,
+    tidy_folders,
+)
+from lightning_fed.checkpoints.search import best_of_newest_run, check_is_there, last_of_newest_run, roots
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.options import differing_options, options_of
+from lightning_fed.core.origin import CHECKPOINT
+from lightning_fed.engines.logged import EvaluationResults
+from lightning_fed.trainer.shared_evaluation import SharedEvaluationLoop
+from lightning_fed.checkpoints.restoring import check_optimizer_states, restored_from
+from lightning_fed.server.server import FORMAT
+from lightning_fed.strategies.stopping import RoundSignalConnector
+
+__all__ = ["RoundCheckpointConnector", "RoundLoggerConnector"]
+
+
+class RoundCheckpointConnector(_CheckpointConnector):
+    """Checkpoints hold the server model and the state after the last completed round, whenever they are written.
+
+    A checkpoint of an ordinary Lightning run, or one of weights alone, gives x^0: its weights are loaded and nothing
+    else.
+    """
+
+    kept: tuple[int, Any] | None = None  # the completed rounds of the newest whole checkpoint, and its path
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        super().__init__(trainer)
+        self.contents = SafeContents()
+        # loggers that will number their version by themselves: once they have, nothing tells it from one that is given
+        self.unnumbered = [logger for logger in trainer.loggers if getattr(logger, "_version", 0) is None]
+
+    def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        """Load the checkpoint, and keep only the weights of one that holds no federated state."""
+        is_fit = self.trainer.state.fn == TrainerFn.FITTING
+        if is_fit:
+            tidy_folders(self.trainer)
+            let_last_follow(self.trainer)
+        checkpoint_path = self.trainer.strategy.broadcast(checkpoint_path)
+        try:
+            super().resume_start(checkpoint_path, weights_only=weights_only)
+        except KeyError as error:
+            raise FederatedError(f"{checkpoint_path} is no Lightning checkpoint: it has no entry {error}.") from error
+        if self._loaded_checkpoint and is_fit:
+            self._take(self._loaded_checkpoint, checkpoint_path)
+        if self._loaded_checkpoint:
+            fill_in(self._loaded_checkpoint, self.trainer)
+
+    def _restore_modules_and_callbacks(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        """Load the checkpoint into module, data module and callbacks, or say what of it does not fit."""
+        trainer = self.trainer
+        save_by_rounds(trainer)  # now that all callbacks are there, and before what they saved is looked for
+        # Lightning does so later, and what it loads would be rounded to the type that the module was made with
+        trainer.precision_plugin.convert_module(trainer.lightning_module)
+        with restored_from(checkpoint_path, "the model and the callbacks"):
+            super()._restore_modules_and_callbacks(checkpoint_path, weights_only=weights_only)
+
+    def restore_training_state(self) -> None:
+        """Load loops, optimizers and schedules, or say what of the checkpoint does not fit."""
+        if not self._loaded_checkpoint or self.trainer.state.fn != TrainerFn.FITTING:
+            super().restore_training_state()
+            return
+        optimizers = self.trainer.optimizers
+        built = [options_of(optimizer) for optimizer in optimizers]
+        with restored_from(self.trainer.ckpt_path, "optimizers and schedules"):
+            self._check_optimizer(optimizers)
+            super().restore_training_state()
+            for optimizer in optimizers:
+                check_optimizer_states(optimizer, "the local optimizer")
+        for optimizer, options in zip(optimizers, built, strict=True):
+            is_scheduled = bool(self.trainer.lr_scheduler_configs)
+            if differing := differing_options(options, options_of(optimizer), is_scheduled):
+                rank_zero_warn(
+                    f"The local optimizer goes on with the checkpoint's {', '.join(differing)}. To train with other"
+                    " options, start from its weights alone: Model.load_from_checkpoint(path), then fit without"
+                    " ckpt_path."
+                )
+
+    def _check_optimizer(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse a checkpoint of another local optimizer.
+
+        Raises:
+            FederatedError: Naming both.
+        """
+        saved = self._loaded_checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        there = saved.get("work", {}).get("optimizer")
+        here = [type(optimizer).__name__ for optimizer in optimizers]
+        if there is not None and here != [there]:
+            raise FederatedError(
+                f"The checkpoint's local optimizer is {there}, this run's is {', '.join(here)}."
+                f" {CHECKPOINT.remedy('the one')}"
+            )
+
+    def _take(self, checkpoint: dict[str, Any], checkpoint_path: Any) -> None:
+        """Look at a checkpoint before it is restored, and leave nothing but weights in one of no federated run."""
+        self._check_shapes(checkpoint, checkpoint_path)
+        loops = checkpoint.get("loops") or {}
+        saved = loops.get("fit_loop", {}).get("state_dict", {})
+        if "format" in saved and "optimizer_states" not in checkpoint:
+            rank_zero_warn(
+                f"{checkpoint_path} was saved with save_weights_only=True: the run cannot go on from round"
+                f" {saved['round']}. It starts at round 0 from these weights."
+            )
+        elif "format" in saved:
+            self._check_format(saved["format"], checkpoint_path)
+            self._check_rounds(int(saved["round"]), checkpoint_path)
+            self.kept = (int(saved["round"]), checkpoint_path)
+            return
+        else:
+            rank_zero_info(f"{checkpoint_path} holds no federated run: training starts at round 0 from its weights.")
+        for key in ("loops", type(self.trainer.precision_plugin).__qualname__, "native_amp_scaling_state"):
+            checkpoint.pop(key, None)
+        checkpoint.update(callbacks={}, optimizer_states=[], lr_schedulers=[])
+
+    def _check_shapes(self, checkpoint: Mapping[str, Any], path: Any) -> None:
+        """Refuse a checkpoint of another model by name, before torch does so by a long list.
+
+        Raises:
+            FederatedError: Naming the first parameter that differs.
+        """
+        saved = checkpoint.get("state_dict")
+        if saved is None:
+            raise FederatedError(f"{path} holds no 'state_dict': it is no Lightning checkpoint.")
+        module = self.trainer.lightning_module
+        for name, value in module.state_dict().items():
+            other = saved.get(name)
+            if isinstance(other, Tensor) and isinstance(value, Tensor) and other.shape != value.shape:
+                raise FederatedError(
+                    f"{path} is of another model: {name!r} has shape {tuple(other.shape)} there and"
+                    f" {tuple(value.shape)} in {type(module).__name__}."
+                )
+
+    def _check_rounds(self, done: int, path: Any) -> None:
+        """Refuse a checkpoint with more rounds than are asked for.
+
+        Raises:
+            FederatedError: Naming both numbers.
+        """
+        wanted = self.trainer.fit_loop.max_epochs
+        if wanted is not None and -1 < wanted < done:
+            raise FederatedError(
+                f"{path} holds {done} completed rounds, more than max_rounds={wanted}. Raise max_rounds, or resume from"
+                " an earlier checkpoint."
+            )
+
+    @staticmethod
+    def _check_format(written: Any, path: Any) -> None:
+        """Refuse a checkpoint of another version of this package.
+
+        Raises:
+            FederatedError: Naming what it is, and the way out.
+        """
+        if written != FORMAT:
+            age, remedy = ("a newer", "Install that") if written > FORMAT else ("an older", "Finish the run with that")
+            raise FederatedError(
+                f"{path} was written by {age} version of lightning_fed: its format is {written!r}, this version's is"
+                f" {FORMAT}. {remedy} version, or start from its weights alone: Model.load_from_checkpoint(path),"
+                " then fit without ckpt_path."
+            )
+
+    def resume_end(self) -> None:
+        """Finish, and leave a run ended that had been stopped early before it could say so."""
+        if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING:
+            restore_scores(self.trainer, self._loaded_checkpoint.get("callbacks") or {})
+        for callback in self.trainer.callbacks if self._loaded_checkpoint else ():
+            if not isinstance(callback, pl.callbacks.EarlyStopping) or self.trainer.state.fn != TrainerFn.FITTING:
+                continue
+            if callback.stopped_epoch > 0 or callback.wait_count >= callback.patience:
+                self.trainer.should_stop = True
+                rank_zero_info(
+                    f"EarlyStopping(monitor={callback.monitor!r}) had ended this run. To go on with it, leave that"
+                    " callback out."
+                )
+        super().resume_end()
+
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return what a checkpoint holds; in the middle of a round, the precision as it was at the round's start.
+
+        Entries that could not be loaded without running code are left out; see :class:`SafeContents`.
+
+        Raises:
+            FederatedError: Before a plateau schedule has stepped for the last round, or where the state has ended with
+                other processes; unless only weights are saved.
+        """
+        if not weights_only:
+            self.trainer.fit_loop.check_is_here("What a checkpoint holds")
+        if not weights_only and self.trainer.fit_loop.awaits_plateau_schedulers:
+            raise FederatedError(
+                f"A checkpoint of round {self.trainer.fit_loop.round - 1} cannot be saved before ReduceLROnPlateau has"
+                " stepped: a resumed run would miss that step. Save in on_train_epoch_end, or let a ModelCheckpoint do"
+                " so; weights_only=True may be saved at any time."
+            )
+        checkpoint = super().dump_checkpoint(weights_only)
+        name = type(self.trainer.precision_plugin).__qualname__
+        if name in checkpoint and (at_start := self.trainer.fit_loop.precision_at_start) is not None:
+            checkpoint[name] = at_start
+        return self.contents.of(checkpoint, self.trainer.lightning_module)
+
+    def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
+        """Find the checkpoint that "last" or "best" is; a trainer that has not trained looks for the newest run's.
+
+        Raises:
+            FederatedError: If there is none, unless a fit may begin without; or if the path is no way to name one.
+        """
+        trainer, is_fit = self.trainer, state_fn == TrainerFn.FITTING
+        if ckpt_path == "last":
+            latest = newest(trainer) if is_fit else last_of_newest_run(trainer)
+            if latest is not None:
+                return latest
+            if not is_fit:
+                raise self._no_last(state_fn)
+        noted = getattr(trainer.checkpoint_callback, "best_model_path", None)
+        if ckpt_path == "best" and not is_fit and not noted and trainer.fit_loop.round == 0:
+            return best_of_newest_run(trainer)
+        try:
+            path = super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
+        except (ValueError, MisconfigurationException) as error:
+            raise FederatedError(f"ckpt_path={ckpt_path!r}: {error}") from error
+        if path is not None:
+            check_is_there(trainer, path)
+        return path
+
+    def _no_last(self, state_fn: TrainerFn) -> FederatedError:
+        """Return the error that there is no checkpoint to evaluate; a fit begins without one."""
+        places = [*folders(self.trainer, whole=False), *roots(self.trainer)]
+        return FederatedError(
+            f"FederatedTrainer.{state_fn.value}(ckpt_path='last') found no checkpoint:"
+            f" none lies in {' or under '.join(map(str, dict.fromkeys(places)))}. Give the"
+            " trainer the default_root_dir, logger and ModelCheckpoint of the run, or pass the path of a checkpoint."
+        )
+
+    def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
+        """Return the state dict of the server model, whatever the module holds in the middle of a client's work."""
+        loop = self.trainer.fit_loop
+        loop.take_in_edits()
+        with loop.showing_server_model():
+            state_dict = super()._get_lightning_module_state_dict()
+            return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state_dict.items()}
+
+
+class RoundLoggerConnector(_LoggerConnector):
+    """Loggers are written once a round."""
+
+    @property
+    def should_update_logs(self) -> bool:
+        """Whether callbacks that log per batch may do so: at the first batch of every so many rounds."""
+        return bool(super().should_update_logs and (not self.trainer.training or self._first_loop_iter is not False))
+
+
+def install(trainer: pl.Trainer) -> None:
+    """Let a trainer use the connectors of this module, and share evaluations."""
+    trainer._checkpoint_connector = RoundCheckpointConnector(trainer)
+    trainer._logger_connector.__class__ = RoundLoggerConnector
+    trainer._signal_connector.__class__ = RoundSignalConnector
+    users_own = trainer._accelerator_connector.checkpoint_io
+    if users_own is None:
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+    else:
+        rank_zero_info(
+            f"Checkpoints are written and read by {type(users_own).__name__}, as given: whether a save that is cut off,"
+            " or a damaged file, is noticed is up to it."
+        )
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        loop.__class__ = SharedEvaluationLoop
+        loop._results = EvaluationResults(training=False)

@@ -1,0 +1,396 @@
+"""The trainer that federates an ordinary LightningModule."""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from inspect import signature
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
+from lightning_fed.compat.package import pl
+from lightning_fed.algorithms import Algorithm, FedAvg
+from lightning_fed.callbacks import RoundLogger, RoundProgressBar, RunSummary
+from lightning_fed.callbacks.schedulers import PlateauSchedulers
+from lightning_fed.trainer.connectors import RoundCheckpointConnector, install
+from lightning_fed.core.arguments import check_paths
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import Weighting
+from lightning_fed.settings.environment import defaults_of_environment
+from lightning_fed.trainer.loop import FederatedLoop
+from lightning_fed.settings.module_checks import no_federated_data
+from lightning_fed.server.aggregation.base import Aggregator
+from lightning_fed.server.asynchronous.base import Asynchronous
+from lightning_fed.server.aggregation.compression import Compressor
+from lightning_fed.server.heterogeneity import SystemsHeterogeneity
+from lightning_fed.server.sampling import Sampler
+from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
+from lightning_fed.settings.settings_checks import MAX_FAILED_SHARE, MAX_UPDATE_RATIO, make_settings
+from lightning_fed.strategies import ClientsStrategy
+from lightning_fed.strategies.ddp import WithinClientStrategy, adopt
+from lightning_fed.strategies.launcher import adopt_launcher
+from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
+from lightning_fed.trainer.threads import threads_for
+from lightning_fed.settings.lightning_arguments import as_callbacks, check_trainer_arguments, refusals_of_lightning
+from lightning_fed.settings.lightning_calls import check_call, checked
+from lightning_fed.settings.trainer_checks import check_local_options, check_strategy, check_trainer
+
+__all__ = ["ClientsStrategy", "FederatedTrainer"]
+
+
+class FederatedTrainer(pl.Trainer):
+    """A Lightning Trainer whose epochs are federated rounds.
+
+    Every argument of :class:`pytorch_lightning.Trainer` keeps its meaning, counted in rounds:
+    ``check_val_every_n_epoch`` validates the server model every n rounds, ``fast_dev_run`` is one round of n batches a
+    client, ``limit_train_batches`` limits the batches of a client's epoch, ``max_time`` ends the run after the round in
+    which it runs out. ``max_steps`` and ``min_steps`` count the local steps of all clients and are looked at after each
+    round. ``val_check_interval=n`` with ``check_val_every_n_epoch=None``, and ``every_n_train_steps=n`` of a
+    ``ModelCheckpoint``, count rounds, as the global step does. A ``val_check_interval`` that is a time, such as
+    "00:00:10:00", validates after the first round that ends when this time has passed since the last validation.
+    Environment variables ``PL_TRAINER_...`` set the arguments that are not given, as for Lightning's Trainer:
+    ``PL_TRAINER_MAX_ROUNDS=3``.
+
+    Args:
+        algorithm: The method, an instance; FedAvg by default.
+        personal: Names of parameters and buffers that stay with each client, or patterns of them such as
+            ``["head.*"]``: they are trained with the others, and neither sent nor averaged. Every client keeps its own
+            from round to round; a new one begins with the module's.
+        max_rounds: The number of rounds; -1 for no limit. Another name for Lightning's ``max_epochs``.
+        clients_per_round: The clients drawn uniformly without replacement each round: an int is a count, a float in
+            (0, 1] a share. By default all of them.
+        local_epochs: Passes of a client over its data in a round. Exactly one of this and ``local_steps``, none for
+            methods without local work.
+        local_steps: Optimizer steps of a client in a round.
+        server_optimizer: From parameters to the torch optimizer that takes the server's step; it sees the negative
+            direction as the gradient. By default SGD with rate 1: the server takes the mean of the client models.
+        server_lr_scheduler: From the server's optimizer to a torch scheduler of its rate, stepped once a round.
+        heterogeneity: Which clients do less work than asked for, are too late, or drop out:
+            :class:`lightning_fed.server.SystemsHeterogeneity`.
+        sampler: Who takes part: ``sampler(seed, round, population)`` or ``sampler(seed, round)`` returns client ids.
+        gradient_sampler: The same for methods that average gradients over a cohort of its own (FedDANE).
+        weighting: How messages are averaged: "examples", "uniform", "steps", or a function of
+            (client_id, size, steps). By default the method's own.
+        aggregator: Replaces these averages: a robust rule such as :class:`lightning_fed.server.CoordinateMedian`, or
+            :class:`lightning_fed.server.DifferentialPrivacy`. None for the weighted means.
+        asynchronous: Let the server step whenever some answers have arrived, by a simulated clock, and not wait for a
+            cohort: :class:`lightning_fed.server.FedBuff` or ``FedAsync``, in place of sampler and aggregator.
+        compression: How clients' messages are compressed: :class:`lightning_fed.server.TopK` or
+            :class:`lightning_fed.server.QSGD`. None to send them as they are.
+        engine: How the clients of a cohort are trained. "sequential" trains one after another through Lightning's own
+            loop: any module, any hook. "vectorized" trains several at once through ``torch.func``, and refuses modules
+            and hooks that it cannot run. "auto" takes "vectorized" when supported, otherwise "sequential", and says
+            which and why.
+        chunk_size: How many clients the vectorized engine trains at once; by default it depends on model and machine.
+        seed: The seed of the cohorts, batch orders and random layers; by default that of ``seed_everything``, else 0.
+        buffers: How buffers such as BatchNorm's running statistics are combined: "average" takes the mean over clients,
+            "server" drops clients' changes, "local" lets each client keep its own.
+        local_optimizer_state: Whether clients start with a fresh local optimizer every round ("reset"), or keep its
+            state, such as momentum, from the last round in which they took part ("keep").
+        gradient_clip_on: What ``gradient_clip_val`` clips: the client's own gradient before the correction, or the
+            corrected one.
+        on_client_error: What to do with a client that fails. A client fails if its loader or ``training_step`` raises,
+            if its loss or update is not finite, or if its update exceeds ``max_update_ratio``. "raise" stops the run
+            and names the client, the round, the local step and the cause. "drop" removes the client from the round, as
+            if it had not been drawn; a warning, the log and the summary report it.
+        max_failed_share: The largest share of a round's clients, in (0, 1], that "drop" may drop. The run stops if more
+            fail, or all.
+        max_update_ratio: The largest norm of a client's update, as a multiple of the cohort's median norm. If the
+            median is below rounding error, that error is used instead. None for no limit.
+        client_states: Where client states are kept between rounds. "memory" keeps them all in memory, and copies them
+            into every checkpoint. "disk" appends them to files, to which checkpoints refer; memory then holds only the
+            states of the clients in training. "auto" takes "disk" if the states may exceed 1 GiB, and says so.
+        client_states_dir: The folder for "disk"; by default ``client_states`` beside the checkpoints.
+        callbacks: Callbacks; see :class:`lightning_fed.FederatedCallback` for hooks of rounds and clients.
+        max_epochs: Lightning's name for ``max_rounds``.
+        kwargs: Any other argument of :class:`pytorch_lightning.Trainer`.
+
+    Raises:
+        FederatedError: If an argument is not allowed; the message names it, what was found and what to change.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> from lightning_fed.algorithms import Scaffold
+        >>> trainer = FederatedTrainer(algorithm=Scaffold(), max_rounds=100, clients_per_round=20, local_epochs=5,
+        ...                            logger=False, enable_checkpointing=False, accelerator="cpu")
+        >>> trainer.max_rounds
+        100
+    """
+
+    _told_of_threads = False
+    _val_check_time_interval: float | None  # seconds, as Lightning has found them in val_check_interval
+
+    @defaults_of_environment
+    def __init__(
+        self,
+        *,
+        algorithm: Algorithm | None = None,
+        personal: Sequence[str] = (),
+        max_rounds: int | None = None,
+        clients_per_round: int | float | None = None,
+        local_epochs: int | None = None,
+        local_steps: int | None = None,
+        server_optimizer: ServerOptimizerFactory | None = None,
+        server_lr_scheduler: ServerSchedulerFactory | None = None,
+        heterogeneity: SystemsHeterogeneity | None = None,
+        sampler: Sampler | None = None,
+        gradient_sampler: Sampler | None = None,
+        weighting: Weighting | None = None,
+        aggregator: Aggregator | None = None,
+        asynchronous: Asynchronous | None = None,
+        compression: Compressor | None = None,
+        engine: Literal["sequential", "vectorized", "auto"] = "sequential",
+        chunk_size: int | None = None,
+        seed: int | None = None,
+        buffers: Literal["average", "server", "local"] = "average",
+        local_optimizer_state: Literal["reset", "keep"] = "reset",
+        gradient_clip_on: Literal["gradient", "corrected"] = "gradient",
+        client_states: Literal["memory", "disk", "auto"] = "auto",
+        client_states_dir: str | Path | None = None,
+        on_client_error: Literal["raise", "drop"] = "raise",
+        max_failed_share: float = MAX_FAILED_SHARE,
+        max_update_ratio: float | None = MAX_UPDATE_RATIO,
+        callbacks: list[pl.Callback] | pl.Callback | None = None,
+        max_epochs: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_trainer_arguments(kwargs, own=signature(FederatedTrainer.__init__).parameters)
+        settings = make_settings(
+            algorithm=FedAvg() if algorithm is None else algorithm,
+            personal=personal,
+            clients_per_round=clients_per_round,
+            local_epochs=local_epochs,
+            local_steps=local_steps,
+            server_optimizer=plain_sgd if server_optimizer is None else server_optimizer,
+            server_lr_scheduler=server_lr_scheduler,
+            heterogeneity=heterogeneity,
+            sampler=sampler,
+            gradient_sampler=gradient_sampler,
+            weighting=weighting,
+            aggregator=aggregator,
+            asynchronous=asynchronous,
+            compression=compression,
+            engine=engine,
+            chunk_size=chunk_size,
+            seed=_seed(seed),
+            seed_is_given=seed is not None,
+            buffers=buffers,
+            local_optimizer_state=local_optimizer_state,
+            gradient_clip_on=gradient_clip_on,
+            client_states=client_states,
+            client_states_dir=client_states_dir,
+            on_client_error=on_client_error,
+            max_failed_share=max_failed_share,
+            max_update_ratio=max_update_ratio,
+        )
+        if gradient_clip_on == "corrected" and kwargs.get("gradient_clip_val") is None:
+            raise FederatedError(
+                "gradient_clip_on='corrected' is of no use without gradient_clip_val, which says at what norm or value"
+                " to clip. Pass gradient_clip_val too, or leave gradient_clip_on at 'gradient'."
+            )
+        check_strategy(kwargs.get("strategy", "auto"))
+        callbacks, rounds = _with_defaults(callbacks, kwargs), _rounds(max_rounds, max_epochs)
+        with refusals_of_lightning():
+            super().__init__(callbacks=callbacks, max_epochs=rounds, **kwargs)
+        self.fit_loop: FederatedLoop = FederatedLoop(self, settings, self.fit_loop.min_epochs, self.fit_loop.max_epochs)
+        if not kwargs.get("fast_dev_run"):  # which Lightning counts in steps: n batches a client, in one round
+            steps = self.fit_loop.epoch_loop
+            steps.max_steps, steps.min_steps = kwargs.get("max_steps", -1), kwargs.get("min_steps")
+        if (seconds := self._val_check_time_interval) is not None:
+            # which Lightning leaves unset; EarlyStopping asks for it, to look only after rounds that validate
+            self.val_check_interval = _duration(seconds)
+        elif rounds := _in_rounds(self.check_val_every_n_epoch, self.val_check_interval):
+            self.check_val_every_n_epoch, self.val_check_interval = rounds, 1.0
+        if gradient_clip_on == "corrected" and self.gradient_clip_val:
+            self.fit_loop.corrected_clip = (self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
+            self.gradient_clip_val = None  # or Lightning would clip before the correction as well
+        check_local_options(self)
+        adopt(self)
+        adopt_launcher(self)
+        if settings.drops_failed and isinstance(self.strategy, WithinClientStrategy):
+            raise FederatedError(
+                "on_client_error='drop' does not go with strategy='ddp', whose processes work on one client together"
+                " and stop together. Use strategy='clients', or leave on_client_error at 'raise'."
+            )
+        if isinstance(self.strategy, UnwrappedDDPStrategy):  # Lightning's sampler would show some examples twice
+            self._accelerator_connector.use_distributed_sampler = False
+        install(self)
+
+    @property
+    def max_rounds(self) -> int | None:
+        """The number of rounds, -1 for no limit. Raise it to let a finished trainer go on."""
+        return self.fit_loop.max_epochs
+
+    @max_rounds.setter
+    def max_rounds(self, value: int) -> None:
+        self.fit_loop.max_epochs = _rounds(value, None)
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """The rounds of the run, in which schedules are stepped once; infinite without a limit.
+
+        Raises:
+            FederatedError: If ``max_steps`` alone limits the run: what rounds it makes depends on who is drawn.
+        """
+        if self.max_epochs is not None and self.max_epochs != -1:
+            return max(self.max_epochs, 1)
+        if self.max_steps != -1:
+            raise FederatedError(
+                f"trainer.estimated_stepping_batches is the number of rounds, which max_steps={self.max_steps} does not"
+                " tell before the run: it depends on who is drawn. Pass max_rounds too."
+            )
+        return float("inf")
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """The batches in the local epoch of the client at work."""
+        self._check_is_one("num_training_batches")
+        return super().num_training_batches
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the client at work is at the last batch of its local epoch."""
+        self._check_is_one("is_last_batch")
+        return super().is_last_batch
+
+    def _check_is_one(self, name: str) -> None:
+        if self.fit_loop.runs_several:
+            raise FederatedError(
+                f"engine='vectorized' cannot say what trainer.{name} is in training_step: clients are run at once, and"
+                " it differs from one to another. Do without it, or use engine='sequential'."
+            )
+
+    def fit(
+        self,
+        model: pl.LightningModule,
+        train_dataloaders: pl.LightningDataModule | None = None,
+        val_dataloaders: Any = None,
+        datamodule: pl.LightningDataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Run the rounds; see :meth:`pytorch_lightning.Trainer.fit`.
+
+        Afterwards the module holds the server model. A second call continues the run, up to a higher
+        :attr:`max_rounds`, and refuses another model or other clients. With ``ckpt_path`` the run continues after the
+        checkpoint's round; a checkpoint of an ordinary Lightning run gives the initial weights.
+
+        Args:
+            model: Any LightningModule with automatic optimization and one optimizer.
+            train_dataloaders: The data module, if it is given by position.
+            val_dataloaders: Refused, since the data module has the validation set.
+            datamodule: The data module: a :class:`lightning_fed.FederatedDataModule`.
+            ckpt_path: A checkpoint to resume from; "last" is the newest of the run, "best" and "hpc" as for Lightning.
+            weights_only: Whether loading may only make tensors and plain containers; PyTorch's default, True, if None.
+
+        Raises:
+            FederatedError: If settings, model, data or checkpoint cannot be federated; before the first round.
+        """
+        check_call(
+            "fit", self, model, train_dataloaders, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only
+        )
+        if train_dataloaders is not None and not isinstance(train_dataloaders, pl.LightningDataModule):
+            raise no_federated_data(train_dataloaders)
+        if val_dataloaders is not None:
+            raise FederatedError(
+                "fit(val_dataloaders=...) does not go with a data module, which has the validation set:"
+                " FederatedDataModule(val=...), a data set or a loader."
+            )
+        check_trainer(self)
+        try:
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            raise FederatedError(  # Lightning's own remedy, manual optimization, is none here
+                f"{type(model).__name__}.configure_optimizers() returned several optimizers; federated training needs"
+                " exactly one. Use parameter groups for different settings."
+            ) from error
+
+    def _run_stage(self) -> Any:
+        """Run a stage, with the threads that suit the model; here the model is complete, and the process is its own."""
+        with threads_for(self.lightning_module, self.strategy.root_device) as before:
+            if before is not None and not self._told_of_threads:
+                self._told_of_threads = True
+                rank_zero_info(
+                    f"The model is small: this run takes 1 thread instead of PyTorch's {before}. To choose yourself,"
+                    " set OMP_NUM_THREADS or call torch.set_num_threads."
+                )
+            return super()._run_stage()
+
+    validate = checked(pl.Trainer.validate)
+    test = checked(pl.Trainer.test)
+    predict = checked(pl.Trainer.predict)
+
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any | None = None
+    ) -> None:
+        """Save a checkpoint of the last completed round; all processes must call it.
+
+        Nothing is saved after an exception between a round's server step and its end. Schedules and callbacks have then
+        seen only a part of the round, and a resumed run would differ.
+
+        Args:
+            filepath: Where, a path or a URL.
+            weights_only: Whether to save the model's weights alone.
+            storage_options: As for the CheckpointIO plugin.
+
+        Raises:
+            FederatedError: If that is no path, or there is nothing to save; or, unless ``weights_only``, where a
+                ``ReduceLROnPlateau`` has not yet stepped for the round that is ending, as in ``on_round_end``.
+        """
+        if self.interrupted and self.fit_loop.is_closing:
+            rank_zero_warn(f"{filepath} is not saved: the run was interrupted while round {self.fit_loop.round} ended.")
+            return
+        check_paths(type(self).__name__ + ".save_checkpoint", filepath=filepath)
+        if self.model is None:
+            raise FederatedError("save_checkpoint: there is nothing to save before the trainer has seen a model.")
+        with self.fit_loop.kept_states.writing(filepath):
+            super().save_checkpoint(filepath, weights_only, storage_options)
+        if not weights_only and isinstance(self._checkpoint_connector, RoundCheckpointConnector):
+            self._checkpoint_connector.kept = (self.fit_loop.round, filepath)
+
+
+def _seed(seed: int | None) -> int:
+    if seed is None:
+        return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**128:
+        raise FederatedError(f"seed must be an int >= 0, found {seed!r}.")
+    return seed
+
+
+def _rounds(max_rounds: int | None, max_epochs: int | None) -> int | None:
+    if max_rounds is not None and max_epochs is not None and max_rounds != max_epochs:
+        raise FederatedError(
+            f"max_rounds={max_rounds} and max_epochs={max_epochs} differ: they are two names for one number. Pass one."
+        )
+    value, name = (max_rounds, "max_rounds") if max_rounds is not None else (max_epochs, "max_epochs")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**63):
+        raise FederatedError(f"{name} must be an int >= 0, or -1 for no limit, found {value!r}.")
+    return value
+
+
+def _duration(seconds: float) -> Any:
+    if seconds < 0:
+        raise FederatedError(f"val_check_interval must be a time that is not negative, found {seconds:g} seconds.")
+    return timedelta(seconds=seconds)
+
+
+def _in_rounds(check_val_every_n_epoch: Any, val_check_interval: Any) -> int | None:
+    """Return the rounds between validations where Lightning's interval counts steps over all epochs, else None."""
+    is_count = isinstance(val_check_interval, int) and not isinstance(val_check_interval, bool)
+    return val_check_interval if check_val_every_n_epoch is None and is_count and val_check_interval > 0 else None
+
+
+def _with_defaults(callbacks: Sequence[pl.Callback] | pl.Callback | None, kwargs: dict[str, Any]) -> list[pl.Callback]:
+    """Add the callbacks that every federated run brings along."""
+    given = as_callbacks(callbacks)
+    shows_progress = kwargs.get("enable_progress_bar") is not False and not kwargs.get("barebones")
+    defaults: list[pl.Callback] = [PlateauSchedulers()]
+    if not any(isinstance(c, RoundLogger) for c in given):
+        defaults.append(RoundLogger())
+    if shows_progress and not any(isinstance(c, pl.callbacks.ProgressBar) for c in given):
+        defaults.append(RoundProgressBar())
+    if shows_progress and not any(isinstance(c, RunSummary) for c in given):
+        defaults.append(RunSummary())
+    return [*given, *defaults]

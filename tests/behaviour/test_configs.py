@@ -1,0 +1,185 @@
+"""The configurations say what they mean: each changes its own part, and the part it names is the part that is made."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import yaml
+from torch.utils.data import DataLoader
+
+from lightning_fed import FederatedTrainer, algorithms
+from lightning_fed.cli.main import FederatedCLI
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data import Digits
+from lightning_fed.models import MLPClassifier
+from tests.helpers.selection import few
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICKSTART = CONFIGS / "quickstart.yaml"
+SECTIONS = {"data": "data", "model": "model"} | dict.fromkeys(
+    ("aggregation", "algorithm", "asynchronous", "measures", "participation"), "trainer"
+)
+STACKED = sorted(path for path in CONFIGS.rglob("*.yaml") if path != QUICKSTART and path.parent.name != "tasks")
+METHODS = sorted(
+    name
+    for name in algorithms.__all__
+    if issubclass(cls := getattr(algorithms, name), algorithms.Algorithm) and cls is not algorithms.Algorithm
+)
+
+
+def read(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+def built(*paths: Path) -> FederatedCLI:
+    """Return trainer, model and data as the command line makes them, without running anything."""
+    configs = [word for path in (QUICKSTART, *paths) for word in ("--config", str(path))]
+    return FederatedCLI(
+        model_class=pl.LightningModule,
+        datamodule_class=pl.LightningDataModule,
+        run=False,
+        args=[*configs, "--trainer.accelerator", "cpu", "--trainer.logger", "false"],
+    )
+
+
+def check(value: Any, config: Any) -> None:
+    """Check that an object, or what it was made from, has the class and the arguments that a configuration names."""
+    if not isinstance(config, dict) or "class_path" not in config:
+        assert value == config or repr(value) == repr(config)  # a wrapped argument shows itself as it was given
+        return
+    assert type(value).__name__ == config["class_path"].rpartition(".")[2]
+    for name, argument in config.get("init_args", {}).items():
+        if isinstance(value, pl.LightningModule):
+            check(value.hparams[name], argument)
+        elif name == "alpha" and isinstance(value, Digits):
+            check(value.partition.alpha, argument)
+        else:
+            check(getattr(value, name), argument)
+
+
+@pytest.fixture(autouse=True)
+def _command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give no arguments but a test's own, and take back the seed that ``seed_everything`` leaves behind."""
+    monkeypatch.setattr(sys, "argv", ["lightning-fed"])
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+
+
+def test_a_stackable_config_changes_its_own_part_only() -> None:
+    assert not [path for path in STACKED if set(read(path)) != {SECTIONS[path.parent.name]}]
+
+
+def test_every_method_has_a_config() -> None:
+    named = {read(path)["trainer"]["algorithm"]["class_path"] for path in CONFIGS.glob("algorithm/*.yaml")}
+    assert {f"lightning_fed.algorithms.{method}" for method in METHODS} <= named
+
+
+def unknown(config: Any) -> Iterator[str]:
+    """Yield the classes and arguments, at any depth of a configuration, that there are not."""
+    if isinstance(config, list):
+        for part in config:
+            yield from unknown(part)
+    elif isinstance(config, dict):
+        if "class_path" in config:
+            module, _, name = config["class_path"].rpartition(".")  # a short name is one of Lightning's callbacks
+            try:
+                inspect.signature(
+                    getattr(importlib.import_module(module or f"{pl.__name__}.callbacks"), name)
+                ).bind_partial(**config.get("init_args", {}))
+            except (AttributeError, ImportError, TypeError) as error:
+                yield f"{config['class_path']}: {error}"
+        for part in config.values():
+            yield from unknown(part)
+
+
+def test_every_config_names_what_there_is() -> None:
+    found = {}
+    for path in (QUICKSTART, *STACKED):
+        config = read(path)
+        options = {name.removesuffix("+") for name in config.get("trainer", {})}
+        found[path.stem] = [*unknown(config), *(options - set(inspect.signature(FederatedTrainer).parameters))]
+    assert not {name: faults for name, faults in found.items() if faults}
+
+
+MADE = [CONFIGS / f"{name}.yaml" for name in ("algorithm/mime_sgdm", "aggregation/qsgd", "measures/drift", "model/cnn")]
+
+
+@pytest.mark.parametrize(
+    "path", few([QUICKSTART, *STACKED], [QUICKSTART, *MADE]), ids=lambda p: f"{p.parent.name}/{p.stem}"
+)
+def test_what_a_config_names_is_what_is_made(path: Path) -> None:
+    config = read(path)
+    cli = built(path)
+    settings = cli.trainer.fit_loop.settings
+    for name, value in (("model", cli.model), ("data", cli.datamodule)):
+        if name in config:
+            check(value, config[name])
+    parts = {"aggregator", "algorithm", "compression", "heterogeneity", "sampler", "weighting"}
+    for name in parts & set(config.get("trainer", {})):
+        check(getattr(settings, name), config["trainer"][name])
+    own = config.get("trainer", {}).get("callbacks+", [])
+    for named in [*own, *read(QUICKSTART)["trainer"]["callbacks"]]:  # a stacked config adds callbacks, replacing none
+        (callback,) = [c for c in cli.trainer.callbacks if type(c).__name__ == named["class_path"].rpartition(".")[2]]
+        if named in own:
+            check(callback, named)
+    if named := config.get("trainer", {}).get("server_optimizer"):
+        optimizer = settings.server_optimizer(cli.model.parameters())
+        assert type(optimizer).__name__ == named["class_path"].rpartition(".")[2]
+        assert optimizer.defaults["lr"] == named["init_args"]["lr"]
+    for name in {"max_rounds", "clients_per_round", "local_epochs"} & set(config.get("trainer", {})):
+        assert cli.config["trainer"][name] == config["trainer"][name]
+
+
+ALGORITHMS = sorted((CONFIGS / "algorithm").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    few(
+        [path for path in ALGORITHMS if path.stem != "fedbn"],
+        [p for p in ALGORITHMS if p.stem in ("pfedme", "scaffnew")],
+    ),
+    ids=lambda p: p.stem,
+)
+def test_every_method_trains_on_the_quickstart_as_it_is(path: Path) -> None:
+    cli = built(path)
+    cli.trainer.fit_loop.max_epochs = 3
+    cli.trainer.fit(cli.model, cli.datamodule)
+    assert cli.trainer.fit_loop.epoch_progress.current.completed == 3
+    assert torch.isfinite(cli.trainer.callback_metrics["val_loss"])
+
+
+def test_fedbn_says_that_the_quickstart_has_no_batch_norm() -> None:
+    cli = built(CONFIGS / "algorithm" / "fedbn.yaml")
+    with pytest.raises(FederatedError, match="BatchNorm layers .* MLPClassifier has none"):
+        cli.trainer.fit(cli.model, cli.datamodule)
+
+
+def test_a_logistic_regression_has_one_layer() -> None:
+    assert [p.shape for p in built(CONFIGS / "model" / "logistic.yaml").model.parameters()] == [(10, 64), (10,)]
+
+
+def test_the_quickstart_model_and_data_train_without_federation() -> None:
+    data, model = Digits(num_clients=1), seeded_model()
+    trainer = pl.Trainer(
+        max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(model, DataLoader(data.client_dataset(0), batch_size=16, shuffle=True))
+    (metrics,) = trainer.test(model, data, verbose=False)
+    assert set(metrics) == {"test_loss", "test_acc"}
+    assert metrics["test_acc"] > 0.8
+    predicted = trainer.predict(model, data)
+    assert predicted is not None
+    labels = torch.stack([label for _, label in data.test])
+    assert (torch.cat(predicted) == labels).float().mean() == pytest.approx(metrics["test_acc"])
+
+
+def seeded_model() -> MLPClassifier:
+    torch.manual_seed(0)
+    return MLPClassifier()

@@ -1,0 +1,132 @@
+"""Long runs and large cohorts: what a run holds does not grow with its rounds, nor a round with its cohort."""
+
+import gc
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fed import FederatedCallback, algorithms
+from tests.helpers.selection import few
+from tests.helpers.training import Net, data, seeded, trainer
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+METHODS = {
+    "FedAvg": algorithms.FedAvg,
+    "Scaffold": algorithms.Scaffold,
+    "Mime": lambda: algorithms.Mime(base=algorithms.SGDm()),
+}
+
+
+@pytest.fixture(autouse=True)
+def _others_objects_are_left_alone():
+    """Keep the garbage collector from what was there before, which takes it a second a time late in a session."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def bytes_of_storage(tensor):
+    """Return where a tensor's memory is, and its size; nothing for those that are no memory of their own."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    except (NotImplementedError, RuntimeError):
+        return 0, 0
+
+
+class Held(FederatedCallback):
+    """Count the vectors of the model's size, and rows of such, that are alive when a round's last client has ended."""
+
+    def __init__(self, cohort):
+        self.left, self.vectors = cohort, 0.0
+
+    def on_client_end(self, trainer, pl_module, client_report):
+        self.left -= 1
+        if not self.left:
+            gc.collect()
+            alive = dict(bytes_of_storage(o) for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter))
+            size = 4 * sum(p.numel() for p in pl_module.parameters())
+            self.vectors = sum(n for n in alive.values() if n >= size) / size
+
+
+def vectors_held(method, engine, cohort):
+    held = Held(cohort)
+    options = {"chunk_size": 2} if engine == "vectorized" else {}
+    run = trainer(
+        algorithm=METHODS[method](), engine=engine, max_rounds=1, clients_per_round=cohort, callbacks=held, **options
+    )
+    run.fit(seeded(Net, dropout=0.0), data(sizes=(8,) * cohort))
+    kept = sum(len(run.fit_loop.state.client_state(i)) for i in range(cohort))
+    return held.vectors - kept
+
+
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    few(
+        [pytest.param(m, e, id=f"{m}-{e}") for m in METHODS for e in ("sequential", "vectorized")],
+        ["Mime-sequential", "Scaffold-vectorized"],
+    ),
+)
+def test_a_round_holds_no_more_for_a_larger_cohort(method, engine):
+    vectors_held(method, engine, cohort=4)  # what other tests have left behind goes with the first run
+    assert vectors_held(method, engine, cohort=12) == pytest.approx(vectors_held(method, engine, cohort=4), abs=0.5)
+
+
+@pytest.fixture
+def soak(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    before = set(sys.modules)
+    module = importlib.import_module("soak")
+    level = module.logging.getLogger("pytorch_lightning").level
+
+    def run(*arguments):
+        with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+            return module.soak(module._parser().parse_args(arguments), Path(folder))
+
+    yield run
+    module.logging.getLogger("pytorch_lightning").setLevel(level)
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(BENCHMARKS):
+            del sys.modules[name]
+
+
+def assert_flat(found, bytes_per_round):
+    assert found["open_files_end"] == found["open_files_settled"]
+    assert found["objects_end"] - found["objects_settled"] < max(100, found["rounds"] / 100)
+    assert found["rss_bytes_per_round"] < bytes_per_round
+    assert found["tensorboard_bytes_per_round"] < 1000
+
+
+RUNS = [("sequential", "disk"), ("vectorized", "memory")]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "engine", "states"),
+    [(100, *RUNS[0]), *(pytest.param(200, *r, marks=pytest.mark.thorough) for r in RUNS)],
+)
+def test_hundreds_of_rounds_leave_nothing_behind(soak, rounds, engine, states):
+    small = ("--rounds", str(rounds), "--population", "20", "--cohort", "5", "--every", "4")
+    found = soak(*small, "--engine", engine, "--client-states", states)
+    assert found["engine"] == engine
+    assert_flat(found, bytes_per_round=50_000)  # in a short run the allocator's pools still move
+
+
+@pytest.mark.parametrize("cohort", [100, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_a_round_takes_a_thousand_clients_of_a_million(soak, cohort):
+    found = soak("--rounds", "3", "--population", "1000000", "--cohort", str(cohort), "--engine", "vectorized")
+    assert 2.9 * cohort < found["clients_seen"] <= 3 * cohort
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("engine", "states"), RUNS)
+def test_twenty_thousand_rounds_leave_nothing_behind(engine, states):
+    command = [sys.executable, BENCHMARKS / "soak.py", "--rounds", "20000", "--json"]
+    command += ["--engine", engine, "--client-states", states]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert_flat(json.loads(done.stdout.splitlines()[-1]), bytes_per_round=200)

@@ -1,0 +1,480 @@
+"""The benchmark scripts run, compare like with like, and say what is missing."""
+
+import dataclasses
+import importlib
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+KEYS = {"system", "workload", "s_per_round", "min", "max", "peak_rss_mb", "setup_s", "loss_end", "config"}
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    threads, logger = torch.get_num_threads(), logging.getLogger("pytorch_lightning")
+    level = logger.level
+    yield importlib.import_module
+    torch.set_num_threads(threads)
+    logger.setLevel(level)
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "/").is_relative_to(BENCHMARKS):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def run(scripts, tmp_path, capsys):
+    workloads = scripts("workloads")
+
+    def run(*arguments):
+        status = workloads.main(["--workload", "tiny", "--rounds", "2", "--data", str(tmp_path), "--json", *arguments])
+        captured = capsys.readouterr()
+        return status, [json.loads(text) for text in captured.out.splitlines()], captured.err
+
+    return run
+
+
+def line(system, seconds, workload="W1", algorithm="FedAvg", loss=1.0):
+    config = {"version": "1.0", "processes": 2, "engine": "vectorized", "chunk": 1}
+    figures = {"s_per_round": seconds, "min": seconds / 2, "max": 2 * seconds, "peak_rss_mb": 100.0, "setup_s": 1.0}
+    where = {"machine": {"cpu": "A CPU", "cores": 2}, "date": "2026-01-01", "rounds": 8, "warmup": 3}
+    named = {"system": system, "workload": workload, "algorithm": algorithm}
+    return {**named, **figures, "loss_end": loss, "config": config, **where}
+
+
+def test_lightning_fed_and_the_plain_loop_end_with_one_loss(run):
+    found = {}
+    for system in ("torch", "lightning_fed"):
+        status, (found[system],), _ = run("--system", system, "--devices", "1")
+        assert status == 0
+        assert found[system].keys() >= KEYS
+        assert 0 < found[system]["min"] <= found[system]["s_per_round"] <= found[system]["max"]
+        assert found[system]["peak_rss_mb"] > 10
+    assert found["lightning_fed"]["loss_end"] == pytest.approx(found["torch"]["loss_end"], abs=1e-4)
+    assert found["lightning_fed"]["config"]["engine"] == "vectorized"
+
+
+@pytest.mark.parametrize("engine", ["sequential", pytest.param("vectorized", marks=pytest.mark.thorough)])
+def test_the_engine_is_the_one_asked_for(run, engine):
+    _, (found,), _ = run("--system", "lightning_fed", "--devices", "1", "--engine", engine, "--algorithm", "Scaffold")
+    assert found["config"]["engine"] == engine
+    assert found["algorithm"] == "Scaffold"
+
+
+def test_a_peer_that_is_not_installed_is_skipped_with_a_message(run, scripts, monkeypatch):
+    monkeypatch.setitem(scripts("workloads").PACKAGES, "fluke", "a_package_that_nobody_has")
+    status, (found,), said = run("--system", "fluke")
+    assert status == 0
+    assert "--python fluke=PATH" in found["skipped"]
+    assert "fluke is skipped" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--system is required"),
+        (["--system", "pfl", "--algorithm", "Mime"], "for lightning_fed alone"),
+        (["--system", "pfl", "--accelerator", "gpu"], "lightning_fed and torch alone"),
+        (["--system", "pfl", "--python", "pfl=/no/such/python"], "is not a program"),
+        (["--system", "torch", "--rounds", "0"], "above 0"),
+        (["--system", "torch", "--in-turns", "4"], "only one run"),
+        (["--system", "torch", "--without", "staggered"], "they take no --system"),
+        (["--against", ".", "--without", "staggered"], "not allowed with"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused(run, capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        run(*arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_several_runs_are_compared_and_written_to_a_page(run, scripts, monkeypatch, tmp_path, apart):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- workloads:start -->\nold\n<!-- workloads:end -->\nafter\n")
+    if not apart:
+        workloads = scripts("workloads")
+        monkeypatch.setattr(
+            workloads, "_run_one_by_one", lambda args, runs: [workloads._run_here(args, *one) for one in runs]
+        )
+    status, (plain, forked), _ = run("--system", "torch", "torch-2", "--repeats", "1", "--render", str(page))
+    assert status == 0
+    assert plain["ratio"] == 1
+    assert forked["loss_agrees"]
+    assert forked["loss_end"] == pytest.approx(plain["loss_end"], abs=1e-4)
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "| tiny | torch-2 |" in text
+
+
+@pytest.mark.thorough
+def test_systems_take_turns(tmp_path):
+    command = [
+        sys.executable,
+        BENCHMARKS / "workloads.py",
+        "--system",
+        "torch",
+        "lightning_fed",
+        "pfl",
+        "--in-turns",
+        "2",
+    ]
+    command += ["--workload", "tiny", "--rounds", "3", "--warmup", "2", "--repeats", "1", "--devices", "2"]
+    done = subprocess.run([*command, "--data", tmp_path, "--json"], capture_output=True, text=True, check=True)
+    plain, own, missing = map(json.loads, done.stdout.splitlines())
+    assert (plain["rounds"], own["rounds"], own["config"]["processes"]) == (3, 3, 2)
+    assert plain["in_turns"] == own["in_turns"] == 2
+    assert own["loss_agrees"]
+    assert "not installed" in missing["skipped"]
+
+
+@pytest.mark.thorough
+def test_what_fails_ends_no_other_turns(scripts, monkeypatch, tmp_path):
+    workloads = scripts("workloads")
+    args = workloads._parser().parse_args(
+        ["--system", "torch", "--in-turns", "1", "--rounds", "2", "--data", str(tmp_path)]
+    )
+    args.python = [("pfl", "/bin/false")]
+    good, bad = workloads._run_in_turns(args, [("tiny", "torch", "FedAvg"), ("tiny", "pfl", "FedAvg")])
+    assert good["rounds"] == 2
+    assert bad["failed"] == "exit code 1"
+
+
+def test_rounds_do_not_count_the_time_in_which_others_have_theirs(scripts, monkeypatch):
+    measure = scripts("systems.measure")
+    now, stops = [0.0], []
+
+    def stop(group, number):
+        stops.append((group, number))
+        now[0] += 100.0
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure.os, "killpg", stop)
+    stopwatch = measure.Stopwatch(measure.Settings(rounds=3, warmup=1, in_turns=2))
+    for took in (5.0, 7.0, 1.0, 2.0, 3.0):
+        now[0] += took
+        stopwatch.tick()
+    assert stops == [(os.getpgrp(), signal.SIGSTOP)] * 2
+    figures = stopwatch.figures()
+    assert (figures["setup_s"], figures["min"], figures["s_per_round"], figures["max"]) == (12.0, 1.0, 2.0, 3.0)
+
+
+def test_ratios_are_taken_within_a_repeat(scripts):
+    repeats = [[line("torch", s), line("pfl", 2 * s), line("fluke", 2 * s, loss=2.0)] for s in (1.0, 5.0, 2.0)]
+    plain, pfl, fluke = scripts("systems.summary").combine(repeats)
+    assert (plain["s_per_round"], plain["min"], plain["max"]) == (2.0, 0.5, 10.0)
+    assert pfl["ratio"] == 2
+    assert pfl["loss_agrees"]
+    assert not fluke["loss_agrees"]
+
+
+def test_goals_are_judged(scripts):
+    summary = scripts("systems.summary")
+    seconds = {"torch": 1.0, "torch-2": 0.1, "lightning_fed": 0.5, "fedjax": 0.6, "pfl": 1.4}
+    methods = [line("lightning_fed", 0.5 * ratio, algorithm=name) for name, ratio in (("Mime", 2.0), ("Scaffold", 1.5))]
+    missing = {"system": "fluke", "workload": "W1", "algorithm": "FedAvg", "skipped": "not installed"}
+    text = summary.tables(summary.combine([[*(line(*pair) for pair in seconds.items()), *methods, missing]]))
+    assert "| W1 | 0.50 | 0.55, met | fedjax 0.60 | 2.00 | 2.3, met | 1.50 | 1.25, missed |" in text
+    assert "Not installed: fluke." in text
+    assert "A CPU, 2 cores" in text
+
+
+def test_what_medians_are_of_is_said_for_each_workload(scripts):
+    summary = scripts("systems.summary")
+    first, second = line("torch", 1.0), line("torch", 1.0) | {"workload": "W2"}
+    what = f"{first['rounds']} rounds after {first['warmup']} to warm up"
+    assert f"Medians of 1 repeat of {what}. " in summary.tables([first, second])
+    third = first | {"workload": "W4", "rounds": 40, "in_turns": 8, "repeats": 3}
+    other = f"3 repeats of 40 rounds after {first['warmup']} to warm up, in turns"
+    found = summary.tables([first, second, third])
+    assert f"Medians, for W1 and W2 of 1 repeat of {what}; for W4 of {other}. " in found
+
+
+def test_the_last_line_of_a_run_counts(scripts, tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(f"{json.dumps(line('torch', s))}\n" for s in (1.0, 3.0)))
+    assert [row["s_per_round"] for row in scripts("systems.summary").read(path)] == [3.0]
+
+
+def test_rounds_to_warm_up_are_set_up_and_not_timed(scripts, monkeypatch):
+    measure = scripts("systems.measure")
+    times = iter([0.0, 10.0, 10.0, 20.0, 20.0, 21.0, 21.0, 24.0, 24.0])
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(times))
+    stopwatch = measure.Stopwatch(measure.Settings(rounds=2, warmup=1))
+    for _ in range(4):
+        stopwatch.tick()
+    figures = stopwatch.figures()
+    assert (figures["setup_s"], figures["min"], figures["s_per_round"], figures["max"]) == (20.0, 1.0, 2.0, 3.0)
+
+
+def test_a_system_that_runs_too_few_rounds_is_found_out(scripts):
+    measure = scripts("systems.measure")
+    stopwatch = measure.Stopwatch(measure.Settings(rounds=2, warmup=1))
+    stopwatch.tick()
+    with pytest.raises(RuntimeError, match="1 times instead of 4"):
+        stopwatch.figures()
+
+
+def test_every_workload_has_its_goal(scripts):
+    problem, summary = scripts("systems.problem"), scripts("systems.summary")
+    assert set(summary.GOALS) == set(problem.WORKLOADS) - {"tiny"}
+
+
+def test_networks_of_all_workloads_take_the_initial_parameters(scripts, tmp_path):
+    problem, networks = scripts("systems.problem"), scripts("systems.networks")
+    problem.prepare("tiny", tmp_path)
+    made = problem.Problem("tiny", tmp_path)
+    for workload in problem.WORKLOADS.values():
+        made.workload = workload
+        net = networks.build(made)
+        assert all(torch.equal(p, torch.from_numpy(v)) for p, v in zip(net.parameters(), made.initial(), strict=True))
+    assert made.cohort(3) == sorted(set(made.cohort(3)))
+
+
+def test_data_is_the_same_when_made_again(scripts, tmp_path):
+    problem = scripts("systems.problem")
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        problem.prepare("tiny", folder)
+    first, second = (problem.Problem("tiny", tmp_path / name) for name in "ab")
+    assert (first.x == second.x).all()
+    assert list(first.offsets[:3]) == [0, 5, 11]
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["tiny.npz"]
+
+
+def test_every_workload_says_how_often_it_is_run(run, scripts, monkeypatch, tmp_path):
+    workloads, problem = scripts("workloads"), scripts("systems.problem")
+    own = dataclasses.replace(problem.WORKLOADS["tiny"], warmup=4, repeats=2)
+    monkeypatch.setitem(problem.WORKLOADS, "tiny", own)
+    _, (found,), _ = run("--system", "torch")
+    assert found["warmup"] == 4
+    asked = []
+    monkeypatch.setattr(
+        workloads, "_run_one_by_one", lambda _, runs: asked.extend(runs) or [line(run[1], 1.0, run[0]) for run in runs]
+    )
+    run("--system", "torch", "pfl", "--results", str(tmp_path / "results.jsonl"))
+    assert asked == [("tiny", "torch", "FedAvg"), ("tiny", "pfl", "FedAvg")] * 2
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.thorough
+def test_figures_of_a_point_of_scale(scripts):
+    scale = scripts("scale")
+    found = scale.measure(scale.Point("Scaffold", cohort=4, population=4, parameters=200_000, chunk=2), 1, 1)
+    assert found["parameters"] == pytest.approx(200_000, rel=0.01)
+    assert (found["kept_clients"], found["rounds"]) == (4, 1)
+    assert found["kept_mb"] == pytest.approx(4 * found["model_mb"], abs=0.1)
+    assert found["s_per_round"] > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["FedAvg", "Scaffold"])
+def test_a_point_of_scale_is_measured(scripts, method):
+    scale = scripts("scale")
+    point = scale.Point(method, cohort=4, population=4, parameters=2_000_000, chunk=2)
+    found = scale._run_apart("cohort", point, rounds=1, warmup=1)  # the memory that other tests freed is used again
+    assert found["parameters"] == pytest.approx(2_000_000, rel=0.01)
+    assert found["model_mb"] == pytest.approx(8, rel=0.01)
+    assert found["kept_mb"] == pytest.approx(4 * found["model_mb"] if method == "Scaffold" else 0, abs=0.1)
+    assert found["peak_above_mb"] > 3 * found["model_mb"] + found["kept_mb"]
+    assert found["s_per_round"] > 0
+
+
+@pytest.mark.thorough
+def test_scale_writes_tables_and_a_figure(scripts, monkeypatch, tmp_path):
+    scale = scripts("scale")
+    page, results = tmp_path / "page.md", tmp_path / "results.jsonl"
+    page.write_text(
+        "".join(f"<!-- {n}:start -->\n<!-- {n}:end -->\n" for n in ("scale", *(f"scale-{a}" for a in scale.AXES)))
+    )
+
+    def fake(axis, point, rounds, warmup):
+        found = {
+            **dataclasses.asdict(point),
+            "wanted_parameters": point.parameters,
+            "wanted_rounds": point.rounds,
+            "model_mb": 2.0,
+            "kept_mb": 5.0,
+            "kept_clients": 7,
+        }
+        figures = {
+            "s_per_round": 1.5 / point.processes,
+            "peak_above_mb": 20.0,
+            "peak_rss_mb": 400.0,
+            "rounds": 5,
+            "warmup": 1,
+        }
+        return {"axis": axis, **found, **figures, "machine": {"cpu": "A CPU", "cores": 2}, "date": "2026-01-01"}
+
+    monkeypatch.setattr(scale, "_run_apart", fake)
+    arguments = ["--axis", *scale.AXES, "--up-to", "100000", "--results", str(results), "--render", str(page)]
+    assert scale.main(arguments) == 0
+    text = page.read_text()
+    assert "| FedAvg | 1,000 | 1.5000 | 1.50 | 20.0 | 5.0 | disk |" in text
+    assert "| Scaffold | 10,000 | 1.5000 | 750.00 | 20.0 | 5.0 | memory | 10.0 |" in text
+    assert "| Scaffold | 2 | 0.7500 | 7.50 | 400 | 2.00 |" in text
+    assert "1,000,000" not in text  # --up-to
+    assert "2026-01-01; A CPU, 2 cores. Medians of 5 rounds after 1 to warm up." in text
+    assert 0 < (tmp_path / "images" / "scale.png").stat().st_size < 100_000
+
+
+def test_a_point_that_fails_is_told(scripts, monkeypatch, tmp_path, capsys):
+    scale = scripts("scale")
+    monkeypatch.setattr(scale, "AXES", {"cohort": [scale.Point()]})
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    assert scale.main(["--axis", "cohort", "--results", str(tmp_path / "results.jsonl")]) == 1
+    assert "exit code" in json.loads(capsys.readouterr().out)["failed"]
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+@pytest.mark.thorough
+def test_soaks_are_written_to_a_page(scripts, tmp_path):
+    soak = scripts("soak")
+    page, results = tmp_path / "page.md", tmp_path / "results.jsonl"
+    page.write_text("<!-- soak:start -->\n<!-- soak:end -->\n")
+    assert soak.main(["--rounds", "10", "--cohort", "2", "--results", str(results), "--engine", "sequential"]) == 0
+    assert soak.main(["--results", str(results), "--render", str(page)]) == 0
+    assert "| Scaffold, sequential, states in memory | 10 | 2 | 1,000 |" in page.read_text()
+
+
+def test_the_page_has_a_place_for_all_figures(scripts):
+    page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text()
+    for name in ("workloads", "scale", "soak", *(f"scale-{axis}" for axis in scripts("scale").AXES)):
+        assert page.index(f"<!-- {name}:start -->") < page.index(f"<!-- {name}:end -->")
+
+
+def test_reach_counts_what_a_round_enters(scripts, capsys):
+    script = scripts("reach")
+    assert script.main(["--engine", "sequential", "--algorithm", "FedAvg", "--json", "--list"]) == 0
+    assert sys.getprofile() is None
+    said = json.loads(capsys.readouterr().out)
+    (found,) = said["rounds"]
+    assert 10 < found["files"] < found["defined"] <= found["functions"] < found["calls"]
+    for key in ("functions", "defined", "calls"):
+        assert found[key] == sum(folder[key] for folder in found["folders"].values())
+    entered = {(file, name): count for file, name, count in found["entered"]}
+    assert entered["optim.py", "FederatedOptimizer.step"] == script.CLIENTS * script.STEPS
+    assert said["room"]["total"]["files"] == sum(folder["files"] for folder in said["room"]["folders"].values())
+
+
+def test_reach_says_which_targets_are_missed(scripts):
+    script = scripts("reach")
+    enters = {"engine": "vectorized", "algorithm": "FedAvg", "files": 35, "functions": 220}
+    total = {"files": 42, "lines": 8001}
+    assert script._missed([enters], total) == ["files: 35, at most 34", "room_lines: 8001, at most 8000"]
+    assert script._missed([enters | {"algorithm": "Mime"}], total) == ["room_lines: 8001, at most 8000"]
+
+
+@pytest.mark.thorough
+def test_engines_differ_by_rounding_alone(scripts, capsys):
+    script = scripts("rounding")
+    assert script.main(["--runs", "1", "--seed", "17", "--json"]) == 0
+    small, large = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (small["network"], small["method"], small["eps"], large["eps"]) == ("attention", "FedDyn", 1e-8, 1e-3)
+    assert small["engines"][0] < 1e-13  # and in the keys' bias some 1e-4
+    assert max(large["engines"]) < 1e-13
+
+
+def test_what_rounding_does_not_explain_is_found(scripts):
+    script, found = scripts("rounding"), {"engines": (1e-12, 1e-4), "start": (1e-15, 1e-4), "gradients": (1e-16, 0.0)}
+    assert not script._is_explained(found)
+    assert script._is_explained(found | {"engines": (1e-14, 0.1)})
+    lines = [{**vars(script.draw(0, 1e-8)), **found, "explained": False}]
+    assert "1 of 1 runs are further apart" in script._table(lines)
+    assert "NOT EXPLAINED" in script._line(lines[0])
+
+
+def with_rounds(name, times, loss=1.0):
+    own = line(name, sorted(times)[len(times) // 2], loss=loss)
+    own |= {"rounds_s": times, "rounds_cpu_s": [2 * t for t in times], "cpu_s_per_round": 0.5, "setup_cpu_s": 0.25}
+    return own
+
+
+def test_checkouts_are_compared_round_by_round(scripts):
+    variants = scripts("systems.variants")
+    base, other = with_rounds("this checkout", [1.0, 2.0, 4.0]), with_rounds("the other checkout", [2.0, 4.0, 40.0])
+    slower = with_rounds("the other checkout", [3.0, 6.0, 12.0], loss=2.0)
+    (found,) = variants.compare([[base, other], [base, slower]])
+    assert (found["ratios"], found["ratio"]) == ([2.0, 3.0], 2.5)  # the round that was disturbed does not count
+    assert found["cpu_ratios"] == [round(46 / 7, 4), 3.0]  # it does here
+    assert found["loss_differs"] == 1.0
+    text = variants.table([found], is_against=True)
+    assert "| W1 FedAvg | 0.400 |" in text
+    assert "| geometric mean | 0.400 |" in text
+    failed = {"system": "the other checkout", "workload": "W1", "algorithm": "FedAvg", "failed": "exit code 1"}
+    assert variants.compare([[base, failed]]) == [failed]
+    assert variants.compare([[failed, base]]) == [failed]
+    assert "W1 FedAvg, the other checkout: did not finish." in variants.table([failed], is_against=True)
+
+
+def test_every_mechanism_is_where_it_is_patched_away(scripts):
+    ablations = scripts("systems.ablations")
+    assert all(len(list(ablations.places_of(name))) == len(its.places) for name, its in ablations.ABLATIONS.items())
+
+
+def test_a_mechanism_is_patched_away(scripts, monkeypatch):
+    ablations = scripts("systems.ablations")
+    for module, what in (("optim:FederatedOptimizer.step", "there"), ("optim:FederatedOptimizer.gone", "elsewhere")):
+        monkeypatch.setitem(ablations.ABLATIONS, what, ablations.Ablation(what, {module: ablations._always(3)}))
+    optimizer = importlib.import_module("lightning_fed.engines.optimizer").FederatedOptimizer
+    monkeypatch.setattr(optimizer, "step", optimizer.step)
+    ablations.switch_off("there")
+    assert optimizer.step(None) == 3
+    with pytest.raises(SystemExit, match="no optim:FederatedOptimizer.gone in lightning_fed any more"):
+        ablations.switch_off("elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--without", "stagger"], "no such mechanism(.|\n)*  staggered "),
+        (["--without", "staggered+lean"], "lean: that is a mechanism of the sequential engine"),
+        (
+            ["--without", "staggered", "--engine", "sequential"],
+            "a mechanism of the vectorized engine",
+        ),
+    ],
+)
+def test_mechanisms_are_looked_up_before_anything_runs(run, arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        run(*arguments)
+
+
+@pytest.mark.thorough
+def test_a_run_without_mechanisms_is_compared_with_one_that_has_them(run):
+    status, found, _ = run("--without", "staggered", "tracing+lookups")
+    assert status == 0
+    assert [line["variant"] for line in found] == ["without staggered", "without tracing+lookups"]
+    assert all(line["loss_differs"] < 1e-5 and line["cpu_ratio"] > 0 for line in found)
+
+
+def test_every_workload_has_a_length_for_comparisons(scripts):
+    assert set(scripts("systems.variants").LENGTHS) == set(scripts("systems.problem").WORKLOADS)
+
+
+def test_a_folder_without_the_package_is_no_checkout(run, tmp_path):
+    with pytest.raises(SystemExit, match="no package lightning_fed"):
+        run("--against", str(tmp_path))
+
+
+@pytest.mark.thorough
+def test_a_checkout_is_compared_with_another(run, tmp_path):
+    status, (found,), _ = run("--against", str(BENCHMARKS.parent), "--algorithm", "Scaffold")
+    assert status == 0
+    assert found["loss_differs"] == 0
+    assert 0.2 < found["cpu_ratio"] < 5
+    (tmp_path / "lightning_fed").mkdir()
+    (tmp_path / "lightning_fed" / "__init__.py").write_text("raise RuntimeError('the other one')")
+    status, (found,), _ = run("--against", str(tmp_path))
+    assert status == 1
+    assert found["failed"] == "exit code 1"

@@ -1,0 +1,488 @@
+"""Client states in memory and on disk: the same bits, and every kept checkpoint can be resumed from."""
+
+import gc
+import multiprocessing
+import os
+import random
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_fed import FederatedCallback
+from lightning_fed.algorithms import FedAvg, FedDyn, Scaffold
+from lightning_fed.checkpoints.files import AtomicCheckpointIO
+from lightning_fed.cli.main import main
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.server.client_states import leftovers
+from lightning_fed.server.client_states.store import MemoryClientStore
+from lightning_fed.server.client_states.disk_store import DiskClientStore
+from lightning_fed.server.client_states.versions import StoreFolder, Version
+from tests.helpers.kills import killed_when
+from tests.helpers.processes import HANGS, in_processes, wait_until
+from tests.helpers.selection import covering, few
+from tests.helpers.training import FEATURES, Net, data, parameters, same, seeded, trainer
+
+SIZES = (14, 8, 22, 6, 16, 10)
+
+
+class Normed(Net):
+    """Buffers of floats and of whole numbers."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.body.insert(0, nn.BatchNorm1d(FEATURES))
+
+
+class WithAdam(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
+class Stop(FederatedCallback):
+    """Raises where a kill may strike: after a client's work in a round."""
+
+    def __init__(self, round: int) -> None:
+        self.round, self.ends = round, 0
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        self.ends += trainer.fit_loop.round == self.round
+        if self.ends == 2:
+            raise InterruptedError
+
+
+class SaveWithin(FederatedCallback):
+    """Saves after the first client's work in a round."""
+
+    def __init__(self, path: Path, round: int) -> None:
+        self.path, self.round, self.saved = path, round, False
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        if trainer.fit_loop.round == self.round and not self.saved:
+            self.saved = True
+            trainer.save_checkpoint(self.path)
+
+
+Outcome = tuple[torch.Tensor, dict[int, dict[str, torch.Tensor]]]
+
+
+def run(
+    where: str = "disk", module: type[Net] = Net, load: Path | None = None, save: Path | None = None, **kwargs: Any
+) -> Outcome:
+    """Return the server parameters after a fit, and all kept states, on every process."""
+    model = seeded(module)
+    fitted = trainer(client_states=where, **kwargs)
+    fitted.fit(model, data(sizes=SIZES), ckpt_path=load)
+    if save is not None:
+        fitted.save_checkpoint(save)
+    parts = fitted.fit_loop.gather(fitted.fit_loop.state.clients.state_dict())
+    return parameters(model), dict(sorted((i, state) for part in parts for i, state in part.items()))
+
+
+def go_on(**kwargs: Any) -> None:
+    """Fit on from the last checkpoint, which may be that of the last round, where a blow came just after it."""
+    resumed = trainer(client_states="disk", algorithm=Scaffold(), **kwargs)
+    resumed.fit(seeded(), data(sizes=SIZES), ckpt_path="last")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def keeping(folder: Path, **kwargs: Any) -> dict[str, Any]:
+    """Return arguments that let a run keep checkpoints."""
+    return {
+        "enable_checkpointing": True,
+        "callbacks": ModelCheckpoint(folder, filename="{epoch}", **{"save_top_k": -1, **kwargs}),
+        "max_rounds": 6,
+    }
+
+
+METHODS: Mapping[str, Callable[..., Outcome]] = {
+    "Scaffold": partial(run, algorithm=Scaffold()),
+    "Scaffold, vectorized": partial(run, algorithm=Scaffold(), engine="vectorized", chunk_size=2),
+    "FedDyn": partial(run, algorithm=FedDyn(alpha=0.1)),
+    "Adam, kept": partial(run, module=WithAdam, local_optimizer_state="keep"),
+    "buffers of their own": partial(run, module=Normed, buffers="local"),
+    "everything": partial(run, module=Normed, algorithm=Scaffold(), buffers="local"),
+}
+fit = METHODS["Scaffold"]
+
+
+@pytest.mark.parametrize("name", few(METHODS, ["Scaffold, vectorized", "Adam, kept", "everything"]))
+def test_disk_and_memory_give_the_same_bits(name: str, tmp_path: Path) -> None:
+    alone = METHODS[name](where="memory", max_rounds=5)
+    assert len(alone[1]) > 3
+    METHODS[name](max_rounds=3, save=tmp_path / "a.ckpt")
+    assert same(METHODS[name](max_rounds=5), alone)
+    assert same(METHODS[name](max_rounds=5, load=tmp_path / "a.ckpt"), alone)
+
+
+def test_a_checkpoint_does_not_hold_the_states(tmp_path: Path) -> None:
+    fit(save=tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]["client_states"]
+    assert saved.keys() == {"path", "version"}
+    assert saved["path"] == "client_states"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("memory", "disk"), pytest.param("disk", "memory", marks=pytest.mark.thorough)]
+)
+def test_a_run_may_move_its_states(tmp_path: Path, first: str, second: str) -> None:
+    alone = fit("memory", max_rounds=5)
+    fit(first, max_rounds=2, save=tmp_path / "a.ckpt")
+    fit(second, load=tmp_path / "a.ckpt", max_rounds=3, save=tmp_path / "b.ckpt")
+    assert same(fit(first, load=tmp_path / "b.ckpt", max_rounds=5), alone)
+
+
+def test_every_kept_checkpoint_can_be_resumed_from_whatever_the_order(tmp_path: Path) -> None:
+    alone = fit("memory", max_rounds=7)
+    fit(**keeping(tmp_path, save_last=True))
+    assert len(list((tmp_path / "client_states").glob("*.json"))) == 7
+    for name in ("epoch=4", "epoch=0", "epoch=5", "last", "epoch=2"):
+        assert same(fit(load=tmp_path / f"{name}.ckpt", max_rounds=7), alone)
+
+
+def test_a_run_goes_on_in_the_same_folder_and_older_checkpoints_stay_sound(tmp_path: Path) -> None:
+    alone = fit("memory", max_rounds=7)
+    fit(**{**keeping(tmp_path), "max_rounds": 3})
+    fit(load=tmp_path / "epoch=0.ckpt", **keeping(tmp_path, save_last=True))
+    for name in ("epoch=0", "epoch=2", "epoch=4", "last"):
+        assert same(fit(load=tmp_path / f"{name}.ckpt", max_rounds=7), alone)
+
+
+def test_what_no_checkpoint_needs_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DiskClientStore, "segment_bytes", 1)
+    folder = tmp_path / "client_states"
+    fit(**{**keeping(tmp_path), "max_rounds": 12})
+    everything = {f.name for f in folder.iterdir()}
+    assert sum(name.endswith(".json") for name in everything) == 12
+    for f in sorted(tmp_path.glob("*.ckpt")):
+        if f.name not in ("epoch=1.ckpt", "epoch=11.ckpt"):
+            f.unlink()
+    alone = fit("memory", max_rounds=13)
+    assert same(fit(load=tmp_path / "epoch=11.ckpt", **{**keeping(tmp_path), "max_rounds": 13}), alone)
+    left = {f.name for f in folder.iterdir()}
+    assert sum(name.endswith(".json") for name in left) == 3
+    assert sum(name.endswith(".states") for name in left) < sum(name.endswith(".states") for name in everything)
+    assert same(fit(load=tmp_path / "epoch=1.ckpt", max_rounds=13), alone)
+
+
+def test_only_the_best_and_the_last_checkpoint_keep_their_states(tmp_path: Path) -> None:
+    fit(**keeping(tmp_path, save_top_k=1, monitor="epoch", mode="max", save_last=True))
+    assert {f.name for f in tmp_path.glob("*.ckpt")} == {"epoch=5.ckpt", "last.ckpt"}
+    assert len(list((tmp_path / "client_states").glob("*.json"))) == 2
+
+
+def test_a_renamed_checkpoint_keeps_its_states(tmp_path: Path) -> None:
+    alone = fit("memory", max_rounds=6)
+    fit(**{**keeping(tmp_path), "max_rounds": 3})
+    (tmp_path / "epoch=0.ckpt").rename(tmp_path / "mine.ckpt")
+    (tmp_path / "epoch=1.ckpt").unlink()
+    fit(load=tmp_path / "epoch=2.ckpt", **keeping(tmp_path))
+    assert same(fit(load=tmp_path / "mine.ckpt", max_rounds=6), alone)
+    assert len(list((tmp_path / "client_states").glob("*.json"))) == 5
+
+
+def test_a_run_directory_can_be_moved_as_a_whole(tmp_path: Path) -> None:
+    alone = fit("memory", max_rounds=4)
+    fit(**{**keeping(tmp_path / "a" / "checkpoints"), "max_rounds": 2}, client_states_dir=tmp_path / "a" / "kept")
+    (tmp_path / "a").rename(tmp_path / "b")
+    moved = tmp_path / "b" / "checkpoints"
+    assert same(fit(load=moved / "epoch=1.ckpt", **{**keeping(moved), "max_rounds": 4}), alone)
+    assert same(fit(load=moved / "epoch=0.ckpt", max_rounds=4), alone)
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "far" / "away" / "link").symlink_to(moved)
+    assert same(fit(load=tmp_path / "far" / "away" / "link" / "epoch=0.ckpt", max_rounds=4), alone)
+    shutil.copy(moved / "epoch=0.ckpt", tmp_path / "c.ckpt")
+    shutil.copytree(tmp_path / "b" / "kept", tmp_path / "kept")  # both, to one folder
+    assert same(fit(load=tmp_path / "c.ckpt", **{**keeping(tmp_path), "max_rounds": 4}), alone)
+    assert same(fit(load=tmp_path / "c.ckpt", max_rounds=4), alone)
+
+
+def test_a_checkpoint_without_its_store_is_refused_by_name(tmp_path: Path) -> None:
+    fit(**{**keeping(tmp_path), "max_rounds": 1})
+    (tmp_path / "other").mkdir()
+    shutil.copy(tmp_path / "epoch=0.ckpt", tmp_path / "other")
+    with pytest.raises(FederatedError, match=r"Copy that folder along with the checkpoint: it is expected at .*other"):
+        fit(load=tmp_path / "other" / "epoch=0.ckpt")
+    for file in (tmp_path / "client_states").glob("*.json"):
+        file.unlink()
+    with pytest.raises(FederatedError, match=r"round-000001-\w+\.json is missing"):
+        fit(load=tmp_path / "epoch=0.ckpt")
+
+
+def test_a_trainer_goes_on_with_its_own_states(tmp_path: Path) -> None:
+    alone = fit("memory", max_rounds=5)
+    model, module = seeded(Net), data(sizes=SIZES)
+    fitted = trainer(algorithm=Scaffold(), client_states="disk", max_rounds=2)
+    fitted.fit(model, module)
+    fitted.save_checkpoint(tmp_path / "two.ckpt")
+    fitted.max_rounds = 5
+    fitted.fit(model, module)
+    assert same((parameters(model), fitted.fit_loop.state.clients.state_dict()), alone)
+    assert same(fit(load=tmp_path / "two.ckpt", max_rounds=5), alone)
+
+
+def test_a_checkpoint_that_was_only_loaded_can_be_saved_again(tmp_path: Path) -> None:
+    alone = fit("memory", max_rounds=4)
+    fit(max_rounds=2, save=tmp_path / "a.ckpt")
+    idle = trainer(algorithm=Scaffold(), max_rounds=2)
+    idle.fit(seeded(Net), data(sizes=SIZES), ckpt_path=tmp_path / "a.ckpt")  # nothing to do
+    idle.save_checkpoint(tmp_path / "deep" / "b.ckpt")
+    assert same(fit(load=tmp_path / "deep" / "b.ckpt", max_rounds=4), alone)
+
+
+def test_a_copied_checkpoint_keeps_its_states_while_an_older_store_is_cleared_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(max_rounds=2, save=tmp_path / "a.ckpt")
+    idle = trainer(algorithm=Scaffold(), max_rounds=2)
+    idle.fit(seeded(Net), data(sizes=SIZES), ckpt_path=tmp_path / "a.ckpt")
+    save = AtomicCheckpointIO.save_checkpoint
+
+    def clears_first(self: AtomicCheckpointIO, *args: Any, **kwargs: Any) -> None:
+        leftovers._clean(tmp_path / "client_states", 0, False, object(), os.getpid())
+        save(self, *args, **kwargs)
+
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", clears_first)
+    idle.save_checkpoint(tmp_path / "b.ckpt")
+    assert same(fit(load=tmp_path / "b.ckpt", max_rounds=4), fit("memory", max_rounds=4))
+
+
+def test_a_round_that_was_cut_off_leaves_nothing(tmp_path: Path) -> None:
+    alone = fit("memory", max_rounds=6)
+    keeps = keeping(tmp_path)
+    with pytest.raises(InterruptedError):
+        fit(**{**keeps, "callbacks": [keeps["callbacks"], Stop(3)]})
+    assert same(fit(load=tmp_path / "epoch=2.ckpt", **keeping(tmp_path)), alone)
+
+
+@pytest.mark.parametrize(("round", "segment_bytes"), covering([0, 2], [1, 2**26]))
+def test_a_save_within_a_round_leaves_what_is_being_written(
+    round: int, segment_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskClientStore, "segment_bytes", segment_bytes)
+    alone = fit("memory", max_rounds=5)
+    first, second = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    assert same(fit(max_rounds=5, callbacks=SaveWithin(first, round)), alone)
+    assert same(fit(max_rounds=5, load=first, callbacks=SaveWithin(second, round)), alone)
+    assert same(fit(max_rounds=5, load=second), alone)
+
+
+@pytest.mark.thorough
+def test_a_run_killed_again_and_again_ends_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DiskClientStore, "segment_bytes", 5000)  # about eight states: segments come and go
+    kept, rounds, stream, deaths = tmp_path / "kept", 14, random.Random(0), 0
+    keeps = {**keeping(kept, save_top_k=2, monitor="epoch", mode="max", save_last=True), "max_rounds": rounds}
+
+    def latest() -> int:
+        return max((int(file.stem.removeprefix("epoch=")) for file in kept.glob("epoch=*.ckpt")), default=-1)
+
+    while True:
+        wanted = latest() + 2
+        code = killed_when(partial(go_on, **keeps), lambda n=wanted: latest() >= n, stream.uniform(0.0, 0.03))
+        if code is not None:
+            break
+        deaths += 1
+    assert code == 0
+    assert deaths > 1
+    assert same(fit(load="last", **{**keeps, "max_rounds": rounds + 1}), fit("memory", max_rounds=rounds + 1))
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StoreFolder, "patience", 0.0)
+    other = StoreFolder(tmp_path / "client_states")
+    other.acquire()
+    with pytest.raises(FederatedError, match="Another run keeps its client states in .*client_states_dir"):
+        fit(default_root_dir=tmp_path)
+    other.release()
+    fit(default_root_dir=tmp_path)
+    fit(default_root_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"algorithm": FedDyn(alpha=0.1)}, "their method is FedDyn"),
+        ({"seed": 7}, "their seed is 7"),
+        ({"module": Normed}, r"their parameter body.0.bias is \[6\] of torch.float32, this run's is \[8\]"),
+    ],
+)
+def test_states_of_another_run_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    fit(max_rounds=1, save=tmp_path / "a.ckpt")
+    run(**{"algorithm": Scaffold(), **change}, max_rounds=1, client_states_dir="b", save=tmp_path / "b.ckpt")
+    (mine,) = (tmp_path / "client_states").glob("*.json")
+    (strange,) = (tmp_path / "b").glob("*.json")
+    strange.rename(strange.with_name(mine.name))
+    shutil.rmtree(tmp_path / "client_states")
+    (tmp_path / "b").rename(tmp_path / "client_states")
+    with pytest.raises(FederatedError, match=message):
+        fit(load=tmp_path / "a.ckpt")
+    folder = StoreFolder(tmp_path / "client_states")  # which the refused run has left
+    folder.patience = 0.0
+    folder.acquire()
+    folder.release()
+
+
+def test_a_damaged_store_is_refused_by_name(tmp_path: Path) -> None:
+    fit(max_rounds=2, save=tmp_path / "a.ckpt")
+    (states,) = (tmp_path / "client_states").glob("*.states")
+    (index,) = (tmp_path / "client_states").glob("*.index")
+    (version,) = (tmp_path / "client_states").glob("*.json")
+    for file in (states, index, version):
+        whole = file.read_bytes()
+        for broken in (whole[:-1], bytes([whole[0] ^ 1]) + whole[1:], b""):
+            file.write_bytes(broken)
+            with pytest.raises(FederatedError, match="damaged"):
+                fit("memory", load=tmp_path / "a.ckpt")
+        file.write_bytes(whole)
+    fit("memory", load=tmp_path / "a.ckpt")
+
+
+def test_auto_goes_by_what_states_may_come_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def chosen(**kwargs: Any) -> type:
+        fitted = trainer(**{"algorithm": Scaffold(), "max_rounds": 1, **kwargs})
+        fitted.fit(seeded(Net), data())
+        return type(fitted.fit_loop.state.clients)
+
+    size = 4 * parameters(Net()).numel()
+    for limit, kept in ((3 * size, MemoryClientStore), (3 * size - 1, DiskClientStore)):
+        monkeypatch.setattr("lightning_fed.checkpoints.client_states.MEMORY_LIMIT", limit)
+        with caplog.at_level("INFO"):
+            assert chosen() is kept
+        assert (f"Client states go to disk: 3 of {size:,} bytes" in caplog.text) == (kept is DiskClientStore)
+    assert chosen(client_states="memory") is MemoryClientStore
+    assert chosen(algorithm=FedAvg()) is MemoryClientStore
+    caplog.clear()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"client_states": "tape"}, "client_states must be one of"),
+        ({"client_states_dir": 3}, "client_states_dir must be the path of a folder, found 3"),
+        ({"client_states": "memory", "client_states_dir": "x"}, "of no use to client_states='memory'"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        trainer(**arguments)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FederatedError, match="client_states_dir=.*cannot be used"):
+        fit(client_states_dir=tmp_path / "file" / "below")
+    with pytest.raises(FederatedError, match="not on a file system of this machine"):
+        fit(client_states_dir="s3://bucket/states")
+
+
+def test_a_config_file_says_where(tmp_path: Path) -> None:
+    text = "trainer:\n  client_states: disk\n  client_states_dir: kept\n"
+    (tmp_path / "disk.yaml").write_text(text)
+    quiet = ["--trainer.max_rounds", "1", "--trainer.logger", "false", "--trainer.enable_progress_bar", "false"]
+    config = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    main(["fit", "--config", str(config), "--config", str(tmp_path / "disk.yaml"), *quiet])
+    assert len(list((tmp_path / "kept").glob("*.json"))) >= 1
+
+
+# ------------------------------------------------------------------ several processes
+
+
+@pytest.mark.parametrize("strategy", few(["clients", "ddp"], ["clients"]))
+def test_states_go_from_one_process_to_two_and_back(tmp_path: Path, strategy: str) -> None:
+    one, two, back = (keeping(tmp_path / name) for name in ("one", "two", "back"))
+    module = {"module": partial(Net, dropout=0.0)}  # processes of ddp draw other masks
+    alone = fit("memory", **module, max_rounds=6)
+    fit(**module, **{**one, "max_rounds": 2})
+
+    def work() -> Outcome:
+        both = {"strategy": strategy, "devices": 2, **module}
+        fit(load=tmp_path / "one" / "epoch=1.ckpt", **{**two, "max_rounds": 4}, **both)
+        return fit(load=tmp_path / "two" / "epoch=3.ckpt", **{**two, "max_rounds": 5}, **both)
+
+    outcomes = in_processes(work, tmp_path)
+    assert not any(o.error for o in outcomes), outcomes[0].trace + outcomes[1].trace
+    left = {f.name.split(".")[0] for f in (tmp_path / "two" / "client_states").glob("*.states")}
+    for start in ("two/epoch=4.ckpt", "two/epoch=2.ckpt", "one/epoch=0.ckpt"):
+        weights, states = fit(load=tmp_path / start, **module, **back)
+        assert (weights - alone[0]).norm() < 1e-5 * alone[0].norm()
+        assert states.keys() == alone[1].keys()
+        assert all((states[i]["c_i"] - kept["c_i"]).norm() < 1e-4 for i, kept in alone[1].items())
+    if strategy == "clients":
+        assert any(name.split("-")[2] == "0001" for name in left)
+
+
+def test_what_another_process_opens_while_garbage_is_collected_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskClientStore, "segment_bytes", 1)  # a new segment every round
+    wanted, waited = StoreFolder._wanted, []
+
+    def late(folder: StoreFolder, versions: Mapping[str, Version]) -> set[str]:
+        """Look at the checkpoints when the other process is in the next round, once."""
+        saved = {part.name for v in versions.values() for part in v.segments}
+        if os.environ["RANK"] == "0" and not waited:
+            wait_until(lambda: not folder.segments() <= saved)
+        waited.append(folder.segments() > saved)
+        return wanted(folder, versions)
+
+    def work() -> list[bool]:
+        monkeypatch.setattr(StoreFolder, "_wanted", late)
+        fit(**{**keeping(tmp_path), "max_rounds": 3}, clients_per_round=6, strategy="clients", devices=2)
+        return waited
+
+    outcomes = in_processes(work, tmp_path)
+    assert not any(o.error for o in outcomes), outcomes[0].trace + outcomes[1].trace
+    assert outcomes[0].value[0]
+    fit(load=tmp_path / "epoch=2.ckpt", max_rounds=4, clients_per_round=6)
+
+
+def test_a_forked_process_that_drops_its_copy_leaves_the_states_alone(tmp_path: Path) -> None:
+    kept = [trainer(client_states="disk", algorithm=Scaffold(), max_rounds=2)]
+    kept[0].fit(seeded(), data(sizes=SIZES))
+    count = len(kept[0].fit_loop.state.clients.state_dict())
+
+    def drop() -> None:
+        kept.clear()
+        gc.collect()
+
+    process = multiprocessing.get_context("fork").Process(target=drop)
+    process.start()
+    process.join(HANGS)
+    assert process.exitcode == 0
+    assert StoreFolder(tmp_path / "client_states").segments()
+    assert len(kept[0].fit_loop.state.clients.state_dict()) == count > 0
+    drop()
+    assert not StoreFolder(tmp_path / "client_states").segments()
+
+
+@pytest.mark.thorough
+def test_each_process_reads_its_states_until_it_drops_them(tmp_path: Path) -> None:
+    def work() -> int:
+        rank, dropped = int(os.environ["RANK"]), tmp_path / "dropped"
+        both = {"strategy": "clients", "devices": 2, "clients_per_round": 6}
+        fitted = trainer(client_states="disk", algorithm=Scaffold(), max_rounds=1, **both)  # nothing is read in it
+        fitted.fit(seeded(), data(sizes=SIZES))
+        if rank == 1:
+            wait_until(dropped.exists)
+        found = fitted.fit_loop.state.clients.state_dict()
+        del fitted
+        gc.collect()
+        dropped.touch()
+        return len(found)
+
+    outcomes = in_processes(work, tmp_path)
+    assert not any(o.error for o in outcomes), outcomes[0].trace + outcomes[1].trace
+    assert [o.value for o in outcomes] == [3, 3]
+    assert not StoreFolder(tmp_path / "client_states").segments()

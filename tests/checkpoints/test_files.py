@@ -1,0 +1,360 @@
+"""Checkpoint files are whole or not there, damage is named, and the newest sound one is offered."""
+
+import errno
+import multiprocessing
+import os
+import random
+import re
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins.io import TorchCheckpointIO
+from torch.utils.data import DataLoader
+
+from lightning_fed.checkpoints import files as checkpoint_io
+from lightning_fed.algorithms import Scaffold
+from lightning_fed.checkpoints.files import AtomicCheckpointIO, fault_of, link, newest_sound, remove_leftovers
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.checkpoints.restoring import restored_from
+from tests.helpers.selection import few
+from tests.helpers.training import Net, classification, data, fit, parameters, same, seeded, trainer
+
+CONTENT = {"x": torch.arange(500.0), "optimizer_states": [], "note": "whole"}
+
+
+def save(path: Path, **content: Any) -> Path:
+    AtomicCheckpointIO().save_checkpoint({**CONTENT, **content}, path)
+    return path
+
+
+def run(folder: Path, rounds: int, ckpt_path: Any = None, **options: Any) -> Any:
+    """Run Scaffold with a checkpoint after each round, all of them kept."""
+    keep = options.pop("keep", None) or ModelCheckpoint(folder, filename="{step}", save_top_k=-1)
+    callbacks = [keep, *options.pop("callbacks", [])]
+    made = trainer(algorithm=Scaffold(), max_rounds=rounds, callbacks=callbacks, enable_checkpointing=True, **options)
+    made.fit(seeded(), data(), ckpt_path=ckpt_path)
+    return made
+
+
+# ---------------------------------------------------------------------- writing
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("at", [0, 3, 20])
+def test_a_failing_disk_leaves_the_previous_checkpoint(
+    number: int, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, calls = save(tmp_path / "a.ckpt"), iter(range(1000))
+
+    class Failing:
+        def __init__(self, stream: Any) -> None:
+            self.stream = stream
+
+        def write(self, part: Any) -> int:
+            if next(calls) >= at:
+                self.stream.write(bytes(part)[: len(bytes(part)) // 2])
+                raise OSError(number, os.strerror(number))
+            return self.stream.write(part)
+
+    whole = checkpoint_io._write
+    monkeypatch.setattr(checkpoint_io, "_write", lambda content, stream: whole(content, Failing(stream)))
+    with pytest.raises(FederatedError, match=f"a.ckpt could not be written: {os.strerror(number)}") as caught:
+        save(path, note="other")
+    assert isinstance(caught.value.__cause__, OSError)
+    assert AtomicCheckpointIO().load_checkpoint(path)["note"] == "whole"
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def _write_with_a_limit(folder: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+    try:
+        save(folder / "a.ckpt", x=torch.arange(50_000.0))
+    except FederatedError as error:
+        (folder / "said").write_text(str(error))
+
+
+def test_a_limit_of_the_system_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt")
+    process = multiprocessing.get_context("fork").Process(target=_write_with_a_limit, args=(tmp_path,))
+    process.start()
+    process.join(30)
+    assert "could not be written: File too large" in (tmp_path / "said").read_text()
+    assert AtomicCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")["note"] == "whole"
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "said"]
+
+
+def test_file_and_folder_are_flushed_before_and_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append("flush"), fsync(handle)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("rename"), replace(a, b)))
+    save(tmp_path / "new" / "a.ckpt")
+    assert calls == ["flush", "rename", "flush"]
+
+
+def test_a_save_replaces_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    link(save(tmp_path / "a.ckpt"), tmp_path / "last.ckpt")
+    save(tmp_path / "last.ckpt", note="new")
+    assert AtomicCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")["note"] == "whole"
+
+
+def test_a_link_follows_when_what_it_leads_to_is_removed(tmp_path: Path) -> None:
+    link(save(tmp_path / "a.ckpt"), tmp_path / "last.ckpt")
+    os.utime(tmp_path / "a.ckpt", (1, 1))
+    save(tmp_path / "b.ckpt", note="newer")
+    AtomicCheckpointIO().remove_checkpoint(tmp_path / "a.ckpt")
+    assert AtomicCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")["note"] == "newer"
+
+
+def test_last_as_a_link_is_there_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, remove, seen = os.replace, os.remove, []
+
+    def watched(source: Any, target: Any) -> None:
+        seen.append((tmp_path / "last.ckpt").exists())
+        replace(source, target)
+        seen.append((tmp_path / "last.ckpt").exists())
+
+    def watched_too(path: Any) -> None:
+        remove(path)
+        seen.append((tmp_path / "last.ckpt").exists())
+
+    monkeypatch.setattr(os, "replace", watched)
+    monkeypatch.setattr(os, "remove", watched_too)
+    run(tmp_path, 3, keep=ModelCheckpoint(tmp_path, save_last="link"))
+    assert seen == [False, False, False, *[True] * (len(seen) - 3)]
+    assert (tmp_path / "last.ckpt").resolve().name == "epoch=2-step=3.ckpt"
+
+
+def test_last_is_a_copy_where_the_system_makes_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError("a required privilege is not held by the client")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    with pytest.warns(UserWarning, match="cannot hold symbolic links: last.ckpt is a copy"):
+        run(tmp_path, 3, keep=ModelCheckpoint(tmp_path, save_last="link"))
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    assert (tmp_path / "last.ckpt").read_bytes() == (tmp_path / "epoch=2-step=3.ckpt").read_bytes()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_leftovers_go_and_a_save_under_way_stays(tmp_path: Path) -> None:
+    (tmp_path / ".a.ckpt.77.part").write_bytes(b"half")
+    with (tmp_path / ".b.ckpt.78.part").open("wb") as stream:
+        checkpoint_io._lock(stream)
+        assert [gone.name for gone in remove_leftovers(tmp_path)] == [".a.ckpt.77.part"]
+    assert os.listdir(tmp_path) == [".b.ckpt.78.part"]
+
+
+def test_a_fit_removes_what_a_killed_save_left(tmp_path: Path) -> None:
+    (tmp_path / ".last.ckpt.77.part").write_bytes(b"half")
+    run(tmp_path, 1)
+    assert os.listdir(tmp_path) == ["step=1.ckpt"]
+
+
+def test_remote_paths_are_left_to_fsspec(tmp_path: Path) -> None:
+    straight = run(tmp_path, 3)
+    run(tmp_path, 2, keep=ModelCheckpoint("memory://checkpoints", filename="{step}"))
+    resumed = run(tmp_path / "other", 3, ckpt_path="memory://checkpoints/step=2.ckpt")
+    assert torch.equal(resumed.fit_loop.state.x, straight.fit_loop.state.x)
+
+
+def test_a_checkpoint_io_of_the_users_own_stays_and_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    class Own(TorchCheckpointIO):
+        pass
+
+    own = Own()
+    assert trainer(plugins=[own]).strategy.checkpoint_io is own
+    assert caplog.text.count("Checkpoints are written and read by Own") == 1
+    assert type(trainer().strategy.checkpoint_io) is AtomicCheckpointIO
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def test_no_changed_byte_goes_unnoticed(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.ckpt")
+    whole, stream = path.read_bytes(), random.Random(0)
+    noticed = 0
+    for position in stream.sample(range(len(whole)), 400):
+        changed = bytearray(whole)
+        changed[position] ^= 1 << stream.randrange(8)
+        path.write_bytes(changed)
+        try:
+            found = AtomicCheckpointIO().load_checkpoint(path)
+        except FederatedError:
+            noticed += 1
+        else:
+            assert same(found, CONTENT), position
+    assert noticed > 200
+
+
+def test_no_cut_goes_unnoticed(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.ckpt")
+    whole = path.read_bytes()
+    for size in [0, 1, 30, *random.Random(0).sample(range(len(whole)), 60), len(whole) - 1]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(FederatedError, match="is damaged"):
+            AtomicCheckpointIO().load_checkpoint(path)
+
+
+def test_torch_alone_takes_a_changed_byte(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.ckpt")
+    path.write_bytes(path.read_bytes().replace(torch.tensor([41.0]).numpy().tobytes(), b"\x01\x02\x03\x04"))
+    assert not same(torch.load(path, weights_only=True), CONTENT)  # which is why it is looked at before
+    assert "the checksum" in str(fault_of(path))
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("save_last", few([True, "link"], ["link"]))
+def test_a_damaged_last_is_refused_and_the_newest_sound_one_offered(save_last: Any, tmp_path: Path) -> None:
+    keep = {"filename": "{step}", "save_top_k": -1, "save_last": save_last}
+    run(tmp_path, 3, keep=ModelCheckpoint(tmp_path, **keep))
+    damage(tmp_path / "last.ckpt")
+    best = "step=3.ckpt" if save_last is True else "step=2.ckpt"
+    with pytest.raises(FederatedError, match=rf"is damaged: .*ckpt_path='.*{best}'"):
+        run(tmp_path, 4, ckpt_path="last", keep=ModelCheckpoint(tmp_path, **keep))
+    straight = run(tmp_path / "straight", 5)
+    offered = run(tmp_path / "again", 5, ckpt_path=tmp_path / best)
+    assert torch.equal(offered.fit_loop.state.x, straight.fit_loop.state.x)
+
+
+def test_with_nothing_sound_the_way_out_is_to_start_anew(tmp_path: Path) -> None:
+    (tmp_path / "a.ckpt").write_bytes(b"nothing")
+    with pytest.raises(FederatedError, match="no sound checkpoint beside it; start anew"):
+        run(tmp_path, 1, ckpt_path=tmp_path / "a.ckpt")
+
+
+def test_what_is_offered_is_sound_whole_and_no_link(tmp_path: Path) -> None:
+    save(tmp_path / "old.ckpt")
+    for i, name in enumerate(["weights.ckpt", "broken.ckpt", "last.ckpt"]):
+        os.utime(tmp_path / "old.ckpt", (1, 1))
+        if name == "weights.ckpt":
+            torch.save({"state_dict": {}}, tmp_path / name)
+        else:
+            (tmp_path / name).write_bytes(b"PK")
+        os.utime(tmp_path / name, (10 + i, 10 + i))
+    assert newest_sound(tmp_path) == tmp_path / "old.ckpt"
+
+
+@pytest.mark.parametrize(("change", "age"), [(1, "a newer"), (-1, "an older")])
+def test_a_checkpoint_of_another_format_is_refused(change: int, age: str, tmp_path: Path) -> None:
+    run(tmp_path, 1)
+    content = torch.load(tmp_path / "step=1.ckpt", weights_only=True)
+    content["loops"]["fit_loop"]["state_dict"]["format"] += change
+    torch.save(content, tmp_path / "step=1.ckpt")
+    with pytest.raises(FederatedError, match=f"written by {age} version of lightning_fed: its format is"):
+        run(tmp_path, 2, ckpt_path=tmp_path / "step=1.ckpt")
+
+
+def test_a_checkpoint_of_weights_alone_gives_the_first_model(tmp_path: Path) -> None:
+    run(tmp_path, 1, keep=ModelCheckpoint(tmp_path, filename="w", save_weights_only=True))
+    weights = torch.load(tmp_path / "w.ckpt", weights_only=True)["state_dict"]
+    with pytest.warns(UserWarning, match=r"save_weights_only=True: the run cannot go on from round 1\. It starts at"):
+        began = fit(max_rounds=1, ckpt_path=tmp_path / "w.ckpt")
+    other = seeded()
+    other.load_state_dict(weights)
+    assert torch.equal(began, fit(other, max_rounds=1))
+    assert not torch.equal(began, fit(max_rounds=1))
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("broken-into",)
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    torch.save({**CONTENT, "state_dict": Hostile()}, tmp_path / "a.ckpt")
+    with pytest.raises(FederatedError, match="would run code when it is read"):
+        run(tmp_path, 1, ckpt_path=tmp_path / "a.ckpt")
+    assert not Path("broken-into").exists()
+
+
+# ---------------------------------------------------------------------- "last"
+
+
+def test_last_is_the_newest_checkpoint_whatever_its_name(tmp_path: Path) -> None:
+    run(tmp_path, 2, keep=ModelCheckpoint(tmp_path, save_last=True))
+    time.sleep(0.02)
+    run(tmp_path, 3, ckpt_path="last", keep=ModelCheckpoint(tmp_path))
+    again = run(tmp_path, 4, ckpt_path="last", keep=ModelCheckpoint(tmp_path))
+    assert again.ckpt_path.endswith("epoch=2-step=3.ckpt")
+
+
+def test_last_passes_over_weights_alone(tmp_path: Path) -> None:
+    weights = ModelCheckpoint(tmp_path, filename="weights", save_weights_only=True, monitor="val_loss")
+    run(tmp_path, 2, callbacks=[weights])
+    assert run(tmp_path, 3, ckpt_path="last").ckpt_path.endswith("step=2.ckpt")
+
+
+def test_last_goes_on_from_the_former_version_of_a_numbered_logger(tmp_path: Path) -> None:
+    options = {"logger": True, "default_root_dir": tmp_path}
+    straight = run(tmp_path / "straight", 4)
+    for rounds in (2, 3, 4):
+        last = run(tmp_path, rounds, ckpt_path="last", keep=ModelCheckpoint(), **options)
+    assert Path(last.log_dir).name == "version_2"
+    assert "version_1" in str(last.ckpt_path)
+    assert torch.equal(last.fit_loop.state.x, straight.fit_loop.state.x)
+
+
+def test_last_without_any_begins(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no last checkpoint available"):
+        begun = run(tmp_path, 2, ckpt_path="last")
+    assert torch.equal(parameters(begun.lightning_module), fit(seeded(), algorithm=Scaffold(), max_rounds=2))
+
+
+class Evaluated(Net):
+    """Can be tested and asked for predictions, too."""
+
+    test_step = Net.validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+
+def evaluate(stage: str, made: Any) -> torch.Tensor:
+    """Return the parameters with which the last checkpoint is evaluated by a trainer."""
+    model = Evaluated()
+    getattr(made, stage)(model, DataLoader(classification(8, 0), batch_size=4), ckpt_path="last")
+    return parameters(model)
+
+
+STAGES = ("validate", "test", "predict")
+
+
+@pytest.mark.parametrize("weights_alone", few([False, True], [False]))
+def test_last_is_evaluated_by_a_new_trainer_in_every_stage(weights_alone: bool, tmp_path: Path) -> None:
+    options = {"logger": True, "default_root_dir": tmp_path}
+    fitted = run(tmp_path, 2, keep=ModelCheckpoint(save_weights_only=weights_alone), **options)
+    for made in (trainer(**options, enable_checkpointing=True), fitted):
+        for stage in STAGES:
+            assert torch.equal(evaluate(stage, made), parameters(fitted.lightning_module)), stage
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_last_without_any_is_refused_where_nothing_is_trained(stage: str, tmp_path: Path) -> None:
+    found = re.escape(f"{stage}(ckpt_path='last') found no checkpoint: none lies in ")
+    with pytest.raises(FederatedError, match=f"{found}{tmp_path}. Give the trainer"):
+        evaluate(stage, trainer(default_root_dir=tmp_path))
+    with pytest.raises(FederatedError, match=f"{found}{tmp_path / 'checkpoints'} or under {tmp_path}. Give"):
+        evaluate(stage, trainer(default_root_dir=tmp_path, enable_checkpointing=True))
+
+
+@pytest.mark.parametrize("cause", ["the sizes differ", "the sizes differ."])
+def test_what_does_not_fit_is_told_in_whole_sentences(cause: str) -> None:
+    with (
+        pytest.raises(FederatedError, match=r"the model ended in RuntimeError: the sizes differ\. Resume with"),
+        restored_from("last.ckpt", "the model"),
+    ):
+        raise RuntimeError(cause)

@@ -1,0 +1,436 @@
+"""The command line, as a user types it."""
+
+import re
+import runpy
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_fed.cli.main import FederatedCLI, main
+from lightning_fed.models import MLPClassifier
+from tests.helpers.selection import few
+
+thorough = partial(pytest.param, marks=pytest.mark.thorough)
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICKSTART = str(CONFIGS / "quickstart.yaml")
+SMALL = ["--trainer.max_rounds", "2", "--trainer.accelerator", "cpu", "--trainer.enable_model_summary", "false"]
+
+
+def fit(*args: str, config: str = QUICKSTART) -> None:
+    main(["fit", "--config", config, *SMALL, *args])
+
+
+def version(n: int) -> Path:
+    return Path("lightning_logs") / f"version_{n}"
+
+
+def last(n: int) -> str:
+    return str(version(n) / "checkpoints" / "last.ckpt")
+
+
+@pytest.mark.parametrize("method", few(["FedAvg", "Mime", "MimeLite"], ["Mime"]))
+def test_the_main_job_with_another_method(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fit("--trainer.algorithm", method)
+    out = capsys.readouterr().out
+    for text in ("val_acc", "clients seen", "bytes up / down", "best checkpoint", "watch", "tensorboard --logdir"):
+        assert text in out
+    assert Path(last(0)).exists()
+    assert list(version(0).glob("events.out.tfevents*"))
+    assert MLPClassifier.load_from_checkpoint(last(0)).hparams["in_features"] == 64
+
+
+def test_the_printed_resume_command_works(capsys: pytest.CaptureFixture[str]) -> None:
+    fit("--trainer.max_rounds", "4")
+    fit()
+    shown = capsys.readouterr().out.rpartition("Federated run finished")[2]
+    assert f"{last(1)} (round 2)" in shown
+    command = re.search(r"resume \(round 2\) +lightning-fed (.*)", shown)
+    assert command is not None
+    main(command.group(1).split())
+    assert re.search(r"^  rounds +4$", capsys.readouterr().out, re.MULTILINE)
+    straight, resumed = (torch.load(last(n), weights_only=True)["state_dict"] for n in (0, 2))
+    assert all(torch.equal(straight[k], resumed[k]) for k in straight)
+
+
+def test_the_printed_resume_command_goes_on_after_max_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    fit("--trainer.max_steps", "1")
+    command = re.search(r"resume \(round 1\) +lightning-fed (.*)", capsys.readouterr().out)
+    assert command is not None
+    main(command.group(1).split())
+    assert re.search(r"^  rounds +2$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_validate_test_and_predict(capsys: pytest.CaptureFixture[str]) -> None:
+    fit()
+    for command in ("validate", "test", "predict"):
+        main([command, "--config", QUICKSTART, "--ckpt_path", last(0), "--trainer.logger", "false"])
+    out = capsys.readouterr().out
+    assert "test_acc" in out
+    assert "val_acc" in out
+
+
+EVALUATIONS = few(["test", "validate", "predict"], ["test"])
+
+
+@pytest.mark.parametrize("command", EVALUATIONS)
+def test_no_model_is_evaluated_that_nobody_has_trained(command: str) -> None:
+    with pytest.raises(
+        SystemExit, match=f"lightning-fed: `{command}` needs a checkpoint.* None lies under .*ckpt_path PATH"
+    ):
+        main([command, "--config", QUICKSTART])
+    fit("--trainer.max_rounds", "1")
+    with pytest.raises(SystemExit, match=r"--ckpt_path last for the newest one, .*last\.ckpt, --ckpt_path best"):
+        main([command, "--config", QUICKSTART])
+    main([command, "--config", QUICKSTART, "--ckpt_path", "initial"])
+
+
+@pytest.mark.parametrize("args", [[], thorough(["--trainer.logger", "false"])], ids=["logger", "none"])
+def test_last_and_best_are_those_of_the_newest_run(args: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    fit()
+    fit("--trainer.max_rounds", "3")
+    state = torch.load(last(1), weights_only=True)["callbacks"]
+    best = next(Path(one["best_model_path"]) for one in state.values() if "best_model_path" in one)
+    best.parents[1].rename("lightning_logs/moved")
+    for word, name in (("last", "last.ckpt"), ("best", best.name)):
+        main(["test", "--config", QUICKSTART, "--ckpt_path", word, *args])
+        assert re.search(
+            f"Loaded model weights from the checkpoint at .*moved.checkpoints.{re.escape(name)}", caplog.text
+        )
+    best = Path("lightning_logs/moved/checkpoints", best.name)
+    best.unlink()
+    with pytest.raises(
+        SystemExit, match=f"lightning-fed: ckpt_path='best'.*{re.escape(best.name)}, is gone.*holds last.ckpt"
+    ):
+        main(["test", "--config", QUICKSTART, "--ckpt_path", "best", *args])
+
+
+@pytest.mark.parametrize("word", ["last", "best"])
+def test_no_checkpoint_is_found_where_none_is(word: str) -> None:
+    with pytest.raises(SystemExit, match=f"lightning-fed: .*ckpt_path='{word}'.* found no checkpoint.* under "):
+        main(["test", "--config", QUICKSTART, "--ckpt_path", word])
+
+
+def test_a_wrong_path_is_answered_with_what_is_there() -> None:
+    fit("--trainer.max_rounds", "1")
+    there = version(0) / "checkpoints"
+    for path, answer in (
+        (there / "lst.ckpt", "holds .*last.ckpt"),
+        (version(0), "It is a folder. .*holds checkpoints/"),
+        (Path("elsewhere/last.ckpt"), "holds lightning_logs/version_0/checkpoints/"),
+    ):
+        with pytest.raises(SystemExit, match=f"lightning-fed: There is no checkpoint {path}. .*{answer}.*newest one"):
+            main(["test", "--config", QUICKSTART, "--ckpt_path", str(path)])
+
+
+@pytest.mark.thorough
+def test_print_config_round_trips(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["fit", "--config", QUICKSTART, "--print_config"])
+    assert not done.value.code
+    text = capsys.readouterr().out
+    config = yaml.safe_load(text)
+    assert config["trainer"]["algorithm"]["class_path"] == "lightning_fed.algorithms.Scaffold"
+    assert config["trainer"]["clients_per_round"] == 10
+    (tmp_path / "printed.yaml").write_text(text)
+    fit(config=str(tmp_path / "printed.yaml"))
+
+
+STACKED = sorted(p for p in CONFIGS.rglob("*.yaml") if p.name != "quickstart.yaml" and p.parent.name != "tasks")
+
+
+# each needs something of the run that no other does; that all are read is in test_configs.py
+OF_THEIR_OWN = ["aggregation/private", "measures/dissimilarity"]
+
+
+@pytest.mark.parametrize(
+    "path", few(STACKED, [CONFIGS / f"{name}.yaml" for name in OF_THEIR_OWN]), ids=lambda p: f"{p.parent.name}/{p.stem}"
+)
+def test_every_config_runs_a_round_on_top_of_the_quickstart(path: Path) -> None:
+    fit("--config", str(path), "--trainer.max_rounds", "1", "--trainer.logger", "false")
+
+
+SAMPLER = "{class_path: lightning_fed.server.UniformSampler, init_args: {clients_per_round: 4}}"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        thorough(
+            ["--trainer.server_optimizer", "lightning_fed.server.FedAdam", "--trainer.server_optimizer.lr", "0.03"]
+        ),
+        thorough(["--trainer.server_optimizer", "torch.optim.Adam", "--trainer.server_optimizer.lr", "0.01"]),
+        thorough(["--trainer.sampler", SAMPLER, "--trainer.clients_per_round", "null"]),
+        thorough(
+            ["--trainer.algorithm", "Mime", "--trainer.algorithm.base", "SGDm", "--trainer.algorithm.base.beta", "0.8"]
+        ),
+        thorough(["--optimizer", "torch.optim.Adam", "--optimizer.lr", "0.01", "--trainer.algorithm", "MimeLite"]),
+        thorough(["--trainer.clients_per_round", "0.2", "--trainer.precision", "64-true"]),
+        thorough(["--data.partition", "Shards", "--data.partition.num_clients", "20"]),
+        [
+            *("--optimizer", "torch.optim.Adam", "--optimizer.lr", "0.01", "--trainer.algorithm", "MimeLite"),
+            *("--trainer.server_optimizer", "torch.optim.Adam", "--trainer.server_optimizer.lr", "0.01"),
+            *("--trainer.sampler", SAMPLER, "--trainer.clients_per_round", "null", "--trainer.precision", "64-true"),
+            *("--data.partition", "Shards", "--data.partition.num_clients", "20"),
+        ],
+    ],
+    ids=lambda a: " ".join(a)[:60],
+)
+def test_parts_by_class(args: list[str]) -> None:
+    fit("--trainer.algorithm", "FedAvg", *args, "--trainer.logger", "false")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        thorough(["--trainer.algorithm", "FedAvgg"], "FedAvgg"),
+        thorough(["--trainer.algorithm.nu", "1"], "nu"),
+        thorough(["--trainer.max_round", "1"], "max_round"),
+        thorough(["--trainer.engine", "warp"], "warp"),
+        (["--trainer.clients_per_round", "many"], "many"),
+        thorough(["--data.alfa", "1"], "alfa"),
+        (["--trainer.clients_per_round", "31"], "clients_per_round=31 asks for more clients than the 30"),
+        thorough(["--trainer.local_steps", "3"], "local_epochs or local_steps, not both"),
+        thorough(["--data.alpha", "-1"], "alpha"),
+    ],
+    ids=lambda a: " ".join(a) if isinstance(a, list) else "",
+)
+def test_wrong_options_are_refused_by_name(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error: Any
+    with pytest.raises((SystemExit, ValueError)) as error:
+        fit(*args)
+    assert message in capsys.readouterr().err + str(error.value)
+
+
+def test_seed_everything_seeds_the_run() -> None:
+    for n, seed in enumerate(("1", "1", "2")):
+        fit("--seed_everything", seed)
+        assert torch.load(last(n), weights_only=True)["loops"]["fit_loop"]["state_dict"]["seed"] == int(seed)
+    first, second, third = (torch.load(last(n), weights_only=True)["state_dict"] for n in range(3))
+    assert all(torch.equal(first[k], second[k]) for k in first)
+    assert not all(torch.equal(first[k], third[k]) for k in first)
+
+
+def test_python_dash_m(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "--help"])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_module("lightning_fed", run_name="__main__")
+    assert not done.value.code
+    assert capsys.readouterr().out.startswith("usage: lightning-fed ")
+
+
+@pytest.mark.thorough
+def test_python_dash_m_in_a_process_of_its_own() -> None:
+    command = [sys.executable, "-m", "lightning_fed", "fit", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "--trainer.algorithm" in shown.stdout or "--trainer" in shown.stdout
+
+
+def test_data_draws_the_split(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["data", "--config", QUICKSTART, "--out", "split.png"])
+    assert Path("split.png").stat().st_size > 1000
+    assert "Gini" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="lightning-fed: .*alpha"):
+        main(["data", "--config", QUICKSTART, "--data.alpha", "-1"])
+    Path("file").touch()
+    with pytest.raises(SystemExit, match="--out file/split.png cannot be written: "):
+        main(["data", "--config", QUICKSTART, "--out", "file/split.png"])
+
+
+MINE = """
+from lightning_fed.models import MLPClassifier
+
+class Mine(MLPClassifier):
+    pass
+"""
+
+
+def test_a_class_in_the_folder_that_one_is_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("module_of_a_user.py").write_text(MINE)
+    Path("json.py").write_text("raise AssertionError('a file of the user hides an installed module')")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    fit("--model", "module_of_a_user.Mine")
+    assert Path(last(0)).exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        thorough(["--trainer.algorithm", "Scafold"], "Did you mean Scaffold instead of Scafold?"),
+        (["--trainer.clients_per_rounds", "3"], "Did you mean --trainer.clients_per_round instead of"),
+        (["--data", "Digit"], "Did you mean Digits instead of Digit?"),
+        thorough(["--trainer.algorithm", "SCAFFOLD"], "Did you mean Scaffold instead of SCAFFOLD?"),
+        (["--trainer.algorithm", "fedavg"], "Did you mean FedAvg instead of fedavg?"),
+        thorough(["--trainer.algorithm", "mime"], "Did you mean Mime instead of mime?"),
+        thorough(["--trainer.algorithm", "Fedavgg"], "Did you mean FedAvg instead of Fedavgg?"),
+        thorough(["--trainer.algorithm", "Digits"], "There are APFL, CMime, Ditto, "),
+        thorough(
+            ["--trainer.algorithm", "lightning_fed.algorithms.FedProxx"], "Did you mean FedProx instead of FedProxx?"
+        ),
+        (["--trainer.algorithm", "lightning_fed.algorithms.Unknown"], "There are APFL, CMime, Ditto, "),
+        (["--trainer.algorithm", "torch.optim.NotThere"], "has no attribute 'NotThere'"),
+        thorough(["--data.partition", "foo"], "There are BalancedDirichlet, ByKey, "),
+        thorough(["--model.lrr", "0.2"], "Did you mean lr instead of lrr?"),
+        thorough(["--data.num_client", "3"], "Did you mean num_clients instead of num_client?"),
+        (["--trainer.algorithm", "FedProx", "--trainer.algorithm.muu", "3"], "Did you mean mu instead of muu?"),
+        thorough(
+            ["--data.partition", "Shards", "--data.partition.num_client", "3"], "Did you mean num_clients instead of"
+        ),
+    ],
+)
+def test_a_mistake_is_answered_with_what_was_meant(
+    args: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        fit(*args)
+    answer = capsys.readouterr().err
+    assert meant in answer
+    assert answer.startswith("usage: lightning-fed fit --config FILE [--OPTION VALUE ...]\n")
+
+
+@pytest.mark.parametrize(
+    ("config", "meant"),
+    [
+        thorough({"trainer": {"max_round": 3}}, "Did you mean trainer.max_rounds instead of trainer.max_round?"),
+        ({"trainr": {"max_rounds": 3}}, "Did you mean trainer.max_rounds instead of trainr.max_rounds?"),
+        ({"model": {"class_path": "ResNet", "init_args": {"detph": 8}}}, "Did you mean depth instead of detph?"),
+    ],
+)
+def test_a_mistake_in_a_file_is_answered_with_what_was_meant(
+    config: dict[str, Any], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mistaken.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(SystemExit):
+        fit("--config", "mistaken.yaml")
+    assert meant in capsys.readouterr().err
+
+
+def test_what_lightning_refuses_is_one_line() -> None:
+    Path("without_a_test.py").write_text("import pytorch_lightning as pl\nclass Untested(pl.LightningModule): pass\n")
+    model = ["--model", "without_a_test.Untested"]
+    with pytest.raises(SystemExit, match="^lightning-fed: No `test_step\\(\\)` method defined"):
+        main(["test", "--config", QUICKSTART, *model, "--ckpt_path", "initial", "--trainer.logger", "false"])
+
+
+@pytest.mark.parametrize("args", [[], ["fitt"]], ids=["none", "unknown"])
+def test_a_command_that_is_not_there_is_answered_with_those_that_are(
+    args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(args)
+    answer = capsys.readouterr().err
+    assert answer.startswith("usage: lightning-fed COMMAND --config FILE")
+    assert "fit" in answer
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        thorough("ft", "fit"),
+        ("swep", "sweep"),
+        thorough("compar", "compare"),
+        thorough("dta", "data"),
+        thorough("diagnos", "diagnose"),
+        thorough("reproduc", "reproduce"),
+    ],
+)
+def test_all_commands_are_listed_and_meant(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([word])
+    answer = capsys.readouterr().err
+    assert (
+        "'fit', 'validate', 'test', 'predict', 'new', 'data', 'diagnose', 'deploy', 'reproduce', 'sweep', 'compare'"
+        in answer
+    )
+    assert f"Did you mean {meant} instead of {word}?" in answer
+
+
+def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = capsys.readouterr().out.partition("Available subcommands:")[2]
+    assert re.findall(r"^    (\w+)", listed, re.MULTILINE) == [
+        *FederatedCLI.subcommands(),
+        "new",
+        "data",
+        "diagnose",
+        "deploy",
+        "reproduce",
+        "sweep",
+        "compare",
+    ]
+
+
+@pytest.mark.parametrize("command", ["data", "diagnose", "reproduce", "sweep", "compare"])
+def test_help_shows_types_by_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(type: str, default: " in shown
+    assert "<function" not in shown
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"), [(["--seeds", "0"], "PositiveInt: 0"), (["--jobs", "-1"], "NonNegativeInt: -1")]
+)
+def test_numbers_out_of_range_are_refused(option: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["reproduce", "scaffold_quadratics", *option])
+    assert expected in capsys.readouterr().err
+
+
+def test_an_own_command_behind_an_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty.yaml").write_text("{}")
+    with pytest.raises(SystemExit):
+        main(["--config", "empty.yaml", "compare"])
+    assert "compare must be the first word: lightning-fed compare" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", few(["fit", "validate", "test", "predict"], ["fit"]))
+def test_help_is_in_the_order_of_use_and_without_markup(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert re.findall(r"^(\S.*):$", shown, re.MULTILINE) == [
+        "Options",
+        "The rounds",
+        "The data of the clients",
+        "The model",
+        "The clients' optimizer, in place of the model's own",
+        "Its schedule",
+        "Lightning's arguments of a Trainer",
+    ]
+    own, _, lightnings = shown.partition("Lightning's arguments of a Trainer:")
+    assert "--trainer.max_rounds" in own
+    assert "--trainer.max_time" in lightnings
+    assert not re.search(r":\w+:`|``|<class|NoneType", shown)
+    assert ("initial" in " ".join(shown.split())) is (command != "fit")
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--trainer.max_rounds", "many"], "  Expected one of: int, null\n  Found: many\n"),
+        (["--trainer.algorithm.nu", "1"], "Option 'nu' is not accepted\n  Found: nu=1\n"),
+        (["--data.partition", "foo"], "There is no class foo\n          Found: foo\n"),
+        (["--data.alpha", "x"], "Expected float. Got value: x\n"),
+        (["--trainer.logger", "3"], "  Expected one of: Logger, Iterable[Logger], bool, null\n"),
+    ],
+)
+def test_errors_name_no_types_of_python(args: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        fit(*args)
+    answer = capsys.readouterr().err
+    assert told in answer
+    assert not re.search(r"NestedArg|<class|NoneType|Union subtypes", answer)
+
+
+def test_help_of_a_class_shows_formulas_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--trainer.algorithm.help", "FedProx"])
+    assert "mu >= 0; " in capsys.readouterr().out

@@ -1,0 +1,435 @@
+"""Batches: both ways of making them agree exactly, and the generator alone decides the order."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data.batches.batches import BatchSettings, LoaderBatches, TensorBatches
+from lightning_fed.data.batches.custom_batches import CustomBatches
+from lightning_fed.data.batches.evaluation import evaluation_loader
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def tensors(n, start=0):
+    labels = torch.arange(start, start + n)
+    return TensorDataset(labels[:, None] * torch.tensor([1.0, 0.5]), labels)
+
+
+def assert_same(left, right):
+    left, right = list(left), list(right)
+    assert len(left) == len(right)
+    for (batch, size), (other, other_size) in zip(left, right, strict=True):
+        assert type(batch) is type(other)
+        assert size == other_size
+        for tensor, twin in zip(batch, other, strict=True):
+            assert tensor.dtype == twin.dtype
+            assert torch.equal(tensor, twin)
+
+
+def labels_of(batches):
+    return [batch[1].tolist() for batch, _ in batches]
+
+
+class Doubled(Dataset):
+    """A map-style data set that is no TensorDataset."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        return torch.tensor([2.0 * index]), index
+
+
+class Random(Doubled):
+    """Examples that draw from the global generators, as augmentations do."""
+
+    def __getitem__(self, index):
+        return torch.rand(3), np.random.rand(), index
+
+
+# The two ways of making batches
+
+
+@given(
+    n=st.integers(0, 25),
+    batch_size=st.integers(1, 30),
+    full_batch_size=st.integers(1, 30),
+    drop_last=st.booleans(),
+    by_setting=st.booleans(),
+    by_call=st.booleans(),
+    nested=st.integers(0, 2),
+    seed=st.integers(0, 2**40),
+)
+def test_both_ways_agree_exactly(n, batch_size, full_batch_size, drop_last, by_setting, by_call, nested, seed):
+    dataset = tensors(n + nested)
+    for _ in range(nested):
+        dataset = Subset(dataset, list(range(1, len(dataset)))[::-1])
+    chosen = BatchSettings(batch_size, full_batch_size, by_setting, drop_last)
+    fast, slow = TensorBatches.of(dataset, chosen), LoaderBatches(dataset, chosen)
+    assert fast.size == slow.size == n
+    assert fast.num_batches() == slow.num_batches()
+    left, right = generator(seed), generator(seed)
+    for _ in range(2):  # the second epoch goes on from where the first left the generator
+        assert_same(fast.epoch(left, by_call), slow.epoch(right, by_call))
+        assert_same(fast.full(left), slow.full(right))
+        assert torch.equal(left.get_state(), right.get_state())
+
+
+@given(n=st.integers(0, 25), batch_size=st.integers(1, 30), drop_last=st.booleans(), seed=st.integers(0, 2**40))
+def test_an_epoch_sees_every_example_once(n, batch_size, drop_last, seed):
+    batches = TensorBatches.of(tensors(n), BatchSettings(batch_size, drop_last=drop_last))
+    epoch = list(batches.epoch(generator(seed)))
+    sizes = [size for _, size in epoch]
+    assert len(sizes) == batches.num_batches()
+    assert sizes == [len(batch[1]) for batch, _ in epoch]
+    seen = [label for labels in labels_of(epoch) for label in labels]
+    assert len(seen) == len(set(seen))
+    if drop_last and n >= batch_size:
+        assert sizes == [batch_size] * (n // batch_size)
+    else:
+        assert sorted(seen) == list(range(n))
+
+
+def test_the_order_is_one_permutation_per_epoch_from_the_generator():
+    batches = TensorBatches.of(tensors(7), BatchSettings(batch_size=3))
+    ours, plain = generator(5), generator(5)
+    for _ in range(3):
+        expected = torch.randperm(7, generator=plain)
+        assert labels_of(batches.epoch(ours)) == [part.tolist() for part in expected.split(3)]
+
+
+@pytest.mark.parametrize("kind", [TensorBatches.of, LoaderBatches])
+def test_the_order_depends_on_the_generator_alone(kind):
+    batches = kind(tensors(20), BatchSettings(batch_size=6))
+    torch.manual_seed(1)
+    first = labels_of(batches.epoch(generator(3)))
+    state = torch.get_rng_state()
+    torch.manual_seed(2)
+    assert labels_of(batches.epoch(generator(3))) == first
+    assert labels_of(batches.epoch(generator(4))) != first
+    torch.manual_seed(1)
+    labels_of(batches.epoch(generator(3)))
+    assert torch.equal(torch.get_rng_state(), state)  # and leaves the global generator alone
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_without_shuffling_the_order_is_the_stored_one():
+    stored = [[0, 1, 2], [3, 4]]
+    assert labels_of(TensorBatches.of(tensors(5), BatchSettings(3)).epoch(generator(), shuffle=False)) == stored
+    assert labels_of(TensorBatches.of(tensors(5), BatchSettings(3, shuffle=False)).epoch(generator())) == stored
+
+
+def test_a_full_pass_reads_in_stored_order_and_large_batches():
+    batches = TensorBatches.of(tensors(5), BatchSettings(batch_size=1, full_batch_size=4, drop_last=True))
+    assert labels_of(batches.full(generator())) == [[0, 1, 2, 3], [4]]
+
+
+@pytest.mark.parametrize("kind", [TensorBatches.of, LoaderBatches])
+def test_small_and_empty_clients(kind):
+    tiny = kind(tensors(3), BatchSettings(batch_size=8, drop_last=True))
+    assert tiny.num_batches() == 1  # its only batch, although a short one
+    assert [size for _, size in tiny.epoch(generator())] == [3]
+    empty = kind(tensors(0), BatchSettings(batch_size=8, num_workers=1 if kind is LoaderBatches else 0))
+    assert (empty.size, empty.num_batches()) == (0, 0)
+    assert list(empty.epoch(generator())) == list(empty.full(generator())) == []
+
+
+def test_a_batch_is_memory_of_its_own():
+    dataset = tensors(4)
+    for batch, _ in TensorBatches.of(dataset, BatchSettings(4)).epoch(generator(), shuffle=False):
+        batch[0].zero_()
+    assert dataset.tensors[0][3].tolist() == [3.0, 1.5]
+
+
+# Which data sets take the fast path
+
+
+def test_subsets_are_seen_through():
+    dataset = tensors(10)
+    batches = TensorBatches.of(Subset(Subset(dataset, range(2, 10)), torch.tensor([0, 3, -1])), BatchSettings(2))
+    assert batches.tensors is dataset.tensors
+    assert batches.indices.tolist() == [2, 5, 9]
+    assert labels_of(batches.full(generator())) == [[2, 5, 9]]
+    assert labels_of(TensorBatches.of(Subset(dataset, [-1, 0]), BatchSettings(2)).full(generator())) == [[9, 0]]
+
+
+def test_a_subset_out_of_range_is_refused():
+    with pytest.raises(FederatedError, match=r"examples 0 to 10.*only 10"):
+        TensorBatches.of(Subset(tensors(10), [0, 10]), BatchSettings(2))
+
+
+class WithTargets(TensorDataset):
+    targets = None
+
+
+class Shifted(TensorDataset):
+    def __getitem__(self, index):
+        return tuple(tensor + 1 for tensor in super().__getitem__(index))
+
+
+class ShiftedMany(TensorDataset):
+    def __getitems__(self, indices):
+        return [tuple(tensor[index] + 1 for tensor in self.tensors) for index in indices]
+
+
+class Shorter(TensorDataset):
+    def __len__(self):
+        return 2
+
+
+class ShiftedSubset(Subset):
+    def __getitem__(self, index):
+        return tuple(tensor + 1 for tensor in super().__getitem__(index))
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "fast"),
+    [
+        (tensors(4), True),
+        (WithTargets(torch.arange(4.0), torch.arange(4)), True),
+        (Subset(WithTargets(torch.arange(4.0), torch.arange(4)), [1, 2]), True),
+        (Shifted(torch.arange(4.0), torch.arange(4)), False),
+        (ShiftedMany(torch.arange(4.0), torch.arange(4)), False),
+        (Shorter(torch.arange(4.0), torch.arange(4)), False),
+        (Subset(Shifted(torch.arange(4.0), torch.arange(4)), [1, 2]), False),
+        (ShiftedSubset(tensors(4), [1, 2]), False),
+        (Subset(ShiftedSubset(tensors(4), [1, 2]), [1]), False),
+        (Doubled(4), False),
+        ([(torch.zeros(1), 0), (torch.ones(1), 1)], False),
+    ],
+)
+def test_only_what_reads_like_a_tensor_dataset_is_read_directly(dataset, fast):
+    chosen = BatchSettings(3)
+    batches = TensorBatches.of(dataset, chosen)
+    assert (batches is not None) == fast
+    loader = DataLoader(dataset, batch_size=3)
+    expected = [(batch, len(batch[1])) for batch in loader]
+    assert_same((batches or LoaderBatches(dataset, chosen)).epoch(generator(), shuffle=False), expected)
+
+
+def test_a_collate_function_makes_the_batches():
+    def collate(examples):
+        features, labels = default_collate(examples)
+        return {"x": features, "y": labels}
+
+    chosen = BatchSettings(batch_size=2, collate_fn=collate)
+    assert TensorBatches.of(tensors(3), chosen) is None
+    epoch = list(LoaderBatches(tensors(3), chosen).epoch(generator(), shuffle=False))
+    assert [(batch["y"].tolist(), size) for batch, size in epoch] == [([0, 1], 2), ([2], 1)]
+
+
+def test_workers_follow_the_generator_and_change_from_epoch_to_epoch():
+    batches = LoaderBatches(Random(4), BatchSettings(batch_size=4, shuffle=False, num_workers=1))
+
+    def draws(stream):
+        [(batch, _)] = batches.epoch(stream)
+        return torch.cat([batch[0].flatten().double(), batch[1]])
+
+    stream = generator(1)
+    first, second = draws(stream), draws(stream)
+    assert torch.equal(first, draws(generator(1)))
+    assert not torch.equal(first, second)
+
+
+def test_a_loader_gives_the_epoch():
+    batches = LoaderBatches(tensors(9), BatchSettings(batch_size=4))
+    assert_same(((batch, len(batch[1])) for batch in batches.loader(generator(2))), batches.epoch(generator(2)))
+
+
+# A loader of the user's own
+
+
+def test_a_shuffling_loader_of_ones_own():
+    def make(stream):
+        return DataLoader(tensors(7), batch_size=3, shuffle=True, generator=stream, drop_last=True)
+
+    batches = CustomBatches(make, "ann", BatchSettings(full_batch_size=5))
+    assert (batches.size, batches.num_batches()) == (7, 2)
+    assert labels_of(batches.epoch(generator(1))) == [labels.tolist() for _, labels in make(generator(1))]
+    assert [size for _, size in batches.epoch(generator(1))] == [3, 3]
+    assert labels_of(batches.full(generator())) == [[0, 1, 2, 3, 4], [5, 6]]
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(4, [0, 4, 4]), (3, [0, 3, 6, 6]), (8, [0, 0])])
+def test_a_loader_of_ones_own_that_drops_its_last_batch_leaves_its_examples_out(batch_size, expected):
+    loader = DataLoader(tensors(7), batch_size, drop_last=True)
+    batches = CustomBatches(lambda _: loader, 0, BatchSettings())
+    assert [batches.num_examples(k) for k in range(len(expected))] == expected
+    assert expected[-1] == sum(n for _, n in batches.epoch(generator()))
+    assert batches.size == 7
+
+
+def test_a_loader_over_a_part_of_its_data_set_counts_and_reads_that_part():
+    def make(stream):
+        return DataLoader(tensors(10), batch_size=2, sampler=SubsetRandomSampler([1, 5, 8], generator=stream))
+
+    batches = CustomBatches(make, 0, BatchSettings())
+    assert (batches.size, batches.num_batches()) == (3, 2)
+    assert sorted(torch.cat([batch[1] for batch, _ in batches.full(generator())]).tolist()) == [1, 5, 8]
+
+
+def test_any_iterable_with_a_length_will_do_if_the_size_is_given():
+    batches = CustomBatches(lambda _: [{"x": torch.zeros(3, 2)}, {"x": torch.zeros(1, 2)}], 0, BatchSettings(), size=4)
+    assert (batches.size, batches.num_batches()) == (4, 2)
+    assert [size for _, size in batches.epoch(generator())] == [3, 1]
+    assert [size for _, size in batches.full(generator())] == [3, 1]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(5))
+
+
+def test_a_loader_that_cannot_count_is_refused_by_name():
+    with pytest.raises(FederatedError, match=r"client_dataloader\('ann'.*DataLoader.*number of examples.*client_size"):
+        CustomBatches(lambda _: DataLoader(Stream(), batch_size=2), "ann", BatchSettings())
+    batches = CustomBatches(lambda _: DataLoader(Stream(), batch_size=2), "ann", BatchSettings(), size=5)
+    assert [size for _, size in batches.full(generator())] == [2, 2, 1]
+    with pytest.raises(FederatedError, match=r"client_dataloader\('ann'.*no len.*__len__"):
+        batches.num_batches()
+
+
+# Augmentation and transforms
+
+
+def marked(batch, stream):
+    """Append a random number of each example to it."""
+    return [*batch, torch.randint(2**40, batch[1].shape, generator=stream)]
+
+
+def custom(dataset, chosen):
+    plain = LoaderBatches(dataset, chosen)
+    return CustomBatches(lambda stream: plain.loader(stream), 0, chosen, size=len(dataset))
+
+
+@given(n=st.integers(1, 12), batch_size=st.integers(1, 13), workers=st.just(0), seed=st.integers(0, 2**40))
+@example(n=5, batch_size=2, workers=1, seed=3)
+def test_augmentation_is_the_same_however_batches_are_made(n, batch_size, workers, seed):
+    dataset = tensors(n)
+    chosen = BatchSettings(batch_size, 3, augment=marked)
+    kinds = [TensorBatches.of(dataset, chosen), LoaderBatches(dataset, replace(chosen, num_workers=workers))]
+    streams = [generator(seed) for _ in range(3)]
+    epochs = []
+    for _ in range(2):
+        fast, slow = (list(kind.epoch(stream)) for kind, stream in zip(kinds, streams[:2], strict=True))
+        assert_same(fast, slow)
+        assert_same(fast, custom(dataset, chosen).epoch(streams[2]))
+        streams[2].set_state(streams[0].get_state())  # a loader of one's own may take more from its generator
+        epochs.append(torch.cat([batch[2] for batch, _ in fast]))
+    assert_same(kinds[0].full(generator(seed)), kinds[1].full(generator(seed)))
+    assert not set(epochs[0].tolist()) & set(epochs[1].tolist())  # another one in every epoch, for one example too
+
+
+def test_the_epochs_of_a_loader_that_draws_nothing_are_augmented_differently():
+    batches = CustomBatches(lambda _: DataLoader(tensors(3), batch_size=3), 0, BatchSettings(augment=marked))
+    stream = generator()
+    first, second = ([batch[2] for batch, _ in batches.epoch(stream)] for _ in range(2))
+    assert not torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("kind", [TensorBatches.of, LoaderBatches, custom])
+def test_an_augmentation_depends_on_the_generator_alone_and_goes_before_the_transform(kind):
+    def last_only(batch):
+        return batch[2]
+
+    batches = kind(tensors(6), BatchSettings(batch_size=4, augment=marked, transform=last_only))
+    for draw in (batches.epoch, batches.full):
+        torch.manual_seed(1)
+        first = torch.cat([numbers for numbers, _ in draw(generator(3))])
+        state = torch.get_rng_state()
+        torch.manual_seed(2)
+        assert first.equal(torch.cat([numbers for numbers, _ in draw(generator(3))]))
+        assert not first.equal(torch.cat([numbers for numbers, _ in draw(generator(4))]))
+        assert len(first.unique()) == 6
+        if kind is TensorBatches.of:
+            torch.manual_seed(1)
+            assert torch.equal(torch.get_rng_state(), state)  # and leaves the global generator alone
+
+
+@pytest.mark.parametrize("kind", [TensorBatches.of, LoaderBatches, custom])
+def test_a_pass_without_augmentation_is_transformed_and_draws_nothing_for_it(kind):
+    plain, augmented = (kind(tensors(5), BatchSettings(2, transform=tuple, augment=a)) for a in (None, marked))
+    left, right = generator(5), generator(5)
+    assert_same(plain.full(left), augmented.unaugmented(right))
+    assert torch.equal(left.get_state(), right.get_state())
+    assert all(type(batch) is tuple and len(batch) == 2 for batch, _ in augmented.unaugmented(right))
+
+
+# Examples that make no batch
+
+
+class Pictures(Dataset):
+    """Examples that nobody has turned into tensors."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return object(), index
+
+
+def test_examples_that_make_no_batch_are_named_with_the_remedy():
+    batches = LoaderBatches(Subset(Pictures(), [2, 0]), BatchSettings(batch_size=2))
+    with pytest.raises(
+        FederatedError, match=r"Examples of Pictures do not make a batch.*found <class 'object'>.*ToTensor"
+    ):
+        next(batches.epoch(generator(0)))
+    own = LoaderBatches(Pictures(), BatchSettings(batch_size=2, collate_fn=lambda examples: len(examples)))
+    assert [batch for batch, _ in own.epoch(generator(0))] == [2, 1]
+
+
+class Sizes(Dataset):
+    """Examples of different sizes."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return torch.zeros(3, 4 + index), index
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_examples_of_different_sizes_are_named_with_the_remedy(num_workers):
+    options = BatchSettings(batch_size=2, num_workers=num_workers)
+    remedy = r"Examples of Sizes do not make a batch.*\[3, 4\].*transform.*image_transform.*collate_fn"
+    with pytest.raises(FederatedError, match=remedy):
+        next(LoaderBatches(Subset(Sizes(), [0, 1]), options).epoch(generator(0)))
+    for transform in (None, list):
+        loader = evaluation_loader(Sizes(), replace(options, transform=transform))
+        with pytest.raises(FederatedError, match=remedy):
+            next(iter(loader))
+
+
+def test_an_error_of_a_data_set_itself_stays_as_it_is():
+    class Broken(Sizes):
+        def __getitem__(self, index):
+            raise RuntimeError("no disk")
+
+    with pytest.raises(RuntimeError, match="no disk"):
+        next(LoaderBatches(Broken(), BatchSettings(batch_size=2)).epoch(generator(0)))
+    with pytest.raises(RuntimeError, match="no disk"):
+        next(iter(evaluation_loader(Broken(), BatchSettings(batch_size=2))))

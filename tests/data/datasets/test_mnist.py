@@ -1,0 +1,267 @@
+"""MNIST and EMNIST: on tiny files in the true format, and on the published ones where they are at hand.
+
+Set ``LIGHTNING_FED_DATA`` to a folder with ``MNIST/raw`` and ``EMNIST/raw`` for the last part.
+"""
+
+import gzip
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torchvision import datasets
+
+from lightning_fed import FederatedTrainer
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data import EMNIST, MNIST, Iid, PowerLaw, RandomCrop
+from lightning_fed.models import MLPClassifier
+
+SPLITS = {"byclass": 62, "bymerge": 47, "balanced": 47, "letters": 26, "digits": 10, "mnist": 10}
+
+
+def write_idx(path, values, packed):
+    sizes = b"".join(size.to_bytes(4, "big") for size in values.shape)
+    content = bytes([0, 0, 8, values.ndim]) + sizes + values.astype(np.uint8).tobytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_name(path.name + ".gz" * packed).write_bytes(gzip.compress(content) if packed else content)
+
+
+def write_part(folder, prefix, n, num_classes, packed=False, first_label=0, side=28):
+    """Write n images, all classes among their labels, and return both."""
+    random = np.random.RandomState(n)
+    images, labels = random.randint(256, size=(n, side, side)), np.arange(n) % num_classes
+    write_idx(folder / f"{prefix}-images-idx3-ubyte", images, packed)
+    write_idx(folder / f"{prefix}-labels-idx1-ubyte", labels + first_label, packed)
+    return torch.tensor(images, dtype=torch.uint8), torch.tensor(labels)
+
+
+def write_mnist(root, packed=False, train=60, test=20):
+    folder = root / "MNIST" / "raw"
+    return write_part(folder, "train", train, 10, packed), write_part(folder, "t10k", test, 10, packed)
+
+
+def write_emnist(root, split, packed=False, train=130, test=70):
+    folder, first = root / "EMNIST" / "raw", int(split == "letters")
+    return tuple(
+        write_part(folder, f"emnist-{split}-{part}", n, SPLITS[split], packed, first)
+        for part, n in (("train", train), ("test", test))
+    )
+
+
+# MNIST
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_mnist_is_what_its_files_hold(tmp_path, packed):
+    (images, labels), (test_images, test_labels) = write_mnist(tmp_path, packed)
+    data = MNIST(tmp_path, num_clients=4, partition=Iid(4))
+    assert data.train is None  # nothing is read until it is needed
+    assert data.num_clients == 4
+    assert data.known_sizes == [15] * 4
+    stored = data.train.tensors
+    assert stored[0].dtype == torch.uint8
+    assert stored[0].equal(images[:, None])
+    assert stored[1].equal(labels)
+    [(x, y)] = data.val_dataloader()
+    assert x.equal(test_images[:, None] / 255)
+    assert y.equal(test_labels)
+    assert data.val is data.test
+    [x] = data.predict_dataloader()
+    assert x.equal(test_images[:, None] / 255)
+    if not packed:
+        theirs = datasets.MNIST(tmp_path, train=True, download=False)
+        assert theirs.data.equal(stored[0][:, 0])
+        assert theirs.targets.equal(stored[1])
+
+
+def test_mnist_is_dealt_out_as_in_fedprox_unless_one_says_otherwise(tmp_path):
+    partition = MNIST(tmp_path).partition
+    assert isinstance(partition, PowerLaw)
+    assert (partition.num_clients, partition.classes_per_client, partition.seed) == (1000, 2, 0)
+    assert repr(MNIST(tmp_path, num_clients=7, seed=3).partition) == repr(PowerLaw(7, seed=3))
+    own = Iid(num_clients=3)
+    assert MNIST(tmp_path, partition=own).partition is own
+
+
+def test_mnist_trains_flat_and_augmented(tmp_path):
+    write_mnist(tmp_path)
+    data = MNIST(tmp_path, partition=Iid(3), flatten=True, augment=RandomCrop(2), val_fraction=0.25)
+    trainer = FederatedTrainer(
+        max_rounds=1, clients_per_round=2, local_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False
+    )
+    trainer.fit(MLPClassifier(in_features=784), data)
+    batch, size = next(data.client_batches(0).epoch(torch.Generator()))
+    assert batch[0].shape == (size, 784)
+    assert len(trainer.predict(MLPClassifier(in_features=784), data)[0]) == 20
+
+
+def test_validation_images_are_taken_from_the_clients_if_asked_for(tmp_path):
+    (images, _), _ = write_mnist(tmp_path)
+    splits = []
+    for seed in (0, 1):
+        data = MNIST(tmp_path, partition=Iid(3, seed=seed), val_fraction=0.25)
+        assert sum(data.known_sizes) == 45
+        clients = torch.cat([data.client_batches(i).pick(torch.arange(15))[0] for i in range(3)])
+        splits.append(torch.cat([x for x, _ in data.val_dataloader()]))
+        everything = torch.cat([clients / 255, splits[-1]])
+        assert sorted(everything.flatten(1).sum(1).tolist()) == sorted((images / 255).flatten(1).sum(1).tolist())
+        assert len(data.test) == 20
+    assert splits[0].equal(splits[1])
+
+
+# EMNIST
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_emnist_is_upright_and_its_labels_begin_at_0(tmp_path, split, packed):
+    (images, labels), (test_images, _) = write_emnist(tmp_path, split, packed)
+    data = EMNIST(tmp_path, split=split, num_clients=2)
+    assert data.num_classes == len(data.classes) == SPLITS[split]
+    assert sum(data.known_sizes) == 130
+    assert data.train.tensors[0].equal(images.mT[:, None])
+    assert data.train.tensors[1].equal(labels)
+    [(x, _)] = data.test_dataloader()
+    assert x.equal(test_images.mT[:, None] / 255)
+    if not packed:
+        theirs = datasets.EMNIST(tmp_path, split=split, train=True, download=False)
+        assert theirs.data.mT.equal(data.train.tensors[0][:, 0])
+        names = [theirs.classes[label] for label in theirs.targets]
+        assert names == [data.classes[label] for label in data.train.tensors[1]]
+
+
+def test_many_images_are_turned_in_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_fed.data.datasets.mnist._IMAGES_AT_ONCE", 16)
+    (images, _), _ = write_emnist(tmp_path, "digits")
+    data = EMNIST(tmp_path, split="digits", black_on_white=True)
+    data.setup("fit")
+    assert data.train.tensors[0].equal(255 - images.mT[:, None])
+
+
+def test_emnist_by_default_has_as_many_clients_as_there_were_writers(tmp_path):
+    assert EMNIST(tmp_path).partition.num_clients == EMNIST(tmp_path, split="bymerge").partition.num_clients == 3400
+    assert EMNIST(tmp_path, split="balanced").partition.num_clients == 100
+    partition = EMNIST(tmp_path, num_clients=5, alpha=0.7, seed=2).partition
+    assert (partition.num_clients, partition.alpha, partition.seed) == (5, 0.7, 2)
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EMNIST(split="byklass"), r"EMNIST\(split='byklass'\).*'byclass' or"),
+        (lambda: EMNIST(num_clients=0), "num_clients=0"),
+        (lambda: EMNIST(alpha=-1), "alpha=-1"),
+        (lambda: MNIST(num_clients=-1), "num_clients=-1"),
+        (lambda: MNIST(batch_size=0), r"MNIST\(batch_size=0\)"),
+        (lambda: MNIST(val_fraction=1.5), r"MNIST\(val_fraction=1.5\)"),
+        (lambda: MNIST(partition=Iid), "partition=Iid is a class"),
+        (lambda: MNIST(transform=3), r"MNIST\(transform=3\)"),
+        (lambda: MNIST(seed=-1), "seed=-1"),
+        (lambda: MNIST(root=3), r"MNIST\(root=3\)"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_read(make, message):
+    with pytest.raises(FederatedError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "files"),
+    [
+        (MNIST, "MNIST/raw/train-images-idx3-ubyte", r"train-\*-ubyte and t10k-\*-ubyte"),
+        (EMNIST, "EMNIST/raw/emnist-byclass-train-images-idx3-ubyte", r"emnist-byclass-train-\*-ubyte and"),
+    ],
+)
+def test_a_missing_file_is_named_with_both_ways_to_get_it(tmp_path, make, path, files, monkeypatch):
+    monkeypatch.setattr(datasets, make.__name__, None)  # nothing may be downloaded
+    message = rf"{make.__name__}: there is no {tmp_path / path} .*Set download=True, or put {files}"
+    for ask in (lambda data: data.setup("fit"), lambda data: data.num_clients, lambda data: data.known_sizes):
+        with pytest.raises(FederatedError, match=message):
+            ask(make(tmp_path))
+    make(tmp_path).prepare_data()
+
+
+@pytest.mark.parametrize("where", ["prepare_data", "num_clients"])
+def test_a_download_is_torchvisions_and_happens_once_where_it_is_asked_for(tmp_path, monkeypatch, where):
+    calls = []
+
+    def fetch(root, **options):
+        calls.append((root, options))
+        write_emnist(tmp_path, "letters", packed=True)
+
+    monkeypatch.setattr(datasets, "EMNIST", fetch)
+    data = EMNIST(tmp_path, split="letters", download=True, num_clients=2)
+    assert not calls
+    if where == "prepare_data":
+        data.prepare_data()
+        assert data.train is None
+    assert data.num_clients == 2
+    data.prepare_data()
+    EMNIST(tmp_path, split="letters", download=True).prepare_data()  # the packed files will do
+    assert calls == [(tmp_path, {"split": "letters", "download": True})]
+
+
+def test_a_failed_download_says_what_else_to_do(tmp_path, monkeypatch):
+    def fetch(root, **options):
+        raise RuntimeError("Error downloading train-images-idx3-ubyte.gz")
+
+    monkeypatch.setattr(datasets, "MNIST", fetch)
+    with pytest.raises(FederatedError, match="download to .* failed: Error downloading.* put train-"):
+        MNIST(tmp_path, download=True).prepare_data()
+
+
+def test_labels_that_do_not_fit_are_refused_by_file(tmp_path):
+    write_mnist(tmp_path)
+    labels = tmp_path / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
+    write_idx(labels, np.arange(19) % 10, packed=False)
+    with pytest.raises(FederatedError, match="t10k-labels-idx1.*20 images and 19 labels"):
+        MNIST(tmp_path).setup("fit")
+    write_idx(labels, np.arange(20), packed=False)
+    with pytest.raises(FederatedError, match="t10k-labels-idx1.*labels run from 0 to 19.*10 classes"):
+        MNIST(tmp_path).setup("fit")
+    write_emnist(tmp_path, "letters")
+    write_idx(tmp_path / "EMNIST" / "raw" / "emnist-letters-train-labels-idx1-ubyte", np.zeros(130), packed=False)
+    with pytest.raises(FederatedError, match="emnist-letters-train-labels-idx1.*labels run from -1"):
+        EMNIST(tmp_path, split="letters").setup("fit")
+
+
+def test_images_of_another_size_are_refused(tmp_path):
+    write_mnist(tmp_path)
+    write_part(tmp_path / "MNIST" / "raw", "train", 10, 10, side=27)
+    with pytest.raises(FederatedError, match=r"train-images-idx3-ubyte.*27x27.*28x28"):
+        MNIST(tmp_path).setup("fit")
+
+
+# The published files
+
+
+@pytest.fixture(scope="module")
+def published():
+    folder = os.environ.get("LIGHTNING_FED_DATA")
+    if folder is None:
+        pytest.skip("LIGHTNING_FED_DATA names no folder of data sets")
+    return Path(folder)
+
+
+def test_the_published_mnist(published):
+    data = MNIST(published)
+    images, labels = data.train.tensors if data.num_clients == 1000 else None
+    assert torch.bincount(labels).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    assert (images / 255).mean().item() == pytest.approx(0.1307, abs=1e-4)
+    assert len(data.test) == 10_000
+    assert (sum(data.known_sizes), min(data.known_sizes)) == (60_000, 10)
+    assert all(len(labels[data.client_dataset(i).indices].unique()) == 2 for i in range(0, 1000, 50))
+
+
+def test_the_published_emnist_letters(published):
+    data = EMNIST(published, split="letters")
+    data.setup("fit")
+    assert torch.bincount(data.train.tensors[1]).tolist() == [4800] * 26
+    assert torch.bincount(data.test.tensors[1]).tolist() == [800] * 26
+    images, labels = data.train.tensors
+    ink = images[labels == data.classes.index("l"), 0].float().mean(0)  # a vertical stroke, if upright
+    assert ink.mean(0).max() > 1.5 * ink.mean(1).max()

@@ -1,0 +1,236 @@
+"""Next-character prediction: windows in the right places, out of one text, and none over the cut."""
+
+import gzip
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_fed import FederatedTrainer
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data import Shakespeare
+from lightning_fed.data.batches.batches import TensorBatches
+from lightning_fed.data.datasets.shakespeare import SYMBOLS, Windows, count_windows, encode
+from lightning_fed.models import CharLSTM
+
+ROLES = {
+    "hamlet": {"HAMLET": ["To be, or not to be:", "that is"], "GHOST": ["Mark me, Hamlet"]},
+    "lear": {"FOOL": ["No"]},
+}
+
+
+@pytest.fixture
+def root(tmp_path):
+    folder = tmp_path / "shakespeare"
+    folder.mkdir()
+    (folder / "by_role.json.gz").write_bytes(gzip.compress(json.dumps(ROLES).encode()))
+    return str(tmp_path)
+
+
+def decode(codes):
+    return "".join(SYMBOLS[code] for code in codes.tolist())
+
+
+def windows(dataset):
+    return [(decode(x), decode(y.reshape(-1))) for x, y in (dataset[i] for i in range(len(dataset)))]
+
+
+def expected(text, length, stride, sequence=False):
+    starts = range(0, len(text) - length, stride)
+    return [(text[i : i + length], text[i + 1 : i + length + 1] if sequence else text[i + length]) for i in starts]
+
+
+def test_the_vocabulary_is_leafs():
+    assert len(SYMBOLS) == len(set(SYMBOLS)) == 80
+    assert (SYMBOLS[0], SYMBOLS[1], SYMBOLS[-1]) == ("\n", " ", "}")
+    assert torch.equal(encode(SYMBOLS), torch.arange(80, dtype=torch.uint8))
+    assert encode("|$é\U0001f600~\x00").tolist() == [79] * 6
+    assert encode("").tolist() == []
+
+
+@given(
+    st.text(alphabet=SYMBOLS, max_size=40),
+    st.integers(min_value=1, max_value=6),
+    st.integers(min_value=1, max_value=9),
+    st.booleans(),
+)
+def test_windows_are_what_slicing_the_text_gives(text, length, stride, sequence):
+    starts = torch.arange(count_windows(len(text), length, stride)) * stride
+    assert windows(Windows(encode(text), starts, length, sequence)) == expected(text, length, stride, sequence)
+
+
+@pytest.mark.parametrize("targets", ["next", "sequence"])
+@pytest.mark.parametrize("stride", [1, 3, 7])
+def test_clients_and_test_parts_are_cut_in_time(root, stride, targets):
+    data = Shakespeare(root, "roles", length=4, stride=stride, targets=targets, test_fraction=0.4)
+    data.setup("fit")
+    text = "To be, or not to be: that is"
+    cut = len(text) - round(0.4 * len(text))
+    assert windows(data.client_dataset("hamlet/HAMLET")) == expected(text[:cut], 4, stride, targets == "sequence")
+    own = windows(data.client_val_dataset("hamlet/HAMLET"))
+    assert own == expected(text[cut:], 4, stride, targets == "sequence")
+    assert windows(data.val)[: len(own)] == own
+    assert len(data.val) == sum(map(len, data.client_val.values()))
+    assert data.known_sizes == [len(data.client_dataset(role)) for role in data.client_ids]
+
+
+def test_a_clients_windows_are_a_view_on_the_fast_path(root):
+    data = Shakespeare(root, "roles", length=4)
+    dataset = data.client_dataset("hamlet/HAMLET")
+    assert isinstance(dataset, TensorDataset)
+    assert isinstance(data.client_batches("hamlet/HAMLET"), TensorBatches)
+    x, y = dataset.tensors
+    assert x.untyped_storage().nbytes() <= 8 * len("To be, or not to be: that is")
+    assert (x.dtype, y.dtype, list(y.shape)) == (torch.int64, torch.int64, [len(x)])
+
+
+def test_loaders_fetch_whole_batches(root, monkeypatch):
+    data = Shakespeare(root, "roles", length=4)
+    data.setup("fit")
+    monkeypatch.setattr(Windows, "__getitem__", None)  # one by one would take ten times as long
+    batches = list(data.val_dataloader())
+    assert batches[0][0].shape == (len(data.val), 4)
+    assert batches[0][1].dtype == torch.int64
+
+
+def test_an_index_beyond_the_windows_is_an_index_error(root):
+    data = Windows(encode("To be"), torch.arange(2), 3)
+    assert windows(data)[-1] == (decode(data[-1][0]), decode(data[-1][1].reshape(1)))
+    with pytest.raises(IndexError):
+        data[2]
+
+
+def test_small_roles_and_strange_characters_are_announced(root, caplog):
+    with caplog.at_level(logging.INFO):
+        data = Shakespeare(root, "roles", length=4)
+        assert list(data.client_ids) == ["hamlet/HAMLET", "hamlet/GHOST"]
+    assert "leaves out 1 of 3 roles, with 2 characters" in caplog.text
+    assert "not among" not in caplog.text
+    path = Path(root) / "shakespeare" / "by_role.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"p": {"R": ["$10 | $20 now"]}}).encode()))
+    with caplog.at_level(logging.INFO):
+        assert decode(Shakespeare(root, "roles", length=4).client_dataset("p/R").tensors[0][0]) == "}10 "
+    assert "['$', '|'], 3 of 13 characters" in caplog.text
+    with pytest.raises(FederatedError, match="none of the 1 roles has min_examples=99 windows"):
+        Shakespeare(root, "roles", length=4, min_examples=99).setup("fit")
+
+
+def test_small_roles_are_not_tested_on_either(root):
+    data = Shakespeare(root, "roles", length=4, min_examples=12, test_fraction=0.4)
+    data.setup("fit")
+    assert list(data.client_ids) == ["hamlet/HAMLET"]
+    assert len(data.val) == len(data.client_val["hamlet/HAMLET"])
+
+
+def leaf(users):
+    return json.dumps(
+        {
+            "users": list(users),
+            "num_samples": [len(samples) for samples in users.values()],
+            "user_data": {
+                name: {"x": [s[:-1] for s in rows], "y": [s[-1:] for s in rows]} for name, rows in users.items()
+            },
+        }
+    )
+
+
+@pytest.fixture
+def leaf_root(tmp_path):
+    for part, users in (
+        ("train", {"A": ["To be", "not t"], "B": ["Words"]}),
+        ("test", {"A": ["o be:"], "C": ["ords,"]}),
+    ):
+        folder = tmp_path / "shakespeare" / part
+        folder.mkdir(parents=True)
+        (folder / "all.json").write_text(leaf(users))
+    return str(tmp_path)
+
+
+def test_leafs_files_hold_windows(leaf_root):
+    data = Shakespeare(leaf_root, "leaf", length=4)
+    data.setup("fit")
+    assert windows(data.client_dataset("A")) == [("To b", "e"), ("not ", "t")]
+    assert windows(data.val) == [("o be", ":"), ("ords", ",")]
+    assert list(data.client_val) == ["A"]
+    assert data.known_sizes == [2, 1]
+    data = Shakespeare(leaf_root, "leaf", length=4, targets="sequence")
+    assert windows(data.client_dataset("A")) == [("To b", "o be"), ("not ", "ot t")]
+
+
+def test_strange_characters_in_leafs_files_are_announced_too(leaf_root, caplog):
+    path = Path(leaf_root) / "shakespeare" / "test" / "all.json"
+    path.write_text(leaf({"A": ["o be$", "}|be$"]}))
+    with caplog.at_level(logging.INFO):
+        Shakespeare(leaf_root, "leaf", length=4).setup("fit")
+    assert "['$', '|'], 3 of 10 characters" in caplog.text
+
+
+def test_leafs_windows_of_another_length_are_refused(leaf_root):
+    with pytest.raises(FederatedError, match=r"user 'A', x\[0\]: found a string of 4; x must be 5 character"):
+        Shakespeare(leaf_root, "leaf", length=5).setup("fit")
+    path = Path(leaf_root) / "shakespeare" / "train" / "all.json"
+    path.write_text(leaf({"A": ["To be"]}).replace('"e"', "3"))
+    with pytest.raises(FederatedError, match=r"user 'A', y\[0\]: found an int; y must be 1 character"):
+        Shakespeare(leaf_root, "leaf", length=4).setup("fit")
+
+
+def test_missing_files_name_what_is_there(root, tmp_path):
+    with pytest.raises(FederatedError, match=r"there is no .*plays .*set source='roles', whose files are there"):
+        Shakespeare(root).setup("fit")
+    with pytest.raises(FederatedError, match=r"there is no .*https://github.com.*Or set root"):
+        Shakespeare(str(tmp_path / "none")).setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": "tiny"}, "source must be 'plays' or 'roles' or 'leaf'"),
+        ({"length": 0}, "length=0"),
+        ({"stride": 0}, "stride=0"),
+        ({"eval_stride": 0}, "eval_stride=0"),
+        ({"test_fraction": 1.0}, r"test_fraction must lie in \[0, 1\)"),
+        ({"targets": "all"}, "targets must be 'next' or 'sequence'"),
+        ({"min_examples": 0}, "min_examples=0"),
+        ({"source": "leaf", "stride": 2}, "cut into windows and split already"),
+        ({"source": "leaf", "test_fraction": 0.1}, "cut into windows and split already"),
+    ],
+)
+def test_impossible_options_are_refused_at_once(options, message):
+    with pytest.raises(FederatedError, match=message):
+        Shakespeare(**options)
+
+
+def test_an_unknown_role_is_named(root):
+    with pytest.raises(FederatedError, match="There is no client 'hamlet/YORICK' among the 2 roles"):
+        Shakespeare(root, "roles", length=4).client_dataset("hamlet/YORICK")
+
+
+@pytest.mark.parametrize("targets", ["next", "sequence"])
+def test_a_run_trains_on_them(root, targets):
+    data = Shakespeare(root, "roles", length=4, targets=targets)
+    model = CharLSTM(hidden_size=4, num_layers=1)
+    trainer = FederatedTrainer(max_rounds=2, local_epochs=1, seed=0, logger=False, enable_progress_bar=False)
+    trainer.fit(model, data)
+    assert trainer.callback_metrics["val_loss"] > 0
+    assert isinstance(model, nn.Module)
+
+
+def test_the_published_plays():
+    folder = os.environ.get("LIGHTNING_FED_DATA")
+    if not folder or not Path(folder, "shakespeare", "plays").exists():
+        pytest.skip("LIGHTNING_FED_DATA names no folder with shakespeare/plays")
+    data = Shakespeare(folder, min_examples=64)
+    data.setup("fit")
+    assert data.num_clients > 900
+    assert sum(data.known_sizes) > 3_000_000
+    x, y = data.client_dataset("hamlet/HAMLET").tensors
+    assert decode(x[0]).startswith("A little more than kin, and less than kind.")
+    assert torch.equal(x[81, :-1], x[80, 1:])
+    assert torch.equal(y[:-80], x[80:, 0])

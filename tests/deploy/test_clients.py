@@ -1,0 +1,293 @@
+"""One client of a run trained while no fit runs, by tasks: the bits are those of the simulation."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer
+from lightning_fed.algorithms import Adam, Algorithm, FedAvg, FedCM, FedDane, FedDyn, Mime, MimeLite, Scaffold
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.rounds import client_work, messages
+from lightning_fed.rounds.client_work import ClientWork
+from lightning_fed.rounds.cohort import CohortSampling, Faults
+from lightning_fed.rounds.messages import Reply, Task
+from lightning_fed.deploy.clients import ClientsOutsideFit
+from lightning_fed.rounds.server_round import ServerRound
+from lightning_fed.server.client_states.state import ClientStates
+from lightning_fed.server.client_states.store import MemoryClientStore
+from lightning_fed.server.population import Population
+from lightning_fed.server.server import Server
+from tests.helpers.training import CLASSES, FEATURES, clients, same, trainer
+
+ENGINES = ["sequential", "vectorized"]
+SIZES = (13, 8, 21, 5)
+METHODS: dict[str, Algorithm] = {
+    "FedAvg": FedAvg(),
+    "Scaffold": Scaffold(),
+    "Scaffold-i": Scaffold(option="i"),
+    "Mime": Mime(),
+    "MimeLite": MimeLite(base=Adam()),
+    "FedDyn": FedDyn(alpha=0.1),
+    "FedCM": FedCM(alpha=0.1),
+    "FedDane": FedDane(mu=0.1),
+}
+
+
+class Net(pl.LightningModule):
+    """A network with dropout, a buffer and a schedule by rounds."""
+
+    def __init__(self, schedule: Any) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(FEATURES, 8), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(8, CLASSES)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, weight_decay=0.01)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule(optimizer), "monitor": "x"}}
+
+
+class Site(FederatedDataModule):
+    """Knows the ids of all clients, and the data of some."""
+
+    def __init__(self, mine: Sequence[int] = range(len(SIZES))) -> None:
+        super().__init__(batch_size=4)
+        self.num_clients, self.mine = len(SIZES), mine
+
+    def client_dataset(self, client_id: ClientId) -> Any:
+        assert client_id in self.mine
+        return clients(SIZES)[int(client_id)]
+
+
+HALVED = partial(StepLR, step_size=2, gamma=0.5)
+
+
+def model(schedule: Any = HALVED, kind: type[Net] = Net) -> Net:
+    torch.manual_seed(0)
+    return kind(schedule)
+
+
+def run_of(method: str, engine: str, **options: Any) -> FederatedTrainer:
+    wanted = {"algorithm": METHODS[method], "engine": engine, "max_rounds": 4, "local_epochs": 2, **options}
+    return trainer(limit_val_batches=0, **wanted)
+
+
+def copied(state: Any) -> Any:
+    return {name: value.detach().clone() for name, value in (state or {}).items()}
+
+
+@dataclass
+class Noted:
+    """One task of the simulation as one client saw it, and its reply."""
+
+    task: Task
+    before: dict[str, Tensor]
+    reply: Reply
+    after: dict[str, Tensor]
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[FederatedTrainer, list[Noted]]]:
+    """Return what runs a simulation, and returns what passed between its halves for one client."""
+
+    def run(client: int, fitted: FederatedTrainer, module: pl.LightningModule) -> tuple[FederatedTrainer, list[Noted]]:
+        notes: list[Noted] = []
+        answer = ClientWork.answer
+
+        def noting(self: Any, task: Task, chunk: Sequence[int], states: ClientStates) -> Iterator[Reply]:
+            before = copied(states.of(client))
+            for reply in answer(self, task, chunk, states):
+                if list(reply.clients) == [client]:
+                    parts = {name: copied(getattr(task, name)) for name in ("server", "cohort_grad", "buffers")}
+                    noted = replace(task, x=task.x.clone(), **parts)
+                    notes.append(Noted(noted, before, messages._copied(reply), {}))
+                yield reply
+
+        class Keeps(FederatedCallback):
+            def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+                if notes:
+                    notes[-1].after = copied(trainer.fit_loop.state.clients.get(client))
+
+        monkeypatch.setattr(client_work, "_TOGETHER", 0)  # every client answers by itself
+        monkeypatch.setattr(ClientWork, "answer", noting)
+        fitted.callbacks.append(Keeps())
+        fitted.fit(module, Site())
+        monkeypatch.setattr(ClientWork, "answer", answer)
+        return fitted, notes
+
+    return run
+
+
+def assert_same_reply(one: Reply, other: Reply) -> None:
+    for name in ("round", "phase", "clients", "norms", "examples", "server_read", "cohort_grad_read"):
+        assert getattr(one, name) == getattr(other, name), name
+    assert same(one.send, copied(other.send))
+    for name in ("models", "changes"):
+        mine, theirs = getattr(one, name), getattr(other, name)
+        assert (mine is None and theirs is None) or torch.equal(mine, theirs), name
+    assert [replace(report, seconds=0.0) for report in one.reports] == [replace(r, seconds=0.0) for r in other.reports]
+
+
+def stored(state: dict[str, Tensor]) -> MemoryClientStore:
+    store = MemoryClientStore()
+    store.stage(2, copied(state))
+    store.commit()
+    return store
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("method", list(METHODS))
+def test_a_client_alone_answers_with_the_bits_of_the_simulation_in_any_order_of_rounds(
+    method: str, engine: str, simulated: Any
+) -> None:
+    options = {"chunk_size": 1} if engine == "vectorized" else {}
+    _, notes = simulated(2, run_of(method, engine, clients_per_round=4, **options), model())
+    rounds = {note.task.round: [n for n in notes if n.task.round == note.task.round] for note in notes}
+    assert len(rounds) == 4
+    with ClientsOutsideFit(run_of(method, engine, **options), model(), Site([2]), [2]) as site:
+        (member,) = site.hello([2])
+        assert (member.index, member.size, member.steps) == (2, SIZES[2], 12)
+        for number in (3, 0, 2, 2, 1):
+            for note in rounds[number]:
+                store = stored(note.before)
+                (reply,) = site.answer(note.task, site.states(note.task, store))
+                assert_same_reply(note.reply, reply)
+            store.commit()
+            assert same(store.get(2) or {}, rounds[number][-1].after)
+
+
+SCHEDULES: dict[str, Any] = {
+    "step": partial(StepLR, step_size=2, gamma=0.3),
+    "cosine": partial(CosineAnnealingLR, T_max=7),
+    "lambda": partial(LambdaLR, lr_lambda=lambda round: 0.9**round),
+    "one cycle": partial(OneCycleLR, max_lr=0.5, total_steps=20),
+    "sequential": lambda o: SequentialLR(o, [StepLR(o, 1, 0.5), CosineAnnealingLR(o, 5)], milestones=[3]),
+}
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_learning_rates_are_those_of_a_round_at_once_forwards_and_backwards(name: str) -> None:
+    class Rates(FederatedCallback):
+        def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+            seen.append([dict(group, params=None) for group in trainer.optimizers[0].param_groups])
+
+    seen: list[Any] = []
+    run_of("FedAvg", "sequential", max_rounds=8, callbacks=[Rates()]).fit(model(SCHEDULES[name]), Site())
+    with ClientsOutsideFit(run_of("FedAvg", "sequential"), model(SCHEDULES[name]), Site()) as site:
+        prepared = site.work.engine.prepared
+        for number in (5, 2, 7, 7, 0, 1):
+            prepared.set_round(number)
+            assert [dict(group, params=None) for group in prepared.optimizer.param_groups] == seen[number]
+            assert site.trainer.current_epoch == number == site.trainer.global_step
+
+
+def test_a_schedule_that_follows_a_metric_needs_its_state() -> None:
+    plateau = partial(ReduceLROnPlateau, patience=0, factor=0.1)
+    with ClientsOutsideFit(run_of("FedAvg", "sequential"), model(plateau), Site()) as site:
+        prepared = site.work.engine.prepared
+        prepared.set_round(0)
+        with pytest.raises(FederatedError, match="1 schedules of Net are ReduceLROnPlateau.* round 3 .* found 0"):
+            prepared.set_round(3)
+        scheduler = plateau(torch.optim.SGD(Net(HALVED).parameters(), lr=0.1))
+        for metric in (1.0, 2.0, 3.0):
+            scheduler.step(metric)
+        prepared.set_round(3, plateaus=[scheduler.state_dict()])
+        assert prepared.optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+        prepared.set_round(0)
+        assert prepared.optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_a_server_and_its_sites_end_where_a_simulation_does(method: str) -> None:
+    fitted, module = run_of(method, "sequential", clients_per_round=3), model()
+    fitted.fit(module, Site())
+    with ExitStack() as stack:
+        sites = [
+            stack.enter_context(ClientsOutsideFit(run_of(method, "sequential"), model(), Site([i]), [i]))
+            for i in range(len(SIZES))
+        ]
+        settings, prepared = fitted.fit_loop.settings, sites[0].work.engine.prepared
+        server = Server(
+            METHODS[method], prepared.flat.y, prepared.flat.layout, settings.server_optimizer, None, range(4), 0
+        )
+        server.advance_solver = prepared.optimizer.advance_solver
+        population, stores = Population(range(4), SIZES.__getitem__), [MemoryClientStore() for _ in sites]
+        sampling = CohortSampling(settings, population, seed=0)
+        for number in range(4):
+            cohort = sampling.draw(number, lambda drawn: [m for i in drawn for m in sites[i].hello([i])])
+            half = ServerRound(server, settings, population, cohort, Faults())
+            for task in half.phases():
+                for i in reversed(task.clients):
+                    for reply in sites[i].answer(task, sites[i].states(task, stores[i])):
+                        half.receive(reply)
+                assert half.close_phase()
+            half.close({}, 0.0)
+            for store in stores:
+                store.commit()
+    state = fitted.fit_loop.state
+    assert same(copied(state.state), copied(server.state))
+    assert torch.equal(state.x, server.x)
+    assert (state.bytes_up, state.bytes_down) == (server.bytes_up, server.bytes_down)
+    assert same({i: state.clients.get(i) for i in range(4)}, {i: store.get(i) for i, store in enumerate(stores)})
+
+
+def test_a_fit_and_work_outside_it_do_not_mix() -> None:
+    fitted = run_of("FedAvg", "sequential")
+    fitted.fit(model(), Site())
+    with pytest.raises(FederatedError, match="that has run none, found 4 rounds done"):
+        ClientsOutsideFit(fitted, model(), Site())
+
+
+def test_what_cannot_be_federated_is_refused_as_in_a_fit() -> None:
+    module = model()
+    module.automatic_optimization = False
+    with pytest.raises(FederatedError, match="manual optimization"):
+        ClientsOutsideFit(run_of("FedAvg", "sequential"), module, Site())
+    momentum = model()
+    momentum.configure_optimizers = lambda: torch.optim.SGD(momentum.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(FederatedError, match="would do so once more"):
+        ClientsOutsideFit(run_of("MimeLite", "sequential"), momentum, Site())
+
+
+def test_hooks_that_begin_and_end_a_fit_are_called_of_the_module() -> None:
+    class Hooked(Net):
+        def setup(self, stage: str) -> None:
+            hooks.append("sets up " + str(stage == "fit"))
+
+        def on_fit_start(self) -> None:
+            hooks.append("fit starts")
+
+        def on_train_start(self) -> None:
+            hooks.append("train starts")
+
+        def on_train_end(self) -> None:
+            hooks.append("train ends")
+
+        def on_fit_end(self) -> None:
+            hooks.append("fit ends")
+
+        def teardown(self, stage: str) -> None:
+            hooks.append("tears down " + str(stage == "fit"))
+
+    hooks: list[str] = []
+    site = ClientsOutsideFit(run_of("FedAvg", "sequential"), model(kind=Hooked), Site())
+    assert hooks == ["sets up True", "fit starts", "train starts"]
+    site.close()
+    site.close()
+    assert hooks[3:] == ["train ends", "fit ends", "tears down True"]

@@ -1,0 +1,263 @@
+"""The site names every page and builds; configurations and commands in the documentation are real ones."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import yaml
+
+from lightning_fed.cli.main import FederatedCLI, main
+from lightning_fed.cli.data import _parser as data_parser
+from lightning_fed.lab.diagnosis.command import _split
+from tests.docs.test_docs import PAGES, ROOT
+
+SITE = ROOT / "mkdocs.yml"
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+CONFIGURATION = {"seed_everything", "model", "data", "trainer", "optimizer", "lr_scheduler", "ckpt_path"}
+FIT = {"fit", "validate", "test", "predict"}
+
+
+@pytest.fixture(autouse=True)
+def _command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give no arguments but a test's own, let the example's module be found, and take back what is seeded."""
+    monkeypatch.setattr(sys, "argv", ["lightning-fed"])
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "cli"))
+    monkeypatch.setitem(sys.modules, "my_package", SimpleNamespace(mixed_up=lambda batch, generator: batch))
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+
+
+# The site
+
+
+@cache
+def site() -> dict[str, Any]:
+    """Return mkdocs.yml, with what its tags would make left out."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+    return dict(yaml.load(SITE.read_text(), Loader))
+
+
+def named(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for entry in nav.values() if isinstance(nav, dict) else nav:
+            yield from named(entry)
+
+
+def test_the_navigation_names_every_page_once() -> None:
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    elsewhere = tuple(site()["not_in_nav"].split())
+    found = list(named(site()["nav"]))
+    assert len(found) == len(set(found))
+    made = {"changelog.md", "contributing.md", "examples.md"} | {name for name in found if name.startswith("api/")}
+    assert set(found) == {page for page in pages if not page.startswith(elsewhere)} | made | {"papers/index.md"}
+
+
+def test_the_list_of_results_has_them_all() -> None:
+    spec = spec_from_file_location("papers_index", ROOT / "docs" / "papers_index.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert (ROOT / "docs" / "papers" / "index.md").read_text() == script.index(), "run docs/papers_index.py"
+    large = [path.name for path in (ROOT / "docs" / "papers").iterdir() if path.stat().st_size > 200_000]
+    assert not large
+
+
+def test_the_reference_has_every_package_that_makes_names_public() -> None:
+    packages = {"lightning_fed"}
+    for path in (ROOT / "lightning_fed").rglob("*/__init__.py"):
+        if "__all__" in path.read_text():
+            packages.add(path.parent.name)
+    assert {Path(page).stem for page in named(site()["nav"]) if page.startswith("api/")} == packages
+
+
+@pytest.mark.thorough
+def test_it_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason='no MkDocs, which builds the site: pip install -e ".[docs]"')
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(SITE), "-d", str(tmp_path)]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    formulas = (tmp_path / "methods.html").read_text()
+    assert formulas.count("<math") > 100
+    assert "\\(" not in re.sub(r"<code.*?</code>", "", formulas, flags=re.S)
+    for path in tmp_path.rglob("*.html"):
+        fetched = re.findall(
+            r'<(?:script|img)[^>]* src="?([^">\s]+)|<link[^>]* rel="?stylesheet[^>]*', path.read_text()
+        )
+        assert not [address for address in fetched if "//" in address], path.name
+    reference = (tmp_path / "api" / "algorithms.html").read_text()
+    assert 'id="lightning_fed.algorithms.Scaffold"' in reference
+    for path in (tmp_path / "api").glob("*.html"):
+        found = re.search(r":(?:class|math|meth):|\.\. math::|={8}|``", path.read_text())
+        assert found is None, f"{path.name}: {found}"
+
+
+# Configurations and commands
+
+
+class Parsed(FederatedCLI):
+    """The command line up to the point where it would make what was asked for."""
+
+    def instantiate_classes(self) -> None:
+        pass
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+def parse(args: list[str], run: bool = True) -> None:
+    Parsed(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args, run=run)
+
+
+def line_of(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
+
+
+def configurations() -> list[Any]:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for block in re.finditer(r"^```yaml\n(.*?)^```$", text, flags=re.M | re.S):
+            content = yaml.safe_load(block[1])
+            if set(content) <= CONFIGURATION:
+                found.append(pytest.param(content, id=f"{page.name}:{line_of(text, block.start())}"))
+    return found
+
+
+@pytest.mark.parametrize("content", configurations())
+def test_a_configuration_that_is_shown_can_be_read(content: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "shown.yaml"
+    path.write_text(yaml.safe_dump(content))
+    below = [] if {"model", "data", "trainer"} <= set(content) else ["--config", QUICKSTART]
+    parse([*below, "--config", str(path)], run=False)
+
+
+@pytest.mark.parametrize("wrong", ["trainer: {max_round: 3}", "data: {class_path: lightning_fed.data.Digit}"])
+def test_a_configuration_with_a_name_that_there_is_not_is_found(wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        test_a_configuration_that_is_shown_can_be_read(yaml.safe_load(wrong), tmp_path)
+
+
+STARTS = ("lightning-fed ", "python ", "srun ", "torchrun ", "pytest ", "pip ")
+
+
+def commands() -> list[Any]:
+    """Return the commands of indented blocks and of code within a line, each with where it stands.
+
+    Of the runs, which take long to parse, the default run takes those with an option that none before them has.
+    """
+    found, options = [], set()
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$", lambda m: "\n" * m[0].count("\n"), page.read_text(), flags=re.M | re.S)
+        joined = re.sub(r" *\\\n +", " ", text)
+        indented = re.finditer(r"^ {4,}(.+)$", joined, flags=re.M)
+        inline = re.finditer(r"(?<!`)`([^`]+)`", re.sub(r"^ {4,}.*$", "", joined, flags=re.M))
+        for match in (*indented, *inline):
+            place = f"{page.name}:{line_of(joined, match.start())}"
+            line = re.sub(r"\s+", " ", re.sub(r"\s+#.*$", "", match[1]))
+            parts = [part for part in line.split(" && ") if part.startswith(STARTS) and "..." not in part]
+            for part in parts:
+                of_runs = (
+                    set(re.findall(r"--[\w.]+", part)) if re.match(r"lightning-fed (fit|test|val|pred)", part) else None
+                )
+                known = of_runs is not None and of_runs <= options
+                options |= of_runs or set()
+                marks = pytest.mark.thorough if known else ()
+                found.append(pytest.param(part, id=f"{place}:{part[:40]}", marks=marks))
+    return found
+
+
+def check(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that a command's program, files and options are there."""
+    words = shlex.split(re.sub(r"[\[\]]", " ", command) if command.startswith("lightning-fed") else command)
+    if words[0] == "srun":
+        words = words[1:]
+    if words[:3] == ["python", "-m", "lightning_fed"]:
+        words = ["lightning-fed", *words[3:]]
+    if words[0] == "lightning-fed":
+        check_own(words[1:], capsys)
+    elif words[0] == "pip":
+        check_installation(words)
+    elif words[0] == "pytest" or words[1:3] == ["-m", "pytest"]:
+        assert all((ROOT / word).exists() for word in words if word.startswith("tests"))
+    else:
+        script = next((word for word in words if word.endswith(".py")), None)
+        if script is not None and "/" in script:  # train.py stands for one of the reader's
+            sources = "".join(path.read_text() for path in (ROOT / script).parent.glob("*.py"))
+            assert (ROOT / script).exists()
+            missing = [
+                word for word in words[words.index(script) :] if word.startswith("--") and f'"{word}"' not in sources
+            ]
+            assert not missing
+
+
+def check_own(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    command, *args = words or [""]
+    if command in FIT | {"data"} and args:  # else it is the command's name
+        for i, word in enumerate(args[:-1]):
+            if word == "--config" and not (ROOT / args[i + 1]).exists():
+                assert "/" not in args[i + 1], f"there is no {args[i + 1]}"
+                args[i + 1] = QUICKSTART  # run.yaml and its like are the reader's
+            elif word == "--config":
+                args[i + 1] = str(ROOT / args[i + 1])
+        code: Any = None
+        try:
+            data_parser().parse_args(args) if command == "data" else parse([command, *args])
+        except SystemExit as end:  # of --print_config too, without a code
+            code = end.code
+        assert not code, capsys.readouterr().err
+    elif command not in FIT | {"data"}:
+        if command == "diagnose":
+            args, options = _split(args)
+            check_own(["fit", "--config", "configs/quickstart.yaml", *options], capsys)
+        with pytest.raises(SystemExit) as end:
+            main([command, "--help"])
+        assert not end.value.code
+        shown = capsys.readouterr().out
+        assert not [word for word in args if word.startswith("--") and word not in shown]
+
+
+def check_installation(words: list[str]) -> None:
+    tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for word in words:
+        for names in re.findall(r"^(?:\.|lightning_fed)\[(.+)\]$", word):
+            assert set(names.split(",")) <= set(extras)
+    assert "-c" not in words or (ROOT / words[words.index("-c") + 1]).exists()
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_that_is_shown_is_a_real_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    check(command, capsys)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "lightning-fed fit --config configs/quickstart.yml",
+        "lightning-fed fit --config configs/quickstart.yaml --trainer.algorithms FedAvg",
+        "lightning-fed dat --config configs/quickstart.yaml",
+        "python benchmarks/soak.py --round 5x",
+        "python benchmarks/soaks.py",
+        'pip install -e ".[doc]"',
+        "pytest tests/orakel",
+    ],
+)
+def test_a_command_that_there_is_not_is_found(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check(command, capsys)

@@ -1,0 +1,239 @@
+"""The optimizer wrapper: one optimizer to the outside, corrections between backward and step inside."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_fed.algorithms import Algorithm, FedAvg, Scaffold
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.flat import FlatParameters
+from lightning_fed.core.rounds import Step
+from lightning_fed.engines.optimizer import FederatedOptimizer, LocalWork
+
+LR, DECAY = 0.1, 0.01
+SGD = torch.optim.SGD
+
+
+class Shift(Algorithm):
+    """Adds one to every gradient; needs the path."""
+
+    def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
+        return g + 1.0
+
+    def finish(self, y: Tensor, run: Any) -> Any:
+        raise AssertionError
+
+
+def make(
+    build: Callable[[Any], torch.optim.Optimizer], method: Algorithm | None = None
+) -> tuple[nn.Linear, FederatedOptimizer, LocalWork]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    flat = FlatParameters(list(model.named_parameters()))
+    optimizer = FederatedOptimizer(build(model), flat)
+    steps = [Step(v.clone(), {}, {}, {}, None, {}, {}, 1.0, 1.0, LR) for v in flat.views]
+    work = LocalWork(method or Shift(), steps)
+    optimizer.begin(work)
+    return model, optimizer, work
+
+
+def closure(model: nn.Module, optimizer: FederatedOptimizer) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3).double()).sum()
+        loss.backward()
+        return loss
+
+    return run
+
+
+def grads(model: nn.Module) -> list[Tensor]:
+    """The gradient of the loss above: all ones."""
+    return [torch.ones_like(p) for p in model.parameters()]
+
+
+def test_the_correction_comes_after_the_closure_and_before_the_step() -> None:
+    model, optimizer, work = make(lambda m: SGD(m.parameters(), lr=LR))
+    before = [p.detach().clone() for p in model.parameters()]
+    loss = optimizer.step(closure(model, optimizer))
+    assert loss is not None
+    for p, x, g in zip(model.parameters(), before, grads(model), strict=True):
+        torch.testing.assert_close(p.detach(), x - LR * (g + 1))
+    assert work.num_steps == 1
+
+
+def test_a_step_without_a_closure_uses_the_gradients_that_are_there() -> None:
+    with_closure, bare = (make(lambda m: SGD(m.parameters(), lr=LR)) for _ in range(2))
+    with_closure[1].step(closure(*with_closure[:2]))
+    closure(*bare[:2])()
+    bare[1].step()
+    assert torch.equal(with_closure[1].flat.y, bare[1].flat.y)
+
+
+def test_no_gradient_is_no_step() -> None:
+    _, optimizer, work = make(lambda m: SGD(m.parameters(), lr=LR))
+    before = optimizer.flat.y.clone()
+    optimizer.step(lambda: None)
+    assert work.num_steps == 0
+    assert torch.equal(optimizer.flat.y, before)
+
+
+BUILDERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda m: SGD(m.parameters(), lr=LR, weight_decay=DECAY),
+    "SGD with momentum": lambda m: SGD(m.parameters(), lr=LR, momentum=0.9, nesterov=True, weight_decay=DECAY),
+    "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=LR, weight_decay=DECAY),
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=LR, weight_decay=DECAY),
+    "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=LR, weight_decay=DECAY),
+    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=LR, weight_decay=DECAY),
+    "two groups": lambda m: SGD([{"params": [m.bias], "lr": 0.5, "weight_decay": 0.1}, {"params": [m.weight]}], lr=LR),
+}
+
+
+class Nothing(Algorithm):
+    """Corrects by nothing at all, and needs the path."""
+
+    def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
+        return g
+
+    def finish(self, y: Tensor, run: Any) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+@pytest.mark.parametrize("method", [Nothing(), FedAvg()], ids=repr)
+def test_a_neutral_correction_changes_no_bit_of_any_optimizer(build: Any, method: Algorithm) -> None:
+    model, optimizer, _ = make(build, method)
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 2).double()
+    alone = build(plain)
+    for _ in range(4):
+        optimizer.step(closure(model, optimizer))
+        alone.zero_grad()
+        plain(torch.ones(1, 3).double()).sum().backward()
+        alone.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_coupled_decay_is_part_of_the_gradient_that_a_method_sees() -> None:
+    seen: list[Tensor] = []
+
+    class Look(Algorithm):
+        def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
+            seen.append(g - torch.ones_like(g) - DECAY * y)
+            return torch.zeros_like(g)
+
+    for name, coupled in (("SGD", True), ("Adam", True), ("RMSprop", True), ("AdamW", False)):
+        seen.clear()
+        model, optimizer, _ = make(BUILDERS[name], Look())
+        assert optimizer.decay == [DECAY if coupled else 0.0] * 2
+        before = optimizer.flat.y.clone()
+        optimizer.step(closure(model, optimizer))
+        assert all(bool((d.abs() < 1e-15).all()) for d in seen) == coupled
+        if coupled:  # a zero direction then moves nothing; AdamW still decays
+            assert torch.equal(optimizer.flat.y, before)
+        else:
+            torch.testing.assert_close(optimizer.flat.y, before * (1 - LR * DECAY))
+        assert optimizer.param_groups[0]["weight_decay"] == DECAY
+
+
+@pytest.mark.parametrize("name", ["SGD", "SGD with momentum", "Adam", "two groups"])
+def test_path_gradient_is_the_mean_corrected_direction_by_rate(name: str) -> None:
+    rates, directions = [0.1, 0.3, 0.2], []
+
+    class Record(Nothing):
+        def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
+            directions.append((g + y).flatten().clone())
+            return g + y
+
+    model, optimizer, work = make(BUILDERS[name], Record())
+    x = optimizer.flat.y.clone()
+    for k, rate in enumerate(rates):
+        for i, group in enumerate(optimizer.param_groups):
+            group["lr"] = rate if i == 0 else 0.1 * (k + 1)
+        optimizer.step(closure(model, optimizer))
+    per_step = [torch.cat(directions[2 * k : 2 * k + 2]) for k in range(3)]
+    weights = torch.tensor(rates).double()[:, None].expand(3, 8).clone()
+    if name == "two groups":  # the first group holds the bias, which comes last in the vector
+        weights[:, :6] = torch.tensor([0.1, 0.2, 0.3])[:, None]
+    expected = (weights * torch.stack(per_step)).sum(0) / weights.sum(0)
+    torch.testing.assert_close(optimizer.path_gradient(work, x), expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_where_all_rates_are_zero_the_path_is_the_plain_mean(name: str) -> None:
+    model, optimizer, work = make(BUILDERS[name])
+    x = optimizer.flat.y.clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    for _ in range(3):
+        optimizer.step(closure(model, optimizer))
+    assert torch.equal(optimizer.flat.y, x)
+    decayed = DECAY * x
+    torch.testing.assert_close(optimizer.path_gradient(work, x), torch.full_like(x, 2.0) + decayed)
+
+
+def test_schedulers_monitors_and_reload_see_one_optimizer() -> None:
+    model, optimizer, _ = make(lambda m: SGD(m.parameters(), lr=LR, momentum=0.9))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.base, 1, gamma=0.5)
+    optimizer.step(closure(model, optimizer))
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == LR / 2
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    scheduler.step()
+    assert optimizer.param_groups is optimizer.base.param_groups
+    assert optimizer.param_groups[0]["lr"] == LR / 4
+    assert len(optimizer.state) == 2
+    assert type(optimizer).__name__ == "SGD"
+    assert optimizer.defaults is optimizer.base.defaults
+    assert "FederatedOptimizer(SGD" in repr(optimizer)
+
+
+def test_step_hooks_run_once_and_see_the_corrected_gradient() -> None:
+    model, optimizer, _ = make(lambda m: SGD(m.parameters(), lr=LR))
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(next(model.parameters()).grad.clone()))
+    optimizer.register_step_post_hook(lambda *_: seen.append(None))
+    optimizer.step(closure(model, optimizer))
+    assert len(seen) == 2
+    torch.testing.assert_close(seen[0], torch.full_like(seen[0], 2.0))
+
+
+def test_a_new_client_starts_with_fresh_optimizer_state() -> None:
+    model, optimizer, _ = make(BUILDERS["Adam"])
+    optimizer.step(closure(model, optimizer))
+    assert optimizer.state
+    optimizer.end()
+    assert not optimizer.state
+    with pytest.raises(FederatedError, match="outside a client's local work"):
+        optimizer.step()
+
+
+def test_groups_cannot_be_added_during_training() -> None:
+    _, optimizer, _ = make(BUILDERS["SGD"])
+    with pytest.raises(FederatedError, match="parameter group was added during training"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+@pytest.mark.parametrize("name", ["SGD with momentum", "Adam", "RMSprop", "AdamW"])
+def test_advancing_statistics_moves_no_parameter(name: str) -> None:
+    model, optimizer, _ = make(BUILDERS[name], Scaffold())
+    x, g = optimizer.flat.y.clone(), torch.arange(8.0).double()
+    state = optimizer.advance_solver({}, g, x)
+    state = optimizer.advance_solver(state, 2 * g, x)
+    assert torch.equal(optimizer.flat.y, x)
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 2).double()
+    alone = BUILDERS[name](plain)
+    for group in alone.param_groups:  # coupled decay is in the gradient already
+        group["weight_decay"] = 0.0
+    for scale in (1.0, 2.0):
+        plain.weight.grad, plain.bias.grad = (scale * g[:6]).view(2, 3), scale * g[6:]
+        alone.step()
+    for i, p in enumerate(plain.parameters()):
+        for key, value in alone.state[p].items():
+            torch.testing.assert_close(state[f"solver.{i}.{key}"], torch.as_tensor(value))
+    assert all(p.grad is None for p in model.parameters())

@@ -1,0 +1,158 @@
+"""Batches that are rows of tensors: of the same ones, of many small ones side by side, or of each client's own."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from lightning_fed import FederatedDataModule
+from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
+from lightning_fed.data.batches.settings import BatchSettings
+from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
+from lightning_fed.engines.vectorized import batches, row_lookup
+from lightning_fed.engines.vectorized.full_gradients import FullGradients
+from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, rows_of_one_kind
+from tests.helpers.engines import assert_agree, run
+from tests.helpers.selection import few
+from tests.helpers.training import classification, trainer
+
+SIZES = (13, 8, 21, 3, 16, 9)
+
+
+def tensors(n: int, seed: int = 0, dtype: torch.dtype = torch.float32, width: int = 2) -> tuple[Tensor, ...]:
+    stream = torch.Generator().manual_seed(seed)
+    return torch.randn(n, width, generator=stream, dtype=dtype), torch.arange(n) + 100 * seed
+
+
+def kept(own: tuple[Tensor, ...], rows: Sequence[int] | None = None, **options: Any) -> TensorBatches:
+    return TensorBatches(own, None if rows is None else torch.tensor(rows), BatchSettings(4, **options))
+
+
+SHARED = tensors(9)
+COHORTS: dict[str, Callable[[], list[TensorBatches]]] = {
+    "shared": lambda: [kept(SHARED, [0, 4, 8]), kept(SHARED, [1, 2, 3]), kept(SHARED)],
+    "own": lambda: [kept(tensors(3, 1)), kept(tensors(5, 2)), kept(tensors(4, 3), [3, 1, 0])],
+    "two sources": lambda: [kept(SHARED, [7, 4, 0]), kept(tensors(5, 2)), kept(SHARED, [2, 1, 8])],
+}
+
+
+@pytest.mark.parametrize("joined", [2**25, 0], ids=["side by side", "one by one"])
+@pytest.mark.parametrize("name", COHORTS)
+def test_rows_are_those_of_each_client(name: str, joined: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_lookup, "_JOINED", joined)
+    cohort, run_of = COHORTS[name](), trainer()
+    lookup = RowLookup(run_of, cohort, DeviceData(torch.device("cpu")))
+    expected = [b.pick(torch.arange(3)) for b in cohort]
+    for members in ([0, 1, 2], [1, 2], [0], [1], [2]):
+        (found,) = lookup.in_order([[(i, cohort[i].stored_rows()[:3]) for i in members]])
+        for rows, *parts in zip(found, *(expected[i] for i in members), strict=True):
+            assert torch.equal(rows, torch.cat(parts))
+
+
+@pytest.mark.parametrize("joined", [2**25, 0], ids=["side by side", "one by one"])
+@pytest.mark.parametrize("ahead", [0, 100, 2**22], ids=["each step by itself", "some", "all"])
+@pytest.mark.parametrize("name", COHORTS)
+def test_rows_of_several_steps_come_in_their_order(
+    name: str, ahead: int, joined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_lookup, "_JOINED", joined)
+    monkeypatch.setattr(row_lookup, "_AHEAD", ahead)  # a row takes 16 bytes
+    cohort = COHORTS[name]()
+    lookup = RowLookup(trainer(), cohort, DeviceData(torch.device("cpu")))
+    steps = [[(0, [0, 1]), (2, [2, 0])], [(1, [1])], [(0, [2]), (1, [0]), (2, [1])], [(1, [2, 2, 1])]]
+    found = lookup.in_order([[(i, cohort[i].stored_rows()[rows]) for i, rows in step] for step in steps])
+    for batch, step in zip(found, steps, strict=True):
+        parts = [cohort[i].pick(torch.tensor(rows)) for i, rows in step]
+        for rows_of_all, *column in zip(batch, *parts, strict=True):
+            assert torch.equal(rows_of_all, torch.cat(column))
+
+
+def test_only_rows_of_like_tensors_are_of_one_kind() -> None:
+    one = kept(tensors(3, 1))
+    cohort = [one, kept(tensors(5, 2)), kept(SHARED, [1])]
+    assert rows_of_one_kind(cohort) == cohort
+    for other in (
+        kept(tensors(3, 2, torch.float64)),
+        kept(tensors(3, 2, width=3)),
+        kept(tensors(3, 2)[:1]),
+        kept(tensors(3, 2), transform=lambda batch: batch),
+        LoaderBatches(TensorDataset(*tensors(3, 2)), BatchSettings(4)),
+    ):
+        assert not rows_of_one_kind([one, other])
+    assert not rows_of_one_kind([])
+
+
+def own(sizes: Sequence[int] = SIZES) -> FederatedDataModule:
+    """Return clients of tensors of their own."""
+    sets = [classification(n, seed=i) for i, n in enumerate(sizes)]
+    return FederatedDataModule(sets, batch_size=4, val=classification(20, 7))
+
+
+def some_shared() -> FederatedDataModule:
+    """Return clients of which some are cut out of the same tensors."""
+    whole = classification(40, 5)
+    sets: list[Dataset[Any]] = [Subset(whole, range(0, 13)), classification(21, 1), Subset(whole, range(20, 36))]
+    return FederatedDataModule([*sets, classification(5, 2)], batch_size=4, val=classification(20, 7))
+
+
+@pytest.mark.parametrize(
+    ("joined", "data", "algorithm"),
+    few(
+        [
+            pytest.param(joined, data, algorithm, id=f"{how}-{data.__name__}-{type(algorithm).__name__}")
+            for how, joined in (("side by side", 2**25), ("one by one", 0))
+            for data in (own, some_shared)
+            for algorithm in (FedAvg(), Scaffold(), Mime(SGDm()))
+        ],
+        ["one by one-own-Scaffold", "side by side-some_shared-FedAvg"],
+    ),
+)
+def test_the_result_is_that_of_the_sequential_engine(
+    joined: int, data: Any, algorithm: Any, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_lookup, "_JOINED", joined)
+    options = {"datamodule": data, "algorithm": algorithm, "local_epochs": 2}
+    assert_agree(run("sequential", **options), run("vectorized", **options))
+    assert max(steps) > 1
+
+
+def test_full_batch_gradients_of_clients_with_as_many_examples_are_taken_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    of_many = FullGradients.of_many
+
+    def note(self: FullGradients, point: Any, batch: Any) -> Any:
+        calls.append(len(batch[0]))
+        return of_many(self, point, batch)
+
+    monkeypatch.setattr(FullGradients, "of_many", note)
+    options = {"datamodule": partial(own, (9,) * 6), "algorithm": Mime(SGDm())}
+    assert_agree(run("sequential", **options), run("vectorized", **options))
+    assert calls == [4, 4, 4]
+
+
+def test_clients_whose_tensors_differ_in_type_are_still_run_at_once(steps: list[int]) -> None:
+    def mixed() -> FederatedDataModule:
+        sets: list[Dataset[Any]] = [classification(n, seed=i) for i, n in enumerate(SIZES)]
+        sets[1] = ConcatDataset([sets[1]])
+        return FederatedDataModule(sets, batch_size=4, val=classification(20, 7))
+
+    assert_agree(run("sequential", datamodule=mixed), run("vectorized", datamodule=mixed))
+    assert not steps
+
+
+def test_batches_that_are_transformed_are_still_moved_without_lightnings_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def transformed() -> FederatedDataModule:
+        sets = [classification(n, seed=i) for i, n in enumerate(SIZES)]
+        return FederatedDataModule(
+            sets, batch_size=4, val=classification(20, 7), transform=lambda batch: [2.0 * batch[0], batch[1]]
+        )
+
+    expected = run("sequential", datamodule=transformed)
+    monkeypatch.setattr(batches, "prepare_batch", None)
+    assert_agree(expected, run("vectorized", datamodule=transformed))

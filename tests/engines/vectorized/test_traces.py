@@ -1,0 +1,256 @@
+"""Traced local steps are the module's own, and are given up where they would not be."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import proxy_tensor
+
+from lightning_fed import FederatedCallback
+from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
+from lightning_fed.engines.vectorized.changes import marks
+from lightning_fed.tracing import traces
+from lightning_fed.tracing.traces import Trace, Traces
+from tests.helpers.engines import Ordinary, assert_agree, run
+from tests.helpers.selection import few
+from tests.helpers.training import data, trainer
+from tests.behaviour.test_contract import METHODS
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+def traces_of(trainer: Any) -> Traces:
+    return trainer.fit_loop._engine.step.traces
+
+
+TRACED = ["FedAvg", "Scaffold i", "FedDyn", "Mime Adam", "CMime SGDm", "MimeMVR eq15", "FedCM"]
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk_size"),
+    few(
+        [pytest.param(name, n, id=f"{name}-{n}") for name in TRACED for n in (1, 64)],
+        ["FedCM-64", "Mime Adam-1"],
+    ),
+)
+def test_traced_steps_agree_with_the_sequential_engine(name: str, chunk_size: int) -> None:
+    method = METHODS[name]
+    make = partial(Ordinary, method.optimizer)
+    options = {"algorithm": method.algorithm, "local_epochs": 2, "max_rounds": 4}
+    traced = run("vectorized", make, chunk_size=chunk_size, **options)
+    assert len(traces_of(traced)) > 0
+    assert_agree(run("sequential", make, **options), traced)
+
+
+def test_traced_steps_of_another_local_optimizer_agree() -> None:
+    options = {"algorithm": Scaffold(), "max_rounds": 4}
+    traced = run("vectorized", partial(Ordinary, ADAM), **options)
+    assert len(traces_of(traced)) > 0
+    assert_agree(run("sequential", partial(Ordinary, ADAM), **options), traced)
+
+
+@pytest.mark.thorough
+def test_shapes_are_noted_in_one_mode_for_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """make_fx would make one for every operation, which takes twice as long as all the rest of tracing."""
+    made = []
+
+    class Counted(FakeTensorMode):
+        def __init__(self, **options: Any) -> None:
+            made.append(options)
+            super().__init__(**options)
+
+    monkeypatch.setattr(proxy_tensor, "FakeTensorMode", Counted)
+    traced = run("vectorized", Ordinary, algorithm=Mime(), max_rounds=1)
+    assert len(traces_of(traced)) > 0
+    assert not made
+
+
+class Tempered(Ordinary):
+    """Its loss depends on an attribute that a callback changes."""
+
+    temperature = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x) * self.temperature, y)
+        self.log("train_loss", loss)
+        return loss
+
+
+class Cool(FederatedCallback):
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        pl_module.temperature = 1.0 + round
+
+
+@pytest.mark.parametrize("chunk_size", few([1, 64], [1]))
+def test_an_attribute_that_changes_between_rounds_is_heeded(chunk_size: int) -> None:
+    runs = [
+        run(engine, Tempered, algorithm=FedAvg(), max_rounds=4, callbacks=[Cool()], **options)
+        for engine, options in (("sequential", {}), ("vectorized", {"chunk_size": chunk_size}))
+    ]
+    assert traces_of(runs[1]).allowed
+    assert_agree(*runs)
+
+
+class Epochal(Ordinary):
+    """Its loss depends on the round."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y) * (1.0 + self.current_epoch)
+        self.log("train_loss", loss)
+        return loss
+
+
+def test_a_step_that_looks_at_the_trainer_is_not_traced() -> None:
+    runs = [run(engine, Epochal, algorithm=FedAvg(), max_rounds=4) for engine in ("sequential", "vectorized")]
+    assert not traces_of(runs[1]).allowed
+    assert_agree(*runs)
+
+
+HIDDEN = {"scale": 1.0}
+
+
+class Global(Ordinary):
+    """Its loss depends on something that no one can see from outside."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y) * HIDDEN["scale"]
+        self.log("train_loss", loss)
+        return loss
+
+
+class Scale(FederatedCallback):
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        HIDDEN["scale"] = 1.0 + round
+
+
+@pytest.mark.parametrize("chunk_size", few([1, 64], [64]))
+def test_a_trace_that_no_longer_gives_the_modules_loss_is_given_up_loudly(chunk_size: int) -> None:
+    sequential = run("sequential", Global, algorithm=FedAvg(), max_rounds=4, callbacks=[Scale()])
+    with pytest.warns(UserWarning, match="gives another loss than when it was traced"):
+        traced = run("vectorized", Global, algorithm=FedAvg(), max_rounds=4, callbacks=[Scale()], chunk_size=chunk_size)
+    assert not traces_of(traced).allowed
+    assert_agree(sequential, traced)
+
+
+@pytest.mark.parametrize("chunk_size", few([1, 64], [64]))
+def test_a_trace_that_fails_at_work_is_given_up_loudly(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Trace, parameter: torch.Tensor, *_: Any, **__: Any) -> None:
+        parameter.add_(1.0)
+        raise RuntimeError("no such view")
+
+    sequential = run("sequential", algorithm=Scaffold())
+    monkeypatch.setattr(Trace, "__call__", fail)
+    with pytest.warns(UserWarning, match=r"untraced, which is slower: RuntimeError at work \(no such view\)"):
+        traced = run("vectorized", algorithm=Scaffold(), chunk_size=chunk_size)
+    assert not traces_of(traced).allowed
+    assert_agree(sequential, traced)
+
+
+class LogsNumbers(Ordinary):
+    """It logs a number of Python's, which a trace would repeat for ever."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("scale", HIDDEN["scale"])
+        return loss
+
+
+def test_a_logged_number_of_pythons_is_not_repeated() -> None:
+    runs = [
+        run(engine, LogsNumbers, algorithm=FedAvg(), max_rounds=4, callbacks=[Scale()])
+        for engine in ("sequential", "vectorized")
+    ]
+    assert float(runs[1].callback_metrics["scale"]) == 4.0
+    assert_agree(*runs)
+
+
+@pytest.mark.thorough
+def test_the_same_run_gives_the_same_bits_traced() -> None:
+    one, other = (run("vectorized", algorithm=Mime(SGDm()), max_rounds=4) for _ in range(2))
+    assert torch.equal(one.fit_loop.state.x, other.fit_loop.state.x)
+
+
+class Entangled(Ordinary):
+    """Gradients of its parameters are products and views of its parameters."""
+
+    def __init__(self, optimizer: Any = None) -> None:
+        super().__init__(optimizer)
+        self.left, self.right = (torch.nn.Parameter(0.1 * torch.randn(6, 6)) for _ in range(2))
+        self.p, self.q = (torch.nn.Parameter(torch.randn(4)) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        penalty = (self.left @ self.right).sum() + self.p.square().sum() + self.p @ self.q
+        loss = F.cross_entropy(self(x), y) + 0.1 * penalty
+        self.log("train_loss", loss, batch_size=len(y))
+        return loss
+
+
+@pytest.mark.parametrize("chunk_size", few([1, 64], [1]))
+def test_parameters_whose_gradients_look_at_each_other_agree(chunk_size: int) -> None:
+    make = partial(Entangled, partial(torch.optim.SGD, lr=0.02))
+    options = {"algorithm": FedAvg(), "max_rounds": 5}
+    traced = run("vectorized", make, chunk_size=chunk_size, **options)
+    assert len(traces_of(traced)) > 0
+    assert_agree(run("sequential", make, **options), traced)
+
+
+@pytest.mark.parametrize("chunk_size", few([1, 64], [1]))
+def test_a_resumed_traced_run_has_the_same_bits(chunk_size: int, tmp_path: Any) -> None:
+    options = {"algorithm": FedAvg(), "chunk_size": chunk_size, "precision": "32-true"}
+    whole = run("vectorized", max_rounds=6, **options)
+    half = run("vectorized", max_rounds=3, **options)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    rest = trainer(engine="vectorized", clients_per_round=4, max_rounds=6, **options)
+    rest.fit(Ordinary(), data(), ckpt_path=tmp_path / "half.ckpt")
+    assert torch.equal(rest.fit_loop.state.x, whole.fit_loop.state.x)
+
+
+def test_marks_change_with_what_a_module_holds() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    before = marks(module)
+    assert marks(module) == before
+    module.seen = [1]
+    with_list = marks(module)
+    module.seen.append(2)
+    assert before != with_list != marks(module)
+    module[0].gain = torch.ones(1)
+    with_tensor = marks(module)
+    module[0].gain.mul_(2)
+    assert with_tensor != marks(module)
+
+
+class Normed(Ordinary):
+    """Its backward pass has a kernel of its own, and a formula of many steps that could be differentiated again."""
+
+    def __init__(self, optimizer: Any = None) -> None:
+        super().__init__(optimizer)
+        self.norm = torch.nn.GroupNorm(2, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.body(x)))
+
+
+@pytest.mark.parametrize("chunk_size", few([1, 64], [1]))
+def test_backward_passes_are_not_made_to_be_differentiated_again(chunk_size: int) -> None:
+    traced = run("vectorized", Normed, chunk_size=chunk_size, algorithm=Scaffold())
+    steps = [trace for trace in traces_of(traced)._traces.values() if trace is not None]
+    operators = [{node.target for node in trace.graph.call.nodes} for trace in steps]
+    assert steps
+    assert all(torch.ops.aten.native_group_norm_backward.default in found for found in operators)
+    assert_agree(run("sequential", Normed, algorithm=Scaffold()), traced)
+
+
+def test_without_what_traces_are_made_with_steps_run_untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = run("vectorized")
+    monkeypatch.setattr(traces, "_MISSING", "cannot import name 'tracing'")
+    with pytest.warns(UserWarning, match=r"run untraced, which is slower: PyTorch .* no longer .*cannot import name"):
+        untraced = run("vectorized")
+    assert len(traced.fit_loop._engine.step.traces) > 0 == len(untraced.fit_loop._engine.step.traces)
+    assert_agree(traced, untraced)

@@ -1,0 +1,156 @@
+"""What is measured of clients, against problems whose constants are known."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed.algorithms import FedAvg, ServerOnly
+from lightning_fed.callbacks import FederatedCallback
+from lightning_fed.data import LeastSquares, Quadratics
+from lightning_fed.lab.diagnosis.measurement import Measured
+from lightning_fed.lab.diagnosis.theory import mime_mvr, suggest
+from lightning_fed.lab.diagnosis.trials import Trial
+from lightning_fed.models import LinearRegression, Quadratic
+
+A, RATE, STEPS = (3.0, 1.0), 0.05, 4
+
+
+def measured(model: Any, data: FederatedDataModule, clients: int = 30, few: int = 8, **options: Any) -> Measured:
+    trial = Trial(1.0, 1, clients, few, "uniform")
+    options = {"algorithm": FedAvg(), "local_steps": STEPS, "precision": "64-true", **options}
+    trainer = FederatedTrainer(
+        max_rounds=10, callbacks=[trial], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, accelerator="cpu", limit_val_batches=0, seed=0, **options,
+    )  # fmt: skip
+    trainer.fit(model, data)
+    assert trainer.fit_loop.round == 1
+    assert trial.found is not None
+    return trial.found
+
+
+def of_quadratics(x0: float = 1.0, G: float = 10.0, **options: Any) -> Measured:  # noqa: N803
+    data = Quadratics(a=A, G=G, rows=4, noise=2.0, batch_size=1)
+    return measured(Quadratic(x0=x0, lr=RATE), data, **options)
+
+
+def test_the_constants_of_quadratics_are_measured() -> None:
+    m = of_quadratics(x0=1.0, G=10.0)  # gradients 13 and -9
+    assert (m.population, m.clients, m.few, m.steps) == (2, 2, 2, (STEPS, STEPS, STEPS))
+    assert m.loss == pytest.approx(1.0)
+    assert m.gradient == pytest.approx(2.0)
+    assert list(m.G) == pytest.approx([11.0, 0.0])
+    assert pytest.approx(math.sqrt((13**2 + 9**2) / 2) / 2) == m.B
+    assert m.noise == (pytest.approx(2.0), 0.0)
+    assert m.curvature[0] == pytest.approx(2.0)
+    assert m.delta[0] == m.delta_mean == pytest.approx(1.0)
+    assert (m.rate, m.is_plain, m.round) == (RATE, True, 0)
+
+
+@pytest.mark.parametrize("steps", [1, 4, 40])
+def test_the_drift_is_that_of_the_closed_form(steps: int) -> None:
+    m = of_quadratics(x0=1.0, G=10.0, local_steps=steps)
+    length = [(1 - (1 - RATE * a) ** steps) / a for a in (*A, 2.0)]
+    apart = -(length[0] * 13 + length[1] * -9) / 2
+    together = -length[2] * 2
+    assert m.drift == pytest.approx(abs(apart - together) / (RATE * steps), abs=1e-12)
+    assert m.progress == pytest.approx(abs(together) / (RATE * steps))
+    # to first order in the rate it is no more than its bound, which these two clients reach
+    assert steps == 40 or m.drift <= suggest(m, steps, 2, 10, 0.0).drift_bound + 1e-12
+
+
+def test_fedavg_comes_to_rest_where_the_gradient_is_the_drift() -> None:
+    tiny, G = 1e-4, 10.0  # noqa: N806
+    first, second = ((1 - (1 - tiny * a) ** STEPS) / a for a in A)
+    x = (second - first) * G / (first * A[0] + second * A[1])  # where the clients' mean stays
+    data = Quadratics(a=A, G=G)
+    m = measured(Quadratic(x0=x, lr=tiny), data)
+    assert m.gradient == pytest.approx(m.drift, rel=1e-3)
+    assert m.drift == pytest.approx(suggest(m, STEPS, 2, 10, 0.0).drift_bound, rel=1e-2)
+
+
+def test_hessians_of_least_squares_are_measured() -> None:
+    data = LeastSquares(num_clients=5, dim=4, samples=12, seed=3)
+    m = measured(LinearRegression(4, bias=False), data, few=5)
+    hessians = [x.T @ x / len(x) for x, _ in (data.client_dataset(i).tensors for i in range(5))]
+    mean = sum(hessians) / 5
+    norms = [float(torch.linalg.matrix_norm(h - mean, 2)) for h in hessians]
+    assert m.curvature[0] == pytest.approx(float(torch.linalg.eigvalsh(mean)[-1]), rel=1e-2)
+    assert m.delta[0] == pytest.approx(max(norms), rel=1e-2)
+    assert m.delta_mean == pytest.approx(sum(norms) / 5, rel=1e-2)
+
+
+def test_a_sample_of_clients_says_how_uncertain_it_is() -> None:
+    data = LeastSquares(num_clients=40, dim=3, samples=10, seed=1)
+    whole = measured(LinearRegression(3, bias=False), data, clients=40, few=2)
+    part = measured(LinearRegression(3, bias=False), data, clients=10, few=2)
+    assert (whole.clients, part.clients, part.few) == (40, 10, 2)
+    assert whole.G[1] == 0.0
+    assert 0 < part.G[1] < part.G[0]
+    assert abs(part.G[0] - whole.G[0]) < 3 * part.G[1]
+
+
+def test_what_has_no_meaning_is_not_known() -> None:
+    m = of_quadratics(algorithm=ServerOnly(), local_steps=None)
+    assert (m.rate, m.steps) == (1.0, (0, 0, 0))  # the server's rate
+    assert math.isnan(m.drift)
+
+
+def test_a_model_that_is_not_twice_differentiable_is_measured_without() -> None:
+    class Rough(LinearRegression):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return _Once.apply(super().forward(x))
+
+    m = measured(Rough(3, bias=False), LeastSquares(num_clients=3, dim=3, samples=8))
+    assert "cannot be differentiated twice" in m.no_hessian
+    assert math.isnan(m.delta[0])
+    assert m.G[0] > 0
+    theory = suggest(m, STEPS, 3, 10, 0.0)
+    assert math.isnan(theory.mvr_rate)
+    assert math.isnan(theory.ceiling)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def test_measuring_leaves_no_trace() -> None:
+    def end(*callbacks: FederatedCallback) -> float:
+        model = Quadratic(lr=RATE)
+        trainer = FederatedTrainer(
+            max_rounds=2, local_steps=3, clients_per_round=1, callbacks=list(callbacks), logger=False, seed=0,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+        )  # fmt: skip
+        trainer.fit(model, Quadratics(a=A, rows=4, noise=2.0, batch_size=1))
+        return float(model.x.detach())
+
+    assert end(Trial(1.0, 2, 2, 2, "uniform")) == end()
+
+
+def test_mime_mvr_takes_the_least_of_the_three_bounds() -> None:
+    given = {"F": 1.0, "G": 1.0, "delta": 0.1, "L": 1.0, "K": 10, "S": 10, "T": 100}
+    rate, a = mime_mvr(**given)
+    assert rate == pytest.approx((10 / (100 * 0.01)) ** (1 / 3) / 150)
+    assert a == pytest.approx(1536 * rate**2)  # delta K = 1
+    assert mime_mvr(**{**given, "L": 1e3})[0] == 1e-3
+    assert mime_mvr(**{**given, "G": 1e-9}) == (pytest.approx(1 / 40), pytest.approx(0.96))
+    assert mime_mvr(**{**given, "delta": 0.0}) == (1.0, 0.0)
+
+
+def test_the_theory_of_quadratics() -> None:
+    t = suggest(of_quadratics(), K=4, S=1, T=100, best_loss=-8.0)
+    assert (t.useful_steps, t.ceiling, t.client_ceiling) == pytest.approx((2.0, 0.5, 1 / 3))
+    assert t.batches == pytest.approx(2.0 / 2)  # 4 steps of 1 client
+    assert t.drawing == pytest.approx(11.0)  # 1 of 2 clients
+    assert t.lower_bound == pytest.approx(11.0**2 / (2 * 100**2))
+    assert (t.mvr_rate, t.mvr_a) == pytest.approx(mime_mvr(F=9, G=11, delta=1, L=2, K=4, S=1, T=100))
+    assert math.isnan(suggest(of_quadratics(), 4, 1, None, 0.0).mvr_a)

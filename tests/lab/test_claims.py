@@ -1,0 +1,356 @@
+"""Claims are judged by their numbers, and what cannot be judged is not."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_fed.lab.claims import judge
+from lightning_fed.lab.experiment import Claim
+from lightning_fed.lab.figures import draw
+from lightning_fed.lab.grid import Cell, Grid
+from lightning_fed.lab.reading import read_experiment
+from lightning_fed.lab.reading_claims import ClaimReader
+from lightning_fed.lab.records import Record, write_record
+from lightning_fed.lab.results import Results
+from lightning_fed.lab.run_grid import StoredCells
+from lightning_fed.lab.runner import Job
+from lightning_fed.lab.store import Store
+from lightning_fed.lab.verdict import overall, verdict
+
+LESS = [{"what": "rounds", "paper": "3", "here": "one", "why": "it is quicker"}]
+Curves = dict[str, list[float] | str]
+
+
+@pytest.fixture
+def judged(write: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[str, str]]:
+    """Return what judges a claim on given curves by method; a text stands for a cell that diverged or failed."""
+
+    def of(claim: str, curves: Curves, quantity: str = "final", seeds: int = 1, **more: Any) -> tuple[str, str]:
+        entry = {"says": "So it is.", "source": "Table 1", "claim": claim, "quantity": quantity, **more}
+        experiment = read_experiment(write(methods={name: {} for name in curves}, claims=[entry], seeds=seeds))
+        results = results_of(
+            Grid(experiment), tmp_path / f"{claim} {quantity}", lambda cell: curves[cell.point.by_axis["method"]]
+        )
+        found = judge(experiment.claims[0], results)
+        text = verdict(results, "the command", [])
+        assert "So it is." in text
+        if "found" in more:
+            assert (more["found"] in text) == (overall(found) != "holds")
+        return overall(found), found[0].numbers
+
+    return of
+
+
+def results_of(grid: Grid, out: Path, curve_of: Callable[[Cell], list[float] | str]) -> Results:
+    """Return results whose cells have these values of the metric, a value per round."""
+    store = Store(out)
+    jobs = {}
+    for number, point in enumerate(grid.points):
+        for cell in grid.cells(point, grid.tuned(point)[0], range(grid.seeds)):
+            key = f"{number}-{cell.seed}"
+            jobs[cell] = Job(str(cell), key, {}, {})
+            curve = curve_of(cell)
+            if curve == "failed":
+                store.cells.mkdir(parents=True, exist_ok=True)
+                store.note_failure(key, str(cell), "no memory")
+                continue
+            diverged = curve == "diverged"
+            values = {} if isinstance(curve, str) else dict(enumerate(curve, start=1))
+            (store.cells / key).mkdir(parents=True)
+            series = {"val_distance": values}
+            status: Any = "diverged" if diverged else "finished"
+            write_record(store.cells / key, Record({}, status, "", 9.0, 1.0, {"torch": "2"}, series, store.cells / key))
+    return Results(grid, StoredCells(store, jobs))
+
+
+@pytest.mark.parametrize(
+    ("claim", "expected"),
+    [
+        ("A < B", ("holds", "1 < 2")),
+        ("B < A", ("does not hold", "2 < 1")),
+        ("A < B < 3", ("holds", "1 < 2 < 3")),
+        ("A < 3 < B", ("does not hold", "1 < 3 < 2")),
+        ("2 * A <= B", ("holds", "2 * 1 <= 2")),
+        ("2.5 * A <= B", ("does not hold", "2.5 * 1 <= 2")),
+        ("B > A >= 1", ("holds", "2 > 1 >= 1")),
+        ("A ~ B", ("does not hold", "1 ~ 2")),
+        ("A ~ 1.05", ("holds", "1 ~ 1.05")),
+    ],
+)
+def test_an_inequality_holds_if_its_numbers_do(judged: Any, claim: str, expected: tuple[str, str]) -> None:
+    assert judged(claim, {"A": [3.0, 1.0], "B": [0.0, 2.0]}) == expected
+
+
+def test_what_was_found_out_is_told_of_a_claim_that_does_not_hold(judged: Any) -> None:
+    for claim in ("A < B", "B < A"):
+        judged(claim, {"A": [1.0], "B": [2.0]}, found="A is first by luck.")
+
+
+def test_what_is_reached_is_less_than_what_is_not(judged: Any) -> None:
+    curves = {"A": [3.0, 1.0, 0.5], "B": [3.0, 3.0, 3.0], "C": [4.0, 4.0, 4.0]}
+    assert judged("A < B", curves, "rounds to 1") == ("holds", "2 < >3")
+    assert judged("B < A", curves, "rounds to 1") == ("does not hold", ">3 < 2")
+    assert judged("B < C", curves, "rounds to 1")[0] == "not judged"
+
+
+def test_what_diverged_is_worse_than_anything_and_what_failed_is_not_judged(judged: Any) -> None:
+    curves: Curves = {"A": [1.0], "B": "diverged", "C": "failed"}
+    assert judged("A < B", curves) == ("holds", "1 < diverged")
+    assert judged("B < A", curves)[0] == "does not hold"
+    verdict, why = judged("A < C", curves)
+    assert verdict == "not judged"
+    assert "failed: no memory" in why
+
+
+def test_seeds_are_averaged(judged: Any, write: Any, tmp_path: Path) -> None:
+    experiment = read_experiment(write(seeds=3))
+    results = results_of(Grid(experiment), tmp_path / "o", lambda cell: [float(cell.seed)])
+    estimate = results.estimate(results.grid.points[0], claim_on(experiment, "final").quantity)
+    assert estimate.mean == 1.0
+    assert estimate.spread == pytest.approx(1.0)
+    assert str(estimate) == "1 ± 1"
+    some = results.estimate(results.grid.points[0], claim_on(experiment, "rounds to 0.5").quantity)
+    assert math.isinf(some.mean)  # a seed that does not reach the target counts as never
+
+
+def claim_on(experiment: Any, quantity: str) -> Claim:
+    entry = {"says": "", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": quantity}
+    labels = {name: tuple(axis.choices) for name, axis in experiment.axes.items()}
+    return ClaimReader(labels, experiment.metrics, ("full",)).read("", [entry])[0]
+
+
+def test_a_claim_is_judged_at_every_combination_it_leaves_open(write: Any, tmp_path: Path) -> None:
+    axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}}
+    entry = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final"}
+    experiment = read_experiment(write(axes=axes, claims=[entry, {**entry, "at": {"G": 10}}]))
+    values = {("1", "FedAvg"): 1.0, ("1", "SCAFFOLD"): 2.0, ("10", "FedAvg"): 4.0, ("10", "SCAFFOLD"): 3.0}
+    results = results_of(Grid(experiment), tmp_path / "o", lambda cell: [values[tuple(cell.point.by_axis.values())]])
+    everywhere, at_ten = (judge(claim, results) for claim in experiment.claims)
+    assert [(j.where, j.verdict) for j in everywhere] == [("G 1", "holds"), ("G 10", "does not hold")]
+    assert overall(everywhere) == "does not hold"
+    assert len(at_ten) == 1
+    along = {"says": "x", "source": "Table 1", "claim": "1 < 10", "compare": "G", "quantity": "final"}
+    (claim,) = read_experiment(write(axes=axes, claims=[along])).claims
+    assert [j.numbers for j in judge(claim, results)] == ["1 < 4", "2 < 3"]
+
+
+MEANS = {
+    ("1", "FedAvg"): 1.0, ("1", "SCAFFOLD"): 5.0, ("10", "FedAvg"): 6.0, ("10", "SCAFFOLD"): 3.0,
+}  # fmt: skip
+G = {"key": "data.init_args.G", "values": [1, 10]}
+ON_AVERAGE = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final", "mean_over": "G"}
+
+
+def means(write: Any, out: Path, entry: dict[str, Any], scale: str = "full", **changes: Any) -> tuple[Any, str]:
+    """Return the judgements of a claim on methods whose values differ from one G to the other, and the verdict."""
+    experiment = read_experiment(write(**{"axes": {"G": G}, "claims": [entry], **changes}))
+    results = results_of(
+        Grid(experiment, scale), out, lambda cell: [MEANS[tuple(cell.point.by_axis.values())[-2:]]] * 3
+    )
+    found = judge(experiment.claims[0], results)
+    return [(j.where, j.verdict, j.numbers) for j in found], verdict(results, "", [])
+
+
+def test_a_claim_about_means_averages_before_it_compares(write: Any, tmp_path: Path) -> None:
+    found, text = means(write, tmp_path / "o", ON_AVERAGE)
+    assert found == [("mean over G 1 and 10", "holds", "3.5 < 4")]
+    assert "`FedAvg < SCAFFOLD` in final distance, mean over G: holds." in text
+    found, _ = means(write, tmp_path / "at", {**ON_AVERAGE, "at": {"G": 10}})
+    assert found == [("mean over G 10", "does not hold", "6 < 3")]
+    numbers = {**ON_AVERAGE, "claim": "2 * FedAvg < 7.5", "mean_over": ["G"]}
+    assert means(write, tmp_path / "n", numbers)[0][0][1:] == ("holds", "2 * 3.5 < 7.5")
+
+
+def test_the_axes_that_a_mean_leaves_open_are_judged_one_by_one(write: Any, tmp_path: Path) -> None:
+    axes = {"K": {"key": "trainer.local_steps", "values": [1, 2]}, "G": G}
+    found, _ = means(write, tmp_path / "one", ON_AVERAGE, axes=axes)
+    assert [where for where, _, _ in found] == ["K 1, mean over G 1 and 10", "K 2, mean over G 1 and 10"]
+    found, _ = means(write, tmp_path / "both", {**ON_AVERAGE, "mean_over": ["G", "K"]}, axes=axes)
+    assert found == [("mean over G 1 and 10, mean over K 1 and 2", "holds", "3.5 < 4")]
+
+
+def test_means_are_over_the_same_labels_for_every_side(write: Any, tmp_path: Path) -> None:
+    skip = [{"method": "FedAvg", "G": 10}]
+    found, _ = means(write, tmp_path / "gap", ON_AVERAGE, skip=skip)
+    assert found == [("mean over G 1 and 10", "not judged", "the grid leaves method FedAvg out at G 10")]
+    scales = {"full": {}, "small": {"departures": LESS, "axes": {"G": [1]}}}
+    found, _ = means(write, tmp_path / "small", ON_AVERAGE, scale="small", scales=scales)
+    assert found == [("mean over G 1", "holds", "1 < 5")]
+
+
+def test_a_mean_is_without_a_number_where_one_of_its_parts_is(write: Any, tmp_path: Path) -> None:
+    entry = {**ON_AVERAGE, "claim": "SCAFFOLD < FedAvg", "quantity": "rounds to 5"}
+    found, _ = means(write, tmp_path / "far", entry)  # FedAvg takes 1 round with G = 1, and more than 3 with G = 10
+    assert found[0][1:] == ("holds", "1 < >2")
+    experiment = read_experiment(write(axes={"G": G}, claims=[ON_AVERAGE]))
+    for name in ("failed", "diverged"):
+        curve: dict[str, list[float] | str] = {"FedAvg": name, "SCAFFOLD": [2.0]}
+        results = results_of(
+            Grid(experiment),
+            tmp_path / name,
+            lambda cell, c=curve: [1.0] if cell.point.by_axis["G"] == "1" else c[cell.point.by_axis["method"]],
+        )
+        (found,) = judge(experiment.claims[0], results)
+        expected = {"failed": ("not judged", "failed: no memory"), "diverged": ("does not hold", "diverged < 1.5")}
+        assert found.verdict == expected[name][0]
+        assert expected[name][1] in found.numbers
+
+
+def test_a_claim_about_what_a_scale_leaves_out_is_not_judged(write: Any, tmp_path: Path) -> None:
+    scales = {"full": {}, "small": {"departures": LESS, "methods": ["FedAvg"]}}
+    entry = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final"}
+    numbers = {"says": "x", "source": "Table 1", "claim": "FedAvg < 2", "quantity": "final", "scales": ["full"]}
+    experiment = read_experiment(write(scales=scales, claims=[entry, numbers]))
+    results = results_of(Grid(experiment, "small"), tmp_path / "o", lambda cell: [1.0])
+    first, second = (judge(claim, results) for claim in experiment.claims)
+    assert "has no method SCAFFOLD" in first[0].numbers
+    assert "stated for the scale full" in second[0].numbers
+    assert {first[0].verdict, second[0].verdict} == {"not judged"}
+
+
+SEEDS = {"random": True, "seeds": 3}
+
+
+@pytest.mark.parametrize(
+    ("claim", "a", "b", "expected"),
+    [
+        ("A < B", (1.0, 1.1, 0.9), (2.0, 2.1, 1.9), "holds"),  # by 1 under every seed
+        ("A < B", (1.0, 5.0, 9.0), (2.0, 6.0, 10.0), "holds"),  # whose spread is that of the seeds, not of the methods
+        ("A < B", (1.0, 1.0, 1.0), (0.9, 1.3, 1.2), "undecided"),
+        ("B < A", (1.0, 1.0, 1.0), (2.0, 2.1, 1.9), "does not hold"),
+        ("A > B", (1.0, 1.0, 1.0), (0.5, 0.6, 0.4), "holds"),
+        ("A < B", (1.0, 1.0, 1.0), (1.0, 1.0, 1.0), "does not hold"),
+        ("A <= B", (1.0, 1.0, 1.0), (1.0, 1.0, 1.0), "holds"),
+        ("A <= B", (1.0, 1.0, 1.0), (0.9, 1.3, 1.2), "undecided"),
+        ("A ~ B", (1.0, 1.0, 1.0), (1.01, 1.02, 1.03), "holds"),
+        ("A ~ B", (1.0, 1.0, 1.0), (0.9, 1.3, 1.2), "undecided"),
+        ("A ~ B", (1.0, 1.0, 1.0), (1.9, 2.0, 2.1), "does not hold"),
+        ("A < 1.05 < B", (1.0, 1.0, 1.0), (1.0, 1.3, 1.2), "undecided"),
+        ("A < 0.5 < B", (1.0, 1.0, 1.0), (1.0, 1.3, 1.2), "does not hold"),
+    ],
+)
+def test_a_difference_within_two_standard_errors_is_undecided(
+    write: Any, tmp_path: Path, claim: str, a: Any, b: Any, expected: str
+) -> None:
+    curves = {"A": a, "B": b}
+    entry = {"says": "x", "source": "Table 1", "claim": claim, "quantity": "final"}
+    experiment = read_experiment(write(methods={"A": {}, "B": {}}, claims=[entry], **SEEDS))
+    results = results_of(Grid(experiment), tmp_path, lambda cell: [curves[cell.point.by_axis["method"]][cell.seed]])
+    assert overall(judge(experiment.claims[0], results)) == expected
+
+
+def test_a_paired_difference_is_told_with_its_standard_error(write: Any, tmp_path: Path) -> None:
+    curves = {"FedAvg": (1.0, 1.1, 0.9), "SCAFFOLD": (2.0, 2.3, 2.0)}
+    entry = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final", "paper": "1 < 2"}
+    experiment = read_experiment(write(claims=[entry], **SEEDS))
+    results = results_of(Grid(experiment), tmp_path, lambda cell: [curves[cell.point.by_axis["method"]][cell.seed]])
+    text = verdict(results, "", [])
+    assert "- x (Table 1)" in text
+    assert "in final distance: holds. The paper: 1 < 2." in text
+    assert "1 < 2.1; difference -1.1, standard error 0.05774" in text
+
+
+def test_a_single_seed_is_undecided_where_something_is_drawn(write: Any, tmp_path: Path) -> None:
+    entry = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final"}
+    experiment = read_experiment(write(claims=[entry], random=True))
+    results = results_of(
+        Grid(experiment), tmp_path, lambda cell: [1.0 if cell.point.by_axis["method"] == "FedAvg" else 2.0]
+    )
+    assert overall(judge(experiment.claims[0], results)) == "undecided"
+
+
+@pytest.mark.parametrize(("reached", "expected"), [(3, "holds"), (2, "undecided")])
+def test_a_target_that_is_not_reached_decides_where_it_is_so_for_every_seed(
+    write: Any, tmp_path: Path, reached: int, expected: str
+) -> None:
+    entry = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "rounds to 1"}
+    experiment = read_experiment(write(claims=[entry], **SEEDS))
+
+    def curve(cell: Cell) -> list[float]:
+        is_late = cell.point.by_axis["method"] == "SCAFFOLD" or cell.seed >= reached
+        return [2.0, 2.0] if is_late else [2.0, 1.0]
+
+    results = results_of(Grid(experiment), tmp_path, curve)
+    (found,) = judge(experiment.claims[0], results)
+    assert found.verdict == (expected if reached == 3 else "undecided")
+    assert found.numbers == ("2 < >2" if reached == 3 else ">2 < >2")
+
+
+def test_differences_along_an_axis_are_compared(write: Any, tmp_path: Path) -> None:
+    entry = {
+        "says": "x", "source": "Table 1", "claim": "FedAvg < 2 < SCAFFOLD", "quantity": "final",
+        "difference": {"G": [10, 1]},
+    }  # fmt: skip
+    experiment = read_experiment(write(axes={"G": G}, claims=[entry], random=True, seeds=2))
+    rises = {"FedAvg": 1.0, "SCAFFOLD": 3.0}
+
+    def curve(cell: Cell) -> list[float]:
+        start = 100.0 * cell.seed  # which differs much more from seed to seed than from G to G
+        return [start + (rises[cell.point.by_axis["method"]] if cell.point.by_axis["G"] == "10" else 0.0)]
+
+    results = results_of(Grid(experiment), tmp_path, curve)
+    (found,) = judge(experiment.claims[0], results)
+    assert (found.verdict, found.where) == ("holds", "")
+    assert found.numbers.startswith("1 < 2 < 3; ")
+    assert "`FedAvg < 2 < SCAFFOLD` in final distance, 10 minus 1: holds." in verdict(results, "", [])
+
+
+def test_controls_are_judged_below_their_claim_and_not_counted(write: Any, tmp_path: Path) -> None:
+    control = {"says": "Not with ten times the gradients.", "claim": "SCAFFOLD < FedAvg", "quantity": "final"}
+    entry = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final", "controls": [control]}
+    experiment = read_experiment(write(claims=[entry]))
+    results = results_of(
+        Grid(experiment), tmp_path, lambda cell: [1.0 if cell.point.by_axis["method"] == "FedAvg" else 2.0]
+    )
+    text = verdict(results, "", [])
+    assert "Of 1 claim: 1 hold." in text
+    assert (
+        "  Control: Not with ten times the gradients.\n  `SCAFFOLD < FedAvg` in final distance: **does not hold**."
+        in text
+    )
+
+
+def test_at_full_scale_is_said_only_without_departures(write: Any, tmp_path: Path) -> None:
+    for number, (changes, scale, is_full) in enumerate(
+        [({}, "full", True), ({"departures": LESS}, "full", False), ({}, "small", False)]
+    ):
+        results = results_of(Grid(read_experiment(write(**changes)), scale), tmp_path / str(number), lambda _: [1.0])
+        text = verdict(results, "", [])
+        assert ("At full scale." in text) == is_full
+        assert ("| rounds | 3 | one | it is quicker |" in text) == (not is_full)
+
+
+def test_tables_have_the_papers_numbers_beside_ours(write: Any, tmp_path: Path) -> None:
+    tables = {"last": {"rows": "method", "columns": "G", "value": ["final", "best"], "paper": {"FedAvg": {10: 4.25}}}}
+    experiment = read_experiment(write(axes={"G": G}, tables=tables))
+    results = results_of(Grid(experiment), tmp_path, lambda _: [1.5])
+    assert "| FedAvg | 1.5 | 1.5 | 1.5 (paper 4.25) | 1.5 |" in verdict(results, "", [])
+
+
+def test_a_metric_in_percent_is_so_everywhere(write: Any, tmp_path: Path) -> None:
+    metrics = {"val_distance": {"mode": "max", "label": "accuracy", "percent": True}}
+    entry = {"says": "x", "source": "Table 1", "claim": "FedAvg > 55", "quantity": "final"}
+    costs = {**entry, "claim": "FedAvg < 3", "quantity": "rounds to 60"}
+    experiment = read_experiment(write(metrics=metrics, claims=[entry, costs], tables={"last": {"value": "best"}}))
+    results = results_of(Grid(experiment), tmp_path, lambda _: [0.5, 0.625, 0.6])
+    assert [judge(claim, results)[0].numbers for claim in experiment.claims] == ["60 > 55", "2 < 3"]
+    assert "| FedAvg | 62.5 |" in verdict(results, "", [])
+
+
+def test_labels_that_a_figure_leaves_out_have_no_place_on_its_axis(write: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    steps: dict[str, Any] = {"0.1": {}, "0.3": {}, "best": {}}
+    figures = {name: {"y": "final", "x": "step", "at": {"step": shown}} for name, shown in SHOWN.items()}
+    experiment = read_experiment(write(axes={"step": steps}, figures=figures))
+    results = results_of(Grid(experiment), tmp_path / "o", lambda cell: [1.0])
+    found = {}
+    for plan in experiment.figures:
+        (axes,) = draw(plan, results).axes
+        found[plan.name] = list(axes.get_lines()[0].get_xdata())
+    assert found == {"numbers": [0.1, 0.3], "words": [0, 1]}
+
+
+SHOWN = {"numbers": ["0.1", "0.3"], "words": ["0.3", "best"]}

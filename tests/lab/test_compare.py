@@ -1,0 +1,95 @@
+"""Runs side by side, from the logs that any run writes."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+
+from lightning_fed import FederatedError
+from lightning_fed.algorithms import FedAvg, Mime, SGDm
+from lightning_fed.cli.main import main
+from lightning_fed.lab.compare import read_log
+from tests.helpers.training import fit
+
+
+def logged(name: str, logger: Any, method: Any) -> str:
+    made = logger(".", name=name, version="")
+    fit(logger=made, max_rounds=4, algorithm=method)
+    return name
+
+
+def test_runs_of_both_loggers_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [logged("plain", TensorBoardLogger, FedAvg()), logged("mime", CSVLogger, Mime(base=SGDm()))]
+    main(["compare", *runs, "--target", "0.0", "--out", "side"])
+    head, plain, mime = csv.reader(Path("side/compare.csv").read_text().splitlines())
+    assert head[2:4] == ["final val_acc", "best val_acc"]
+    assert head[4:] == [f"{cost} to val_acc 0" for cost in ("rounds", "gradients", "bytes")]
+    assert [plain[0], plain[1], plain[4]] == ["plain", "4", "1"]
+    series = read_log(Path("mime"))
+    assert int(mime[5]) == series["round/gradients"][1]
+    assert int(mime[6]) == series["comm/bytes_up"][1] + series["comm/bytes_down"][1]
+    assert int(mime[5]) > 2 * int(plain[5])  # two gradients a step, and those of all examples
+    assert Path("side/compare.png").stat().st_size > 5_000
+    assert "| mime | 4 |" in capsys.readouterr().out
+
+
+def test_both_loggers_hold_the_same(tmp_path: Path) -> None:
+    both = [TensorBoardLogger(".", name="a", version=""), CSVLogger(".", name="b", version="")]
+    fit(logger=both, max_rounds=3, algorithm=FedAvg())
+    a, b = read_log(Path("a")), read_log(Path("b"))
+    assert a["val_loss"] == pytest.approx(b["val_loss"])
+    assert a["round/gradients"] == b["round/gradients"]
+
+
+def test_a_run_without_gradients_is_shown_without_them() -> None:
+    Path("old").mkdir()
+    Path("old/metrics.csv").write_text("epoch,step,val_acc\n0,1,0.5\n1,2,0.9\n")
+    main(["compare", "old", "--target", "0.8"])
+    row = Path("compared/compare.csv").read_text().splitlines()[1]
+    assert row == "old,2,0.9,0.9,2"
+
+
+def test_a_run_with_a_clock_is_measured_by_it_and_one_without_is_not() -> None:
+    for folder, text in {
+        "timed": "step,val_acc,time/simulated\n1,0.5,3\n2,0.9,13\n",
+        "old": "step,val_acc\n1,0.9\n",
+    }.items():
+        Path(folder).mkdir()
+        (Path(folder) / "metrics.csv").write_text(text)
+    main(["compare", "timed", "old", "--target", "0.8"])
+    head, timed, old = csv.reader(Path("compared/compare.csv").read_text().splitlines())
+    assert head[4:] == ["rounds to val_acc 0.8", "simulated seconds to val_acc 0.8"]
+    assert (timed[4:], old[4:]) == (["2", "13"], ["1", "-"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nowhere"], "nowhere is no folder"),
+        (["empty"], "neither events.out.tfevents"),
+        (["log", "--metric", "val_ac", "--mode", "max"], "Did you mean 'val_acc'"),
+        (["log", "--metric", "val_loss"], "--mode max or min"),
+        (["log", "log"], "named twice"),
+        (["broken"], "metrics.csv, line 2"),
+        (
+            ["log", "--mode", "max", "--out", "log/metrics.csv"],
+            "metrics.csv cannot be made a folder: File exists",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_named(args: list[str], message: str) -> None:
+    for folder, text in {"empty": None, "log": "step,val_acc\n1,0.5\n", "broken": "step,val_acc\n1,many\n"}.items():
+        Path(folder).mkdir()
+        if text is not None:
+            (Path(folder) / "metrics.csv").write_text(text)
+    with pytest.raises(SystemExit, match=message):
+        main(["compare", *args])
+
+
+def test_a_log_without_values_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,val_acc\n")
+    with pytest.raises(FederatedError, match="holds no values"):
+        read_log(tmp_path)

@@ -1,0 +1,43 @@
+"""Figures as they are written."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightning_fed.lab import figures
+from lightning_fed.lab.figures import COLORS, add_legend, new_figure, save
+
+
+def test_a_large_picture_keeps_its_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure, ((axes,),) = new_figure(1, 1)
+    x = np.arange(2000.0)
+    noise = np.random.default_rng(1).standard_normal((len(COLORS), len(x)))
+    for i, color in enumerate(COLORS):
+        y = 4 * i + noise[i]
+        axes.plot(x, y, color=color)
+        axes.fill_between(x, y - 1, y + 1, color=color, alpha=0.18, linewidth=0)
+    few, all_of_them = tmp_path / "few.png", tmp_path / "all.png"
+    monkeypatch.setattr(figures, "_LARGEST", 0)
+    save(figure, few)
+    monkeypatch.setattr(figures, "_LARGEST", 10**9)
+    save(figure, all_of_them)
+    assert (Image.open(few).mode, Image.open(all_of_them).mode) == ("P", "RGB")
+    assert few.stat().st_size < 0.6 * all_of_them.stat().st_size
+    pixels = [np.asarray(Image.open(path).convert("RGB"), dtype=int) for path in (few, all_of_them)]
+    off = np.abs(pixels[0] - pixels[1]).max(axis=-1)
+    assert off.max() <= 16
+    assert off.mean() < 1
+
+
+def test_a_long_legend_leaves_panels_their_size() -> None:
+    heights = []
+    for lines in (1, 12):
+        figure, ((axes,),) = new_figure(1, 1)
+        for i in range(lines):
+            axes.plot([0, 1], [i, i], label=f"a method with a long name, {i}")
+        add_legend(figure, [axes])
+        figure.draw_without_rendering()
+        heights.append(axes.get_window_extent().height)
+    assert heights[1] > 0.9 * heights[0]

@@ -1,0 +1,65 @@
+"""Overrides say what a reader of the file expects, and change nothing else."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_fed import FederatedError
+from lightning_fed.cli.overrides import overlay
+
+BASE: dict[str, Any] = {
+    "trainer": {"algorithm": {"class_path": "a.Mime", "init_args": {"base": "SGD"}}, "callbacks": [1], "max_rounds": 5},
+    "seed_everything": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "value"),
+    [
+        ({"trainer.max_rounds": 7}, ["trainer", "max_rounds"], 7),
+        ({"trainer": {"max_rounds": 7}}, ["trainer", "algorithm", "class_path"], "a.Mime"),
+        ({"trainer.algorithm.init_args.base": "Adam"}, ["trainer", "algorithm", "init_args"], {"base": "Adam"}),
+        ({"trainer.algorithm": {"class_path": "Mime"}}, ["trainer", "algorithm", "init_args"], {"base": "SGD"}),
+        ({"trainer.algorithm": {"class_path": "a.FedAvg"}}, ["trainer", "algorithm"], {"class_path": "a.FedAvg"}),
+        ({"trainer.algorithm": "a.FedAvg"}, ["trainer", "algorithm"], "a.FedAvg"),
+        ({"trainer.callbacks+": [2]}, ["trainer", "callbacks"], [1, 2]),
+        ({"trainer.plugins+": [2]}, ["trainer", "plugins"], [2]),
+        ({"trainer.callbacks": []}, ["trainer", "callbacks"], []),
+        ({"data.init_args.root": "here"}, ["data"], {"init_args": {"root": "here"}}),
+    ],
+    ids=str,
+)
+def test_an_override_puts_its_value_in_its_place(overrides: Any, path: list[str], value: Any) -> None:
+    before = deepcopy(BASE)
+    found: Any = overlay(BASE, overrides)
+    for part in path:
+        found = found[part]
+    assert found == value
+    assert before == BASE
+
+
+def test_a_class_by_its_name_alone_can_be_given_arguments() -> None:
+    config = overlay({"trainer": {"algorithm": "a.FedProx"}}, {"trainer.algorithm.init_args.mu": 1.0})
+    assert config["trainer"]["algorithm"] == {"class_path": "a.FedProx", "init_args": {"mu": 1.0}}
+
+
+@pytest.mark.parametrize("overrides", [{"seed_everything.x": 1}, {"": 1}, {"a..b": 1}, {1: 1}], ids=str)
+def test_keys_that_lead_nowhere_are_refused(overrides: Any) -> None:
+    with pytest.raises(FederatedError):
+        overlay(BASE, overrides)
+
+
+keys = st.sampled_from(["a", "b", "a.c", "b.c", "b.c.d"])
+nodes = st.dictionaries(
+    st.sampled_from("abcd"), st.recursive(st.integers(), lambda s: st.dictionaries(st.sampled_from("cd"), s))
+)
+
+
+@given(nodes, nodes)
+def test_the_later_of_two_wins_and_what_is_put_on_twice_is_there_once(first: Any, second: Any) -> None:
+    once = overlay(first, second)
+    assert overlay(once, second) == once
+    assert {k: once[k] for k in first if k not in second} == {k: first[k] for k in first if k not in second}

@@ -1,0 +1,63 @@
+"""The pages of the papers' results say what their published files give, and nothing else."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_fed.lab.grid import Grid
+from lightning_fed.lab.published import PublishedCells
+from lightning_fed.lab.reading import PAPERS, read_experiment
+from lightning_fed.lab.reproduce import page
+from lightning_fed.lab.results import Results
+
+FOLDER = Path(__file__).parents[2] / "docs" / "papers"
+PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "index.md")
+
+
+def scale_of(page: str) -> str:
+    (scale,) = set(re.findall(r"^At (?:the scale `(\w+)`|(?=full scale))", page, re.MULTILINE))
+    return scale or "full"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_number_and_verdict_of_a_page_follows_from_what_is_published(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    experiment = read_experiment(PAPERS / f"{path.stem}.yaml")
+    grid = Grid(experiment, scale_of(text))
+    assert page(Results(grid, PublishedCells(grid, FOLDER))) == text, f"lightning-fed reproduce {path.stem} --published"
+    assert "was not run" not in text
+    files = [*FOLDER.glob(f"{path.stem}_cells.csv"), *FOLDER.glob(f"{path.stem}_rounds.csv.gz")]
+    assert sum(file.stat().st_size for file in files) <= 200_000
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", text):
+        assert (FOLDER / picture).is_file(), picture
+
+
+NUMBER = re.compile(r"\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_the_numbers_of_a_text_are_its_claims_rounded_or_stand_on_the_page(path: Path) -> None:
+    page, experiment = path.read_text(encoding="utf-8"), read_experiment(PAPERS / f"{path.stem}.yaml")
+    texts = [text for claim in experiment.claims if (text := " ".join(claim.found.split())) and text in page]
+    grid = Grid(experiment, scale_of(page))
+    cells = (cell for point in grid.points for cell in grid.cells(point, grid.tuned(point)[0], range(1)))
+    rest = page + json.dumps([grid.config(cell) for cell in cells])
+    for text in texts:
+        rest = rest.replace(text, "")
+    claims = re.split(r"\n(?=- )", page.partition("## Claims")[2].partition("\n## ")[0])
+    for text in texts:
+        own = "".join(claim.replace(text, "") for claim in claims if text in claim)
+        for number in NUMBER.findall(re.sub(r"Figure \d+", "", text)):
+            value, decimals = float(number.replace(",", "")), len(number.partition(".")[2])
+            near = (abs(float(n.replace(",", "")) - value) <= 0.5000001 * 10**-decimals for n in NUMBER.findall(own))
+            assert any(near) or number in NUMBER.findall(rest), f"{number} in: {text}"
+
+
+@pytest.mark.parametrize("path", sorted(PAPERS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_papers_experiment_has_three_seeds_where_anything_is_random(path: Path) -> None:
+    experiment = read_experiment(path)
+    for scale in experiment.scales:
+        assert not experiment.is_random or Grid(experiment, scale).seeds >= 3, scale
+    assert len({claim.says for claim in experiment.claims}) == len(experiment.claims)

@@ -1,0 +1,138 @@
+"""Numbers made of curves, in exact values."""
+
+import math
+
+import pytest
+
+from lightning_fed import FederatedError
+from lightning_fed.lab.quantities import Metric, cost, parse_quantity
+from lightning_fed.lab.results import Estimate
+
+METRICS = {
+    "val_acc": Metric("val_acc", "max", "accuracy"),
+    "val_loss": Metric("val_loss", "min", "loss"),
+    "other": Metric("other", "min", "other loss"),
+}
+SERIES = {
+    "val_acc": {2: 0.5, 4: 0.8, 6: 0.7},
+    "val_loss": {2: 3.0, 4: math.nan, 6: 1.0},
+    "other": {2: 3.0, 4: 5.0, 6: 1.0, 8: 1.5},
+    "round/gradients": dict.fromkeys(range(1, 7), 10.0),
+    "comm/bytes_up": dict.fromkeys(range(1, 7), 1.0),
+    "comm/bytes_down": dict.fromkeys(range(1, 7), 2.0),
+    "time/simulated": {n: float(n * n) for n in range(1, 7)},
+}
+LOSS = "population/train_loss"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("final", 0.7),
+        ("best", 0.8),
+        ("mean", 2.0 / 3),
+        ("last 2", 0.75),
+        ("last 99", 2.0 / 3),
+        ("round 4", 0.8),
+        ("final val_loss", 1.0),
+        ("best val_loss", 1.0),
+        ("round 4 val_loss", math.inf),
+        ("setbacks", 0.1),
+        ("setbacks other", 2.5),
+        ("setbacks val_loss", math.inf),
+        ("mean val_loss", math.inf),  # what is not a number is worse than anything
+        ("rounds to 0.75", 4),
+        ("rounds to .5 val_acc", 2),
+        ("rounds to 0.9", math.inf),
+        ("rounds to 1e0 val_loss", 6),
+        ("gradients to 0.75", 40),
+        ("bytes to 0.75", 12),
+        ("simulated seconds to 0.75", 16),
+        ("simulated seconds to 0.75 over 2", 36),
+        ("rounds to 0.65 over 2 val_acc", 4),
+        ("rounds to 0.6 over 3", 6),
+        ("rounds to 0.1 over 4", math.inf),  # there are three values
+        ("rounds to 2 over 2 val_loss", math.inf),
+        ("climb 2", 0.1),
+        ("climb 4", -0.2),
+        ("climb 1", 0.0),  # no two values are one round apart
+        ("climb 2 other", 2.0),
+    ],
+)
+def test_a_quantity_is_the_number_it_says(text: str, value: float) -> None:
+    assert parse_quantity("here", text, METRICS).of(SERIES) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("finall", "no quantity"),
+        ("final val_ac", "Did you mean 'val_acc'"),
+        ("rounds to", "no quantity"),
+        ("rounds to many", "no quantity"),
+        ("last 0", "at least 1"),
+        ("rounds to 1 over 0", "at least 1"),
+        ("final over 2", "'over 2'"),
+        (3, "no quantity"),
+        ("", "no quantity"),
+    ],
+)
+def test_what_is_no_quantity_is_refused_by_name(text: object, message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        parse_quantity("here", text, METRICS)
+
+
+@pytest.mark.parametrize(
+    ("loss", "round"),
+    [
+        ({1: 3.0, 2: 2.0, 3: 2.00009, 4: 1.0}, 3),  # it has converged
+        ({1: 3.0, 2: 2.0, 3: 2.00011, 4: 1.0}, 4),  # it has not
+        ({1: 3.0, 3: 3.0, 4: 1.0}, 4),  # it is not known what it was in between
+        ({n: 0.2 * n for n in range(1, 15)}, 11),  # it has grown by 2 in ten rounds
+        ({n: 0.09 * n for n in range(1, 15)}, 14),  # and by 0.9
+        ({1: math.nan, 2: 2.0}, 2),
+    ],
+)
+def test_a_run_has_settled_where_its_loss_converges_or_begins_to_diverge(loss: dict[int, float], round: int) -> None:
+    metrics = {**METRICS, LOSS: Metric(LOSS, "min", "loss")}
+    series = {LOSS: loss, "val_acc": {n: float(n) for n in range(1, 20)}}
+    assert parse_quantity("here", "settled val_acc", metrics).of(series) == round
+    assert parse_quantity("here", "settled", metrics).of({**series, "val_acc": {2: 0.5, 99: 0.9}}) == 0.5
+
+
+def test_settling_needs_the_training_loss() -> None:
+    with pytest.raises(FederatedError, match=f"needs {LOSS} among the metrics"):
+        parse_quantity("here", "settled", METRICS)
+    with pytest.raises(FederatedError, match=f"{LOSS} was not logged"):
+        parse_quantity("here", "settled", {**METRICS, LOSS: Metric(LOSS, "min", "loss")}).of(SERIES)
+
+
+def test_a_climb_is_good_where_it_is_low() -> None:
+    quantity = parse_quantity("here", "climb 10", METRICS)
+    assert (quantity.mode, quantity.worst) == ("min", math.inf)
+    assert quantity.label == "greatest climb in 10 rounds of accuracy"
+
+
+def test_what_was_not_logged_is_named() -> None:
+    with pytest.raises(FederatedError, match="val_acc was not logged"):
+        parse_quantity("here", "final", METRICS).of({"other": {1: 1.0}})
+    with pytest.raises(FederatedError, match="round/gradients"):
+        cost({"val_acc": {1: 1.0}}, "gradients")
+
+
+def test_the_costs_of_a_resumed_run_are_not_those_of_its_last_part() -> None:
+    with pytest.raises(FederatedError, match="begins with round 5, so the gradients before are not known"):
+        cost({"val_acc": {5: 1.0}, "round/gradients": {5: 10.0, 6: 10.0}}, "gradients")
+    assert cost({"val_acc": {5: 1.0}}, "rounds") == {5: 5.0}
+    assert cost({"val_acc": {6: 1.0}, "time/simulated": {5: 7.0}}, "simulated seconds") == {5: 7.0, 6: 7.0}  # a total
+
+
+def test_only_a_cost_is_above_what_it_was_measured_up_to() -> None:
+    cost_of, final = (parse_quantity("here", text, METRICS) for text in ("rounds to 0.9", "final"))
+    assert str(Estimate(cost_of, (math.inf,), limit=8.0)) == ">8"
+    assert str(Estimate(final, (-math.inf,), limit=8.0)) == "not finite"
+
+
+def test_a_cost_is_lower_better_whatever_the_metric_is() -> None:
+    assert parse_quantity("here", "rounds to 0.5", METRICS).mode == "min"
+    assert parse_quantity("here", "final", METRICS).worst == -math.inf

@@ -1,0 +1,44 @@
+"""What is installed is what the repository says."""
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import lightning_fed
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_installed_package() -> None:
+    distribution = importlib.metadata.distribution("lightning_fed")
+    assert distribution.version == lightning_fed.__version__
+    (script,) = [e for e in distribution.entry_points if e.name == "lightning-fed"]
+    assert script.load().__module__ == "lightning_fed.cli.main"
+    assert (Path(lightning_fed.__file__).parent / "py.typed").exists()
+
+
+def test_the_version_is_in_the_changelog() -> None:
+    assert f"[{lightning_fed.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_constraints_pin_every_dependency_once_and_within_its_range() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pinned = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    assert len(pinned) == len(lines)
+    for text in (
+        *project["dependencies"],
+        *(text for extra in project["optional-dependencies"].values() for text in extra),
+    ):
+        requirement = Requirement(text)
+        if requirement.name == project["name"]:  # an extra that takes in another one
+            assert requirement.extras <= set(project["optional-dependencies"])
+            continue
+        assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, text

@@ -1,0 +1,373 @@
+"""Differential privacy: what is clipped, the noise and its account, what is released, and what would void it."""
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_fed import FederatedError
+from lightning_fed.algorithms import FedAvg, FedCM, FedDane, FedDyn, FedNova, FedProx, Mime, Scaffold, ServerOnly, SGDm
+from lightning_fed.callbacks import ClientAccuracy, LocalDrift, RunSummary, SplitPicture
+from lightning_fed.server import (
+    BernoulliSampler,
+    DifferentialPrivacy,
+    FedAdam,
+    SystemsHeterogeneity,
+    UniformSampler,
+)
+from lightning_fed.server.aggregation.mean import Aggregation
+from lightning_fed.server.aggregation.privacy import gaussian_noise
+from lightning_fed.server.weighting import Participant
+from tests.helpers.engines import Ordinary, assert_close, state_of
+from tests.helpers.training import data, parameters, seeded, trainer
+
+SIZES = (13, 8, 21, 5, 16, 9)
+
+
+def bound(probability: float = 0.5, max_norm: float = 2.0, z: float = 1e-12, delta: float = 1e-5) -> Any:
+    """Return an aggregator as a run has it, without noise to speak of unless told otherwise."""
+    return DifferentialPrivacy(max_norm, z, delta).for_run(FedAvg(), None, BernoulliSampler(probability))
+
+
+def of_round(aggregator: Any, clients: int, population: int = 10) -> Aggregation:
+    cohort = [Participant(f"c{i}", i, 100 * (i + 1), 1, 1) for i in range(clients)]
+    return aggregator.of_round({"delta": "weighting"}, "uniform", cohort, population)
+
+
+def private(**kwargs: Any) -> Any:
+    options = {"aggregator": DifferentialPrivacy(1.0, 1.0, 1e-5), "clients_per_round": None, **kwargs}
+    options.setdefault("sampler", BernoulliSampler(0.5))
+    return trainer(**options)
+
+
+# ------------------------------------------------------------------ the sum
+
+
+def test_messages_are_clipped_added_up_alike_and_divided_by_the_expected_number() -> None:
+    aggregation = of_round(bound(probability=0.5, max_norm=2.0), clients=3)
+    x = torch.zeros(2, dtype=torch.float64)
+    for i, message in enumerate(([6.0, 8.0], [0.0, 1.0], [-30.0, 40.0])):  # of norms 10, 1, 50
+        aggregation.add(i, 1, {"delta": torch.tensor(message, dtype=torch.float64)})
+    want = torch.tensor([1.2 + 0.0 - 1.2, 1.6 + 1.0 + 1.6], dtype=torch.float64) / (0.5 * 10)
+    means, models = aggregation.mean(x)
+    torch.testing.assert_close(means["delta"], want, rtol=1e-10, atol=1e-10)
+    assert models is None
+
+
+def test_no_client_moves_the_sum_by_more_than_the_bound() -> None:
+    x, stream = torch.zeros(50, dtype=torch.float64), torch.Generator().manual_seed(0)
+    for length in (1e-3, 1.0, 1e6):
+        message = length * torch.randn(50, generator=stream, dtype=torch.float64)
+        found = []
+        for count in (1, 2):
+            aggregation = of_round(bound(probability=0.1, max_norm=0.5), clients=2)
+            for i in range(count):
+                aggregation.add(i, 1, {"delta": x + 1 if i == 0 else message})
+            found.append(aggregation.mean(x)[0]["delta"] * (0.1 * 10))
+        assert float((found[1] - found[0]).norm()) <= 0.5 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("clients", [0, 1, 4])
+def test_the_noise_on_the_sum_is_z_times_the_bound_however_many_took_part(clients: int) -> None:
+    x = torch.zeros(200_000, dtype=torch.float64)
+    aggregation = of_round(bound(probability=0.25, max_norm=3.0, z=0.7), clients)
+    for i in range(clients):
+        aggregation.add(i, 1, {"delta": x})
+    noise = aggregation.mean(x)[0]["delta"] * (0.25 * 10)
+    assert float(noise.std()) == pytest.approx(0.7 * 3.0, rel=0.01)  # six standard errors
+    assert abs(float(noise.mean())) < 6 * 2.1 / math.sqrt(len(x))
+
+
+def test_the_noise_is_gaussian_and_independent() -> None:
+    noise = gaussian_noise(400_001, 1.0)
+    assert noise.shape == (400_001,)
+    assert noise.dtype == torch.float64
+    for power, want in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
+        spread = math.sqrt({1: 1, 2: 2, 3: 15, 4: 96}[power] / len(noise))
+        assert float((noise**power).mean()) == pytest.approx(want, abs=6 * spread)
+    for lag in (1, 200_000, 200_001):  # the two numbers of a pair, and neighbours
+        assert abs(float((noise[lag:] * noise[:-lag]).mean())) < 6 / math.sqrt(len(noise) - lag)
+    within = [float((noise.abs() < bound).double().mean()) for bound in (0.5, 1.0, 2.0, 3.0)]
+    want = [math.erf(bound / math.sqrt(2)) for bound in (0.5, 1.0, 2.0, 3.0)]
+    assert within == pytest.approx(want, abs=5e-3)
+
+
+def test_the_noise_does_not_come_from_any_seed() -> None:
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        made.append(gaussian_noise(10, 1.0))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(*made)
+    assert gaussian_noise(0, 1.0).shape == (0,)
+
+
+def test_noise_is_added_once_even_if_the_mean_is_asked_for_twice() -> None:
+    aggregation, x = of_round(bound(z=1.0), 0), torch.zeros(5)
+    assert torch.equal(aggregation.mean(x)[0]["delta"], aggregation.mean(x)[0]["delta"])
+
+
+# ------------------------------------------------------------------ the account
+
+
+def exact_epsilon(sigma: float, delta: float) -> float:
+    """Return the epsilon of one Gaussian mechanism of sensitivity 1 (Balle and Wang, 2018, Theorem 8), by bisection."""
+
+    def spent(epsilon: float) -> float:
+        phi = torch.distributions.Normal(0.0, 1.0).cdf
+        a, b = torch.tensor(0.5 / sigma, dtype=torch.float64), torch.tensor(epsilon * sigma, dtype=torch.float64)
+        return float(phi(a - b) - math.exp(epsilon) * phi(-a - b))
+
+    low, high = 0.0, 100.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if spent(middle) > delta else (low, middle)
+    return high
+
+
+@pytest.mark.parametrize(("z", "rounds"), [(1.0, 1), (4.0, 10), (10.0, 200)])
+def test_with_everybody_in_every_round_it_is_a_little_above_the_gaussian_mechanism(z: float, rounds: int) -> None:
+    exact = exact_epsilon(z / math.sqrt(rounds), 1e-5)
+    assert exact <= bound(probability=1.0, z=z).epsilon(rounds) <= 1.15 * exact
+
+
+@pytest.mark.parametrize(("q", "z", "rounds"), [(0.01, 1.1, 1000), (0.1, 2.0, 50), (1.0, 3.0, 7)])
+def test_epsilon_is_the_librarys_own(q: float, z: float, rounds: int) -> None:
+    accountant = pytest.importorskip("opacus.accountants").RDPAccountant()
+    for _ in range(rounds):
+        accountant.step(noise_multiplier=z, sample_rate=q)
+    assert bound(probability=q, z=z).epsilon(rounds) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-9)
+
+
+def test_epsilon_of_a_published_case() -> None:
+    # 60,000 examples, batches of 256, z = 1.1, 60 epochs, delta = 1e-5: epsilon = 2.6 (TensorFlow Privacy's tutorial
+    # gives 3.0 by the older, looser conversion)
+    assert bound(probability=256 / 60_000, z=1.1).epsilon(60 * 60_000 // 256) == pytest.approx(2.6, abs=0.1)
+
+
+def test_epsilon_starts_at_zero_and_grows() -> None:
+    spent = [bound(z=2.0).epsilon(rounds) for rounds in (0, 1, 2, 10, 10_000)]
+    assert spent[0] == 0.0
+    assert spent == sorted(spent)
+    assert bound(z=1e-3).epsilon(1) > 1e3
+
+
+# ------------------------------------------------------------------ in a run
+
+
+@pytest.mark.parametrize("engine", ["sequential", pytest.param("vectorized", marks=pytest.mark.thorough)])
+def test_without_noise_it_is_the_mean_of_clipped_updates(engine: str) -> None:
+    wide = DifferentialPrivacy(1e6, 1e-15, 1e-5)
+    options: dict[str, Any] = {"precision": "64-true", "limit_val_batches": 0, "max_rounds": 2, "engine": engine}
+    torch.manual_seed(3)
+    one = private(aggregator=wide, sampler=BernoulliSampler(1.0), **options)
+    one.fit(Ordinary(), data(SIZES))
+    torch.manual_seed(3)
+    other = trainer(clients_per_round=1.0, weighting="uniform", **options)
+    other.fit(Ordinary(), data(SIZES))
+    assert_close({"x": state_of(one)["x"]}, {"x": state_of(other)["x"]}, rtol=1e-6)
+
+
+def test_a_round_without_clients_adds_noise_all_the_same() -> None:
+    model = seeded()
+    before = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+    t = private(aggregator=DifferentialPrivacy(1e-6, 1.0, 1e-5), sampler=BernoulliSampler(1e-6), max_rounds=1)
+    t.fit(model, data(SIZES))
+    moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+    assert float(moved.std()) == pytest.approx(1 / 6, rel=0.3)  # 1e-6 by the expected 6e-6 clients
+    assert t.fit_loop.round == 1
+
+
+def test_what_is_logged_is_what_may_be_known(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    saved = ModelCheckpoint(tmp_path, monitor="privacy/epsilon", save_top_k=-1)
+    t = private(callbacks=[RunSummary(), saved], enable_checkpointing=True, server_optimizer=None, max_rounds=3)
+    t.fit(seeded(), data(SIZES))
+    assert set(t.callback_metrics) == {"server/update_norm", "round/seconds", "privacy/epsilon", "val_loss", "val_acc"}
+    spent = bound(z=1.0).epsilon(3)
+    assert float(t.callback_metrics["privacy/epsilon"]) == pytest.approx(spent, rel=1e-6)
+    assert t.fit_loop.epsilon == pytest.approx(spent)
+    shown = capsys.readouterr().out
+    assert ["privacy", f"epsilon {spent:.4g} at delta 1e-05"] in [line.split(maxsplit=1) for line in shown.splitlines()]
+    assert "bytes" not in shown
+    assert "clients seen" not in shown
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_later_rounds_log_nothing_of_training_either(engine: str) -> None:
+    t = private(engine=engine, max_rounds=3, sampler=BernoulliSampler(1.0))
+    t.fit(seeded(dropout=0.0), data(SIZES))
+    assert not [name for name in t.logged_metrics if "train" in name or "client" in name]
+
+
+def test_cohorts_and_noise_do_not_follow_from_the_seed() -> None:
+    ends = []
+    for _ in range(2):
+        model = seeded(dropout=0.0)
+        private(sampler=BernoulliSampler(0.5), max_rounds=1, seed=0).fit(model, data((5,) * 40))
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert not torch.equal(*ends)
+
+
+def test_cohorts_come_from_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+
+    def record(self: Any, seed: int, round: int, population: Any) -> list[Any]:
+        seeds.append(seed)
+        return list(population)
+
+    monkeypatch.setattr(BernoulliSampler, "__call__", record)
+    for _ in range(2):
+        private(max_rounds=1, seed=7).fit(seeded(), data(SIZES))
+    assert len(set(seeds)) == len(seeds) == 2
+    assert 7 not in seeds
+
+
+def test_gradients_that_are_the_message_are_clipped_as_any_other() -> None:
+    moved = []
+    for most in (1e-3, 1e-2):
+        x0, model = parameters(seeded()), seeded()
+        options: dict[str, Any] = {"algorithm": ServerOnly(), "local_epochs": None, "sampler": BernoulliSampler(1.0)}
+        private(aggregator=DifferentialPrivacy(most, 1e-9, 1e-5), max_rounds=1, **options).fit(model, data(SIZES))
+        moved.append(float((parameters(model) - x0).norm()))
+    assert 0 < moved[0] <= 1e-3 * (1 + 1e-3)
+    assert moved[1] == pytest.approx(10 * moved[0], rel=1e-2)
+
+
+def test_a_server_optimizer_only_sees_what_is_private() -> None:
+    private(server_optimizer=lambda params: FedAdam(params, lr=0.01), max_rounds=2).fit(seeded(), data(SIZES))
+
+
+def checkpoint(folder: Path, **kwargs: Any) -> str:
+    saver = ModelCheckpoint(folder, save_last=True)
+    private(callbacks=saver, enable_checkpointing=True, max_rounds=2, **kwargs).fit(seeded(), data(SIZES))
+    return saver.last_model_path
+
+
+def test_the_account_goes_on_after_a_resume(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    t = private(max_rounds=5)
+    t.fit(seeded(), data(SIZES), ckpt_path=path)
+    assert t.fit_loop.epsilon == pytest.approx(bound(z=1.0).epsilon(5))
+
+
+def test_a_resume_with_another_account_is_refused(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    for options, message in (
+        ({"aggregator": DifferentialPrivacy(1.0, 2.0, 1e-5)}, "aggregator is DifferentialPrivacy.*this run's is"),
+        ({"sampler": BernoulliSampler(0.25)}, "privacy spent so far is accounted for with its probability"),
+        ({"aggregator": None}, "this run's is None"),
+    ):
+        with pytest.raises(FederatedError, match=message):
+            private(max_rounds=5, **options).fit(seeded(), data(SIZES), ckpt_path=path)
+
+
+def test_a_run_without_privacy_cannot_become_private(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, save_last=True)
+    trainer(callbacks=saver, enable_checkpointing=True, max_rounds=1).fit(seeded(), data(SIZES))
+    with pytest.raises(FederatedError, match="The checkpoint's aggregator is None"):
+        private(max_rounds=2).fit(seeded(), data(SIZES), ckpt_path=saver.last_model_path)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weighting": "examples"}, "weighting='examples' does not go with aggregator=DifferentialPrivacy"),
+        ({"weighting": "steps"}, "weighting='steps'"),
+        ({"weighting": lambda i, n, k: 1.0}, "weighting=<function"),
+        ({"sampler": UniformSampler(3)}, r"found UniformSampler\(3\). Pass sampler=BernoulliSampler"),
+        ({"sampler": None, "clients_per_round": 3}, "Pass sampler=BernoulliSampler.*leave clients_per_round unset"),
+        ({"sampler": BernoulliSampler(dict.fromkeys(range(6), 0.5))}, "with one probability"),
+        ({"algorithm": Scaffold()}, r"Scaffold, whose clients send \['delta', 'delta_c'\]"),
+        ({"algorithm": FedDyn(1.0)}, "FedDyn, whose clients send"),
+        ({"algorithm": FedCM(0.5)}, "FedCM, whose clients send"),
+        ({"algorithm": FedNova()}, "FedNova, whose clients send"),
+        ({"algorithm": Mime(SGDm())}, "Mime, whose clients send full-batch gradients"),
+        ({"algorithm": FedDane(0.1)}, "FedDane, whose clients send full-batch gradients"),
+        ({"algorithm": FedProx(0.1, adaptive=True)}, "FedProx.*losses"),
+        ({"heterogeneity": SystemsHeterogeneity(dropout=0.5)}, "heterogeneity=.*does not go with"),
+        ({"on_client_error": "drop"}, "on_client_error='drop' does not go with"),
+    ],
+)
+def test_settings_that_void_the_guarantee_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        private(**options)
+
+
+def test_messages_by_examples_are_refused() -> None:
+    class ByExamples(FedAvg):
+        reduces = {"delta": "examples"}
+
+    class OverAll(FedAvg):
+        reduces = {"delta": "population"}
+
+    for algorithm in (ByExamples(), OverAll()):
+        with pytest.raises(FederatedError, match=f"aggregator=.*does not go with {type(algorithm).__name__}"):
+            private(algorithm=algorithm)
+
+
+class Normalized(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(self.body, nn.BatchNorm1d(8))
+
+
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_averaged_buffers_are_refused(buffers: str) -> None:
+    with pytest.raises(FederatedError, match="buffers='server'"):
+        private(buffers=buffers).fit(Normalized(), data(SIZES))
+
+
+@pytest.mark.parametrize("callback", [ClientAccuracy(on="train"), LocalDrift(), SplitPicture()], ids=type)
+def test_measures_of_clients_are_refused(callback: Any) -> None:
+    with pytest.raises(FederatedError, match=f"The callback {type(callback).__name__} does not go with"):
+        private(callbacks=callback).fit(seeded(), data(SIZES))
+
+
+def test_noise_in_every_process_is_refused() -> None:
+    with pytest.raises(FederatedError, match="does not go with strategy='ddp' on 2 devices"):
+        private(devices=2, strategy="ddp").fit(seeded(), data(SIZES))
+
+
+def test_a_delta_that_means_little_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"delta=0.5 is not below 1/N = 0.167"):
+        private(aggregator=DifferentialPrivacy(1.0, 1.0, 0.5), max_rounds=1).fit(seeded(), data(SIZES))
+
+
+def test_what_rounds_will_spend_is_known_before_a_fit() -> None:
+    assert private().fit_loop.settings.aggregator.epsilon(rounds=3) == pytest.approx(bound(z=1.0).epsilon(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0.0, 1.0, 1e-5), "max_norm must be a positive"),
+        ((1.0, 0.0, 1e-5), "noise_multiplier must be a positive"),
+        ((1.0, math.inf, 1e-5), "noise_multiplier must be a positive"),
+        ((1.0, 1.0, 0.0), "delta must be a positive"),
+        ((1.0, 1.0, 1.0), r"delta must lie in \(0, 1\)"),
+        (("1", 1.0, 0.1), "max_norm must be"),
+    ],
+)
+def test_impossible_arguments_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        DifferentialPrivacy(*arguments)
+
+
+def test_the_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opacus.accountants.analysis.rdp", None)
+    with pytest.raises(FederatedError, match=r'pip install "lightning_fed\[privacy\]"'):
+        private()
+
+
+def test_a_message_that_is_not_finite_is_refused_by_its_client() -> None:
+    with pytest.raises(FederatedError, match="Client 'c0' sent a message 'delta' that is not finite"):
+        of_round(bound(), 1).add(0, 1, {"delta": torch.tensor([math.nan])})

@@ -1,0 +1,489 @@
+"""Robust aggregation: what each rule makes of messages, what bad clients can do to a run, and what is refused."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lightning_fed import FederatedDataModule, FederatedError
+from lightning_fed.algorithms import (
+    Algorithm,
+    FedAvg,
+    FedDane,
+    FedDyn,
+    FedNova,
+    FedProx,
+    Mime,
+    Scaffold,
+    ServerOnly,
+    SGDm,
+)
+from lightning_fed.core.rounds import Run, Update
+from lightning_fed.models import MLPClassifier
+from lightning_fed.server import (
+    Aggregator,
+    CoordinateMedian,
+    GeometricMedian,
+    NormClipping,
+    RobustAggregator,
+    TrimmedMean,
+    WeightedSampler,
+)
+from lightning_fed.server.aggregation.mean import Aggregation
+from lightning_fed.server.weighting import Participant
+from tests.helpers.engines import Ordinary, assert_agree, assert_close, run, state_of
+from tests.helpers.selection import covering, few
+from tests.helpers.training import Net, data, fit, trainer
+
+RULES: dict[str, Aggregator] = {
+    "clipping": NormClipping(1.0),
+    "median": CoordinateMedian(),
+    "trimmed": TrimmedMean(0.25),
+    "geometric": GeometricMedian(iterations=100),
+}
+HOLDING = [name for name in RULES if name != "clipping"]
+X = torch.zeros(3, dtype=torch.float64)
+
+
+def cohort(sizes: Sequence[int], counts: Sequence[int] | None = None) -> list[Participant]:
+    return [Participant(f"c{i}", i, n, 1 if counts is None else counts[i], 1) for i, n in enumerate(sizes)]
+
+
+def combined(
+    rule: Aggregator,
+    messages: Tensor,
+    sizes: Sequence[int] | None = None,
+    counts: Sequence[int] | None = None,
+    reduces: str = "weighting",
+    weighting: str = "examples",
+    order: Sequence[int] | None = None,
+) -> Tensor:
+    """Return what a rule makes of messages [S, P] in a population of ten."""
+    members = cohort(sizes or [1] * len(messages), counts)
+    aggregation = rule.of_round({"delta": reduces}, weighting, members, 10)
+    for i in range(len(messages)) if order is None else order:
+        aggregation.add(i, 1, {"delta": messages[i]})
+    found, models = aggregation.mean(X)
+    assert models is None
+    return found["delta"]
+
+
+def matrix(*rows: Sequence[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+messages_of = st.integers(1, 9).flatmap(
+    lambda count: st.lists(
+        st.lists(st.floats(-10, 10, width=32), min_size=3, max_size=3), min_size=count, max_size=count
+    )
+)
+
+# ------------------------------------------------------------------ by hand
+
+
+def test_the_median_by_hand() -> None:
+    three = matrix([1, 5, -9], [2, 4, 0], [90, -7, 1])
+    assert torch.equal(combined(CoordinateMedian(), three), matrix([2, 4, 0])[0])
+    assert torch.equal(combined(CoordinateMedian(), three[:2]), matrix([1.5, 4.5, -4.5])[0])
+
+
+def test_the_trimmed_mean_by_hand() -> None:
+    five = matrix([1, 0, 0], [2, 0, 0], [6, 0, 0], [99, 0, 0], [-99, 0, 3])
+    assert torch.equal(combined(TrimmedMean(0.2), five), matrix([3, 0, 0])[0])
+    assert torch.equal(combined(TrimmedMean(0.39), five), matrix([3, 0, 0])[0])  # floor(1.95) = 1 at either end
+    assert torch.equal(combined(TrimmedMean(0.4), five), matrix([2, 0, 0])[0])
+
+
+def test_a_share_that_rounding_makes_a_little_smaller_is_not_lost() -> None:
+    values = torch.arange(100.0, dtype=torch.float64)[:, None].expand(100, 3).clone()
+    values[71:] = 1e9  # 29 of 100, and 0.29 * 100 is less than 29
+    assert float(combined(TrimmedMean(0.29), values)[0]) == pytest.approx(sum(range(29, 71)) / 42)
+
+
+def test_one_step_of_weiszfeld_by_hand() -> None:
+    two = matrix([0, 0, 0], [4, 0, 0])
+    # from the mean z = 1 of weights 3/4 and 1/4: distances 1 and 3, so 0.75 and 1/12
+    want = (4 / 12) / (0.75 + 1 / 12)
+    assert float(combined(GeometricMedian(iterations=1), two, sizes=[3, 1])[0]) == pytest.approx(want, rel=1e-12)
+    # with the smoothing above all distances it is the mean
+    assert float(combined(GeometricMedian(1, nu=100.0), two, sizes=[3, 1])[0]) == pytest.approx(1.0, rel=1e-12)
+
+
+def test_the_geometric_median_is_where_the_sum_of_distances_is_least() -> None:
+    points = torch.randn(7, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sizes = [1, 2, 3, 4, 3, 2, 1]
+    z = combined(GeometricMedian(iterations=500), points, sizes)
+    weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+
+    def objective(at: Tensor) -> Tensor:
+        return (weights * (points - at).norm(dim=1)).sum()
+
+    nudges = 1e-3 * torch.randn(200, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert all(objective(z) <= objective(z + nudge) for nudge in nudges)
+
+
+def test_clipping_by_hand() -> None:
+    two = matrix([0, 0, 0.5], [3, 4, 0])
+    want = (3 * two[0] + two[1] / 5) / 4
+    torch.testing.assert_close(combined(NormClipping(1.0), two, sizes=[3, 1]), want, rtol=1e-12, atol=0.0)
+
+
+def test_every_message_has_its_own_bound() -> None:
+    rule = NormClipping({"delta": 1.0, "c": 10.0})
+    aggregation = rule.of_round({"delta": "uniform", "c": "population"}, "examples", cohort([1]), 10)
+    aggregation.add(0, 1, {"delta": matrix([3, 4, 0])[0], "c": matrix([30, 40, 0])[0]})
+    means, _ = aggregation.mean(X)
+    torch.testing.assert_close(means["delta"], matrix([0.6, 0.8, 0])[0])
+    torch.testing.assert_close(means["c"], matrix([0.6, 0.8, 0])[0])  # 10 / N
+
+
+# ------------------------------------------------------------------ what holds for all
+
+
+@pytest.mark.parametrize("name", RULES)
+@given(rows=messages_of, chance=st.randoms(use_true_random=False))
+def test_neither_the_order_of_messages_nor_that_of_clients_matters(name: str, rows: Any, chance: Any) -> None:
+    messages = matrix(*rows)
+    order = list(range(len(rows)))
+    chance.shuffle(order)
+    once = combined(RULES[name], messages)
+    arrived = combined(RULES[name], messages, order=order)
+    if name in HOLDING:
+        assert torch.equal(once, arrived)
+    torch.testing.assert_close(once, arrived, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(once, combined(RULES[name], messages[order]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RULES)
+@given(row=st.lists(st.floats(-0.5, 0.5), min_size=3, max_size=3), count=st.integers(1, 8))
+@settings(max_examples=20)
+def test_equal_messages_come_out_as_they_are(name: str, row: list[float], count: int) -> None:
+    messages = matrix(*[row] * count)
+    torch.testing.assert_close(combined(RULES[name], messages), messages[0], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("rule", [TrimmedMean(0.0), NormClipping(1e9)], ids=repr)
+@given(rows=messages_of)
+@settings(max_examples=20)
+def test_without_trimming_or_clipping_it_is_the_mean(rule: Aggregator, rows: Any) -> None:
+    messages = matrix(*rows)
+    torch.testing.assert_close(combined(rule, messages), messages.mean(dim=0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "length"), covering(list(HOLDING), [1e2, 1e4, 1e6]))
+@given(bad=st.integers(0, 4), seed=st.integers(0, 99))
+@settings(max_examples=15)
+def test_any_message_of_fewer_than_the_breakdown_point_leaves_the_result_among_the_good(
+    name: str, length: float, bad: int, seed: int
+) -> None:
+    rule = {**RULES, "trimmed": TrimmedMean(0.4)}[name]
+    stream = torch.Generator().manual_seed(seed)
+    messages = torch.randn(10, 3, generator=stream, dtype=torch.float64)
+    clean = messages[bad:].clone()
+    messages[:bad] = length * torch.randn(3, generator=stream, dtype=torch.float64)
+    found = combined(rule, messages)
+    if name == "geometric":  # at most 2 / (1 - 2 * share) times the largest distance among the good
+        radius = (clean - clean.mean(dim=0)).norm(dim=1).max()
+        assert (found - clean.mean(dim=0)).norm() <= 2 * (1 - bad / 10) / (1 - 2 * bad / 10) * radius
+    else:
+        assert bool(((clean.min(dim=0).values <= found) & (found <= clean.max(dim=0).values)).all())
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_a_majority_of_bad_clients_carries_the_result_off(name: str) -> None:
+    messages = torch.zeros(10, 3, dtype=torch.float64)
+    messages[:6] = 1e6
+    assert float(combined(RULES[name], messages).abs().max()) > 1e5
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_a_client_drawn_twice_is_there_twice_except_in_sums_over_clients(name: str) -> None:
+    messages = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    together = combined(RULES[name], messages, counts=[1, 3, 1, 1], weighting="uniform")
+    apart = combined(RULES[name], messages[[0, 1, 1, 1, 2, 3]], weighting="uniform")
+    torch.testing.assert_close(together, apart, rtol=1e-9, atol=1e-9)
+    once = combined(RULES[name], messages, counts=[1, 3, 1, 1], reduces="population")
+    torch.testing.assert_close(once, 0.4 * combined(RULES[name], messages, weighting="uniform"))
+
+
+def test_rules_go_through_more_columns_than_they_sort_at_once() -> None:
+    messages = torch.randn(5, 40_000, generator=torch.Generator().manual_seed(0))
+    aggregation = CoordinateMedian().of_round({"delta": "uniform"}, "uniform", cohort([1] * 5), 5)
+    for i in range(5):
+        aggregation.add(i, 1, {"delta": messages[i]})
+    assert torch.equal(aggregation.mean(messages[0])[0]["delta"], messages.median(dim=0).values)
+
+
+def test_held_messages_are_copies() -> None:
+    aggregation = CoordinateMedian().of_round({"delta": "uniform"}, "uniform", cohort([1]), 5)
+    memory = torch.ones(3, dtype=torch.float64)
+    aggregation.add(0, 1, {"delta": memory})
+    memory.zero_()  # as an engine does for its next client
+    assert float(aggregation.mean(X)[0]["delta"][0]) == 1.0
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_message_that_is_not_finite_is_refused_by_its_client(name: str, value: float) -> None:
+    aggregation = RULES[name].of_round({"delta": "uniform"}, "uniform", cohort([1, 1]), 5)
+    with pytest.raises(FederatedError, match="Client 'c1' sent a message 'delta' that is not finite"):
+        aggregation.add(1, 1, {"delta": torch.tensor([value, 0.0, 0.0])})
+
+
+# ------------------------------------------------------------------ in a run
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rule"),
+    [
+        pytest.param(FedAvg(), CoordinateMedian(), marks=pytest.mark.thorough),
+        (Scaffold(), GeometricMedian()),
+        pytest.param(FedDyn(1.0), TrimmedMean(0.3), marks=pytest.mark.thorough),
+        (FedNova(), GeometricMedian()),
+        pytest.param(Mime(SGDm()), GeometricMedian(), marks=pytest.mark.thorough),
+        (ServerOnly(), TrimmedMean(0.3)),
+    ],
+    ids=repr,
+)
+def test_engines_and_chunks_agree(algorithm: Algorithm, rule: Aggregator) -> None:
+    options: dict[str, Any] = {"algorithm": algorithm, "aggregator": rule, "max_rounds": 2, "limit_val_batches": 0}
+    if not algorithm.local_work:
+        options["local_epochs"] = None
+    one = run("sequential", **options)
+    assert_agree(one, run("vectorized", chunk_size=3, **options))
+
+
+def test_trimming_nothing_is_the_uniform_mean_in_a_run() -> None:
+    for algorithm in (FedAvg(), Scaffold(), Mime(SGDm())):
+        options: dict[str, Any] = {"algorithm": algorithm, "limit_val_batches": 0}
+        plain = run("sequential", **options, **({} if isinstance(algorithm, Scaffold) else {"weighting": "uniform"}))
+        assert_close(state_of(plain), state_of(run("sequential", aggregator=TrimmedMean(0.0), **options)), rtol=1e-9)
+
+
+def test_wide_bounds_are_the_weighted_mean_in_a_run() -> None:
+    bounds = {"delta": 1e9, "full_grad_x": 1e9}
+    options: dict[str, Any] = {"algorithm": Mime(SGDm()), "limit_val_batches": 0}
+    clipped = run("sequential", aggregator=NormClipping(bounds), **options)
+    assert_close(state_of(run("sequential", **options)), state_of(clipped), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "names"),
+    [
+        (ServerOnly(), ["delta"]),
+        (Scaffold("i"), ["delta", "delta_c"]),  # each client reads its own gradient at x, and nobody their mean
+        (Mime(SGDm()), ["delta", "full_grad_x"]),
+        (FedDane(0.1), ["delta", "full_grad_x"]),
+    ],
+    ids=repr,
+)
+def test_bounds_are_for_what_clients_send(algorithm: Algorithm, names: list[str]) -> None:
+    options = {} if algorithm.local_work else {"local_epochs": None}
+    bounds = dict.fromkeys(names, 1.0)
+    run("sequential", algorithm=algorithm, aggregator=NormClipping(bounds), max_rounds=1, **options)
+
+
+def test_the_report_has_drift_and_weights_as_without() -> None:
+    plain, held = (run("sequential", weighting="uniform", aggregator=a) for a in (None, TrimmedMean(0.0)))
+    assert_agree(plain, held, rtol=1e-9)  # client/drift is among its metrics
+
+
+class Poisoned(Algorithm):
+    """FedAvg, where the clients with an odd number of examples send something else."""
+
+    def __init__(self, attack: str) -> None:
+        self.attack = attack
+
+    def finish(self, y: Tensor, run: Run) -> Update:
+        noise = torch.randn(run.delta.shape, generator=torch.Generator().manual_seed(0))
+        sent = {"flip": -run.delta, "flip ten times": -10 * run.delta, "noise": 10 * noise}[self.attack]
+        return Update(send={"delta": sent if run.num_examples % 2 == 1 else run.delta})
+
+
+def digits_of(bad: int, clients: int = 20) -> tuple[FederatedDataModule, TensorDataset]:
+    """Return the digits with as many clients of an odd number of examples, and the test set."""
+    x, y = load_digits(return_X_y=True)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(x / 16.0, dtype=torch.float32)[order], torch.tensor(y)[order]
+    sizes = [71 if i < bad else 70 for i in range(clients)]
+    parts = torch.arange(sum(sizes)).split(sizes)
+    test = TensorDataset(x[sum(sizes) :], y[sum(sizes) :])
+    sets = [TensorDataset(x[part], y[part]) for part in parts]
+    return FederatedDataModule(clients=sets, val=test, batch_size=10), test
+
+
+def accuracy(attack: str | None, aggregator: Aggregator | None) -> float:
+    datamodule, test = digits_of(0 if attack is None else 4)
+    torch.manual_seed(0)
+    model = MLPClassifier(hidden=(), lr=0.5)
+    algorithm = FedAvg() if attack is None else Poisoned(attack)
+    options: dict[str, Any] = {"max_rounds": 12, "limit_val_batches": 0, "clients_per_round": 1.0}
+    trainer(algorithm=algorithm, aggregator=aggregator, weighting="uniform", **options).fit(model, datamodule)
+    x, y = test.tensors
+    with torch.no_grad():
+        return float((model(x).argmax(1) == y).float().mean())
+
+
+DEFENCES: Mapping[str, Aggregator] = {
+    "median": CoordinateMedian(),
+    "trimmed": TrimmedMean(0.25),
+    "geometric": GeometricMedian(iterations=10),
+}
+
+
+@pytest.fixture(scope="module")
+def clean() -> float:
+    return accuracy(None, None)
+
+
+@pytest.mark.parametrize("attack", few(["flip ten times", "noise"], ["flip ten times"]))
+def test_a_fifth_of_bad_clients_ruins_the_mean(attack: str, clean: float) -> None:
+    assert clean > 0.9
+    assert accuracy(attack, None) < 0.6
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("attack", "name"),
+    few(
+        [pytest.param(a, name, id=f"{a}-{name}") for a in ("flip ten times", "noise") for name in DEFENCES],
+        ["flip ten times-geometric", "noise-trimmed"],
+    ),
+)
+def test_a_fifth_of_bad_clients_does_not_ruin_the_robust_rules(attack: str, name: str, clean: float) -> None:
+    assert accuracy(attack, DEFENCES[name]) > clean - 0.03
+
+
+@pytest.mark.thorough
+def test_flipped_signs_do_not_slow_the_robust_rules_down(clean: float) -> None:
+    for rule in DEFENCES.values():
+        assert accuracy("flip", rule) > clean - 0.03
+
+
+def test_clipping_bounds_what_a_fifth_of_bad_clients_can_do(clean: float) -> None:
+    assert accuracy("flip ten times", NormClipping(1.0)) > clean - 0.03
+
+
+def test_a_bad_gradient_at_x_does_not_pass_by_the_rule() -> None:
+    sets = [
+        TensorDataset(torch.randn(8, 6, generator=torch.Generator().manual_seed(i)), torch.arange(8) % 3)
+        for i in range(5)
+    ]
+    sets[0] = TensorDataset(1e5 * sets[0].tensors[0], sets[0].tensors[1])  # at 10^6 the run would end before any rule
+    norms = {}
+    for rule in (None, CoordinateMedian()):
+        t = trainer(algorithm=Mime(SGDm()), aggregator=rule, weighting="uniform", clients_per_round=1.0, max_rounds=1)
+        torch.manual_seed(0)
+        t.fit(nn_linear(), FederatedDataModule(clients=sets, batch_size=8))
+        norms[repr(rule)] = float(t.fit_loop.server["m"].norm())
+    assert norms["None"] > 1e3
+    assert norms["CoordinateMedian()"] < 10
+
+
+def nn_linear() -> Net:
+    model = Net(dropout=0.0)
+    model.body = nn.Identity()
+    model.head = nn.Linear(6, 3)
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=1e-9)
+    return model
+
+
+def test_clients_without_steps_are_left_out() -> None:
+    aggregation = CoordinateMedian().of_round(
+        {"delta": "uniform"}, "uniform", [Participant("a", 0, 5, 1, 1), Participant("b", 1, 5, 1, 0)], 5
+    )
+    aggregation.add(0, 1, {"delta": torch.ones(3, dtype=torch.float64)})
+    assert aggregation.weight(1, "uniform") == 0.0
+    assert torch.equal(aggregation.mean(X)[0]["delta"], torch.ones(3, dtype=torch.float64))
+
+
+def test_the_plain_mean_is_untouched_without_an_aggregator() -> None:
+    assert trainer().fit_loop.settings.aggregator is None
+    assert Aggregation.sums_models
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TrimmedMean(0.5), r"TrimmedMean\(beta=0.5\): beta must lie in \[0, 0.5\)"),
+        (lambda: TrimmedMean(-0.1), "beta must be a finite number of at least 0"),
+        (lambda: TrimmedMean("a"), "beta must be"),
+        (lambda: GeometricMedian(0), "iterations must be an integer of at least 1"),
+        (lambda: GeometricMedian(nu=0.0), "nu must be a positive finite number"),
+        (lambda: NormClipping(0.0), "max_norm must be a positive finite number"),
+        (lambda: NormClipping({"delta": float("nan")}), r"max_norm\['delta'\] must be a positive finite number"),
+    ],
+)
+def test_impossible_arguments_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"aggregator": "median"}, "aggregator must be an Aggregator such as CoordinateMedian.*found 'median'"),
+        ({"aggregator": CoordinateMedian}, "aggregator must be an Aggregator"),
+        ({"aggregator": CoordinateMedian(), "weighting": "examples"}, "weighting='examples' does not go with"),
+        ({"aggregator": TrimmedMean(0.1), "weighting": "steps"}, "weighting='steps' does not go with"),
+        ({"aggregator": GeometricMedian(), "algorithm": FedProx(0.1, adaptive=True)}, "FedProx.*losses"),
+        ({"aggregator": NormClipping(1.0), "algorithm": Scaffold()}, r"bound for each of \['delta', 'delta_c'\]"),
+        ({"aggregator": NormClipping({"delta": 1.0}), "algorithm": Mime(SGDm())}, "'full_grad_x'"),
+        ({"aggregator": NormClipping({"delta": 1.0, "dleta": 1.0})}, "bound for each of"),
+    ],
+)
+def test_combinations_that_do_not_go_together_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        trainer(**options)
+
+
+def test_messages_by_examples_are_refused_where_clients_count_alike() -> None:
+    class ByExamples(FedAvg):
+        reduces = {"delta": "examples"}
+
+    with pytest.raises(FederatedError, match="averages messages by examples"):
+        trainer(algorithm=ByExamples(), aggregator=CoordinateMedian())
+    trainer(algorithm=ByExamples(), aggregator=GeometricMedian())
+
+
+class Normalized(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(self.body, nn.BatchNorm1d(8))
+
+
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_averaged_buffers_are_refused(buffers: str) -> None:
+    with pytest.raises(FederatedError, match="buffers='server'"):
+        fit(Normalized(), data(batch_size=4), aggregator=CoordinateMedian(), buffers=buffers)
+
+
+def test_buffers_of_the_server_are_fine() -> None:
+    fit(Normalized(), data((8, 8, 8)), aggregator=CoordinateMedian(), buffers="server", max_rounds=1)
+
+
+class Widest(RobustAggregator):
+    """A rule of one's own: the largest value."""
+
+    def combine(self, messages: Tensor, weights: Tensor, sum_: Any) -> Tensor:
+        return messages.max(dim=0).values
+
+
+def test_a_rule_of_ones_own_is_a_few_lines() -> None:
+    assert torch.equal(combined(Widest(), matrix([1, 5, 0], [2, 3, -1])), matrix([2, 5, 0])[0])
+    assert repr(Widest()) == "Widest()"
+    run("sequential", aggregator=Widest(), sampler=WeightedSampler(3), clients_per_round=None, max_rounds=1)
+
+
+def test_a_rule_shows_itself_as_it_would_be_written() -> None:
+    shown = [repr(rule) for rule in (TrimmedMean(0.1), GeometricMedian(), NormClipping(2))]
+    assert shown == ["TrimmedMean(beta=0.1)", "GeometricMedian(iterations=3, nu=1e-06)", "NormClipping(max_norm=2.0)"]

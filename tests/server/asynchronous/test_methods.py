@@ -1,0 +1,159 @@
+"""Every method that may run asynchronously: the same numbers in one process and in two, resumed or not."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_fed import FederatedError
+from lightning_fed.algorithms import FedBN
+from lightning_fed.server import Asynchronous, ClientClock, FedAsync, FedBuff, TopK
+from tests.helpers.processes import in_processes
+from tests.helpers.selection import few
+from tests.helpers.training import FEATURES, data, same
+from tests.behaviour.test_contract import METHODS, Classifier, Method, trainer
+
+LATE = ClientClock(slow_share=0.4, slow_factor=5.0, spread=0.4, jitter=0.3)
+BUFFERED, ONE_BY_ONE = FedBuff(2, 4, clock=LATE), FedAsync(4, clock=LATE)
+COVERING = ["Scaffold ii", "FedCM", "FedNova", "FedDyn", "FedExP", "FedPer"]
+ROUNDS, HALF = 7, 4
+SIZES = (14, 8, 22, 6, 16, 10)  # no batch has one example, which BatchNorm refuses
+
+Ends = dict[str, dict[str, Any]]
+"""What runs end with, by method: x, the server's state, what this process's clients keep, the messages on their way."""
+
+
+class Normed(Classifier):
+    """The shared classifier behind a layer that FedBN keeps with the clients."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.body.insert(0, nn.BatchNorm1d(FEATURES))
+
+
+ROWS: dict[str, tuple[Method, dict[str, Any]]] = {
+    **{name: (method, {}) for name, method in METHODS.items()},
+    "FedBN": (Method(FedBN()), {}),
+    "Scaffold, TopK": (METHODS["Scaffold ii"], {"compression": TopK(0.3)}),
+}
+
+
+def is_accepted(name: str) -> bool:
+    try:
+        BUFFERED.for_run(ROWS[name][0].algorithm, None, BUFFERED)
+    except FederatedError:
+        return False
+    return True
+
+
+NAMES = list(filter(is_accepted, ROWS))
+
+
+def run(
+    names: Sequence[str], asynchronous: Asynchronous = BUFFERED, folder: Path | None = None, **options: Any
+) -> Ends:
+    """Run methods one after another; with a folder, from their checkpoints there, or saving them.
+
+    Args:
+        names: The methods.
+        asynchronous: How the server takes its steps.
+        folder: Where checkpoints are, if runs are saved or resumed.
+        options: Of the trainer. Runs of fewer than all rounds are saved, others resumed.
+    """
+    ends, rounds = Ends(), options.pop("max_rounds", ROUNDS)
+    options |= {"asynchronous": asynchronous, "clients_per_round": None, "precision": "64-true"}
+    for name in names:
+        method, own = ROWS[name]
+        torch.manual_seed(0)
+        model = (Normed if name == "FedBN" else Classifier)(dropout=0.0)
+        model.build = method.optimizer
+        done, path = trainer(method, max_rounds=rounds, **options, **own), None if folder is None else folder / name
+        done.fit(model, data(SIZES), ckpt_path=path if rounds == ROUNDS else None)
+        if path is not None and rounds < ROUNDS:
+            done.save_checkpoint(path)
+        state, aggregator = done.fit_loop.state, done.fit_loop.settings.aggregator
+        assert aggregator.state_dict()["messages"], "nothing is on its way, which tests less"
+        ends[name] = {
+            "x": state.x,
+            "server": state.state,
+            "clients": state.clients.state_dict(),
+            "messages": {(began, client): sent for began, client, sent in aggregator.state_dict()["messages"]},
+        }
+    return ends
+
+
+def in_two(place: Path, names: Sequence[str], *arguments: Any, **options: Any) -> Ends:
+    """Do the same in two processes, which must end alike, each with its own clients' states."""
+    work = partial(run, names, *arguments, strategy="clients", devices=2, **options)
+    outcomes = in_processes(work, place)
+    assert not any(outcome.error for outcome in outcomes), outcomes[0].trace + outcomes[1].trace
+    (one, other), merged = (outcome.value for outcome in outcomes), Ends()
+    for name in names:
+        assert not one[name]["clients"].keys() & other[name]["clients"].keys()
+        clients = {**one[name].pop("clients"), **other[name].pop("clients")}
+        assert same(one[name], other[name]), name
+        merged[name] = {**one[name], "clients": dict(sorted(clients.items()))}
+    return merged
+
+
+def differing(found: Ends, wanted: Ends) -> list[str]:
+    """Return the methods that do not end with the same bits."""
+    assert found.keys() == wanted.keys()
+    return [name for name in wanted if not same(found[name], wanted[name])]
+
+
+def test_methods_that_may_run_asynchronously_are_those_whose_clients_work_alone() -> None:
+    def works_alone(method: Method) -> bool:
+        algorithm = method.algorithm
+        averages = algorithm.full_grad_at and algorithm.full_grad_for != "client"
+        return algorithm.local_work and not averages and not algorithm.population_loss
+
+    assert [*(name for name, method in METHODS.items() if works_alone(method)), "FedBN", "Scaffold, TopK"] == NAMES
+
+
+@pytest.mark.parametrize(
+    ("names", "asynchronous"),
+    few(
+        [
+            pytest.param(COVERING, BUFFERED, id="covering"),
+            pytest.param(NAMES, BUFFERED, id="all"),
+            pytest.param(NAMES, ONE_BY_ONE, id="all, FedAsync"),
+        ],
+        ["covering"],
+    ),
+)
+def test_two_processes_give_the_bits_of_one(names: Sequence[str], asynchronous: Asynchronous, tmp_path: Path) -> None:
+    assert not differing(in_two(tmp_path, names, asynchronous), run(names, asynchronous))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "FedBN"])  # whose buffers that engine refuses
+def test_two_processes_agree_where_clients_are_trained_at_once(name: str, tmp_path: Path) -> None:
+    def leaves(value: Any) -> list[Tensor]:
+        if isinstance(value, Tensor):
+            return [value]
+        return [leaf for name in sorted(value) for leaf in leaves(value[name])]
+
+    options = {"engine": "vectorized", "chunk_size": 3}
+    found, wanted = in_two(tmp_path, [name], **options)[name], run([name], **options)[name]
+    for a, b in zip(leaves(found), leaves(wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(["Scaffold ii", "FedNova"], id="two"), pytest.param(NAMES, id="all", marks=pytest.mark.thorough)],
+)
+def test_a_run_may_be_resumed_in_another_number_of_processes(
+    names: Sequence[str], before: int, after: int, tmp_path: Path
+) -> None:
+    def part(processes: int, **options: Any) -> Ends:
+        return run(names, **options) if processes == 1 else in_two(tmp_path, names, **options)
+
+    part(before, folder=tmp_path, max_rounds=HALF)
+    assert not differing(part(after, folder=tmp_path), run(names))

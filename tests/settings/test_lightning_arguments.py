@@ -1,0 +1,141 @@
+"""Every argument of Lightning's Trainer, with a value of every type that it accepts: taken, or refused by name."""
+
+from datetime import timedelta
+from inspect import signature
+from pathlib import Path
+from types import FunctionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+import pytorch_lightning as pl
+from lightning_fabric.plugins.environments import LightningEnvironment
+from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.profilers import SimpleProfiler
+
+from lightning_fed import FederatedError, FederatedTrainer
+from lightning_fed.compat.private import MisconfigurationException
+from tests.helpers.training import QUIET, classification, data, seeded
+
+SWITCH = (True, False)
+MAYBE = (None, *SWITCH)
+LIMIT = (None, 1, 1.0, 0, 0.5)
+TIME = (None, "00:00:10:00", timedelta(minutes=10), {"minutes": 10})
+TRUE = ("64-true", "32-true", "16-true", "bf16-true")
+PLUGINS = (pl.plugins.TorchCheckpointIO(), pl.plugins.DoublePrecision(), pl.plugins.TorchSyncBatchNorm())
+
+TAKEN: dict[str, tuple[Any, ...]] = {
+    "accelerator": ("cpu", "auto", pl.accelerators.CPUAccelerator()),
+    "strategy": ("auto", "clients", "ddp", "single_device", pl.strategies.SingleDeviceStrategy("cpu")),
+    "devices": (1, "1", "auto"),
+    "num_nodes": (1,),
+    "precision": (None, 64, 32, 16, "64", "32", "16", "bf16", *TRUE, "16-mixed", "bf16-mixed"),
+    "logger": (None, *SWITCH, lambda: CSVLogger("."), lambda: [CSVLogger("a"), CSVLogger("b")], lambda: iter([])),
+    "callbacks": (None, pl.Callback(), [pl.Callback()]),
+    "fast_dev_run": (*SWITCH, 2),
+    "max_epochs": (None, 1, 0),
+    "min_epochs": (None, 1),
+    "max_steps": (-1, 3),
+    "min_steps": (None, 3),
+    "max_time": TIME,
+    "limit_train_batches": LIMIT,
+    "limit_val_batches": LIMIT,
+    "limit_test_batches": LIMIT,
+    "limit_predict_batches": LIMIT,
+    "overfit_batches": (0.0, 1, 0.5),
+    "val_check_interval": (*TIME, 1, 1.0),
+    "check_val_every_n_epoch": (1, 2),
+    "num_sanity_val_steps": (None, 0, 1, -1),
+    "log_every_n_steps": (None, 1, 0),
+    "enable_checkpointing": MAYBE,
+    "enable_progress_bar": MAYBE,
+    "enable_model_summary": MAYBE,
+    "accumulate_grad_batches": (1, 2),
+    "gradient_clip_val": (None, 1, 0.5),
+    "gradient_clip_algorithm": (None, "norm", "value"),
+    "deterministic": (*MAYBE, "warn"),
+    "benchmark": MAYBE,
+    "inference_mode": SWITCH,
+    "use_distributed_sampler": SWITCH,
+    "profiler": (None, "simple", "advanced", "pytorch", SimpleProfiler()),
+    "detect_anomaly": SWITCH,
+    "barebones": SWITCH,
+    "plugins": (None, [], *PLUGINS, [pl.plugins.AsyncCheckpointIO()], LightningEnvironment()),
+    "sync_batchnorm": SWITCH,
+    "reload_dataloaders_every_n_epochs": (0, 1),
+    "default_root_dir": (None, ".", Path()),
+    "enable_autolog_hparams": SWITCH,
+    "model_registry": (None, "name"),
+}
+"""By argument, values that a run on one CPU takes; a function makes a value that serves one trainer only."""
+
+REFUSED: dict[str, tuple[tuple[Any, str], ...]] = {
+    "accelerator": (("hpu", "invalid accelerator name"),),
+    "strategy": (("fsdp", "The strategy fsdp is not supported"),),
+    "devices": (([0], "should be an int > 0"),),
+    "precision": (("transformer-engine", "transformer_engine"), ("transformer-engine-float16", "transformer_engine")),
+    "val_check_interval": ((2, "val_check_interval=2"), (0.5, "val_check_interval=0.5")),
+    "check_val_every_n_epoch": ((None, "check_val_every_n_epoch=None"),),
+    "gradient_clip_algorithm": (("max", "gradient_clip_algorithm"),),
+    "profiler": (("xla", "torch_xla"),),
+}
+"""By argument, values that a run on one CPU refuses, and what the error names."""
+
+REFUSALS = (FederatedError, MisconfigurationException, ModuleNotFoundError)
+HINTS = get_type_hints(pl.Trainer.__init__)
+
+
+def made(value: Any) -> Any:
+    """Return a value, or make it."""
+    return value() if isinstance(value, FunctionType) else value
+
+
+def run(name: str, value: Any) -> None:
+    """Run a round."""
+    rounds = {} if name == "max_epochs" else {"max_rounds": 1}
+    quiet = {key: given for key, given in QUIET.items() if key != name}
+    if name == "barebones":
+        quiet = {"accelerator": "cpu"}
+    made = FederatedTrainer(**{**quiet, **rounds, "local_epochs": 1, "clients_per_round": 2, "seed": 0, name: value})
+    made.fit(seeded(), data(val=classification(64, 77), batch_size=2, eval_batch_size=16))
+
+
+def kinds(hint: Any) -> list[Any]:
+    """Return the parts of an annotation: types, containers and single literals."""
+    if get_origin(hint) is Union:
+        return [kind for part in get_args(hint) for kind in kinds(part)]
+    return list(get_args(hint)) if get_origin(hint) is Literal else [hint]
+
+
+def is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is an example of a part of an annotation."""
+    kind = get_origin(kind) or kind
+    if not isinstance(kind, type):  # a literal
+        return type(value) is type(kind) and value == kind
+    return type(value) is kind if kind in (int, float, bool, str) else isinstance(value, kind)
+
+
+def test_every_argument_has_examples_of_all_its_types() -> None:
+    names = [name for name in signature(pl.Trainer.__init__).parameters if name != "self"]
+    assert list(TAKEN) == names
+    missing = {
+        (name, kind)
+        for name in names
+        for kind in kinds(HINTS[name])
+        if not any(is_of(value, kind) for value in [*map(made, TAKEN[name]), *(v for v, _ in REFUSED.get(name, ()))])
+    }
+    assert missing == set()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", TAKEN)
+def test_every_value_is_taken(name: str) -> None:
+    for value in TAKEN[name]:
+        run(name, made(value))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_other_value_is_refused_by_name(name: str) -> None:
+    for value, said in REFUSED[name]:
+        with pytest.raises(REFUSALS, match=said):
+            run(name, value)

@@ -1,0 +1,100 @@
+"""A small model works with one thread, and the process has as many as before afterwards."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from lightning_fed.trainer import threads
+from lightning_fed.trainer.threads import SMALL, is_small, threads_for
+from tests.helpers.training import Net, data, trainer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _two_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let two threads be PyTorch's default, as on a machine with two cores where nobody has set anything."""
+    monkeypatch.setattr(threads, "_SET_BY_USER", False)
+    monkeypatch.setattr(threads, "_AT_IMPORT", 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+class Counting(pl.Callback):
+    """Note the number of threads in every stage, and fail in a round if asked to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.seen: set[int] = set()
+
+    def on_validation_start(self, *_: Any) -> None:
+        self.seen.add(torch.get_num_threads())
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.seen.add(torch.get_num_threads())
+        if self.fails:
+            raise RuntimeError("stop here")
+
+
+@pytest.mark.parametrize(
+    ("make", "small"),
+    [
+        (lambda: nn.Linear(64, 64), True),
+        (lambda: nn.LSTM(16, 16), True),
+        (lambda: nn.Linear(1, SMALL // 2 - 1), True),
+        (lambda: nn.Linear(1, SMALL // 2), False),
+        (lambda: nn.Conv2d(1, 2, 3), False),
+        (lambda: nn.LazyLinear(2), False),
+    ],
+)
+def test_a_model_is_small_by_its_parameters(make: Callable[[], nn.Module], small: bool) -> None:
+    assert is_small(make()) is small
+
+
+def test_a_small_model_is_trained_and_evaluated_with_one_thread(caplog: pytest.LogCaptureFixture) -> None:
+    counting, model = Counting(), Net()
+    made = trainer(max_rounds=2, callbacks=[counting])
+    made.fit(model, data())
+    made.validate(model, data())
+    assert counting.seen == {1}
+    assert torch.get_num_threads() == 2
+    assert caplog.text.count("takes 1 thread instead of PyTorch's 2") == 1
+
+
+def test_a_run_that_fails_puts_them_back() -> None:
+    counting = Counting(fails=True)
+    with pytest.raises(Exception, match="stop here"):
+        trainer(max_rounds=1, callbacks=[counting]).fit(Net(), data())
+    assert counting.seen == {1}
+    assert torch.get_num_threads() == 2
+
+
+def test_a_number_that_is_set_in_the_run_stays() -> None:
+    with threads_for(Net(), CPU):
+        torch.set_num_threads(3)
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize("how", ["environment", "after import", "before import", "gpu", "large"])
+def test_they_are_left_alone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "environment":
+        monkeypatch.setattr(threads, "_SET_BY_USER", True)
+    elif how == "after import":
+        monkeypatch.setattr(threads, "_AT_IMPORT", 1)
+    elif how == "before import":
+        torch.set_num_threads(5)
+        monkeypatch.setattr(threads, "_AT_IMPORT", 5)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    before = torch.get_num_threads()
+    device = torch.device("cuda" if how == "gpu" else "cpu")
+    with threads_for(nn.Conv1d(1, 1, 1) if how == "large" else Net(), device) as changed:
+        assert changed is None
+        assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == before
