@@ -9,7 +9,7 @@ import yaml
 
 FOLDER = Path(__file__).parent / "papers"
 ITEMS = Path(__file__).parent / "papers_items.yaml"
-PAPERS = Path(__file__).parent.parent / "lightning_fed" / "papers"
+PAPERS = Path(__file__).parent.parent / "lightning_fed" / "lab" / "papers"
 KINDS = {"hold": "hold", "do not hold": "fail", "undecided": "undecided", "could not be judged": "not judged"}
 INTRODUCTION = """\
 # Results

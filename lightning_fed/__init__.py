@@ -39,9 +39,9 @@ _HOMES = {
     "callbacks": ("FederatedCallback", "RoundProgressBar", "RunSummary"),
     "core": ("ClientError", "ClientReport", "FederatedError", "RoundReport"),
     "data": ("FederatedDataModule", "FederatedDataset"),
-    "loop": ("FederatedLoop",),
-    "optim": ("FederatedOptimizer",),
-    "trainer": ("FederatedTrainer",),
+    "trainer.loop": ("FederatedLoop",),
+    "engines.optimizer": ("FederatedOptimizer",),
+    "trainer.trainer": ("FederatedTrainer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

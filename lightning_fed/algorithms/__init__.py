@@ -2,6 +2,7 @@
 
 from lightning_fed.algorithms.apfl import APFL
 from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.algorithms.base_optimizers import SGD, Adagrad, Adam, BaseOptimizer, RMSProp, SGDm, Yogi
 from lightning_fed.algorithms.ditto import Ditto
 from lightning_fed.algorithms.fedacg import FedACG
 from lightning_fed.algorithms.fedavg import FedAvg
@@ -24,7 +25,6 @@ from lightning_fed.algorithms.scaffnew import Scaffnew
 from lightning_fed.algorithms.scaffold import Scaffold
 from lightning_fed.algorithms.scaffold_m import ScaffoldM
 from lightning_fed.algorithms.server_only import ServerOnly
-from lightning_fed.algorithms.base_optimizers import SGD, Adagrad, Adam, BaseOptimizer, RMSProp, SGDm, Yogi
 
 __all__ = [
     "APFL",

@@ -182,6 +182,24 @@ class Algorithm:
         """Return the parameters [P] of a client's own model, given what it keeps."""
         return self.evaluate_at(x, server)
 
+    def overrides(self, hook: str) -> bool:
+        """Return whether the method has its own version of a hook.
+
+        Args:
+            hook: The hook's name, such as "correct".
+        """
+        return getattr(type(self), hook) is not getattr(Algorithm, hook)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether every local step takes a second gradient at a point computed in that step."""
+        return self.anchor_at is None and self.overrides("second_gradient_at")
+
+    @property
+    def reads_path_gradient(self) -> bool:
+        """Whether ``finish`` reads the mean corrected direction along a client's path."""
+        return self.overrides("finish") if self.uses_path_gradient is None else self.uses_path_gradient
+
     def options(self) -> dict[str, Any]:
         """Return the hyper-parameters by name; a checkpoint of another method or other options is refused."""
         return {k: v.options() if isinstance(v, BaseOptimizer) else v for k, v in self._hyper_parameters().items()}

@@ -2,9 +2,9 @@
 
 from typing import Any, Literal
 
-from lightning_fed.compat.private import is_overridden
-from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.measure import ClientMeasure, write_table
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import is_overridden
 from lightning_fed.core.arguments import check_count, check_one_of, check_texts
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport

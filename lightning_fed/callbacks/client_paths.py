@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.measure import Measure, write_table
+from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId

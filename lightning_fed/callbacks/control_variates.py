@@ -2,8 +2,8 @@
 
 import torch
 
-from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.measure import ClientMeasure
+from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId

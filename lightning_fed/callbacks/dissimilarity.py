@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 
-from lightning_fed.compat.private import rank_zero_warn
-from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.measure import WeightedMeasure, Weighting
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.arguments import check_count, check_fraction
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport

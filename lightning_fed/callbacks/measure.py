@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from lightning_fed.compat.private import rank_zero_warn
-from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.arguments import check_count, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator

@@ -5,8 +5,8 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 
 __all__ = ["Monitors", "warn_of_misspelt"]

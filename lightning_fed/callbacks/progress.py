@@ -3,9 +3,9 @@
 import sys
 from typing import Any
 
-from lightning_fed.compat.private import Tqdm, TrainerFn
-from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import Tqdm, TrainerFn
 from lightning_fed.core.arguments import check_count, check_flags
 from lightning_fed.core.rounds import ClientReport, RoundReport
 

@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
-from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.base import FederatedCallback
-from lightning_fed.core.rounds import RoundReport
 from lightning_fed.callbacks.monitors import warn_of_misspelt
+from lightning_fed.compat.package import pl
+from lightning_fed.core.rounds import RoundReport
 
 __all__ = ["RoundLogger"]
 

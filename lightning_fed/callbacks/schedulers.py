@@ -1,7 +1,7 @@
 """Keep metric-driven learning rate schedules in step with checkpoints."""
 
-from lightning_fed.compat.private import TrainerFn
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import TrainerFn
 
 __all__ = ["PlateauSchedulers"]
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.base import FederatedCallback
-from lightning_fed.server.asynchronous.client_clock import ClientClock
+from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
+from lightning_fed.server.asynchronous.client_clock import ClientClock
 
 __all__ = ["SimulatedTime"]
 

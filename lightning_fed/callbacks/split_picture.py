@@ -1,7 +1,7 @@
 """The picture of how the data are dealt out, in TensorBoard."""
 
-from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import preserved_random_state

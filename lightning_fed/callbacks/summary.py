@@ -4,8 +4,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
 

@@ -2,9 +2,9 @@
 
 from typing import Any, Literal
 
-from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
-from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
 from lightning_fed.core.arguments import check_number, check_one_of, check_texts
 
 __all__ = ["TargetMetric"]

@@ -1,7 +1,7 @@
 """The loss that a run minimises."""
 
-from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.measure import WeightedMeasure, Weighting
+from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import RoundReport
 
 __all__ = ["TrainingLoss"]

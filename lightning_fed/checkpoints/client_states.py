@@ -8,17 +8,24 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.types import State
-from lightning_fed.server.client_states.store import ClientStore
 from lightning_fed.server.client_states.disk_store import DiskClientStore
 from lightning_fed.server.client_states.leftovers import clean_after, needed_here, note_run
 from lightning_fed.server.client_states.segments import Segment, owner
+from lightning_fed.server.client_states.store import ClientStore
+from lightning_fed.server.client_states.versions import (
+    Reference,
+    StoreFolder,
+    Version,
+    find_store,
+    is_reference,
+    relative,
+)
 from lightning_fed.server.server import Server
-from lightning_fed.server.client_states.versions import Reference, StoreFolder, Version, find_store, is_reference, relative
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_fed.compat.private import call, rank_zero_warn
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import call, rank_zero_warn
 
 __all__ = ["SafeContents", "fill_in"]
 

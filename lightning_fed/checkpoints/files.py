@@ -16,8 +16,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 
 try:

@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_fed.compat.private import MisconfigurationException, rank_zero_info
-from lightning_fed.compat.package import pl
 from lightning_fed.checkpoints.files import by_age, fault_of, link, local_path, remove_leftovers, resumable
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import MisconfigurationException, rank_zero_info
 
 __all__ = [
     "folders",

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_fed.compat.private import rank_zero_warn
-from lightning_fed.compat.package import pl
 from lightning_fed.checkpoints.client_states import ClientStatesPlace
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters

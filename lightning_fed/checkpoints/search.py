@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_fed.compat.package import pl
 from lightning_fed.checkpoints.files import AtomicCheckpointIO, by_age, local_path
 from lightning_fed.checkpoints.folders import folders, newest
+from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 
 __all__ = ["best_of_newest_run", "check_is_there", "last_of_newest_run", "roots"]

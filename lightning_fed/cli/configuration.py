@@ -13,11 +13,11 @@ import yaml
 from jsonargparse import Namespace
 
 import lightning_fed.data
-from lightning_fed.compat.package import pl
-from lightning_fed.compat.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning_fed.cli.parser import Parser
-from lightning_fed.core.errors import FederatedError
 from lightning_fed.cli.overrides import Config, overlay
+from lightning_fed.cli.parser import Parser
+from lightning_fed.compat.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning_fed.compat.package import pl
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.trainer.trainer import FederatedTrainer
 
 __all__ = ["CellParts", "Configurations", "key_of", "refusal_in", "with_root"]

@@ -1,5 +1,6 @@
 """The command line: Lightning's ``fit``, ``validate``, ``test`` and ``predict``, and commands of our own."""
 
+import importlib
 import os
 import sys
 import traceback
@@ -10,13 +11,13 @@ from typing import Any
 
 import torch
 
-from lightning_fed.compat.private import MisconfigurationException
-from lightning_fed.compat.package import pl
-from lightning_fed.compat.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning_fed.callbacks import RunSummary
 from lightning_fed.checkpoints.search import last_of_newest_run, roots
 from lightning_fed.cli.help import arrange
 from lightning_fed.cli.parser import Parser
+from lightning_fed.compat.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import MisconfigurationException
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.settings.environment import arguments_of_environment
 from lightning_fed.trainer.trainer import FederatedTrainer
@@ -36,14 +37,14 @@ _ABOUT = (
     " says why it does not converge; `lightning-fed deploy flower` runs it on real clients; `lightning-fed reproduce`,"
     " `sweep` and `compare` run a paper's experiment, run a grid of your own, and put runs side by side."
 )
-_OWN = {
-    "new": "Write a small project to start from.",
-    "data": "Print how much the clients of a configuration differ, and draw who has what.",
-    "diagnose": "Measure the clients of a configuration, and say why it does not converge.",
-    "deploy": "Run a configuration through Flower, on this machine.",
-    "reproduce": "Run an experiment of a paper.",
-    "sweep": "Run a grid over a configuration, or search it.",
-    "compare": "Put runs side by side.",
+_OWN = {  # by name, the function and what it does; a command is imported when it runs, and may be built on this one
+    "new": ("lightning_fed.cli.new:new", "Write a small project to start from."),
+    "data": ("lightning_fed.cli.data:picture", "Measure and plot how the data of a configuration is split."),
+    "diagnose": ("lightning_fed.lab.diagnosis:diagnose", "Find out why a configuration does not converge."),
+    "deploy": ("lightning_fed.deploy.flower.command:deploy", "Run a configuration through Flower, on this machine."),
+    "reproduce": ("lightning_fed.lab:reproduce", "Run an experiment of a paper."),
+    "sweep": ("lightning_fed.lab:sweep", "Run a grid over a configuration, or search it."),
+    "compare": ("lightning_fed.lab:compare", "Compare runs side by side."),
 }
 _STAGES = {
     "fit": "Train: run the rounds.",
@@ -51,7 +52,7 @@ _STAGES = {
     "test": "Evaluate a checkpoint on the test set.",
     "predict": "Predict with the model of a checkpoint.",
 }
-_FRAMEWORKS = (Path(__file__).parent, *(Path(getfile(package)).parent for package in (pl, torch)))
+_FRAMEWORKS = (Path(__file__).parents[1], *(Path(getfile(package)).parent for package in (pl, torch)))
 
 
 class FederatedCLI(LightningCLI):
@@ -136,7 +137,7 @@ class _AllCommands(FederatedCLI):
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)
         commands: Any = parser._subcommands_action
-        for name, about in _OWN.items():
+        for name, (_, about) in _OWN.items():
             commands.add_subcommand(name, Parser(), help=about)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -189,26 +190,10 @@ def _no_checkpoint(stage: str, trainer: pl.Trainer) -> FederatedError:
 
 
 def _own_command(name: str) -> Callable[[list[str]], None]:
-    """Return the function behind a command of our own; the others do not wait for its imports."""
-    if name == "data":
-        from lightning_fed.cli.data import picture
-
-        return picture
-    if name == "deploy":
-        from lightning_fed.deploy.flower.command import deploy
-
-        return deploy
-    if name == "new":
-        from lightning_fed.cli.new import new
-
-        return new
-    if name == "diagnose":
-        from lightning_fed.lab.diagnosis import diagnose
-
-        return diagnose
-    from lightning_fed import lab as experiments
-
-    return {"reproduce": experiments.reproduce, "sweep": experiments.sweep, "compare": experiments.compare}[name]
+    """Import the function behind one of our own commands."""
+    module, _, function = _OWN[name][0].partition(":")
+    command: Callable[[list[str]], None] = getattr(importlib.import_module(module), function)
+    return command
 
 
 def _own_trace(error: FederatedError) -> list[str]:

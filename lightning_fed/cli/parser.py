@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from lightning_fed import algorithms, callbacks, data, models, server
-from lightning_fed.compat.cli import LightningArgumentParser
 from lightning_fed.cli.help import plain, plain_error
+from lightning_fed.compat.cli import LightningArgumentParser
 from lightning_fed.compat.one_package import advice_on_path
 
 __all__ = ["Parser"]

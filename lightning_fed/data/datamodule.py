@@ -12,15 +12,20 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count, check_flags
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.batches.settings import BatchAugmentation, BatchSettings, BatchTransform, chain
 from lightning_fed.data.batches.batches import ClientBatches, LoaderBatches, TensorBatches
 from lightning_fed.data.batches.counting import BatchSizeOf
 from lightning_fed.data.batches.custom_batches import CustomBatches
-from lightning_fed.data.dataset import FederatedDataset, check_partition
-from lightning_fed.data.batches.evaluation import check_client_val, check_evaluation, evaluation_loader, transformed_loader
+from lightning_fed.data.batches.evaluation import (
+    check_client_val,
+    check_evaluation,
+    evaluation_loader,
+    transformed_loader,
+)
 from lightning_fed.data.batches.examples import check_map_style, size_of
 from lightning_fed.data.batches.loader_settings import check_options, settings_of
 from lightning_fed.data.batches.optional_loader import defined_with_val
+from lightning_fed.data.batches.settings import BatchAugmentation, BatchSettings, BatchTransform, chain
+from lightning_fed.data.dataset import FederatedDataset, check_partition
 from lightning_fed.data.partitions.partition import Partition, PartitionFunction, check_client_id, check_client_ids
 
 __all__ = ["FederatedDataModule"]

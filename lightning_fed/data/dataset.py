@@ -14,9 +14,9 @@ from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.examples import as_labels, check_map_style, column_of, labels_of, size_of, targets_of
+from lightning_fed.data.partitions.feature_shift import FeatureShift, ShiftedClients
 from lightning_fed.data.partitions.lazy_labels import lazy_labels
 from lightning_fed.data.partitions.partition import ByKey, Partition, PartitionFunction, Parts, check_client_id
-from lightning_fed.data.partitions.feature_shift import FeatureShift, ShiftedClients
 
 __all__ = ["FederatedDataset"]
 

@@ -13,10 +13,10 @@ from torch.utils.data import Dataset
 from lightning_fed.core.arguments import check_count, kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
+from lightning_fed.data.batches.examples import targets_of
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.dataset import FederatedDataset
 from lightning_fed.data.partitions.draws import Floats
-from lightning_fed.data.batches.examples import targets_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

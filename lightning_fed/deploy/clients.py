@@ -5,20 +5,20 @@ from typing import Any
 
 import torch
 
-from lightning_fed.compat.private import TrainerFn, TrainerState, call
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import TrainerFn, TrainerState, call
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.engines.batch_hooks import time_by_rounds
-from lightning_fed.trainer.client_evaluation import ClientEvaluation, mean_loss, own_model
-from lightning_fed.settings.module_checks import check_module
 from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepare_module
 from lightning_fed.rounds.local_plans import population_of
 from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import PERSONAL, ClientStates, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore
 from lightning_fed.server.weighting import Participant
+from lightning_fed.settings.module_checks import check_module
 from lightning_fed.settings.trainer_checks import check_trainer
+from lightning_fed.trainer.client_evaluation import ClientEvaluation, mean_loss, own_model
 
 __all__ = ["ClientsOutsideFit"]
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fed.compat.package import pl
 from lightning_fed._version import __version__
+from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.personal import personal_names

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId, State

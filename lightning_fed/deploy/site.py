@@ -8,17 +8,17 @@ from typing import Any
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId, State
-from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.batches.examples import size_of
+from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions.partition import check_client_ids
+from lightning_fed.deploy.clients import ClientsOutsideFit
 from lightning_fed.deploy.facts import check_facts, facts_of
 from lightning_fed.deploy.message import HELLO, MEASURE, Message, address, check_message, task_in
 from lightning_fed.deploy.replies import reply_to
 from lightning_fed.deploy.site_states import SiteStates
 from lightning_fed.rounds.messages import TRAIN
-from lightning_fed.deploy.clients import ClientsOutsideFit
-from lightning_fed.server.client_states.store import MemoryClientStore
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
+from lightning_fed.server.client_states.store import MemoryClientStore
 from lightning_fed.settings.settings import Settings
 
 __all__ = ["FederatedSite"]

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_fed.compat.private import is_overridden
-from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.base import uses_hook
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import is_overridden
 
 __all__ = [
     "CALLBACK_STEP_HOOKS",

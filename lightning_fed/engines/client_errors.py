@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from lightning_fed.compat.private import MisconfigurationException, SIGTERMException, call
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import MisconfigurationException, SIGTERMException, call
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_fed.compat.private import DummyLogger, call, is_param_in_hook_signature
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import DummyLogger, call, is_param_in_hook_signature
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state, seed_global

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fed.compat.private import _ResultCollection, rank_zero_warn
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import _ResultCollection, rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.server.aggregation.mean import accumulation_dtype
 from lightning_fed.strategies.processes import Ranks

@@ -14,17 +14,7 @@ from lightning_fed.core.rounds import Step
 from lightning_fed.core.torch_optimizers import coupled_decay, is_plain_sgd, without_coupled_decay
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["FederatedOptimizer", "LocalWork", "looks_ahead", "overrides", "solver_entries"]
-
-
-def overrides(algorithm: Algorithm, hook: str) -> bool:
-    """Whether a method has a hook of its own."""
-    return getattr(type(algorithm), hook) is not getattr(Algorithm, hook)
-
-
-def looks_ahead(algorithm: Algorithm) -> bool:
-    """Whether a method takes a second gradient at a point that it makes anew in every local step."""
-    return algorithm.anchor_at is None and overrides(algorithm, "second_gradient_at")
+__all__ = ["FederatedOptimizer", "LocalWork", "solver_entries"]
 
 
 class LocalWork:
@@ -177,35 +167,29 @@ class FederatedOptimizer(Optimizer):
         self._load_solver(solver_entries(kept or {}, len(self.flat.params)))
         self.work = work
         self._lr_sums = [0.0] * len(self.base.param_groups)
-        self._advances = overrides(work.algorithm, "advance")
+        self._advances = work.algorithm.overrides("advance")
         self._is_straight = self.goes_straight(work.algorithm)
-        self._tracks = self.needs_path(work.algorithm) and not self._is_straight
+        self._tracks = work.algorithm.reads_path_gradient and not self._is_straight
         self.is_injecting = self.injects(work.algorithm)
         self._decay = self.decay if self.is_injecting else []
 
-    @staticmethod
-    def needs_path(algorithm: Algorithm) -> bool:
-        """Whether a method reads the mean corrected direction along a client's path."""
-        declared = algorithm.uses_path_gradient
-        return overrides(algorithm, "finish") if declared is None else declared
-
     def tracks(self, algorithm: Algorithm) -> bool:
         """Whether that direction has to be added up step by step."""
-        return self.needs_path(algorithm) and not self.goes_straight(algorithm)
+        return algorithm.reads_path_gradient and not self.goes_straight(algorithm)
 
     def goes_straight(self, algorithm: Algorithm) -> bool:
         """Whether all that a client's parameters are away from x is a sum of rates times directions."""
-        return self.is_plain and not overrides(algorithm, "start")
+        return self.is_plain and not algorithm.overrides("start")
 
     def injects(self, algorithm: Algorithm) -> bool:
         """Whether anything happens to a gradient before the wrapped optimizer steps."""
         return (
-            overrides(algorithm, "correct")
-            or overrides(algorithm, "advance")
+            algorithm.overrides("correct")
+            or algorithm.overrides("advance")
             or algorithm.trains != "all"
             or self.clip is not None
             or self.tracks(algorithm)
-            or (self.needs_path(algorithm) and 0 in self.rates[: self.flat.num_shared])  # the path is a mean there
+            or (algorithm.reads_path_gradient and 0 in self.rates[: self.flat.num_shared])  # the path is a mean there
         )
 
     def end(self) -> LocalWork:

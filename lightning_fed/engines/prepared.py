@@ -12,9 +12,9 @@ from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters, trained_parameters
 from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.engines.personal import personal_names
 from lightning_fed.engines.sparse import densify
-from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy, split_of

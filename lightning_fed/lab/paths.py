@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_fed.cli.configuration import CellParts
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.cli.configuration import CellParts
 from lightning_fed.lab.experiment import Figure as Plan
 from lightning_fed.lab.figures import COLORS, add_legend, new_figure, panels_of
 from lightning_fed.lab.records import Record

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from lightning_fed.cli.configuration import Configurations
+from lightning_fed.cli.yaml_files import check_keys
 from lightning_fed.core.arguments import check_count, check_flags, check_number, check_seed
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.cli.configuration import Configurations
 from lightning_fed.lab.experiment import Axis
 from lightning_fed.lab.grid import Cell, Grid, Point
 from lightning_fed.lab.quantities import Quantity
@@ -17,7 +18,6 @@ from lightning_fed.lab.run_grid import StoredCells, check_cells, jobs_of, stoppi
 from lightning_fed.lab.runner import Job, run_jobs
 from lightning_fed.lab.store import Store
 from lightning_fed.lab.workers import TaskRunner
-from lightning_fed.cli.yaml_files import check_keys
 
 __all__ = ["Range", "Search", "find_optuna", "read_range", "read_search", "run_search"]
 

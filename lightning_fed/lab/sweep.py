@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
+from lightning_fed.cli.overrides import Config, overlay
+from lightning_fed.cli.yaml_files import check_keys, read_yaml, unknown
 from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
@@ -17,7 +19,6 @@ from lightning_fed.lab.figures import draw_best, new_figure, save
 from lightning_fed.lab.grid import Cell, Grid, Point
 from lightning_fed.lab.options import add_run_options, command_line
 from lightning_fed.lab.outputs import read_figures, read_tables
-from lightning_fed.cli.overrides import Config, overlay
 from lightning_fed.lab.places import read_skip
 from lightning_fed.lab.quantities import Quantity, parse_quantity
 from lightning_fed.lab.reading import read_metrics
@@ -30,7 +31,6 @@ from lightning_fed.lab.store import Store
 from lightning_fed.lab.tables import markdown, rows_of, write_series
 from lightning_fed.lab.verdict import losses, means
 from lightning_fed.lab.workers import make_workers
-from lightning_fed.cli.yaml_files import check_keys, read_yaml, unknown
 
 __all__ = ["sweep"]
 

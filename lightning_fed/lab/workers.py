@@ -17,10 +17,10 @@ from typing import Protocol
 
 import torch
 
-from lightning_fed.compat.package import NAMES
-from lightning_fed.lab.cell import CellRunner
 from lightning_fed.cli.configuration import refusal_in
 from lightning_fed.cli.overrides import Config
+from lightning_fed.compat.package import NAMES
+from lightning_fed.lab.cell import CellRunner
 
 __all__ = ["Inline", "Outcome", "Task", "TaskRunner", "Workers", "make_workers", "quietly"]
 

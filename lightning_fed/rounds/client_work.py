@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import ClientError
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.core.watched import Watched
@@ -17,8 +17,6 @@ from lightning_fed.engines.base import Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.choice import make_engine
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.settings.method_checks import check_method
-from lightning_fed.settings.module_checks import check_algorithm_fits, check_buffers, check_optimizers, check_schedulers
 from lightning_fed.rounds.before_work import ClientGradients, OwnSolve, prepared_for_own_solve
 from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans
 from lightning_fed.rounds.local_training import LocalTraining, stop_at
@@ -26,6 +24,8 @@ from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.population import Population
 from lightning_fed.server.weighting import Participant
+from lightning_fed.settings.method_checks import check_method
+from lightning_fed.settings.module_checks import check_algorithm_fits, check_buffers, check_optimizers, check_schedulers
 from lightning_fed.settings.settings import Settings
 
 __all__ = ["ClientWork", "gradients_together", "prepare_clients", "prepare_module"]

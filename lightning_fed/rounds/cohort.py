@@ -8,13 +8,13 @@ from statistics import median
 
 import torch
 
-from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.core.types import ClientId
-from lightning_fed.server.population import Population
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
+from lightning_fed.server.population import Population
 from lightning_fed.server.sampling import Sampler, draw
 from lightning_fed.server.weighting import Participant
 from lightning_fed.settings.settings import Settings

@@ -12,11 +12,10 @@ from lightning_fed.core.buffers import BufferMean
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State, Vector
-from lightning_fed.engines.optimizer import looks_ahead
 from lightning_fed.rounds.messages import Reply
 from lightning_fed.rounds.report import Drift, Traffic
-from lightning_fed.server.aggregation.mean import Aggregation, Exchange
 from lightning_fed.server.aggregation.base import FULL_GRAD
+from lightning_fed.server.aggregation.mean import Aggregation, Exchange
 from lightning_fed.server.weighting import Participant
 
 __all__ = ["CollectedGradients", "CollectedMessages"]
@@ -207,7 +206,7 @@ class CollectedMessages:
         takers = dict(gradient_members)
         if self.algorithm.full_grad_for != "cohort":
             takers |= {index: who for index, who in self.members.items() if who.client_id in self.reports}
-        per_batch = 1 if self.algorithm.anchor_at is None and not looks_ahead(self.algorithm) else 2
+        per_batch = 1 if self.algorithm.anchor_at is None and not self.algorithm.looks_ahead else 2
         work, own_solve = self.examples
         full: int = len(self.algorithm.full_grad_at) * sum(who.size for who in takers.values())
         return per_batch * work + own_solve + full

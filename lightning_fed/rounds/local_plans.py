@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.batches import ClientBatches
-from lightning_fed.data.datamodule import FederatedDataModule, check_ids
 from lightning_fed.data.batches.repeated_batches import RepeatedBatches
+from lightning_fed.data.datamodule import FederatedDataModule, check_ids
 from lightning_fed.engines.base import WorkPlan
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.server.population import Population

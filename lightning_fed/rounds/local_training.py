@@ -5,8 +5,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.callbacks.base import call_round_hook, hears
+from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.errors import ClientError
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State
@@ -15,8 +15,8 @@ from lightning_fed.engines.denormals import denormals_as_zero
 from lightning_fed.rounds.before_work import ClientGradients, OwnSolve
 from lightning_fed.rounds.local_plans import num_examples
 from lightning_fed.rounds.messages import Reply, Task
-from lightning_fed.server.client_states.state import ClientState, ClientStates
 from lightning_fed.server.aggregation.compression import Compressor, compress
+from lightning_fed.server.client_states.state import ClientState, ClientStates
 from lightning_fed.settings.settings import Settings
 
 __all__ = ["LocalTraining", "stop_at"]

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_fed.compat.private import is_overridden
-from lightning_fed.compat.package import pl
 from lightning_fed.callbacks.base import hears
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import is_overridden
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import ClientId

@@ -5,8 +5,8 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
-from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.callbacks.base import call_round_hook
+from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.engines.base import RestartRoundError
 from lightning_fed.rounds.assignment import TravellingStates, assign
 from lightning_fed.rounds.client_work import ClientWork

@@ -1,15 +1,21 @@
 """The server's side: who takes part, aggregation, the server's optimizers, client states."""
 
-from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.server.aggregation.base import Aggregator
-from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.aggregation.compression import QSGD, Compressor, TopK
+from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
+from lightning_fed.server.aggregation.robust import (
+    CoordinateMedian,
+    GeometricMedian,
+    NormClipping,
+    RobustAggregator,
+    TrimmedMean,
+)
+from lightning_fed.server.asynchronous.base import Asynchronous
+from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.server.asynchronous.fedasync import FedAsync
 from lightning_fed.server.asynchronous.fedbuff import FedBuff
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedRMSProp, FedYogi
-from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
-from lightning_fed.server.aggregation.robust import CoordinateMedian, GeometricMedian, NormClipping, RobustAggregator, TrimmedMean
 from lightning_fed.server.sampling import (
     AvailabilitySampler,
     BernoulliSampler,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fed.core.arguments import choice, number
 from lightning_fed.algorithms.base_optimizers import Adagrad, Adam, BaseOptimizer, RMSProp, SGDm, Yogi
+from lightning_fed.core.arguments import choice, number
 from lightning_fed.core.errors import FederatedError
 
 __all__ = ["FedAdagrad", "FedAdam", "FedAvgM", "FedRMSProp", "FedYogi"]

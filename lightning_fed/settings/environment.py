@@ -8,8 +8,8 @@ from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, TypeVar, cast
 
-from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.errors import FederatedError
 
 __all__ = ["arguments_of_environment", "defaults_of_environment"]

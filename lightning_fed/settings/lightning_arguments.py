@@ -11,11 +11,11 @@ from numbers import Integral
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lightning_fed.compat.private import MisconfigurationException
+from lightning_fed.compat.one_package import refuse_foreign
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import MisconfigurationException
 from lightning_fed.core.arguments import finite
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.compat.one_package import refuse_foreign
 
 __all__ = ["as_callbacks", "check_trainer_arguments", "refusals_of_lightning"]
 

@@ -7,10 +7,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch._dynamo import OptimizedModule
 
+from lightning_fed.compat.one_package import refuse_foreign
 from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_flags, check_paths
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.compat.one_package import refuse_foreign
 
 __all__ = ["check_call", "checked"]
 

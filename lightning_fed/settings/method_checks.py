@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Step
 from lightning_fed.core.seeds import preserved_random_state, random_state
-from lightning_fed.engines.optimizer import looks_ahead, overrides
 
 __all__ = ["check_method"]
 
@@ -40,12 +39,12 @@ def check_method(algorithm: Algorithm) -> None:
         if close and callable(getattr(algorithm, key)) and not key.startswith("_"):
             rank_zero_warn(f"{name}.{key} is no hook of a method, and nobody calls it. Did you mean {close[0]}?")
     for hook in _HOOKS:
-        if overrides(algorithm, hook) and callable(getattr(Algorithm, hook)):
+        if algorithm.overrides(hook) and callable(getattr(Algorithm, hook)):
             _check_arguments(algorithm, hook)
     with preserved_random_state(), torch.no_grad():
         for hook in ("start", "second_gradient_at"):
             _check_point(algorithm, hook)
-        if overrides(algorithm, "correct"):
+        if algorithm.overrides("correct"):
             _check_correct(algorithm)
 
 
@@ -117,7 +116,7 @@ def _step(algorithm: Algorithm, x: Tensor, server: Any, client: Any, local: Any,
         return {name: value[part] if value.shape == x.shape else value for name, value in state.items()}
 
     gradients = dict.fromkeys(algorithm.full_grad_at, x.square())
-    takes_second = algorithm.anchor_at is not None or looks_ahead(algorithm)
+    takes_second = algorithm.anchor_at is not None or algorithm.looks_ahead
     second = x[part].sqrt() if takes_second else None
     own, mean = cut(gradients), cut(gradients)
     return Step(x[part], cut(server), cut(client), cut(local), second, own, mean, 5.0, 4.0, 0.1)

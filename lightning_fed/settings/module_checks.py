@@ -7,14 +7,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_fed.compat.package import pl
 from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.compat.one_package import refuse_foreign
+from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.torch_optimizers import is_plain_sgd, refuse_unsupported
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.compat.one_package import refuse_foreign
 from lightning_fed.settings.settings import Settings
 
 __all__ = [

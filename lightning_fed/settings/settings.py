@@ -8,11 +8,10 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.types import Weighting
-from lightning_fed.engines.optimizer import overrides
 from lightning_fed.server.aggregation.base import Aggregator
 from lightning_fed.server.aggregation.compression import Compressor
-from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
+from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.sampling import Sampler
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory
 
@@ -99,17 +98,17 @@ class Settings:
         """Whether it is known that clients keep anything from round to round."""
         feeds_back = self.compression is not None and self.compression.error_feedback
         is_asked = self.keeps_solver or self.buffers == "local" or self.has_personal_parameters
-        return overrides(self.algorithm, "init_client") or is_asked or feeds_back
+        return self.algorithm.overrides("init_client") or is_asked or feeds_back
 
     @property
     def has_own_models(self) -> bool:
         """Whether clients have models of their own beside the server's."""
-        return self.has_personal_parameters or overrides(self.algorithm, "evaluate_client_at")
+        return self.has_personal_parameters or self.algorithm.overrides("evaluate_client_at")
 
     @property
     def has_personal_parameters(self) -> bool:
         """Whether parameters or buffers stay with each client."""
-        return bool(self.personal) or overrides(self.algorithm, "personal_names")
+        return bool(self.personal) or self.algorithm.overrides("personal_names")
 
     def steps(self, num_batches: int, accumulated: int) -> int:
         """Return the optimizer steps asked of a client.

@@ -12,10 +12,10 @@ from lightning_fed.core.buffers import BUFFER_MODES
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Weighting
 from lightning_fed.server.aggregation.base import Aggregator
-from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.aggregation.compression import Compressor
-from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
+from lightning_fed.server.asynchronous.base import Asynchronous
+from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.sampling import Sampler, UniformSampler
 from lightning_fed.server.server import resolve_weighting
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory

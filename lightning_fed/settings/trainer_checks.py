@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from lightning_fed.compat.package import pl
 from lightning_fed.callbacks import Inexactness, Measure, PersonalizedAccuracy, SplitPicture
+from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.engines.optimizer import looks_ahead
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.strategies import WithinClientStrategy
 from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
@@ -148,7 +147,7 @@ def _check_second_gradients(trainer: pl.Trainer) -> None:
             f"accumulate_grad_batches={trainer.accumulate_grad_batches} does not go with {algorithm!r}, which takes"
             f" {algorithm.steps_per_batch} steps on every batch. Raise batch_size instead."
         )
-    if not looks_ahead(algorithm):
+    if not algorithm.looks_ahead:
         return
     found = None
     if trainer.accumulate_grad_batches != 1:

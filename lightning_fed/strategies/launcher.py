@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from lightning_fed.compat.private import Tqdm, TrainerFn, _MultiProcessingLauncher, rank_zero_info
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import Tqdm, TrainerFn, _MultiProcessingLauncher, rank_zero_info
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.stopping import OtherProcessError
 

@@ -13,10 +13,10 @@ from torchmetrics import Metric
 
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.strategies.stopping import Failure
 from lightning_fed.strategies.clients import ClientsStrategy
 from lightning_fed.strategies.peers import Peers
 from lightning_fed.strategies.shared_memory import PIECE, SharedMemory, add_up
+from lightning_fed.strategies.stopping import Failure
 from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 
 __all__ = ["Ranks", "Sent", "metrics_alone", "padded"]

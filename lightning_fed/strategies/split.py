@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
-from lightning_fed.strategies.stopping import Failure
 from lightning_fed.strategies.peers import Peers
+from lightning_fed.strategies.stopping import Failure
 
 __all__ = ["NO_EXAMPLES", "BatchSplit", "PeerError", "part_of"]
 

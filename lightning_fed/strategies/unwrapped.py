@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_fed.compat.private import _sync_module_states
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import _sync_module_states
 from lightning_fed.strategies.peers import Peers, kept_under_test
 
 __all__ = ["UnwrappedDDPStrategy"]

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from lightning_fed.compat.private import call, is_param_in_hook_signature
-from lightning_fed.compat.package import pl
 from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import call, is_param_in_hook_signature
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, preserved_random_state, seed_global
 from lightning_fed.core.types import ClientId, State, Vector
-from lightning_fed.data.batches.settings import BatchSettings
 from lightning_fed.data.batches.batches import ClientBatches, LoaderBatches, TensorBatches
+from lightning_fed.data.batches.settings import BatchSettings
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.gradients import prepare_batch

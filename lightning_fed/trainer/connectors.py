@@ -6,15 +6,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fed.compat.private import (
-    MisconfigurationException,
-    TrainerFn,
-    _CheckpointConnector,
-    _LoggerConnector,
-    rank_zero_info,
-    rank_zero_warn,
-)
-from lightning_fed.compat.package import pl
 from lightning_fed.checkpoints.contents import SafeContents, fill_in
 from lightning_fed.checkpoints.files import AtomicCheckpointIO
 from lightning_fed.checkpoints.folders import (
@@ -25,15 +16,24 @@ from lightning_fed.checkpoints.folders import (
     save_by_rounds,
     tidy_folders,
 )
+from lightning_fed.checkpoints.restoring import check_optimizer_states, restored_from
 from lightning_fed.checkpoints.search import best_of_newest_run, check_is_there, last_of_newest_run, roots
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import (
+    MisconfigurationException,
+    TrainerFn,
+    _CheckpointConnector,
+    _LoggerConnector,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.options import differing_options, options_of
 from lightning_fed.core.origin import CHECKPOINT
 from lightning_fed.engines.logged import EvaluationResults
-from lightning_fed.trainer.shared_evaluation import SharedEvaluationLoop
-from lightning_fed.checkpoints.restoring import check_optimizer_states, restored_from
 from lightning_fed.server.server import FORMAT
 from lightning_fed.strategies.stopping import RoundSignalConnector
+from lightning_fed.trainer.shared_evaluation import SharedEvaluationLoop
 
 __all__ = ["RoundCheckpointConnector", "RoundLoggerConnector"]
 

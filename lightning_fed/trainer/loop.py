@@ -3,16 +3,22 @@
 import copy
 import time
 
-from lightning_fed.compat.private import MisconfigurationException, SIGTERMException, call, rank_zero_info, rank_zero_warn
 from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.checkpoints.folders import keep_last_round
+from lightning_fed.compat.private import (
+    MisconfigurationException,
+    SIGTERMException,
+    call,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.seeds import Purpose, derive_seed, seed_global
-from lightning_fed.settings.module_checks import check_batch_statistics
 from lightning_fed.rounds.cohort import warn_of
-from lightning_fed.trainer.run import RunState
 from lightning_fed.server.step import steps_not_counted
+from lightning_fed.settings.module_checks import check_batch_statistics
 from lightning_fed.strategies.stopping import Stop, exception_of, stop_of
+from lightning_fed.trainer.run import RunState
 
 __all__ = ["FederatedLoop"]
 

@@ -14,18 +14,18 @@ from lightning_fed.core.seeds import Purpose, derive_seed, generator, preserved_
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.engines.base import Engine
-from lightning_fed.trainer.client_evaluation import ClientEvaluation, mean_loss, own_model
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.round import Rounds
 from lightning_fed.rounds.server_round import ServerRound
+from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.population import Population
-from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
-from lightning_fed.trainer.server_model import ShownModel
 from lightning_fed.strategies.processes import Ranks
+from lightning_fed.trainer.client_evaluation import ClientEvaluation, mean_loss, own_model
+from lightning_fed.trainer.server_model import ShownModel
 
 __all__ = ["Inspection"]
 

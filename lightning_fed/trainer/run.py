@@ -7,29 +7,29 @@ from typing import Any
 
 import torch
 
-from lightning_fed.compat.private import _FitLoop
-from lightning_fed.compat.package import pl
+from lightning_fed.callbacks.monitors import Monitors
 from lightning_fed.checkpoints.client_states import ClientStatesPlace
+from lightning_fed.checkpoints.restoring import EarlierFit, notes_of, restored_from, start_server
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import _FitLoop
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
-from lightning_fed.trainer.measurements import Inspection
-from lightning_fed.settings.module_checks import check_module
-from lightning_fed.callbacks.monitors import Monitors
-from lightning_fed.checkpoints.restoring import EarlierFit, notes_of, restored_from, start_server
 from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepare_module
 from lightning_fed.rounds.cohort import CohortSampling, cohort_seed
 from lightning_fed.rounds.local_plans import population_of
 from lightning_fed.rounds.round import Rounds
 from lightning_fed.server.population import Population
 from lightning_fed.server.server import Server
+from lightning_fed.settings.module_checks import check_module
 from lightning_fed.settings.settings import Settings
-from lightning_fed.strategies.stopping import Stop
+from lightning_fed.settings.trainer_checks import check_trainer
 from lightning_fed.strategies.ddp import WithinClientStrategy
 from lightning_fed.strategies.processes import Ranks
-from lightning_fed.settings.trainer_checks import check_trainer
+from lightning_fed.strategies.stopping import Stop
+from lightning_fed.trainer.measurements import Inspection
 
 __all__ = ["RunState"]
 

@@ -7,33 +7,33 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
-from lightning_fed.compat.package import pl
 from lightning_fed.algorithms import Algorithm, FedAvg
 from lightning_fed.callbacks import RoundLogger, RoundProgressBar, RunSummary
 from lightning_fed.callbacks.schedulers import PlateauSchedulers
-from lightning_fed.trainer.connectors import RoundCheckpointConnector, install
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
 from lightning_fed.core.arguments import check_paths
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Weighting
-from lightning_fed.settings.environment import defaults_of_environment
-from lightning_fed.trainer.loop import FederatedLoop
-from lightning_fed.settings.module_checks import no_federated_data
 from lightning_fed.server.aggregation.base import Aggregator
-from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.aggregation.compression import Compressor
+from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.sampling import Sampler
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
+from lightning_fed.settings.environment import defaults_of_environment
+from lightning_fed.settings.lightning_arguments import as_callbacks, check_trainer_arguments, refusals_of_lightning
+from lightning_fed.settings.lightning_calls import check_call, checked
+from lightning_fed.settings.module_checks import no_federated_data
 from lightning_fed.settings.settings_checks import MAX_FAILED_SHARE, MAX_UPDATE_RATIO, make_settings
+from lightning_fed.settings.trainer_checks import check_local_options, check_strategy, check_trainer
 from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import WithinClientStrategy, adopt
 from lightning_fed.strategies.launcher import adopt_launcher
 from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
+from lightning_fed.trainer.connectors import RoundCheckpointConnector, install
+from lightning_fed.trainer.loop import FederatedLoop
 from lightning_fed.trainer.threads import threads_for
-from lightning_fed.settings.lightning_arguments import as_callbacks, check_trainer_arguments, refusals_of_lightning
-from lightning_fed.settings.lightning_calls import check_call, checked
-from lightning_fed.settings.trainer_checks import check_local_options, check_strategy, check_trainer
 
 __all__ = ["ClientsStrategy", "FederatedTrainer"]
 

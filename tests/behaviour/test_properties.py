@@ -15,10 +15,10 @@ from torch import Tensor
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import Algorithm, FedAvg, FedDyn, FedNova, FedProx, Scaffold
 from lightning_fed.server import FedAdam, FedAvgM
+from tests.behaviour.test_contract import METHODS, Method, classifier, trainer
 from tests.helpers import least_squares
 from tests.helpers.least_squares import LeastSquares
 from tests.helpers.training import Trajectory, data, parameters, same
-from tests.behaviour.test_contract import METHODS, Method, classifier, trainer
 
 LR, MOST_STEPS = 0.1, 3
 

@@ -12,10 +12,10 @@ import yaml
 
 import lightning_fed
 from lightning_fed import FederatedError, FederatedTrainer
-from lightning_fed.compat.package import NAMES, OTHER, USED, VARIABLE, choose, pl
 from lightning_fed.cli.main import main
-from lightning_fed.models import MLPClassifier
 from lightning_fed.compat.one_package import refuse_foreign
+from lightning_fed.compat.package import NAMES, OTHER, USED, VARIABLE, choose, pl
+from lightning_fed.models import MLPClassifier
 from tests.helpers.training import Net, clients, data, trainer
 
 BOTH = set(NAMES)
@@ -57,7 +57,7 @@ def test_child_processes_are_told() -> None:
 
 
 def test_a_package_that_is_asked_for_and_not_installed_is_named(tmp_path: Path) -> None:
-    path = Path(lightning_fed.__file__).with_name("_lightning.py")
+    path = Path(lightning_fed.__file__).with_name("compat") / "package.py"
     probe = f"import runpy; runpy.run_path({str(path)!r})"  # alone, without PyTorch: 0.1 s
     environment = {**os.environ, VARIABLE: OTHER, "PYTHONPATH": str(tmp_path)}
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{OTHER!r}] = None")

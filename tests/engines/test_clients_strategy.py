@@ -22,11 +22,11 @@ from lightning_fed.rounds import assignment
 from lightning_fed.server import RoundRobinSampler, SystemsHeterogeneity, TopK
 from lightning_fed.server.client_states.store import MemoryClientStore
 from lightning_fed.strategies import ClientsStrategy
+from tests.behaviour.test_contract import METHODS
 from tests.helpers.engines import Ordinary, Record, assert_close, assert_plain_agree, results_of, run
 from tests.helpers.processes import HANGS, Outcome, in_processes
 from tests.helpers.selection import few
 from tests.helpers.training import FEATURES, classification, clients, data, parameters, same, seeded, trainer
-from tests.behaviour.test_contract import METHODS
 
 TWO: dict[str, Any] = {"strategy": "clients", "devices": 2}
 ROOT = Path(__file__).parent.parent.parent

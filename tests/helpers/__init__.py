@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State
-from lightning_fed.engines.optimizer import looks_ahead
 
 Gradient = Callable[[Tensor, int, Any], Tensor]
 """The gradient at a point of a client on a batch; on all its rows where the batch is None."""
@@ -111,7 +110,7 @@ def _train(algorithm: Algorithm, grad: Gradient, client: SimpleNamespace, lr: fl
         g, step = grad(y, client.id, batch), Step(local=local, anchor_grad=None, lr=lr, **client.shared)
         if algorithm.anchor_at:
             step.anchor_grad = grad(client.points[algorithm.anchor_at], client.id, batch)
-        elif looks_ahead(algorithm):
+        elif algorithm.looks_ahead:
             step.anchor_grad = grad(algorithm.second_gradient_at(g, y, step), client.id, batch)
         v, local = algorithm.correct(g, y, step), algorithm.advance(g, y, step)
         y, moved, steps = y - lr * v, moved + lr * v, steps + 1

@@ -15,12 +15,9 @@ from typing import Any
 import torch
 
 from lightning_fed import FederatedCallback
-
 from lightning_fed.checkpoints import files as checkpoint_io
-
+from lightning_fed.server.client_states import segments, versions
 from lightning_fed.strategies import stopping
-from lightning_fed.server.client_states import segments
-from lightning_fed.server.client_states import versions
 from tests.helpers.processes import HANGS, environment, free_port
 
 __all__ = ["EXITS", "KINDS", "WHERE", "BlowError", "Places", "Strike", "killed_when", "struck", "struck_together"]

@@ -17,11 +17,11 @@ import yaml
 
 from lightning_fed import FederatedCallback, FederatedError, FederatedTrainer
 from lightning_fed.algorithms import FedAvg
+from lightning_fed.cli.configuration import Configurations, key_of
 from lightning_fed.cli.main import main
 from lightning_fed.lab import workers
 from lightning_fed.lab.cell import CellRunner
 from lightning_fed.lab.checking import check_outputs
-from lightning_fed.cli.configuration import Configurations, key_of
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.reading import read_experiment
 from lightning_fed.lab.results import Results
@@ -104,7 +104,10 @@ def test_a_cell_is_known_by_all_of_its_configuration_but_where_its_data_lie(writ
 def test_a_folder_that_is_the_data_is_part_of_a_cells_key(class_path: str) -> None:
     here, there = ({"data": {"class_path": class_path, "init_args": {"root": root}}} for root in "ab")
     assert key_of(here) != key_of(there)
-    mnist = ({"data": {"class_path": "lightning_fed.data.datasets.mnist.MNIST", "init_args": {"root": root}}} for root in "ab")
+    mnist = (
+        {"data": {"class_path": "lightning_fed.data.datasets.mnist.MNIST", "init_args": {"root": root}}}
+        for root in "ab"
+    )
     assert len({key_of(config) for config in mnist}) == 1
 
 

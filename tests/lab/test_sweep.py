@@ -9,8 +9,8 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fed.cli.main import main
-from tests.lab.conftest import TINY
 from tests.helpers.selection import few
+from tests.lab.conftest import TINY
 
 AXES = {
     "method": {"FedAvg": {"trainer.algorithm": "FedAvg"}, "SCAFFOLD": {"trainer.algorithm": "Scaffold"}},

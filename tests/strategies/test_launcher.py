@@ -18,8 +18,8 @@ from tqdm.std import TqdmDefaultWriteLock
 
 from lightning_fed import FederatedCallback, FederatedError
 from lightning_fed.compat.private import Tqdm
-from lightning_fed.strategies.stopping import Failure, OtherProcessError
 from lightning_fed.strategies.launcher import RoundLauncher
+from lightning_fed.strategies.stopping import Failure, OtherProcessError
 from tests.helpers.training import data, same, seeded, trainer
 
 TWO: dict[str, Any] = {"accelerator": "cpu", "devices": 2}

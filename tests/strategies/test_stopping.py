@@ -17,8 +17,8 @@ from pytorch_lightning.trainer.connectors import signal_connector
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fed import FederatedCallback
-from lightning_fed.compat.private import SIGTERMException
 from lightning_fed.algorithms import MimeLite, Scaffold
+from lightning_fed.compat.private import SIGTERMException
 from tests.helpers.selection import few
 from tests.helpers.training import Net, data, seeded, trainer
 

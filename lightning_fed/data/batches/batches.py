@@ -14,9 +14,9 @@ from torch.utils.data import (
 )
 
 from lightning_fed.core.errors import ClientError
-from lightning_fed.data.batches.settings import Batches, BatchSettings
 from lightning_fed.data.batches.examples import inner_indices, rows_in, size_of
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
+from lightning_fed.data.batches.settings import Batches, BatchSettings
 
 __all__ = ["BatchSettings", "ClientBatches", "LoaderBatches", "TensorBatches", "misfit"]
 

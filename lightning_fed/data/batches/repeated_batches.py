@@ -2,8 +2,8 @@
 
 import torch
 
-from lightning_fed.data.batches.settings import Batches
 from lightning_fed.data.batches.batches import ClientBatches
+from lightning_fed.data.batches.settings import Batches
 
 __all__ = ["RepeatedBatches"]
 

@@ -10,9 +10,9 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from lightning_fed.core.arguments import check_flags, check_fraction, finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
+from lightning_fed.data.batches.examples import BareInputs
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.dataset import FederatedDataset
-from lightning_fed.data.batches.examples import BareInputs
 from lightning_fed.data.partitions.partition import Dirichlet, Partition, PartitionFunction
 
 __all__ = ["Digits"]

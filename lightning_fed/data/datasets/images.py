@@ -11,12 +11,12 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lightning_fed.core.arguments import check_flags, check_fraction, check_paths
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.batches.settings import BatchAugmentation, BatchTransform, chain
-from lightning_fed.data.dataset import check_partition
 from lightning_fed.data.batches.examples import BareInputs
+from lightning_fed.data.batches.settings import BatchAugmentation, BatchTransform, chain
 from lightning_fed.data.batches.transforms import Flatten
-from lightning_fed.data.partitions.partition import Partition, PartitionFunction
+from lightning_fed.data.dataset import check_partition
 from lightning_fed.data.files.stored import StoredDataModule
+from lightning_fed.data.partitions.partition import Partition, PartitionFunction
 
 __all__ = ["ImageDataModule"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_fed.core.arguments import check_flags, check_one_of
 from lightning_fed.data.batches.settings import BatchAugmentation, BatchTransform
-from lightning_fed.data.datasets.idx import find_idx, read_idx
 from lightning_fed.data.batches.transforms import ToFloat
+from lightning_fed.data.datasets.idx import find_idx, read_idx
 from lightning_fed.data.datasets.images import ImageDataModule
 from lightning_fed.data.partitions.partition import Partition, PartitionFunction
 from lightning_fed.data.partitions.skew import BalancedDirichlet, PowerLaw

@@ -14,10 +14,10 @@ from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.arguments import check_count, check_fraction, check_one_of, check_paths, check_seed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.partitions.draws import random_state
 from lightning_fed.data.datasets.leaf import read_leaf
-from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows
 from lightning_fed.data.datasets.vocabulary import Vocabulary, read_embedding, words
+from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows
+from lightning_fed.data.partitions.draws import random_state
 
 __all__ = ["Sentiment140"]
 

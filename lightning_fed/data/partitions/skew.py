@@ -9,7 +9,15 @@ from torch import Tensor
 
 from lightning_fed.core.arguments import check_count, check_number, check_one_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.partitions.draws import Floats, Ints, cut_by, deal_classes, draw_classes, equal_shares, log_gamma
+from lightning_fed.data.partitions.draws import (
+    Floats,
+    Ints,
+    cut_by,
+    deal_classes,
+    draw_classes,
+    equal_shares,
+    log_gamma,
+)
 from lightning_fed.data.partitions.partition import SeededPartition, by_class
 
 __all__ = ["BalancedDirichlet", "ClassesPerClient", "LogNormalSizes", "PowerLaw", "QuantitySkew", "Similarity"]

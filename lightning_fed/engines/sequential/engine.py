@@ -15,9 +15,9 @@ from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_globa
 from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
 from lightning_fed.engines.client_errors import fault_of
+from lightning_fed.engines.optimizer import LocalWork, solver_entries
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
-from lightning_fed.engines.optimizer import LocalWork, looks_ahead, solver_entries
 from lightning_fed.server.client_states.state import PERSONAL, method_part, with_personal
 
 __all__ = ["SequentialEngine"]
@@ -38,7 +38,7 @@ class SequentialEngine(Engine):
         self.epoch_loop = epoch_loop
         self.fetcher = ClientFetcher()
         self.anchor_grad = torch.zeros_like(self.flat.y) if self.algorithm.anchor_at else None
-        self.looks_ahead = epoch_loop.automatic_optimization.looks_ahead = looks_ahead(self.algorithm)
+        self.looks_ahead = epoch_loop.automatic_optimization.looks_ahead = self.algorithm.looks_ahead
         epoch_loop.prepare()
 
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import (
     PassThroughProfiler,
     _DataFetcher,
@@ -17,7 +18,6 @@ from lightning_fed.compat.private import (
     is_overridden,
     is_param_in_hook_signature,
 )
-from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.batch_hooks import TRANSFER_HOOKS, uses_batch_hook
 from lightning_fed.engines.logged import Logged, RoundResults, _ClientMean, _flags_of

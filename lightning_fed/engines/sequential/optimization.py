@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fed.callbacks.base import uses_hook
+from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import (
     Closure,
     ClosureResult,
@@ -17,8 +19,6 @@ from lightning_fed.compat.private import (
     call,
     is_overridden,
 )
-from lightning_fed.compat.package import pl
-from lightning_fed.callbacks.base import uses_hook
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state
 from lightning_fed.core.types import Vector

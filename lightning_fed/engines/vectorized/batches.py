@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_fed.compat.private import is_overridden
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import is_overridden
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.data.batches.batches import TensorBatches
 from lightning_fed.engines.base import OnlySequentialError, WorkPlan

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_fed.compat.private import rank_zero_warn
-from lightning_fed.compat.package import pl
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 
 __all__ = [

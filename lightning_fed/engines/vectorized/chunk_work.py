@@ -11,9 +11,9 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Run, Update
 from lightning_fed.core.types import State, Vector
 from lightning_fed.engines.base import OnlySequentialError, RoundInputs
+from lightning_fed.engines.optimizer import FederatedOptimizer, solver_entries
 from lightning_fed.engines.vectorized.clients import ChunkMemory, Clients, of_each, stack_states
 from lightning_fed.engines.vectorized.optimizer import Clipping, StackedOptimizer
-from lightning_fed.engines.optimizer import FederatedOptimizer, overrides, solver_entries
 from lightning_fed.server.client_states.state import PERSONAL, method_part, with_personal
 from lightning_fed.server.weighting import Participant
 
@@ -71,13 +71,13 @@ class ChunkWork:
         self.full_grad = stack_states(full_grad, range(len(full_grad)))
         self.examples = torch.tensor([who.size for who in participants], dtype=x.dtype, device=x.device)
         self._num_steps = torch.tensor([who.steps for who in participants], dtype=x.dtype, device=x.device)
-        self.local = self._init_local() if overrides(algorithm, "init_local") else {}
+        self.local = self._init_local() if algorithm.overrides("init_local") else {}
         self.read: dict[str, set[str]] = {"server": set(), "cohort_grad": set()}
         self.sends_delta, self.implied = False, tuple[str, ...]()
         self.is_plain = steps_are_plain(algorithm, optimizer, clip)
         self.skips = not optimizer.injects(algorithm) and (any(self.decay) or not optimizer.is_plain)
         self._path = torch.zeros_like(self.y) if optimizer.tracks(algorithm) else None
-        stands_still = optimizer.needs_path(algorithm) and 0 in self._shared_rates
+        stands_still = algorithm.reads_path_gradient and 0 in self._shared_rates
         self._still = torch.zeros_like(self.y) if stands_still else None
         self._solver: list[dict[str, Tensor]] | None = None
         if algorithm.uses_solver_state:
@@ -145,7 +145,7 @@ class ChunkWork:
         inputs.cohort_grad.read |= self.read["cohort_grad"]
         delta = torch.sub(y, inputs.x, out=self.memory.delta[: len(y), : y.shape[1]])
         lr_sum = self._lr_sum()
-        path = {"gradient": self._path_gradient(delta, lr_sum)} if self.optimizer.needs_path(self.algorithm) else {}
+        path = {"gradient": self._path_gradient(delta, lr_sum)} if self.algorithm.reads_path_gradient else {}
         own = {
             "client": self.clients,
             "local": self.local,
@@ -216,6 +216,6 @@ def steps_are_plain(algorithm: Algorithm, optimizer: FederatedOptimizer, clip: C
         clip: How gradients are clipped, if they are.
     """
     rates = set(optimizer.rates)
-    sums = optimizer.tracks(algorithm) or (optimizer.needs_path(algorithm) and 0 in rates)
+    sums = optimizer.tracks(algorithm) or (algorithm.reads_path_gradient and 0 in rates)
     one_rate = optimizer.is_plain and clip is None and len(rates) == 1
-    return one_rate and not (sums or overrides(algorithm, "advance"))
+    return one_rate and not (sums or algorithm.overrides("advance"))

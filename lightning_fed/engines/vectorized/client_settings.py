@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_fed.compat.package import pl
-from lightning_fed.callbacks.base import FederatedCallback, hears, uses_hook
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
+from lightning_fed.callbacks.base import FederatedCallback, hears, uses_hook
+from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.engines.gradients import buffer_owners

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.func import vmap
 
 from lightning_fed.core.types import Vector
+from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.engines.vectorized.batches import flatten, unflatten
 from lightning_fed.engines.vectorized.module_step import ModuleStep
-from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.tracing.traces import Found, Trace, kinds, resized
 
 __all__ = ["FullGradients", "add_decay", "is_gradient"]

@@ -15,7 +15,6 @@ from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.clients import Clients, of_each
 from lightning_fed.engines.vectorized.module_step import ModuleStep
-from lightning_fed.engines.optimizer import looks_ahead, overrides
 
 __all__ = ["DIMS", "Given", "LocalStep", "Taken"]
 
@@ -85,13 +84,13 @@ class LocalStep:
 
     def __init__(self, module: ModuleStep, work: ChunkWork) -> None:
         self.module, self.work, self.algorithm = module, work, work.algorithm
-        self.advances, self.looks_ahead = overrides(self.algorithm, "advance"), looks_ahead(self.algorithm)
+        self.advances, self.looks_ahead = self.algorithm.overrides("advance"), self.algorithm.looks_ahead
         self._layout, self._decay = work.shared_layout, work.decay
         clip = work.clip
         self._own_clip: _Clip = clip if clip is not None and not clip.corrected else _keep
         self._corrected_clip: _Clip = clip if clip is not None and clip.corrected else _keep
-        starts = overrides(self.algorithm, "start")
-        self._reads = starts or self.advances or overrides(self.algorithm, "correct")
+        starts = self.algorithm.overrides("start")
+        self._reads = starts or self.advances or self.algorithm.overrides("correct")
         self.shared, self.own, self.local = list[Tensor](), list[Tensor](), State()
         self.key: tuple[Any, ...] = ()
         if self._reads:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp
 
-from lightning_fed.compat.private import is_param_in_hook_signature, rank_zero_warn
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import is_param_in_hook_signature, rank_zero_warn
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state

@@ -14,9 +14,9 @@ from itertools import islice
 from typing import Any
 
 from lightning_fed import algorithms
-from lightning_fed.compat.package import pl
 from lightning_fed.algorithms import Algorithm
 from lightning_fed.callbacks import FederatedCallback
+from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.data import Quadratics

@@ -12,9 +12,9 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import check_count, check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
-from lightning_fed.server.aggregation.mean import Aggregation, accumulation_dtype
 from lightning_fed.server.aggregation.base import Aggregator, names_of
 from lightning_fed.server.aggregation.collected import HeldAggregation, not_finite
+from lightning_fed.server.aggregation.mean import Aggregation, accumulation_dtype
 from lightning_fed.server.sampling import Sampler
 from lightning_fed.server.weighting import Participant
 

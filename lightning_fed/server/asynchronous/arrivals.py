@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId
+from lightning_fed.server.asynchronous.client_clock import ClientClock
 
 __all__ = ["Arrival", "Arrivals", "Between"]
 

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import check_count
-from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
-from lightning_fed.server.aggregation.mean import Exchange, accumulation_dtype
 from lightning_fed.server.aggregation.base import Aggregator, averaged_points
-from lightning_fed.server.asynchronous.arrivals import Arrival, Arrivals, Between
 from lightning_fed.server.aggregation.collected import HeldAggregation
+from lightning_fed.server.aggregation.mean import Exchange, accumulation_dtype
+from lightning_fed.server.asynchronous.arrivals import Arrival, Arrivals, Between
+from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.server.sampling import Sampler
 from lightning_fed.server.weighting import Participant
 

@@ -3,10 +3,10 @@
 from typing import Literal
 
 from lightning_fed.core.arguments import check_number, check_one_of
-from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Vector
 from lightning_fed.server.asynchronous.base import Asynchronous
+from lightning_fed.server.asynchronous.client_clock import ClientClock
 
 __all__ = ["FedAsync"]
 

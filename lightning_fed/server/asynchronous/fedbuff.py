@@ -1,9 +1,9 @@
 """FedBuff: a step for every M answers."""
 
 from lightning_fed.core.arguments import check_number
-from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.core.types import Vector
 from lightning_fed.server.asynchronous.base import Asynchronous
+from lightning_fed.server.asynchronous.client_clock import ClientClock
 
 __all__ = ["FedBuff"]
 

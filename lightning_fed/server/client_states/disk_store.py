@@ -11,7 +11,6 @@ from safetensors.torch import load, save
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State
-from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore
 from lightning_fed.server.client_states.segments import (
     ENTRY,
     Entries,
@@ -21,6 +20,7 @@ from lightning_fed.server.client_states.segments import (
     read_entries,
     sync_closed,
 )
+from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore
 
 __all__ = ["DiskClientStore"]
 

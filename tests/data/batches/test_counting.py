@@ -13,9 +13,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedAvg, Mime
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.batches.settings import BatchSettings
 from lightning_fed.data.batches.counting import count_examples, possible_counts, sampled_length
 from lightning_fed.data.batches.custom_batches import CustomBatches
+from lightning_fed.data.batches.settings import BatchSettings
 from tests.helpers.training import parameters, trainer
 
 

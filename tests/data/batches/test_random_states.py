@@ -11,11 +11,11 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from lightning_fed import FederatedDataModule
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import Iid
-from lightning_fed.data.batches.settings import BatchSettings
 from lightning_fed.data.batches.batches import LoaderBatches
 from lightning_fed.data.batches.custom_batches import CustomBatches
 from lightning_fed.data.batches.evaluation import evaluation_loader
 from lightning_fed.data.batches.random_states import RandomStates
+from lightning_fed.data.batches.settings import BatchSettings
 from tests.helpers.training import Net, fit, seeded
 
 

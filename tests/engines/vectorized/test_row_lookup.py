@@ -11,8 +11,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
-from lightning_fed.data.batches.settings import BatchSettings
 from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
+from lightning_fed.data.batches.settings import BatchSettings
 from lightning_fed.engines.vectorized import batches, row_lookup
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
 from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, rows_of_one_kind

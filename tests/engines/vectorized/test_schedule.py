@@ -20,10 +20,10 @@ from lightning_fed.engines.vectorized.chunk_work import steps_are_plain
 from lightning_fed.engines.vectorized.local_steps import LocalSteps
 from lightning_fed.engines.vectorized.schedule import staggered
 from lightning_fed.server import SystemsHeterogeneity
+from tests.behaviour.test_contract import METHODS
 from tests.helpers.engines import Ordinary, Record, assert_agree, run, state_of
 from tests.helpers.selection import covering, few
 from tests.helpers.training import classification, same
-from tests.behaviour.test_contract import METHODS
 
 SIZES = (13, 8, 21, 3, 16, 9, 34)  # in batches of four: none full, a smaller last one, none smaller
 LOCAL = [name for name, method in METHODS.items() if method.algorithm.local_work]

@@ -14,10 +14,10 @@ from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.engines.vectorized.changes import marks
 from lightning_fed.tracing import traces
 from lightning_fed.tracing.traces import Trace, Traces
+from tests.behaviour.test_contract import METHODS
 from tests.helpers.engines import Ordinary, assert_agree, run
 from tests.helpers.selection import few
 from tests.helpers.training import data, trainer
-from tests.behaviour.test_contract import METHODS
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lightning_fed.algorithms import FedAvg, FedNova, Scaffold
+from tests.behaviour.test_contract import METHODS
 from tests.helpers.engines import Ordinary, assert_agree, run
 from tests.helpers.selection import covering, few
-from tests.behaviour.test_contract import METHODS
 
 FEW = (  # other kinds are in test_turns.py and test_traces.py
     "ServerOnly", "FedProx adaptive", "FedDane same", "FedNova", "FedDyn inverse mean", "MimeMVR current", "CMime Yogi",

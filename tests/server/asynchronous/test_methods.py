@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lightning_fed import FederatedError
 from lightning_fed.algorithms import FedBN
 from lightning_fed.server import Asynchronous, ClientClock, FedAsync, FedBuff, TopK
+from tests.behaviour.test_contract import METHODS, Classifier, Method, trainer
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import few
 from tests.helpers.training import FEATURES, data, same
-from tests.behaviour.test_contract import METHODS, Classifier, Method, trainer
 
 LATE = ClientClock(slow_share=0.4, slow_factor=5.0, spread=0.4, jitter=0.3)
 BUFFERED, ONE_BY_ONE = FedBuff(2, 4, clock=LATE), FedAsync(4, clock=LATE)
