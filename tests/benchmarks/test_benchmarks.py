@@ -363,7 +363,7 @@ def test_reach_counts_what_a_round_enters(scripts, capsys):
     for key in ("functions", "defined", "calls"):
         assert found[key] == sum(folder[key] for folder in found["folders"].values())
     entered = {(file, name): count for file, name, count in found["entered"]}
-    assert entered["optim.py", "FederatedOptimizer.step"] == script.CLIENTS * script.STEPS
+    assert entered["engines/optimizer.py", "FederatedOptimizer.step"] == script.CLIENTS * script.STEPS
     assert said["room"]["total"]["files"] == sum(folder["files"] for folder in said["room"]["folders"].values())
 
 

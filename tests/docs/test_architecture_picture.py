@@ -38,9 +38,7 @@ def test_imports_are_read_from_the_code(picture, tmp_path):
     (package / "core").mkdir(parents=True)
     (package / "core" / "types.py").write_text("import torch\n")
     (package / "_compat.py").write_text("from lightning_fed.core import types\n")
-    (package / "data.py").write_text(
-        "import lightning_fed.core.types\nfrom lightning_fed.compat.private import types\n"
-    )
+    (package / "data.py").write_text("import lightning_fed.core.types\nfrom lightning_fed._compat import types\n")
     (package / "loop.py").write_text("def f():\n    from lightning_fed import data\n    import lightning_feder.core\n")
     assert picture.rooms(package) == {"core": set(), "data": {"core"}, "loop": {"data"}}
 

@@ -104,10 +104,7 @@ def test_a_cell_is_known_by_all_of_its_configuration_but_where_its_data_lie(writ
 def test_a_folder_that_is_the_data_is_part_of_a_cells_key(class_path: str) -> None:
     here, there = ({"data": {"class_path": class_path, "init_args": {"root": root}}} for root in "ab")
     assert key_of(here) != key_of(there)
-    mnist = (
-        {"data": {"class_path": "lightning_fed.data.datasets.mnist.MNIST", "init_args": {"root": root}}}
-        for root in "ab"
-    )
+    mnist = ({"data": {"class_path": "lightning_fed.data.MNIST", "init_args": {"root": root}}} for root in "ab")
     assert len({key_of(config) for config in mnist}) == 1
 
 

@@ -30,7 +30,7 @@ def names_of(algorithm: Algorithm) -> list[str]:
 
 
 class Aggregator(ABC):
-    """A rule that combines the messages of a cohort into one; see :mod:`lightning_fed.server.aggregation.robust` and ``privacy``.
+    """A rule that combines the messages of a cohort into one; see ``robust`` and ``privacy`` beside it.
 
     It replaces the mean of every message that :attr:`Algorithm.reduces` declares, and of full-batch gradients.
     """

@@ -21,7 +21,7 @@ class HeldAggregation(Aggregation):
     """The messages of a cohort, held until all are there.
 
     Args:
-        combine: What makes one message of them; see :meth:`lightning_fed.server.aggregation.robust.RobustAggregator.combine`.
+        combine: What makes one message of them; see :meth:`RobustAggregator.combine`.
         weighted: Whether it weights clients; else a client that was drawn twice is there twice.
         arguments: Those of :class:`Aggregation`.
     """
