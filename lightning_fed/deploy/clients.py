@@ -15,7 +15,7 @@ from lightning_fed.rounds.local_plans import population_of
 from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import PERSONAL, ClientStates, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore
-from lightning_fed.server.weighting import Participant
+from lightning_fed.server.participation import Participant
 from lightning_fed.settings.module_checks import check_module
 from lightning_fed.settings.trainer_checks import check_trainer
 from lightning_fed.trainer.client_evaluation import ClientEvaluation, mean_loss, own_model

@@ -19,9 +19,8 @@ from lightning_fed.rounds.client_work import ClientWork, gradients_together
 from lightning_fed.rounds.local_plans import LocalPlans, limited
 from lightning_fed.rounds.messages import GRADIENTS, Reply, Task
 from lightning_fed.server.client_states.state import ClientStates
-from lightning_fed.server.population import Population
+from lightning_fed.server.participation import Participant, Population
 from lightning_fed.server.server import Server
-from lightning_fed.server.weighting import Participant
 
 __all__ = ["Asked", "RemoteClients", "RemoteData"]
 

@@ -23,7 +23,7 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.messages import TRAIN
 from lightning_fed.server.asynchronous.base import Asynchronous
-from lightning_fed.server.population import Population
+from lightning_fed.server.participation import Population
 
 __all__ = ["FederatedServer"]
 

@@ -21,7 +21,7 @@ from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.client_states.store import lasting_copies
-from lightning_fed.server.weighting import Participant
+from lightning_fed.server.participation import Participant
 
 __all__ = [
     "ChunkResult",

@@ -11,10 +11,9 @@ from torch import Tensor
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State
 from lightning_fed.server.client_states.state import ClientStates, Stacked
-from lightning_fed.server.client_states.state_rows import fit_rows
-from lightning_fed.server.client_states.store import lasting_copy
+from lightning_fed.server.client_states.store import fit_rows, lasting_copy
+from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server
-from lightning_fed.server.weighting import Participant
 from lightning_fed.strategies.processes import Ranks, Sent, padded
 from lightning_fed.strategies.stopping import Failure
 

@@ -22,8 +22,7 @@ from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans
 from lightning_fed.rounds.local_training import LocalTraining, stop_at
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import ClientStates
-from lightning_fed.server.population import Population
-from lightning_fed.server.weighting import Participant
+from lightning_fed.server.participation import Participant, Population
 from lightning_fed.settings.method_checks import check_method
 from lightning_fed.settings.module_checks import check_algorithm_fits, check_buffers, check_optimizers, check_schedulers
 from lightning_fed.settings.settings import Settings

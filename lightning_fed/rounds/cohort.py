@@ -14,9 +14,8 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.core.types import ClientId
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
-from lightning_fed.server.population import Population
+from lightning_fed.server.participation import Participant, Population
 from lightning_fed.server.sampling import Sampler, draw
-from lightning_fed.server.weighting import Participant
 from lightning_fed.settings.settings import Settings
 
 __all__ = ["CohortSampling", "DrawnCohort", "Faults", "cohort_seed", "warn_of"]

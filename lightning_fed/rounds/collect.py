@@ -16,7 +16,7 @@ from lightning_fed.rounds.messages import Reply
 from lightning_fed.rounds.report import Drift, Traffic
 from lightning_fed.server.aggregation.base import FULL_GRAD
 from lightning_fed.server.aggregation.mean import Aggregation, Exchange
-from lightning_fed.server.weighting import Participant
+from lightning_fed.server.participation import Participant
 
 __all__ = ["CollectedGradients", "CollectedMessages"]
 

@@ -12,9 +12,8 @@ from lightning_fed.data.batches.repeated_batches import RepeatedBatches
 from lightning_fed.data.datamodule import FederatedDataModule, check_ids
 from lightning_fed.engines.base import WorkPlan
 from lightning_fed.engines.client_errors import NamesClient
-from lightning_fed.server.population import Population
+from lightning_fed.server.participation import Participant, Population
 from lightning_fed.server.sampling import check_count
-from lightning_fed.server.weighting import Participant
 from lightning_fed.settings.settings import Settings, cut
 
 __all__ = ["LocalPlans", "limited", "num_examples", "population_of"]

@@ -18,7 +18,7 @@ from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, ReplyOr
 from lightning_fed.rounds.report import Traffic
 from lightning_fed.server.aggregation.base import FULL_GRAD
 from lightning_fed.server.aggregation.mean import Aggregation, Alone, Exchange
-from lightning_fed.server.population import Population
+from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 

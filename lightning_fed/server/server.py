@@ -16,9 +16,8 @@ from lightning_fed.core.rounds import AdvanceSolver, Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.client_states.state import PERSONAL, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore
-from lightning_fed.server.seen import Seen
+from lightning_fed.server.participation import WEIGHTINGS, Seen
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, ServerStep
-from lightning_fed.server.weighting import WEIGHTINGS
 
 __all__ = ["FORMAT", "Server", "resolve_weighting"]
 

@@ -2,22 +2,24 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, wraps
 from inspect import signature
 from numbers import Integral
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from torch._dynamo import OptimizedModule
 
 from lightning_fed.compat.one_package import refuse_foreign
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import MisconfigurationException
-from lightning_fed.core.arguments import finite
+from lightning_fed.core.arguments import check_flags, check_paths, finite
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["as_callbacks", "check_trainer_arguments", "refusals_of_lightning"]
+__all__ = ["as_callbacks", "check_call", "check_trainer_arguments", "checked", "refusals_of_lightning"]
 
 _LEAST: Mapping[str, float] = {
     "num_nodes": 1,
@@ -163,3 +165,72 @@ def _describe(hint: Any) -> str:
 def _shown(value: Any) -> str:
     text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**64 else repr(value)
     return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+_LOADERS = {"validate": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
+
+
+def checked(stage: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return a stage of Lightning's Trainer that looks at its arguments first; see :func:`check_call`."""
+
+    @wraps(stage)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        given = signature(stage).bind(*args, **kwargs).arguments
+        check_call(stage.__name__, given.pop("self"), **given)
+        return stage(*args, **kwargs)
+
+    return call
+
+
+def check_call(
+    stage: str,
+    trainer: pl.Trainer,
+    model: Any = None,
+    dataloaders: Any = None,
+    datamodule: Any = None,
+    ckpt_path: Any = None,
+    weights_only: Any = None,
+    **_: Any,
+) -> None:
+    """Refuse what no stage can take.
+
+    Args:
+        stage: "fit", "validate", "test" or "predict".
+        trainer: The trainer.
+        model: A LightningModule; None for that of the previous stage.
+        dataloaders: Loaders, or a data module.
+        datamodule: A data module.
+        ckpt_path: A path, or a word of Lightning's such as "best".
+        weights_only: As for :func:`torch.load`.
+
+    Raises:
+        FederatedError: Naming the argument, what was found and what is allowed.
+    """
+    owner = f"FederatedTrainer.{stage}"
+    refuse_foreign(model, dataloaders, datamodule)
+    _check_model(owner, model if model is not None or stage == "fit" else trainer.lightning_module)
+    if datamodule is not None and not isinstance(datamodule, pl.LightningDataModule):
+        raise FederatedError(f"{owner}(datamodule={_shown(datamodule)}): datamodule must be a LightningDataModule.")
+    if ckpt_path is not None:
+        check_paths(owner, ckpt_path=ckpt_path)
+    if weights_only is not None:
+        check_flags(owner, weights_only=weights_only)
+    if stage == "fit":
+        return
+    is_data = isinstance(dataloaders, Iterable) and not isinstance(dataloaders, (str, bytes, type))
+    if dataloaders is not None and not is_data and not isinstance(dataloaders, pl.LightningDataModule):
+        raise FederatedError(f"{owner}(dataloaders={_shown(dataloaders)}): pass a data module, or loaders of batches.")
+    hook = _LOADERS[stage]
+    has_own = model is not None and getattr(type(model), hook, None) is not getattr(pl.LightningModule, hook)
+    if dataloaders is None and datamodule is None and model is not None and not has_own:
+        raise FederatedError(f"{owner} has no data. Pass a data module: trainer.{stage}(model, datamodule).")
+
+
+def _check_model(owner: str, model: Any) -> None:
+    if isinstance(model, (pl.LightningModule, OptimizedModule)):
+        return
+    made = f"; write {model.__name__}()" if isinstance(model, type) else ""
+    raise FederatedError(f"{owner}(model={_shown(model)}): model must be a LightningModule{made}.")

@@ -20,7 +20,7 @@ from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.client_states.state import ClientStates
-from lightning_fed.server.population import Population
+from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks

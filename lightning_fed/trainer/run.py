@@ -21,7 +21,7 @@ from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepar
 from lightning_fed.rounds.cohort import CohortSampling, cohort_seed
 from lightning_fed.rounds.local_plans import population_of
 from lightning_fed.rounds.round import Rounds
-from lightning_fed.server.population import Population
+from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.settings.module_checks import check_module
 from lightning_fed.settings.settings import Settings

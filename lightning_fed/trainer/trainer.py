@@ -22,10 +22,15 @@ from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.sampling import Sampler
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
 from lightning_fed.settings.environment import defaults_of_environment
-from lightning_fed.settings.lightning_arguments import as_callbacks, check_trainer_arguments, refusals_of_lightning
-from lightning_fed.settings.lightning_calls import check_call, checked
+from lightning_fed.settings.lightning_arguments import (
+    as_callbacks,
+    check_call,
+    check_trainer_arguments,
+    checked,
+    refusals_of_lightning,
+)
 from lightning_fed.settings.module_checks import no_federated_data
-from lightning_fed.settings.settings_checks import MAX_FAILED_SHARE, MAX_UPDATE_RATIO, make_settings
+from lightning_fed.settings.settings import MAX_FAILED_SHARE, MAX_UPDATE_RATIO, make_settings
 from lightning_fed.settings.trainer_checks import check_local_options, check_strategy, check_trainer
 from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import WithinClientStrategy, adopt

@@ -424,13 +424,16 @@ def test_every_mechanism_is_where_it_is_patched_away(scripts):
 
 def test_a_mechanism_is_patched_away(scripts, monkeypatch):
     ablations = scripts("systems.ablations")
-    for module, what in (("optim:FederatedOptimizer.step", "there"), ("optim:FederatedOptimizer.gone", "elsewhere")):
+    for module, what in (
+        ("engines.optimizer:FederatedOptimizer.step", "there"),
+        ("engines.optimizer:FederatedOptimizer.gone", "elsewhere"),
+    ):
         monkeypatch.setitem(ablations.ABLATIONS, what, ablations.Ablation(what, {module: ablations._always(3)}))
     optimizer = importlib.import_module("lightning_fed.engines.optimizer").FederatedOptimizer
     monkeypatch.setattr(optimizer, "step", optimizer.step)
     ablations.switch_off("there")
     assert optimizer.step(None) == 3
-    with pytest.raises(SystemExit, match="no optim:FederatedOptimizer.gone in lightning_fed any more"):
+    with pytest.raises(SystemExit, match="no engines.optimizer:FederatedOptimizer.gone in lightning_fed any more"):
         ablations.switch_off("elsewhere")
 
 

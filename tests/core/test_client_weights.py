@@ -10,7 +10,7 @@ import torch
 
 from lightning_fed.core.client_weights import ClientWeights
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.server.population import Population
+from lightning_fed.server.participation import Population
 
 
 def written(path: Path, text: str) -> str:

@@ -25,7 +25,7 @@ from lightning_fed.rounds.messages import Reply, Task
 from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.client_states.store import MemoryClientStore
-from lightning_fed.server.population import Population
+from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from tests.helpers.training import CLASSES, FEATURES, clients, same, trainer
 

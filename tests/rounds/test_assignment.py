@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed.rounds.assignment import _balanced, assign, pack, unpack
-from lightning_fed.server.weighting import Participant
+from lightning_fed.server.participation import Participant
 from lightning_fed.strategies.processes import Ranks
 from tests.helpers.processes import in_processes
 

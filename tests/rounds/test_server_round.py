@@ -18,12 +18,10 @@ from lightning_fed.rounds.cohort import DrawnCohort, Faults
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.server import CoordinateMedian
-from lightning_fed.server.population import Population
+from lightning_fed.server.participation import Participant, Population
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import plain_sgd
-from lightning_fed.server.weighting import Participant
-from lightning_fed.settings.settings import Settings
-from lightning_fed.settings.settings_checks import make_settings
+from lightning_fed.settings.settings import Settings, make_settings
 
 IDS = ["ann", "bob", "cy", "dee", "eve"]
 SIZES = dict(zip(IDS, (13, 8, 21, 5, 16), strict=True))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.server.population import Population
+from lightning_fed.server.participation import Population
 from lightning_fed.server.sampling import BernoulliSampler, RoundRobinSampler, UniformSampler
 
 SIZES: dict[Any, int] = {"a": 4, 7: 0, "c": 6, "d": 2}

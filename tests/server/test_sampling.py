@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.server.population import Population
+from lightning_fed.server.participation import Population
 from lightning_fed.server.sampling import (
     AvailabilitySampler,
     BernoulliSampler,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_fed.algorithms import FedAvg
 from lightning_fed.core.flat import Layout
-from lightning_fed.server.seen import Seen
+from lightning_fed.server.participation import Seen
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import plain_sgd
 

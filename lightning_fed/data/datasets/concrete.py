@@ -9,8 +9,8 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed.core.arguments import check_flags, check_fraction, check_paths, check_seed, check_texts
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.files.columns import read_columns
 from lightning_fed.data.files.stored import StoredDataModule, find, read_rows
+from lightning_fed.data.files.tables import read_columns
 from lightning_fed.data.partitions.draws import equal_shares, random_state
 from lightning_fed.data.partitions.partition import Partition, PartitionFunction
 

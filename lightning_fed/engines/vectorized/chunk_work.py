@@ -15,7 +15,7 @@ from lightning_fed.engines.optimizer import FederatedOptimizer, solver_entries
 from lightning_fed.engines.vectorized.clients import ChunkMemory, Clients, of_each, stack_states
 from lightning_fed.engines.vectorized.optimizer import Clipping, StackedOptimizer
 from lightning_fed.server.client_states.state import PERSONAL, method_part, with_personal
-from lightning_fed.server.weighting import Participant
+from lightning_fed.server.participation import Participant
 
 __all__ = ["ChunkWork", "steps_are_plain"]
 

@@ -36,7 +36,7 @@ from lightning_fed.engines.vectorized.optimizer import Clipping
 from lightning_fed.engines.vectorized.row_lookup import RowLookup, is_rows
 from lightning_fed.engines.vectorized.schedule import Schedule
 from lightning_fed.engines.vectorized.trial import Trial, check_settings, hooked_parameter
-from lightning_fed.server.weighting import Participant
+from lightning_fed.server.participation import Participant
 
 __all__ = ["VectorizedEngine"]
 

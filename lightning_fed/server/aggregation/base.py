@@ -10,8 +10,8 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Vector, Weighting
 from lightning_fed.server.aggregation.mean import Aggregation
+from lightning_fed.server.participation import Participant
 from lightning_fed.server.sampling import Sampler
-from lightning_fed.server.weighting import Participant
 
 __all__ = ["FULL_GRAD", "Aggregator", "averaged_points", "names_of"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_fed.core.errors import ClientError
 from lightning_fed.core.types import State, Vector
 from lightning_fed.server.aggregation.mean import Aggregation, Alone, Exchange, accumulation_dtype
-from lightning_fed.server.weighting import Participant, no_weight
+from lightning_fed.server.participation import Participant, no_weight
 
 __all__ = ["Combine", "HeldAggregation", "not_finite"]
 

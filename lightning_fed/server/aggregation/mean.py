@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
-from lightning_fed.server.weighting import Participant, no_weight, raw_weight
+from lightning_fed.server.participation import Participant, no_weight, raw_weight
 
 __all__ = ["Aggregation", "Alone", "Exchange", "accumulation_dtype"]
 

@@ -18,8 +18,8 @@ from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, averaged_points
 from lightning_fed.server.aggregation.mean import Aggregation, Exchange, accumulation_dtype
 from lightning_fed.server.aggregation.robust import ClippedAggregation
+from lightning_fed.server.participation import Participant
 from lightning_fed.server.sampling import BernoulliSampler, Sampler
-from lightning_fed.server.weighting import Participant
 
 __all__ = ["DifferentialPrivacy", "gaussian_noise"]
 

@@ -15,8 +15,8 @@ from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, names_of
 from lightning_fed.server.aggregation.collected import HeldAggregation, not_finite
 from lightning_fed.server.aggregation.mean import Aggregation, accumulation_dtype
+from lightning_fed.server.participation import Participant
 from lightning_fed.server.sampling import Sampler
-from lightning_fed.server.weighting import Participant
 
 __all__ = ["CoordinateMedian", "GeometricMedian", "NormClipping", "RobustAggregator", "TrimmedMean"]
 

@@ -16,8 +16,8 @@ from lightning_fed.server.aggregation.collected import HeldAggregation
 from lightning_fed.server.aggregation.mean import Exchange, accumulation_dtype
 from lightning_fed.server.asynchronous.arrivals import Arrival, Arrivals, Between
 from lightning_fed.server.asynchronous.client_clock import ClientClock
+from lightning_fed.server.participation import Participant
 from lightning_fed.server.sampling import Sampler
-from lightning_fed.server.weighting import Participant
 
 __all__ = ["Asynchronous"]
 

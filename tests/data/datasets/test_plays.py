@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.datasets.plays import read_plays, read_roles, speeches
+from lightning_fed.data.datasets.shakespeare import read_plays, read_roles, speeches
 
 PLAY = """\tA PLAY
 

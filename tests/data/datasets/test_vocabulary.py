@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.datasets.vocabulary import Vocabulary, read_embedding, words
+from lightning_fed.data.datasets.sentiment import Vocabulary, read_embedding, words
 
 COUNTS = Counter({"good": 3, "bad": 2, "awful": 2, "rare": 1})
 

@@ -17,7 +17,7 @@ from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, Scaffold
 from lightning_fed.server import WeightedSampler
 from lightning_fed.server.aggregation.mean import Aggregation, accumulation_dtype
-from lightning_fed.server.weighting import Participant
+from lightning_fed.server.participation import Participant
 from tests.helpers.training import trainer
 
 

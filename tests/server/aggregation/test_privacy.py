@@ -22,7 +22,7 @@ from lightning_fed.server import (
 )
 from lightning_fed.server.aggregation.mean import Aggregation
 from lightning_fed.server.aggregation.privacy import gaussian_noise
-from lightning_fed.server.weighting import Participant
+from lightning_fed.server.participation import Participant
 from tests.helpers.engines import Ordinary, assert_close, state_of
 from tests.helpers.training import data, parameters, seeded, trainer
 

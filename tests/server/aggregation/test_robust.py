@@ -36,7 +36,7 @@ from lightning_fed.server import (
     WeightedSampler,
 )
 from lightning_fed.server.aggregation.mean import Aggregation
-from lightning_fed.server.weighting import Participant
+from lightning_fed.server.participation import Participant
 from tests.helpers.engines import Ordinary, assert_agree, assert_close, run, state_of
 from tests.helpers.selection import covering, few
 from tests.helpers.training import Net, data, fit, trainer

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed.core.types import State
-from lightning_fed.server.client_states import state_rows
+from lightning_fed.server.client_states import store as state_rows
 from lightning_fed.server.client_states.disk_store import DiskClientStore
 from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore, lasting_copies, lasting_copy
 from tests.helpers.training import same
