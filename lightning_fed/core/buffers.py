@@ -8,7 +8,7 @@ from torch import nn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State
 
-__all__ = ["BUFFER_MODES", "BufferMean", "Buffers"]
+__all__ = ["BUFFER_MODES", "BufferMean", "Buffers", "overwrite"]
 
 BUFFER_MODES = ("average", "server", "local")
 
@@ -50,16 +50,24 @@ class Buffers:
     def write(self, values: State) -> None:
         """Put values into the module's buffers."""
         for name, (owner, key) in self._owners.items():
-            buffer = owner.get_buffer(key)
-            if _shares_memory(buffer):
-                setattr(owner, key, values[name].clone())
-            else:
-                buffer.copy_(values[name])
+            overwrite(owner, key, values[name])
 
 
-def _shares_memory(buffer: torch.Tensor) -> bool:
-    """Return whether elements share memory, as those of ``expand`` do; such a tensor cannot be written to."""
-    return any(size > 1 and step == 0 for size, step in zip(buffer.shape, buffer.stride(), strict=True))
+def overwrite(owner: nn.Module, key: str, value: torch.Tensor) -> None:
+    """Set a buffer to a value, in place where that is possible.
+
+    Elements of an expanded tensor share memory and cannot be written to, so such a buffer is replaced.
+
+    Args:
+        owner: The module that has the buffer.
+        key: The module's name for it.
+        value: The value; it is copied.
+    """
+    buffer = owner.get_buffer(key)
+    if any(size > 1 and step == 0 for size, step in zip(buffer.shape, buffer.stride(), strict=True)):
+        setattr(owner, key, value.clone())
+    else:
+        buffer.copy_(value)
 
 
 class BufferMean:

@@ -15,6 +15,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import DummyLogger, call, is_param_in_hook_signature
+from lightning_fed.core.buffers import overwrite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state, seed_global
@@ -76,7 +77,7 @@ class GradientPass:
             for name, child in parent.named_children()
             if isinstance(child, _METRICS)
         ]
-        self._buffers = [(owner, name, owner.get_buffer(name)) for owner, name in buffer_owners(module).values()]
+        self._buffers = list(buffer_owners(module).values())
         self._logger: list[pl.loggers.Logger] = [DummyLogger()] if trainer.loggers else []
 
     @contextmanager
@@ -88,7 +89,9 @@ class GradientPass:
         module, trainer = self.trainer.lightning_module, self.trainer
         loggers, trainer.loggers = trainer.loggers, self._logger
         grads = [p.grad for p in self.flat.params]
-        buffers = [buffer.clone() for _, _, buffer in self._buffers]
+        # a step may have assigned another tensor than the one that was there when the fit began
+        buffers = [(owner, name, owner.get_buffer(name)) for owner, name in self._buffers]
+        values = [buffer.clone() for _, _, buffer in buffers]
         attributes: dict[str, Any] = module.__dict__
         logs: dict[str, Any] = {name: attributes.pop(name) for name in ("log", "log_dict") if name in attributes}
         attributes["log"] = attributes["log_dict"] = _no_log
@@ -99,8 +102,9 @@ class GradientPass:
             for _, _, _, scratch in self._metrics:
                 scratch.reset()
             with torch.no_grad():
-                for (parent, name, buffer), kept in zip(self._buffers, buffers, strict=True):
-                    parent._buffers[name] = buffer.copy_(kept)
+                for (owner, name, buffer), value in zip(buffers, values, strict=True):
+                    owner._buffers[name] = buffer
+                    overwrite(owner, name, value)
 
         try:
             yield forget

@@ -17,7 +17,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 import lightning_fed.algorithms as methods
-from lightning_fed import FederatedCallback, FederatedTrainer
+from lightning_fed import ClientError, FederatedCallback, FederatedTrainer
 from lightning_fed.callbacks import ClientAccuracy, PersonalizedAccuracy
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.server import (
@@ -170,7 +170,7 @@ class Failure:
         trace: Its trace.
         is_refusal: Whether it is an error by which a run may be refused.
         has_remedy: Whether the message says what to change.
-        began: Whether a round had begun.
+        began: Whether a client had worked. Some checks come after the hooks that start the first round.
     """
 
     kind: str
@@ -291,7 +291,8 @@ def run(
             outcome.state = _state_of(trainer)
             outcome.engine = getattr(trainer.fit_loop._engine, "name", "")
         except Exception as error:
-            outcome.failure = Failure.of(error, recorder.began)
+            worked = bool(outcome.rounds) or isinstance(error, ClientError)
+            outcome.failure = Failure.of(error, recorder.began and worked)
     return outcome
 
 
