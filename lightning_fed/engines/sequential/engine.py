@@ -17,6 +17,7 @@ from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPla
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.optimizer import LocalWork, solver_entries
 from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.engines.sequential.frozen import Frozen
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
 from lightning_fed.server.client_states.state import PERSONAL, method_part, with_personal
 
@@ -39,6 +40,7 @@ class SequentialEngine(Engine):
         self.fetcher = ClientFetcher()
         self.anchor_grad = torch.zeros_like(self.flat.y) if self.algorithm.anchor_at else None
         self.looks_ahead = epoch_loop.automatic_optimization.looks_ahead = self.algorithm.looks_ahead
+        self._frozen: Frozen | None = Frozen(prepared.module, self.flat)  # until a client has left them alone
         epoch_loop.prepare()
 
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
@@ -58,10 +60,15 @@ class SequentialEngine(Engine):
             local = self.algorithm.init_local(inputs.x, inputs.server, client)
             self._begin(inputs, self._whole_step(inputs, plan, client, local), solver)
             before = self.buffers.read() if self.split.size > 1 else {}
+            if self._frozen is not None:
+                self._frozen.remember()
             self.epoch_loop.begin_client()
             with self.epoch_loop._results.of_client(self.trainer.lightning_module):
                 self._train(inputs, plan)
             loss, metrics = self.epoch_loop.close_client()
+            if self._frozen is not None:
+                self._frozen.check()
+                self._frozen = None
             buffers = self._merged_buffers(before)
             statistics = [self.optimizer.solver_state()] if self.keeps_solver else []
             run = self._run_record(inputs, plan, client, local)

@@ -55,10 +55,11 @@ class Trial:
         with preserved_random_state(step.flat.y.device), step.recording():
             before, random = StepState(self.module), random_state(step.flat.y.device)
             try:
-                grads = self._of_two(step.flat.views, *batch)
-                self._check_state(before)
-                _, loss, values = step.own_gradient(step.flat.views, *batch)  # on the parameters themselves
+                # alone first: a step under vmap that assigns to the `.data` of a parameter ends the process
+                _, loss, values = step.own_gradient(step.flat.views, *batch)
                 first = OwnStep(loss, values, step.sizes)
+                self._check_state(before)
+                grads = self._of_two(step.flat.views, *batch)
                 self._check_state(before)
                 step.is_random = random != random_state(step.flat.y.device)
                 if not step.is_random:
