@@ -1,17 +1,19 @@
 """Clients' local work: they are trained together, those that fail are found, and what the others keep is put away."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lightning_fed.callbacks.base import call_round_hook, hears
 from lightning_fed.compat.private import rank_zero_info
-from lightning_fed.core.errors import ClientError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.denormals import denormals_as_zero
+from lightning_fed.engines.vectorized.changes import changed, marks
 from lightning_fed.rounds.before_work import ClientGradients, OwnSolve
 from lightning_fed.rounds.local_plans import num_examples
 from lightning_fed.rounds.messages import Reply, Task
@@ -51,6 +53,28 @@ class LocalTraining:
         self._before: tuple[Sequence[int], Sequence[State]] = ([], [])  # stored indices, and states before the work
         self._hears_start = hears(self.trainer, "on_client_start")
         self._hears_end = hears(self.trainer, "on_client_end")
+        algorithm = self.engine.algorithm
+        self._has_averaged = bool(algorithm.full_grad_at) and algorithm.full_grad_for != "client"
+
+    @contextmanager
+    def _attributes_kept(self, client_id: ClientId) -> Iterator[None]:
+        """Refuse that ``on_client_start`` changes what full-batch gradients have been taken without.
+
+        Raises:
+            FederatedError: Naming the attribute.
+        """
+        module = self.trainer.lightning_module
+        before = marks(module)
+        yield
+        name = changed(before, marks(module))
+        if name is not None:
+            method = type(self.engine.algorithm).__name__
+            raise FederatedError(
+                f"on_client_start changes the attribute {name!r} of {type(module).__name__} for client {client_id!r},"
+                f" after {method} has averaged full-batch gradients that do not have the change. Put what differs between"
+                " clients into their data, set it for all clients in on_round_start, and keep"
+                " notes on clients in the callback."
+            )
 
     def answer(
         self,
@@ -76,7 +100,8 @@ class LocalTraining:
         if self._hears_start:
             for plan in plans:
                 client_id = plan.participant.client_id
-                call_round_hook(self.trainer, "on_client_start", task.round, client_id)
+                with self._attributes_kept(client_id) if self._has_averaged else nullcontext():
+                    call_round_hook(self.trainer, "on_client_start", task.round, client_id)
                 for engine in self.engines:
                     engine.client_started(client_id)
         if self._hears_start or self._hears_end:

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, Mime, MimeMVR, Scaffold, SGDm
+from lightning_fed.core.errors import FederatedError
 from tests.helpers.engines import Ordinary, run, state_of
 
 METHODS: dict[str, Callable[[], Algorithm]] = {
@@ -37,3 +39,36 @@ def test_an_assigned_buffer_counts_local_steps_alone(method: str) -> None:
     ]
     assert torch.equal(*counted)
     assert float(counted[0]) > 0
+
+
+class Scaled(Ordinary):
+    alpha = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.alpha * super().training_step(batch, batch_idx)
+
+
+class Scales(FederatedCallback):
+    """Gives each client a factor of its loss."""
+
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        pl_module.alpha = 1.0 + client_id
+
+
+class Rates(FederatedCallback):
+    """Gives each client a learning rate."""
+
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.01 * (1 + client_id)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+@pytest.mark.parametrize("method", ["Mime", "MimeMVR", "FedDANE"])
+def test_an_attribute_of_one_client_that_averaged_gradients_lack_is_refused(method: str, engine: str) -> None:
+    with pytest.raises(FederatedError, match="on_client_start changes the attribute 'alpha' of Scaled for client"):
+        run(engine, Scaled, algorithm=METHODS[method](), callbacks=[Scales()])
+
+
+def test_rates_and_gradients_of_the_clients_own_are_not() -> None:
+    run("sequential", Scaled, algorithm=METHODS["Mime"](), callbacks=[Rates()])
+    run("sequential", Scaled, algorithm=METHODS["SCAFFOLD, option i"](), callbacks=[Scales()])

@@ -206,6 +206,8 @@ def _made_plain(c: Configuration) -> Configuration:
 
 
 def _conflicts(c: Configuration) -> Iterator[dict[str, Any]]:
+    if c.method in FULL_GRADIENTS and c.attribute in ("one", "distinct"):
+        yield {"attribute": "none"}
     if c.method == "FedBN":
         yield {"network": "batchnorm"}
     if (c.method == "FedBN" or c.network == "batchnorm") and 1 in c.sizes:
