@@ -126,7 +126,7 @@ def main() -> None:
             _fit(make(), engine, rounds=3, start=last)
             print(f"{name}, engine={engine!r}: trained and resumed")
     assert Hooked.batches > 0
-    lazy = runpy.run_path(str(Path(__file__).parents[1] / "tests" / "test_lazy_imports.py"))
+    lazy = runpy.run_path(str(Path(__file__).parents[1] / "tests" / "package" / "test_lazy_imports.py"))
     lazy["test_the_package_and_its_help_import_nothing_that_they_do_not_need"]()
 
 

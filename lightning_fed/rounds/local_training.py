@@ -54,11 +54,12 @@ class LocalTraining:
         self._hears_start = hears(self.trainer, "on_client_start")
         self._hears_end = hears(self.trainer, "on_client_end")
         algorithm = self.engine.algorithm
-        self._has_averaged = bool(algorithm.full_grad_at) and algorithm.full_grad_for != "client"
+        averages = bool(algorithm.full_grad_at) and algorithm.full_grad_for != "client"
+        self._has_measured = averages or algorithm.population_loss
 
     @contextmanager
     def _attributes_kept(self, client_id: ClientId) -> Iterator[None]:
-        """Refuse that ``on_client_start`` changes what full-batch gradients have been taken without.
+        """Refuse that ``on_client_start`` changes what full-batch gradients or losses have been taken without.
 
         Raises:
             FederatedError: Naming the attribute.
@@ -71,8 +72,8 @@ class LocalTraining:
             method = type(self.engine.algorithm).__name__
             raise FederatedError(
                 f"on_client_start changes the attribute {name!r} of {type(module).__name__} for client {client_id!r},"
-                f" after {method} has averaged full-batch gradients that do not have the change. Put what differs"
-                " between clients into their data, set it for all clients in on_round_start, and keep notes on clients"
+                f" after {method} has taken full-batch gradients or losses that do not have the change. Put what"
+                " differs between clients into their data, set it for all clients in on_round_start, and keep notes on clients"
                 " in the callback."
             )
 
@@ -100,7 +101,7 @@ class LocalTraining:
         if self._hears_start:
             for plan in plans:
                 client_id = plan.participant.client_id
-                with self._attributes_kept(client_id) if self._has_averaged else nullcontext():
+                with self._attributes_kept(client_id) if self._has_measured else nullcontext():
                     call_round_hook(self.trainer, "on_client_start", task.round, client_id)
                 for engine in self.engines:
                     engine.client_started(client_id)

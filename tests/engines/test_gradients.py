@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed import FederatedCallback
-from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, Mime, MimeMVR, Scaffold, SGDm
+from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedProx, Mime, MimeMVR, Scaffold, SGDm
 from lightning_fed.core.errors import FederatedError
 from tests.helpers.engines import Ordinary, run, state_of
 
@@ -17,6 +17,7 @@ METHODS: dict[str, Callable[[], Algorithm]] = {
     "MimeMVR": lambda: MimeMVR(0.1),
     "SCAFFOLD, option i": lambda: Scaffold(option="i"),
     "FedDANE": lambda: FedDane(mu=0.1),
+    "FedProx, adaptive": lambda: FedProx(mu=0.1, adaptive=True),
 }
 
 
@@ -63,7 +64,7 @@ class Rates(FederatedCallback):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "auto"])
-@pytest.mark.parametrize("method", ["Mime", "MimeMVR", "FedDANE"])
+@pytest.mark.parametrize("method", ["Mime", "MimeMVR", "FedDANE", "FedProx, adaptive"])
 def test_an_attribute_of_one_client_that_averaged_gradients_lack_is_refused(method: str, engine: str) -> None:
     with pytest.raises(FederatedError, match="on_client_start changes the attribute 'alpha' of Scaled for client"):
         run(engine, Scaled, algorithm=METHODS[method](), callbacks=[Scales()])

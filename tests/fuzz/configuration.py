@@ -206,7 +206,8 @@ def _made_plain(c: Configuration) -> Configuration:
 
 
 def _conflicts(c: Configuration) -> Iterator[dict[str, Any]]:
-    if c.method in FULL_GRADIENTS and c.attribute in ("one", "distinct"):
+    measures = c.method in FULL_GRADIENTS or (c.method == "FedProx" and c.variant == 1)
+    if measures and c.attribute in ("one", "distinct"):
         yield {"attribute": "none"}
     if c.method == "FedBN":
         yield {"network": "batchnorm"}
