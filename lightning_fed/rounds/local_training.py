@@ -72,9 +72,9 @@ class LocalTraining:
             method = type(self.engine.algorithm).__name__
             raise FederatedError(
                 f"on_client_start changes the attribute {name!r} of {type(module).__name__} for client {client_id!r},"
-                f" after {method} has taken full-batch gradients or losses that do not have the change. Put what"
-                " differs between clients into their data, set it for all clients in on_round_start, and keep notes on clients"
-                " in the callback."
+                f" after {method} has taken full-batch gradients or losses that do not have the change."
+                " Put what differs between clients into their data, set it for all clients in on_round_start, and keep"
+                " notes on clients in the callback."
             )
 
     def answer(

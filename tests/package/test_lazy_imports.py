@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import lightning_fed
 from lightning_fed.compat.package import pl
 
@@ -74,24 +72,3 @@ assert threads._AT_IMPORT + 1 == torch.get_num_threads()
 
 def test_the_package_waits_for_pytorch_and_is_ready_when_it_comes() -> None:
     subprocess.run([sys.executable, "-c", LATER], check=True, timeout=300)
-
-
-REFUSED = """
-from pathlib import Path
-try:
-    import torchvision
-except RuntimeError as error:
-    text = Path("docs/platforms.md").read_text()
-    assert f"## `RuntimeError: {error}`" in text  # whoever searches for it finds the page
-else:
-    print("works here")
-"""
-
-
-def test_the_page_on_platforms_has_the_error_of_a_torchvision_built_for_another_pytorch() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSED], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    if "works here" in done.stdout:
-        pytest.skip("the torchvision installed here loads its native library")
