@@ -15,11 +15,11 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.options import differing_options, options_of
 from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT, Origin
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.client_states.store import ClientStore
+from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks
@@ -141,29 +141,27 @@ def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:
             raise FederatedError(f"The checkpoint's state of {what} has the learning rate {rate!r}.")
 
 
-def notes_of(
-    sizes: Sequence[int] | None,
-    batch_size: int | None,
-    optimizer: torch.optim.Optimizer,
-    flat: FlatParameters,
-) -> dict[str, str]:
-    """Return what a checkpoint notes of clients' data and of what trains on them.
+def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]:
+    """Return what a checkpoint notes of the work and the data of clients, of the optimizer and of the parameters.
 
     Args:
-        sizes: The numbers of examples of all clients, which are noted by a checksum; None if they are not known.
-        batch_size: The examples in a full batch.
-        optimizer: The local optimizer.
-        flat: The trained parameters, whose names and shapes are noted by a checksum.
+        prepared: The module, whose parameters' names and shapes are noted by a checksum.
+        population: The clients, whose numbers of examples are noted by a checksum if they are known.
     """
+    flat, trainer = prepared.flat, prepared.trainer
     named = [(name, list(p.shape)) for name, p in zip(flat.names, flat.params, strict=True)]
-    notes = {"batch_size": repr(batch_size), "optimizer": type(optimizer).__name__, "parameters": _digest(repr(named))}
-    if sizes is not None:
-        notes["sizes"] = _digest(np.array(sizes, dtype=np.int64).tobytes())
+    notes = {
+        **prepared.settings.work(),
+        "batch_size": repr(trainer.datamodule.batch_size),
+        "optimizer": type(prepared.optimizer.base).__name__,
+        "parameters": _digest(repr(named).encode()),
+    }
+    if population.sizes_are_known:
+        notes["sizes"] = _digest(np.array(population.sizes, dtype=np.int64).tobytes())
     return notes
 
 
-def _digest(content: str | bytes) -> str:
-    content = content.encode() if isinstance(content, str) else content
+def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
@@ -275,18 +273,6 @@ class EarlierFit:
         noted = {**server.identity(), "transport": prepared.settings.transport(), "work": dict(notes), "metrics": {}}
         return EarlierFit(prepared.module, server, Schedules.of(prepared.trainer, prepared.optimizer.base), noted)
 
-    def check_model(self, module: pl.LightningModule) -> None:
-        """Refuse another model than that of the earlier fit.
-
-        Raises:
-            FederatedError: If it is another one.
-        """
-        if module is not self.module:
-            raise FederatedError(
-                f"This trainer has already run {self.server.round} rounds on another model. Make a new"
-                " FederatedTrainer, or resume with fit(..., ckpt_path=...)."
-            )
-
     def continue_in(self, server: Server, prepared: PreparedModule, ranks: Ranks, notes: Mapping[str, str]) -> None:
         """Bring the server, the local optimizer and its schedules of the next fit to where this one ended.
 
@@ -297,8 +283,13 @@ class EarlierFit:
             notes: What the next fit notes of its work.
 
         Raises:
-            FederatedError: If the next fit is of another run.
+            FederatedError: If the next fit is of another model or another run.
         """
+        if prepared.module is not self.module:
+            raise FederatedError(
+                f"This trainer has already run {self.server.round} rounds on another model. Make a new"
+                " FederatedTrainer, or resume with fit(..., ckpt_path=...)."
+            )
         keeps_states = any(ranks.gather(len(self.server.clients) > 0))  # each process knows its own clients'
         saved = {**self.server.state_dict({}), **self.noted}
         _continue(server, saved, prepared.settings, notes, keeps_states, EARLIER_FIT)
@@ -326,8 +317,8 @@ def start_server(
         place: Where clients' states are kept.
         ranks: The processes that share the clients.
         notes: What this run's checkpoints note of its work.
-        restored: The state of the checkpoint that the run goes on from, if there is one.
-        earlier: What the trainer's earlier fit has left, if that is to go on.
+        restored: The state of the checkpoint that the run continues from, if there is one.
+        earlier: What the trainer's earlier fit left, if the run continues from it instead.
 
     Raises:
         FederatedError: If the checkpoint or the earlier fit is not of this run.
@@ -352,4 +343,7 @@ def start_server(
     if restored is not None:
         with restored_from(trainer.ckpt_path, "client states"):
             place.load(server, restored["client_states"], ranks.is_home_of)
+    if s.aggregator is not None and earlier is None:
+        with restored_from(trainer.ckpt_path, "the messages on their way"):
+            s.aggregator.load_state_dict((restored or {}).get("aggregator", {}), server.x)
     return server

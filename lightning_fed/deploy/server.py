@@ -253,12 +253,9 @@ class FederatedServer:
         trainer = self.trainer
 
         def elsewhere(prepared: PreparedModule, population: Population) -> ClientWork:
-            clients = RemoteClients(prepared, population, self._sites, self._fit)
-            self._loop.ask_sites = clients.measure
-            return clients
+            return RemoteClients(prepared, population, self._sites, self._fit)
 
-        self._loop.clients_elsewhere = elsewhere
-        self._loop.sites = {"run": self._run, "versions": self._versions}
+        self._loop.run_state.use_sites(elsewhere, {"run": self._run, "versions": self._versions})
         trainer.callbacks.insert(0, _Reports(self))
         trainer.fit(self.model, RemoteData(self._sites.known, self._val), ckpt_path=self._checkpoint)
 
@@ -266,7 +263,7 @@ class FederatedServer:
         """Take note of a completed round."""
         self._report = report
         if self._sites.admit():
-            self._loop.meet_clients()
+            self._loop.run_state.load_population()
         if self._loop.settings.clients_keep_state:
             for client_id in report.clients:
                 self._versions[self._index[client_id]] = report.round + 1

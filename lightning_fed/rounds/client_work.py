@@ -54,6 +54,9 @@ class ClientWork:
         own_solve: Runs the method's own solve, if it has one.
     """
 
+    measure_on_sites: Callable[[str, int, Sequence[ClientId], bool], dict[ClientId, dict[str, float]]] | None = None
+    """Measures clients on sites, given the measure, local steps, clients and whether with their own models; or None."""
+
     def __init__(
         self, engine: Engine, plans: LocalPlans, settings: Settings, own_solve: OwnSolve | None = None
     ) -> None:

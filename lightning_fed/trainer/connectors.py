@@ -33,7 +33,7 @@ from lightning_fed.core.origin import CHECKPOINT
 from lightning_fed.engines.logged import EvaluationResults
 from lightning_fed.server.server import FORMAT
 from lightning_fed.strategies.stopping import RoundSignalConnector
-from lightning_fed.trainer.shared_evaluation import SharedEvaluationLoop
+from lightning_fed.trainer.evaluation import SharedEvaluationLoop
 
 __all__ = ["RoundCheckpointConnector", "RoundLoggerConnector"]
 
@@ -206,7 +206,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
                 other processes; unless only weights are saved.
         """
         if not weights_only:
-            self.trainer.fit_loop.check_is_here("What a checkpoint holds")
+            self.trainer.fit_loop.run_state.check_is_here("What a checkpoint holds")
         if not weights_only and self.trainer.fit_loop.awaits_plateau_schedulers:
             raise FederatedError(
                 f"A checkpoint of round {self.trainer.fit_loop.round - 1} cannot be saved before ReduceLROnPlateau has"
@@ -254,9 +254,10 @@ class RoundCheckpointConnector(_CheckpointConnector):
 
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the server model, whatever the module holds in the middle of a client's work."""
-        loop = self.trainer.fit_loop
-        loop.take_in_edits()
-        with loop.showing_server_model():
+        run = self.trainer.fit_loop.run_state
+        if run.server_model is not None:
+            run.server_model.sync_hook_changes()
+        with run.showing_server_model():
             state_dict = super()._get_lightning_module_state_dict()
             return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state_dict.items()}
 

@@ -350,7 +350,7 @@ class FederatedTrainer(pl.Trainer):
         check_paths(type(self).__name__ + ".save_checkpoint", filepath=filepath)
         if self.model is None:
             raise FederatedError("save_checkpoint: there is nothing to save before the trainer has seen a model.")
-        with self.fit_loop.kept_states.writing(filepath):
+        with self.fit_loop.run_state.client_states.writing(filepath):
             super().save_checkpoint(filepath, weights_only, storage_options)
         if not weights_only and isinstance(self._checkpoint_connector, RoundCheckpointConnector):
             self._checkpoint_connector.kept = (self.fit_loop.round, filepath)
