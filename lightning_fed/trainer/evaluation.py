@@ -200,36 +200,9 @@ class ClientEvaluation:
         Raises:
             FederatedError: If it has no validation set, or ``validation_step`` logs nothing.
         """
-        data = self.trainer.datamodule
+        data, engine, y = self.trainer.datamodule, self.engine, x.clone()
         train = data.client_batches(client_id)
         examples = train if on == "train" else validation_batches(data, client_id)
-        return self.run(x, buffers, examples, train, steps, round, index)
-
-    def run(
-        self,
-        x: Vector,
-        buffers: State,
-        examples: ClientBatches,
-        train: ClientBatches,
-        steps: int,
-        round: int,
-        index: int,
-    ) -> dict[str, float]:
-        """Return what ``validation_step`` logs, by name, reduced over all examples as Lightning does.
-
-        Args:
-            x: The parameters [P + Q], personal ones last.
-            buffers: The buffers to start from.
-            examples: What to evaluate on.
-            train: What to fine-tune on first.
-            steps: The local steps of fine-tuning; 0 evaluates ``x`` itself.
-            round: The completed rounds.
-            index: The client's stored index.
-
-        Raises:
-            FederatedError: If ``validation_step`` logs nothing.
-        """
-        engine, y = self.engine, x.clone()
         with preserved_random_state(y.device), engine.gradients.silent():
             engine.buffers.write(buffers)
             if steps:

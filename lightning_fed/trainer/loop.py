@@ -301,7 +301,7 @@ class FederatedLoop(_FitLoop):
         trainer, results, run = self.trainer, self.epoch_loop._results, self.run_state
         assert run.rounds is not None
         assert run.server_model is not None
-        if run.engine.split.size > 1:
+        if run.rounds.work.engine.split.size > 1:
             check_batch_statistics(trainer.lightning_module)
         run.server_model.begin_round()
         if not self._has_checked_batches and not run.has_sites:
@@ -342,7 +342,7 @@ class FederatedLoop(_FitLoop):
         assert run.server_model is not None
         if len(statuses) > 1:
             self.epoch_loop._results.merge([status["logged"] for status in statuses])
-        run.server_model.check_changes_agree([status["change"] for status in statuses])
+            run.server_model.check_changes_agree([status["change"] for status in statuses])
         if any(status["gave_up"] for status in statuses):
             run.clients.give_up()
         self._stop = Stop(max(status["stop"] for status in statuses))

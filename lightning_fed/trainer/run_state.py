@@ -7,15 +7,18 @@ from typing import Any
 from lightning_fed.checkpoints.client_states import ClientStatesPlace
 from lightning_fed.checkpoints.restoring import EarlierFit, notes_of, restored_from, start_server
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
+from lightning_fed.data.datamodule import FederatedDataModule, check_ids
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepare_module
-from lightning_fed.rounds.cohort import CohortSampling, cohort_seed
-from lightning_fed.rounds.local_plans import population_of
+from lightning_fed.rounds.client_work import ClientWork, prepare_clients
+from lightning_fed.rounds.cohort import CohortSampling, secret_seed
 from lightning_fed.rounds.round import Rounds
+from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.participation import Population
+from lightning_fed.server.sampling import check_count
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy
@@ -169,11 +172,30 @@ class RunState:
 
     # ------------------------------------------------------------------ clients
 
-    def load_population(self) -> None:
-        """Read who the clients are, before a fit, or between rounds after others have registered."""
-        self.population = population = population_of(self.trainer)
+    def load_population(self, among: Sequence[ClientId] | None = None) -> Population:
+        """Read who the clients are, before a fit, or between rounds after others have registered.
+
+        Args:
+            among: The ids of all clients, if the data module has only some of them.
+
+        Raises:
+            FederatedError: If ids or sizes are invalid, or samplers draw more clients than there are.
+        """
+        data: FederatedDataModule = self.trainer.datamodule
+        check_ids(data)
+        if among is not None:
+            population = Population(among, data.client_size)
+        else:
+            population = Population(data.client_ids, data.client_size, data.known_sizes)
+            if empty := population.empty:
+                shown = ", ".join(repr(i) for i in empty[:5]) + (", ..." if len(empty) > 5 else "")
+                rank_zero_warn(f"{len(empty)} of {len(data.client_ids)} clients are empty and never sampled: {shown}.")
+            for sampler in (self.settings.sampler, self.settings.gradient_sampler):
+                check_count(sampler, len(population))
         if self.rounds is not None and self.clients is not None:
             self.rounds.sampling.population = self.clients.plans.population = population
+        self.population = population
+        return population
 
     def use_sites(
         self, make_clients: Callable[[PreparedModule, Population], ClientWork], sites: Mapping[str, Any]
@@ -200,8 +222,8 @@ class RunState:
             clients: The clients whose data is here; all of them if None.
             among: The ids of all clients, if the data module has only those that are here.
         """
-        self.population = population = population_of(self.trainer, among)
-        self.prepared = prepared = prepare_module(self.trainer)
+        population = self.load_population(among)
+        self.prepared = prepared = PreparedModule(self.trainer)
         self.clients = prepare_clients(prepared, population, self.settings.engine, clients)
         return prepared, population, self.clients
 
@@ -211,7 +233,7 @@ class RunState:
         """Prepare the module, bring the server to where the run stands, and prepare the clients."""
         trainer, settings, population = self.trainer, self.settings, self.population
         assert population is not None
-        self.prepared = prepared = prepare_module(trainer)
+        self.prepared = prepared = PreparedModule(trainer)
         if not isinstance(trainer.strategy, WithinClientStrategy):
             self.ranks = Ranks.of(trainer)
         notes = notes_of(prepared, population)
@@ -228,7 +250,10 @@ class RunState:
             raise
         self._notes, prepared.seed = notes, server.seed
         self.server_model = ServerModel(prepared, server)
-        sampling = CohortSampling(settings, population, cohort_seed(trainer, settings, population, server.seed))
+        seed = server.seed
+        if isinstance(settings.aggregator, DifferentialPrivacy):
+            seed = secret_seed(trainer, settings.aggregator, population)
+        sampling = CohortSampling(settings, population, seed)
         if self._make_clients is None:
             self.clients = prepare_clients(prepared, population, settings.engine, before=self._engines_before)
         else:

@@ -209,6 +209,7 @@ class FederatedTrainer(pl.Trainer):
         if gradient_clip_on == "corrected" and self.gradient_clip_val:
             self.fit_loop.corrected_clip = (self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
             self.gradient_clip_val = None  # or Lightning would clip before the correction as well
+        check_strategy(self.strategy)
         check_local_options(self)
         adopt(self)
         adopt_launcher(self)
