@@ -99,50 +99,39 @@ class RoundCheckpointConnector(_CheckpointConnector):
                     " ckpt_path."
                 )
 
-    def _take(self, checkpoint: dict[str, Any], checkpoint_path: Any) -> None:
-        """Look at a checkpoint before it is restored, and leave nothing but weights in one of no federated run."""
-        self._check_shapes(checkpoint, checkpoint_path)
-        loops = checkpoint.get("loops") or {}
-        saved = loops.get("fit_loop", {}).get("state_dict", {})
-        if "format" in saved and "optimizer_states" not in checkpoint:
-            rank_zero_warn(
-                f"{checkpoint_path} was saved with save_weights_only=True: the run cannot go on from round"
-                f" {saved['round']}. It starts at round 0 from these weights."
-            )
-        elif "format" in saved:
-            self._check_run(saved, checkpoint_path)
-            self.kept = (int(saved["round"]), checkpoint_path)
-            return
-        else:
-            rank_zero_info(f"{checkpoint_path} holds no federated run: training starts at round 0 from its weights.")
-        for key in ("loops", type(self.trainer.precision_plugin).__qualname__, "native_amp_scaling_state"):
-            checkpoint.pop(key, None)
-        checkpoint.update(callbacks={}, optimizer_states=[], lr_schedulers=[])
-
-    def _check_shapes(self, checkpoint: Mapping[str, Any], path: Any) -> None:
-        """Refuse a checkpoint of another model by name, before torch does so by a long list.
+    def _take(self, checkpoint: dict[str, Any], path: Any) -> None:
+        """Check a checkpoint before it is restored, and leave only weights in one of another kind of run.
 
         Raises:
-            FederatedError: Naming the first parameter that differs.
+            FederatedError: If it is of another model or another version of this package, or has more rounds than asked.
         """
-        saved = checkpoint.get("state_dict")
-        if saved is None:
+        weights, module = checkpoint.get("state_dict"), self.trainer.lightning_module
+        if weights is None:
             raise FederatedError(f"{path} holds no 'state_dict': it is no Lightning checkpoint.")
-        module = self.trainer.lightning_module
-        for name, value in module.state_dict().items():
-            other = saved.get(name)
+        for name, value in module.state_dict().items():  # torch would give a long list
+            other = weights.get(name)
             if isinstance(other, Tensor) and isinstance(value, Tensor) and other.shape != value.shape:
                 raise FederatedError(
                     f"{path} is of another model: {name!r} has shape {tuple(other.shape)} there and"
                     f" {tuple(value.shape)} in {type(module).__name__}."
                 )
+        saved = (checkpoint.get("loops") or {}).get("fit_loop", {}).get("state_dict", {})
+        if "format" in saved and "optimizer_states" in checkpoint:
+            self._check_run(saved, path)
+            self.kept = (int(saved["round"]), path)
+            return
+        if "format" in saved:
+            rank_zero_warn(
+                f"{path} was saved with save_weights_only=True: the run cannot go on from round {saved['round']}. It"
+                " starts at round 0 from these weights."
+            )
+        else:
+            rank_zero_info(f"{path} holds no federated run: training starts at round 0 from its weights.")
+        for key in ("loops", type(self.trainer.precision_plugin).__qualname__, "native_amp_scaling_state"):
+            checkpoint.pop(key, None)
+        checkpoint.update(callbacks={}, optimizer_states=[], lr_schedulers=[])
 
     def _check_run(self, saved: Mapping[str, Any], path: Any) -> None:
-        """Refuse a checkpoint of another version of this package, or with more rounds than are asked for.
-
-        Raises:
-            FederatedError: Naming both formats or numbers, and the way out.
-        """
         written, wanted = saved["format"], self.trainer.fit_loop.max_epochs
         if written != FORMAT:
             age, remedy = ("a newer", "Install that") if written > FORMAT else ("an older", "Finish the run with that")

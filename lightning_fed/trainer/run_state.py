@@ -1,7 +1,7 @@
 """The state of a run between rounds: how a fit starts and ends, and what its checkpoints hold."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning_fed.checkpoints.client_states import ClientStatesPlace
@@ -122,9 +122,13 @@ class RunState:
         """Note that other processes have completed the rounds of the fit, and ended."""
         self._rounds_elsewhere = rounds
 
-    def showing_server_model(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def showing_server_model(self) -> Iterator[None]:
         """Let the module hold the server's model inside, and afterwards what it held before."""
-        return nullcontext() if self.server_model is None else self.server_model.showing()
+        with self.preserving_module():
+            if self.server_model is not None:
+                self.server_model.show()
+            yield
 
     def preserving_module(self) -> AbstractContextManager[None]:
         """Restore parameters and buffers of the module afterwards."""

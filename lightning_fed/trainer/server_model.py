@@ -105,13 +105,6 @@ class ServerModel:
         self.change_digest = None
 
     @contextmanager
-    def showing(self) -> Iterator[None]:
-        """Let the module hold the server's model inside, and afterwards what it held before."""
-        with self.preserving_module():
-            self.show()
-            yield
-
-    @contextmanager
     def preserving_module(self) -> Iterator[None]:
         """Restore parameters and buffers of the module afterwards."""
         flat, buffers_of, shown = self._prepared.flat, self._prepared.buffers, self._shown
