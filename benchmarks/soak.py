@@ -106,7 +106,7 @@ def soak(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
     written = sum(path.stat().st_size for path in folder.glob("events.out.tfevents.*"))
     return {
         "algorithm": args.algorithm,
-        "engine": trainer.fit_loop._engine.name,
+        "engine": trainer.fit_loop.clients.engine.name,
         "client_states": args.client_states,
         "processes": args.devices,
         "rounds": args.rounds,

@@ -41,7 +41,7 @@ def run(problem: Problem, settings: Settings, stopwatch: Stopwatch) -> Outcome |
     trainer.fit(module, _data(problem))
     if not trainer.is_global_zero:
         return None
-    engine = trainer.fit_loop._engine  # which other checkouts have, too, under other names
+    engine = trainer.fit_loop.clients.engine  # which other checkouts have, too, under other names
     config: dict[str, Any] = {
         "version": f"{lightning_fed.__version__}, torch {torch.__version__}",
         "engine": getattr(engine, "name", type(engine).__name__.removesuffix("Engine").lower()),

@@ -58,7 +58,7 @@ class RunSummary(FederatedCallback):
         """Print the summary on the first rank."""
         loop = trainer.fit_loop
         log_dir = trainer.log_dir  # which all processes must ask for
-        if not trainer.is_global_zero or loop.round == 0 or loop._state is None:
+        if not trainer.is_global_zero or loop.round == 0 or not loop.run_state.has_server:
             return
         state = loop.state
         rows = [(name, self._metric(trainer, name)) for name in sorted(self._last)]

@@ -11,47 +11,43 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import MisconfigurationException, rank_zero_info
 
 __all__ = [
+    "adapt_checkpoint_callbacks",
     "folders",
     "keep_last_round",
-    "let_last_follow",
     "newest",
     "restore_scores",
-    "save_by_rounds",
-    "tidy_folders",
 ]
 
 
-def save_by_rounds(trainer: pl.Trainer) -> None:
-    """Let checkpoints that are due every so many steps be due every so many rounds, which the global step counts.
+def adapt_checkpoint_callbacks(trainer: pl.Trainer, is_fit: bool) -> None:
+    """Let ModelCheckpoints count rounds; before a fit, tidy their folders and change how they write ``last``.
 
-    Lightning would look at the step after each batch, in the middle of the next round.
+    Checkpoints due every n steps are due every n rounds, which the global step counts: Lightning would look at the step
+    after each batch, in the middle of the next round. ``last`` becomes the last round at which it was due: Lightning
+    writes it only in rounds that enter the top k, so a run killed long after its best round would lose all rounds
+    since. Links to checkpoints never lead to nothing. The instances are changed, so this holds for subclasses too.
+
+    Args:
+        trainer: The trainer, with all callbacks.
+        is_fit: Whether a fit follows.
     """
-    for callback in trainer.callbacks:
-        if isinstance(callback, pl.callbacks.ModelCheckpoint) and (rounds := callback._every_n_train_steps):
+    writers = [c for c in trainer.checkpoint_callbacks if isinstance(c, pl.callbacks.ModelCheckpoint)]
+    for callback in writers:
+        if rounds := callback._every_n_train_steps:
             callback._every_n_train_steps, callback._every_n_epochs = 0, rounds
-
-
-def tidy_folders(trainer: pl.Trainer) -> None:
-    """Remove what killed saves left in the folders of a run, and let links to checkpoints never lead to nothing."""
-    for callback in _keepers(trainer):
-        if type(callback)._link_checkpoint is pl.callbacks.ModelCheckpoint._link_checkpoint:
+    if not is_fit:
+        return
+    for callback in writers:
+        callback._save_topk_checkpoint = partial(_save_due, callback)  # type: ignore[method-assign]
+        callback._save_last_checkpoint = partial(_save_last, callback)  # type: ignore[method-assign]
+        is_lightnings = type(callback)._link_checkpoint is pl.callbacks.ModelCheckpoint._link_checkpoint
+        if is_lightnings and not callback.save_weights_only:
             callback._link_checkpoint = _link_checkpoint  # type: ignore[method-assign]
     if trainer.is_global_zero:
-        folders = {local_path(place) for c in _keepers(trainer) if (place := c.dirpath)}
+        folders = {local_path(c.dirpath) for c in writers if c.dirpath and not c.save_weights_only}
         for folder in sorted(f for f in {*folders, local_path(trainer.default_root_dir)} if f is not None):
             for gone in remove_leftovers(folder):
                 rank_zero_info(f"Removed {gone}, which a save that was killed left.")
-
-
-def let_last_follow(trainer: pl.Trainer) -> None:
-    """Let ``last`` of every ModelCheckpoint be the last round at which it was due.
-
-    Lightning writes it only in rounds that enter the top k: a run that is killed long after its best round would lose
-    all rounds since. The instances are changed, so this holds for the user's own callbacks and for subclasses.
-    """
-    for callback in _keepers(trainer, whole=False):
-        callback._save_topk_checkpoint = partial(_save_due, callback)  # type: ignore[method-assign]
-        callback._save_last_checkpoint = partial(_save_last, callback)  # type: ignore[method-assign]
 
 
 def restore_scores(trainer: pl.Trainer, states: Mapping[str, Mapping[str, Any]]) -> None:

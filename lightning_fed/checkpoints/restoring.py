@@ -15,11 +15,11 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.options import differing_options, options_of
 from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT, Origin
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.client_states.store import ClientStore
+from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks
@@ -29,7 +29,6 @@ __all__ = [
     "check_optimizer_states",
     "compare_work",
     "notes_of",
-    "restore_server",
     "restored_from",
     "start_server",
 ]
@@ -59,30 +58,6 @@ def restored_from(path: Any, what: str) -> Iterator[None]:
             f"The checkpoint {path} does not fit this run: restoring {what} ended in {told}. Resume with the model and"
             " the settings it was written with, or start anew, without ckpt_path."
         ) from error
-
-
-def restore_server(
-    server: Server, saved: Mapping[str, Any], settings: Settings, notes: Mapping[str, str], path: Any
-) -> dict[str, torch.Tensor]:
-    """Bring a new server to where a checkpoint's stands, but for the states of clients, and tell what differs.
-
-    Args:
-        server: The server.
-        saved: What the checkpoint has of it.
-        settings: How this run's rounds are run.
-        notes: What this run would note of its data and optimizer; see :func:`notes_of`.
-        path: The checkpoint.
-
-    Returns:
-        The metrics of the last completed round, by name.
-
-    Raises:
-        FederatedError: If the checkpoint does not fit the run.
-    """
-    with restored_from(path, "the state of the server"):
-        _continue(server, saved, settings, notes, bool(saved["client_states"]), CHECKPOINT)
-        check_optimizer_states(server.step.optimizer, "the server's optimizer")
-        return {name: torch.as_tensor(value) for name, value in saved["metrics"].items()}
 
 
 def _continue(
@@ -141,29 +116,27 @@ def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:
             raise FederatedError(f"The checkpoint's state of {what} has the learning rate {rate!r}.")
 
 
-def notes_of(
-    sizes: Sequence[int] | None,
-    batch_size: int | None,
-    optimizer: torch.optim.Optimizer,
-    flat: FlatParameters,
-) -> dict[str, str]:
-    """Return what a checkpoint notes of clients' data and of what trains on them.
+def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]:
+    """Return what a checkpoint notes of the work and the data of clients, of the optimizer and of the parameters.
 
     Args:
-        sizes: The numbers of examples of all clients, which are noted by a checksum; None if they are not known.
-        batch_size: The examples in a full batch.
-        optimizer: The local optimizer.
-        flat: The trained parameters, whose names and shapes are noted by a checksum.
+        prepared: The module, whose parameters' names and shapes are noted by a checksum.
+        population: The clients, whose numbers of examples are noted by a checksum if they are known.
     """
+    flat, trainer = prepared.flat, prepared.trainer
     named = [(name, list(p.shape)) for name, p in zip(flat.names, flat.params, strict=True)]
-    notes = {"batch_size": repr(batch_size), "optimizer": type(optimizer).__name__, "parameters": _digest(repr(named))}
-    if sizes is not None:
-        notes["sizes"] = _digest(np.array(sizes, dtype=np.int64).tobytes())
+    notes = {
+        **prepared.settings.work(),
+        "batch_size": repr(trainer.datamodule.batch_size),
+        "optimizer": type(prepared.optimizer.base).__name__,
+        "parameters": _digest(repr(named).encode()),
+    }
+    if population.sizes_are_known:
+        notes["sizes"] = _digest(np.array(population.sizes, dtype=np.int64).tobytes())
     return notes
 
 
-def _digest(content: str | bytes) -> str:
-    content = content.encode() if isinstance(content, str) else content
+def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
@@ -199,69 +172,24 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
 
 
 @dataclass(frozen=True)
-class Schedules:
-    """Where learning rates and their schedules stand.
-
-    Attributes:
-        optimizer: The state of the local optimizer.
-        schedules: The states of its schedules.
-        kinds: What these are of, in words.
-    """
-
-    optimizer: dict[str, Any]
-    schedules: Sequence[dict[str, Any]]
-    kinds: Mapping[str, str]
-
-    @staticmethod
-    def of(trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> "Schedules":
-        """Return where those of a trainer stand."""
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        kinds = {
-            "local optimizer": type(optimizer).__name__,
-            "parameters per group of the local optimizer": str([len(g["params"]) for g in optimizer.param_groups]),
-            "schedules": ", ".join(type(scheduler).__name__ for scheduler in schedulers) or "none",
-        }
-        return Schedules(optimizer.state_dict(), [scheduler.state_dict() for scheduler in schedulers], kinds)
-
-    def resume(self, trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> None:
-        """Let those of a trainer's next fit go on from here.
-
-        Raises:
-            FederatedError: If that has another optimizer, other parameter groups or other schedules.
-        """
-        here = Schedules.of(trainer, optimizer)
-        for what in ("local optimizer", "parameters per group of the local optimizer", "schedules"):
-            if (mine := here.kinds[what]) != self.kinds[what]:
-                raise FederatedError(
-                    f"{EARLIER_FIT.name}'s {what}: {self.kinds[what]}. This fit's: {mine}."
-                    f" {EARLIER_FIT.remedy('the optimizer and the schedules')}"
-                )
-        built = options_of(optimizer)
-        optimizer.load_state_dict(self.optimizer)
-        for config, saved in zip(trainer.lr_scheduler_configs, self.schedules, strict=True):
-            config.scheduler.load_state_dict(saved)
-        if differing := differing_options(built, options_of(optimizer), bool(self.schedules), EARLIER_FIT):
-            rank_zero_warn(
-                f"The local optimizer goes on with the earlier fit's {', '.join(differing)}. To train with other"
-                " options, make a new FederatedTrainer."
-            )
-
-
-@dataclass(frozen=True)
 class EarlierFit:
     """What a trainer's fit leaves for its next one.
 
     Attributes:
         module: The model.
         server: The server's side.
-        schedules: Where the local optimizer and its schedules stand.
         noted: What the run belongs to, as it was at the end of the fit.
+        optimizer: The state of the local optimizer.
+        schedules: The states of its schedules.
+        kinds: What optimizer and schedules are, in words.
     """
 
     module: pl.LightningModule
     server: Server
-    schedules: Schedules
     noted: Mapping[str, Any]
+    optimizer: dict[str, Any]
+    schedules: Sequence[dict[str, Any]]
+    kinds: Mapping[str, str]
 
     @staticmethod
     def of(prepared: PreparedModule, server: Server, notes: Mapping[str, str]) -> "EarlierFit":
@@ -273,19 +201,9 @@ class EarlierFit:
             notes: What checkpoints note of the fit's work.
         """
         noted = {**server.identity(), "transport": prepared.settings.transport(), "work": dict(notes), "metrics": {}}
-        return EarlierFit(prepared.module, server, Schedules.of(prepared.trainer, prepared.optimizer.base), noted)
-
-    def check_model(self, module: pl.LightningModule) -> None:
-        """Refuse another model than that of the earlier fit.
-
-        Raises:
-            FederatedError: If it is another one.
-        """
-        if module is not self.module:
-            raise FederatedError(
-                f"This trainer has already run {self.server.round} rounds on another model. Make a new"
-                " FederatedTrainer, or resume with fit(..., ckpt_path=...)."
-            )
+        schedules = [config.scheduler.state_dict() for config in prepared.trainer.lr_scheduler_configs]
+        optimizer = prepared.optimizer.base.state_dict()
+        return EarlierFit(prepared.module, server, noted, optimizer, schedules, _kinds_of(prepared))
 
     def continue_in(self, server: Server, prepared: PreparedModule, ranks: Ranks, notes: Mapping[str, str]) -> None:
         """Bring the server, the local optimizer and its schedules of the next fit to where this one ended.
@@ -297,18 +215,48 @@ class EarlierFit:
             notes: What the next fit notes of its work.
 
         Raises:
-            FederatedError: If the next fit is of another run.
+            FederatedError: If the next fit is of another model or run, or has another optimizer or other schedules.
         """
-        keeps_states = any(ranks.gather(len(self.server.clients) > 0))  # each process knows its own clients'
+        if prepared.module is not self.module:
+            raise FederatedError(
+                f"This trainer has already run {self.server.round} rounds on another model. Make a new"
+                " FederatedTrainer, or resume with fit(..., ckpt_path=...)."
+            )
+        keeps_states = any(ranks.gather(len(self.server.clients) > 0))  # each process has its own clients'
         saved = {**self.server.state_dict({}), **self.noted}
         _continue(server, saved, prepared.settings, notes, keeps_states, EARLIER_FIT)
-        self.schedules.resume(prepared.trainer, prepared.optimizer.base)
+        for what, mine in _kinds_of(prepared).items():
+            if mine != self.kinds[what]:
+                raise FederatedError(
+                    f"{EARLIER_FIT.name}'s {what}: {self.kinds[what]}. This fit's: {mine}."
+                    f" {EARLIER_FIT.remedy('the optimizer and the schedules')}"
+                )
+        optimizer = prepared.optimizer.base
+        built = options_of(optimizer)
+        optimizer.load_state_dict(self.optimizer)
+        for config, state in zip(prepared.trainer.lr_scheduler_configs, self.schedules, strict=True):
+            config.scheduler.load_state_dict(state)
+        if differing := differing_options(built, options_of(optimizer), bool(self.schedules), EARLIER_FIT):
+            rank_zero_warn(
+                f"The local optimizer goes on with the earlier fit's {', '.join(differing)}. To train with other"
+                " options, make a new FederatedTrainer."
+            )
         if not torch.equal(prepared.flat.y, server.shown()):
             rank_zero_warn(
                 f"The model's parameters have changed since this trainer's earlier fit. This fit continues from the"
                 f" server's own after {server.round} rounds and ignores the change. To start from the changed ones,"
                 " make a new FederatedTrainer."
             )
+
+
+def _kinds_of(prepared: PreparedModule) -> dict[str, str]:
+    """Return what the local optimizer and its schedules are, in words."""
+    optimizer, configs = prepared.optimizer.base, prepared.trainer.lr_scheduler_configs
+    return {
+        "local optimizer": type(optimizer).__name__,
+        "parameters per group of the local optimizer": str([len(g["params"]) for g in optimizer.param_groups]),
+        "schedules": ", ".join(type(config.scheduler).__name__ for config in configs) or "none",
+    }
 
 
 def start_server(
@@ -326,8 +274,8 @@ def start_server(
         place: Where clients' states are kept.
         ranks: The processes that share the clients.
         notes: What this run's checkpoints note of its work.
-        restored: The state of the checkpoint that the run goes on from, if there is one.
-        earlier: What the trainer's earlier fit has left, if that is to go on.
+        restored: The state of the checkpoint that the run continues from, if there is one.
+        earlier: What the trainer's earlier fit left, if the run continues from it instead.
 
     Raises:
         FederatedError: If the checkpoint or the earlier fit is not of this run.
@@ -343,7 +291,10 @@ def start_server(
     server.advance_solver = prepared.optimizer.advance_solver
     kept: ClientStore | None = None
     if restored is not None:
-        metrics = restore_server(server, restored, s, notes, trainer.ckpt_path)
+        with restored_from(trainer.ckpt_path, "the state of the server"):
+            _continue(server, restored, s, notes, bool(restored["client_states"]), CHECKPOINT)
+            check_optimizer_states(server.step.optimizer, "the server's optimizer")
+            metrics = {name: torch.as_tensor(value) for name, value in restored["metrics"].items()}
         trainer._logger_connector._callback_metrics.update(metrics)
     elif earlier is not None:
         earlier.continue_in(server, prepared, ranks, notes)
@@ -352,4 +303,7 @@ def start_server(
     if restored is not None:
         with restored_from(trainer.ckpt_path, "client states"):
             place.load(server, restored["client_states"], ranks.is_home_of)
+    if s.aggregator is not None and earlier is None:
+        with restored_from(trainer.ckpt_path, "the messages on their way"):
+            s.aggregator.load_state_dict((restored or {}).get("aggregator", {}), server.x)
     return server

@@ -1,7 +1,6 @@
 """Objects of the Lightning package that is not in use: no trainer could tell what they are, so they are refused."""
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from lightning_fed.compat.package import NAMES, OTHER, REASON, USED, VARIABLE
@@ -21,9 +20,11 @@ def refuse_foreign(*values: Any) -> None:
     Raises:
         FederatedError: Naming the class, both packages, why one of them is in use, and how to get out.
     """
-    advice = next((text for text in map(_advice_on, _each(values)) if text), None)
-    if advice is not None:
-        raise FederatedError(advice)
+    for value in values:
+        if isinstance(value, list | tuple):
+            refuse_foreign(*value)
+        elif (advice := _advice_on(value)) is not None:
+            raise FederatedError(advice)
 
 
 def advice_on_path(path: str) -> str | None:
@@ -41,14 +42,6 @@ def _advice_on(value: Any) -> str | None:
         return None
     path = f"{base.__module__}.{base.__qualname__}"
     return _advice(f"{path} is" if base is cls else f"{cls.__name__} derives from {path},")
-
-
-def _each(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _each(value)
-        else:
-            yield value
 
 
 def _advice(what: str) -> str:

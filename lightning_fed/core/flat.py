@@ -86,7 +86,8 @@ class FlatParameters:
                 "The model has no trainable parameter in its optimizer: set requires_grad=True on what should be"
                 " trained and pass it to the optimizer in configure_optimizers()."
             )
-        named = sorted(named, key=lambda pair: pair[0] in personal)
+        shared = [pair for pair in named if pair[0] not in personal]
+        named = [*shared, *(pair for pair in named if pair[0] in personal)]
         self.names = [name for name, _ in named]
         self.params = [p for _, p in named]
         kinds: dict[tuple[torch.dtype, torch.device], str] = {}
@@ -98,7 +99,7 @@ class FlatParameters:
                 f"Trainable parameters must share one dtype and one device, found: {found}. Convert them, or freeze"
                 " the odd ones with requires_grad_(False)."
             )
-        self.num_shared = sum(name not in personal for name in self.names)
+        self.num_shared = len(shared)
         self.layout = Layout(p.shape for p in self.params[: self.num_shared])
         self.whole_layout = Layout(p.shape for p in self.params)
         self.whole: Vector = torch.cat([p.detach().reshape(-1) for p in self.params])

@@ -10,15 +10,15 @@ from lightning_fed.compat.private import TrainerFn, TrainerState, call
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.engines.batch_hooks import time_by_rounds
-from lightning_fed.rounds.client_work import ClientWork, prepare_clients, prepare_module
-from lightning_fed.rounds.local_plans import population_of
+from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import PERSONAL, ClientStates, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore
 from lightning_fed.server.participation import Participant
 from lightning_fed.settings.module_checks import check_module
 from lightning_fed.settings.trainer_checks import check_trainer
-from lightning_fed.trainer.client_evaluation import ClientEvaluation, mean_loss, own_model
+from lightning_fed.trainer.evaluation import ClientEvaluation, mean_loss, own_model
+from lightning_fed.trainer.run_state import RunState
 
 __all__ = ["ClientsOutsideFit"]
 
@@ -103,11 +103,9 @@ class ClientsOutsideFit:
         call._call_lightning_module_hook(trainer, "on_fit_start")
 
     def _prepare(self, clients: Sequence[ClientId] | None, among: Sequence[ClientId] | None) -> ClientWork:
-        loop = self._loop
-        loop.population = self.population = population_of(self.trainer, among)
-        loop.prepared = self.prepared = prepare_module(self.trainer)
         self.trainer._logger_connector.reset_results()
-        loop.clients = work = prepare_clients(self.prepared, self.population, loop.settings.engine, clients)
+        run: RunState = self._loop.run_state
+        self.prepared, self.population, work = run.prepare_without_fit(clients, among)
         call._call_lightning_module_hook(self.trainer, "on_train_start")
         flat = self.prepared.flat
         self.device, self.buffers = flat.y.device, self.prepared.buffers.read()

@@ -188,7 +188,7 @@ class RemoteClients(ClientWork):
         if group:
             yield _joined(group)
 
-    def measure(
+    def measure_on_sites(
         self, what: str, steps: int, client_ids: Sequence[ClientId], own: bool
     ) -> dict[ClientId, dict[str, float]]:
         """Return what sites measure of clients at the server model, without those that do not answer or are not there.

@@ -3,6 +3,7 @@
 import os
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,8 @@ from lightning_fed.deploy.handoff import Handoff
 from lightning_fed.deploy.message import FORMAT, HELLO, MEASURE, Message, check_message, shared_part
 from lightning_fed.deploy.remote import Asked, RemoteClients, RemoteData
 from lightning_fed.deploy.replies import reply_of
-from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.messages import TRAIN
 from lightning_fed.server.asynchronous.base import Asynchronous
-from lightning_fed.server.participation import Population
 
 __all__ = ["FederatedServer"]
 
@@ -250,15 +248,8 @@ class FederatedServer:
             self._shared = {} if self._asked is None else shared_part(self._asked.task, self._loop.state.moved_buffers)
 
     def _run_fit(self) -> None:
-        trainer = self.trainer
-
-        def elsewhere(prepared: PreparedModule, population: Population) -> ClientWork:
-            clients = RemoteClients(prepared, population, self._sites, self._fit)
-            self._loop.ask_sites = clients.measure
-            return clients
-
-        self._loop.clients_elsewhere = elsewhere
-        self._loop.sites = {"run": self._run, "versions": self._versions}
+        trainer, clients = self.trainer, partial(RemoteClients, sites=self._sites, handoff=self._fit)
+        self._loop.run_state.use_sites(clients, {"run": self._run, "versions": self._versions})
         trainer.callbacks.insert(0, _Reports(self))
         trainer.fit(self.model, RemoteData(self._sites.known, self._val), ckpt_path=self._checkpoint)
 
@@ -266,7 +257,7 @@ class FederatedServer:
         """Take note of a completed round."""
         self._report = report
         if self._sites.admit():
-            self._loop.meet_clients()
+            self._loop.run_state.load_population()
         if self._loop.settings.clients_keep_state:
             for client_id in report.clients:
                 self._versions[self._index[client_id]] = report.round + 1

@@ -35,11 +35,11 @@ def check_lstm(trainer: pl.Trainer, flat: FlatParameters, plans: Iterator[WorkPl
     Raises:
         FederatedError: Naming the layers, the precision and the ways out.
     """
-    if not _lstms(trainer.lightning_module) or trainer.strategy.root_device.type != "cpu":
+    if trainer.strategy.root_device.type != "cpu":
         return
     with trainer.precision_plugin.forward_context():
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    if dtype is None or _has_lstm(dtype):
+    if dtype is None or not _lstms(trainer.lightning_module) or _has_lstm(dtype):
         return
     gradients, decay = GradientPass(trainer, flat), [0.0] * len(flat.params)
     for plan in islice(plans, 1):

@@ -1,11 +1,9 @@
 """All that local work needs of a module and a trainer, inside a fit and without one."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
-
-from torch.optim import Optimizer
 
 from lightning_fed.compat.package import pl
 from lightning_fed.core.buffers import Buffers
@@ -14,8 +12,10 @@ from lightning_fed.core.flat import FlatParameters, trained_parameters
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.engines.personal import personal_names
-from lightning_fed.engines.sparse import densify
+from lightning_fed.engines.sparse import make_dense, sparse_embeddings
 from lightning_fed.server.step import steps_not_counted
+from lightning_fed.settings.method_checks import check_method
+from lightning_fed.settings.module_checks import check_buffers, check_optimization
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy, split_of
 
@@ -30,8 +30,6 @@ class PreparedModule:
 
     Args:
         trainer: The trainer.
-        settings: How rounds are run.
-        base: The user's optimizer.
 
     Attributes:
         flat: The trained parameters.
@@ -41,10 +39,17 @@ class PreparedModule:
         seed: The run's seed.
         shuffle: Whether local epochs visit batches in random order.
         round: The round at which the schedules are, as far as :meth:`set_round` has set it.
+
+    Raises:
+        FederatedError: If optimizer, schedules, buffers or method cannot be federated, or cannot be combined.
     """
 
-    def __init__(self, trainer: pl.Trainer, settings: Settings, base: Optimizer) -> None:
-        self.trainer, self.settings, self.algorithm, self.seed = trainer, settings, settings.algorithm, settings.seed
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.settings: Settings = trainer.fit_loop.settings
+        settings = self.settings
+        self.trainer, self.algorithm, self.seed = trainer, settings.algorithm, settings.seed
+        base = check_optimization(trainer, settings.algorithm)
+        check_method(settings.algorithm)
         self.module = trainer.lightning_module
         named, owners = trained_parameters(self.module, base), buffer_owners(self.module)
         personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
@@ -54,28 +59,26 @@ class PreparedModule:
         if (clip := trainer.fit_loop.corrected_clip) is not None:
             self.optimizer.clip = partial(trainer.precision_plugin.clip_gradients, self.optimizer, *clip)
         self.buffers = Buffers(owners, settings.buffers, own_buffers)
+        if settings.aggregator is not None:
+            check_buffers(settings.aggregator, self.buffers)
         if isinstance(trainer.strategy, WithinClientStrategy):
             trainer.strategy.share(self.flat.params)
         self.split = split_of(trainer)
-        self._undo: list[Callable[[], None]] = []
         self.shuffle = not trainer.overfit_batches  # on top of the data module's own choice
         self.keeps_solver = settings.keeps_solver
         self.round = 0
         self._at_start: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
-
-    def settle_gradients(self) -> None:
-        """Let embeddings have dense gradients until the release, unless nothing but plain SGD reads a gradient."""
-        takes_sparse = (
-            self.settings.engine == "sequential"
-            and self.optimizer.is_plain
-            and not any(self.optimizer.decay)
-            and not self.optimizer.injects(self.algorithm)
-            and self.algorithm.own_solve is None
-            and not self.trainer.gradient_clip_val
-            and self.split.size == 1
-        )
-        if not takes_sparse:
-            self._undo.append(densify(self.module))
+        self._sparse = sparse_embeddings(self.module)
+        if self._sparse and (  # something other than plain SGD reads gradients
+            settings.engine != "sequential"
+            or not self.optimizer.is_plain
+            or any(self.optimizer.decay)
+            or self.optimizer.injects(self.algorithm)
+            or self.algorithm.own_solve is not None
+            or trainer.gradient_clip_val
+            or self.split.size > 1
+        ):
+            make_dense(self._sparse)
 
     def set_round(self, round: int, plateaus: Sequence[Mapping[str, Any]] = ()) -> None:
         """Let learning rates be those of a round, whichever round was the last; the trainer's epoch is the round too.
@@ -130,5 +133,5 @@ class PreparedModule:
     def release(self) -> None:
         """Give the module's parameters storage of their own, and its embeddings the gradients that they had."""
         self.flat.release()
-        while self._undo:
-            self._undo.pop()()
+        for layer in self._sparse.values():
+            layer.sparse = True

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import ClientError
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.core.watched import Watched
+from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.engines.autocast import check_lstm
 from lightning_fed.engines.base import Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.choice import make_engine
@@ -23,11 +23,9 @@ from lightning_fed.rounds.local_training import LocalTraining, stop_at
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.participation import Participant, Population
-from lightning_fed.settings.method_checks import check_method
-from lightning_fed.settings.module_checks import check_algorithm_fits, check_buffers, check_optimizers, check_schedulers
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["ClientWork", "gradients_together", "prepare_clients", "prepare_module"]
+__all__ = ["ClientWork", "gradients_together", "prepare_clients"]
 
 _TOGETHER = 2**16  # numbers in the gradients of clients that answer at once
 
@@ -53,6 +51,9 @@ class ClientWork:
         settings: How rounds are run.
         own_solve: Runs the method's own solve, if it has one.
     """
+
+    measure_on_sites: Callable[[str, int, Sequence[ClientId], bool], dict[ClientId, dict[str, float]]] | None = None
+    """Measures clients on sites, given the measure, local steps, clients and whether with their own models; or None."""
 
     def __init__(
         self, engine: Engine, plans: LocalPlans, settings: Settings, own_solve: OwnSolve | None = None
@@ -269,26 +270,6 @@ def gradients_together(x: Vector) -> int:
     return max(1, _TOGETHER // len(x))
 
 
-def prepare_module(trainer: pl.Trainer) -> PreparedModule:
-    """Return the trainer's module, ready for an engine.
-
-    Args:
-        trainer: The trainer, whose strategy has set up module and optimizer.
-
-    Raises:
-        FederatedError: If optimizer, schedules, buffers or method cannot be federated, or do not go together.
-    """
-    settings, module = trainer.fit_loop.settings, trainer.lightning_module
-    base = check_optimizers(trainer.optimizers, module)
-    check_schedulers(trainer)
-    check_algorithm_fits(settings.algorithm, base, module)
-    prepared = PreparedModule(trainer, settings, base)
-    check_buffers(settings, prepared.buffers)
-    check_method(settings.algorithm)
-    prepared.settle_gradients()
-    return prepared
-
-
 def prepare_clients(
     prepared: PreparedModule,
     population: Population,
@@ -312,7 +293,8 @@ def prepare_clients(
     settings = prepared.settings
     plans = LocalPlans(prepared.trainer, settings, population, clients)
     check_lstm(prepared.trainer, prepared.flat, plans.some())
-    plans.check_counts()
+    if type(prepared.trainer.datamodule).client_dataloader is not FederatedDataModule.client_dataloader:
+        plans.check_counts()
     first, second = (*before, None, None)[:2]
     main, own_solve = make_engine(engine, settings.chunk_size, prepared, plans.some, first), None
     if prepared.algorithm.own_solve is not None:

@@ -18,7 +18,7 @@ from lightning_fed.server.participation import Participant, Population
 from lightning_fed.server.sampling import Sampler, draw
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["CohortSampling", "DrawnCohort", "Faults", "cohort_seed", "warn_of"]
+__all__ = ["CohortSampling", "DrawnCohort", "Faults", "secret_seed", "warn_of"]
 
 _SHOWN = 5  # causes that one message lists
 
@@ -44,7 +44,7 @@ class CohortSampling:
     Args:
         settings: How rounds are run.
         population: The clients there are.
-        seed: What cohorts are drawn from; see :func:`cohort_seed`.
+        seed: What cohorts are drawn from; the run's, or :func:`secret_seed`.
     """
 
     def __init__(self, settings: Settings, population: Population, seed: int) -> None:
@@ -250,18 +250,14 @@ def warn_of(failed: Mapping[ClientId, str], warned: set[ClientId]) -> None:
             )
 
 
-def cohort_seed(trainer: pl.Trainer, settings: Settings, population: Population, seed: int) -> int:
-    """Return the seed of the cohorts: the run's, or one that nobody knows where privacy rests on it.
+def secret_seed(trainer: pl.Trainer, aggregator: DifferentialPrivacy, population: Population) -> int:
+    """Return a seed of the cohorts that nobody knows, which privacy depends on.
 
     Args:
         trainer: The trainer, all of whose processes must ask.
-        settings: How rounds are run.
-        population: The clients there are.
-        seed: The run's seed.
+        aggregator: Adds the noise.
+        population: The clients.
     """
-    aggregator = settings.aggregator
-    if not isinstance(aggregator, DifferentialPrivacy):
-        return seed
     rank_zero_info(
         f"{aggregator!r}: cohorts and noise are drawn from the operating system's entropy, so that the run does not"
         " repeat itself. What is known of clients' training is not logged."

@@ -1,4 +1,4 @@
-"""Which clients there are, and what their data make of the work that is asked of them."""
+"""The work of clients in a round, planned from their data."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,40 +9,14 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.data.batches.repeated_batches import RepeatedBatches
-from lightning_fed.data.datamodule import FederatedDataModule, check_ids
 from lightning_fed.engines.base import WorkPlan
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.server.participation import Participant, Population
-from lightning_fed.server.sampling import check_count
 from lightning_fed.settings.settings import Settings, cut
 
-__all__ = ["LocalPlans", "limited", "num_examples", "population_of"]
+__all__ = ["LocalPlans", "limited", "num_examples"]
 
 _TRIED = 10  # clients whose data cannot be made, before the first round
-
-
-def population_of(trainer: pl.Trainer, among: Sequence[ClientId] | None = None) -> Population:
-    """Return the clients of the trainer's data module.
-
-    Args:
-        trainer: The trainer.
-        among: The ids of all clients of the run, of which the data module has some; its own by default.
-
-    Raises:
-        FederatedError: If ids or sizes cannot be, or samplers draw more clients than there are.
-    """
-    data: FederatedDataModule = trainer.datamodule
-    check_ids(data)
-    if among is not None:
-        return Population(among, data.client_size)
-    population = Population(data.client_ids, data.client_size, data.known_sizes)
-    if empty := population.empty:
-        shown = ", ".join(repr(i) for i in empty[:5]) + (", ..." if len(empty) > 5 else "")
-        rank_zero_warn(f"{len(empty)} of {len(data.client_ids)} clients are empty and never sampled: {shown}.")
-    settings = trainer.fit_loop.settings
-    for sampler in (settings.sampler, settings.gradient_sampler):
-        check_count(sampler, len(population))
-    return population
 
 
 class LocalPlans:
@@ -93,8 +67,6 @@ class LocalPlans:
         Raises:
             FederatedError: Naming the client, the batch and the remedy.
         """
-        if type(self.trainer.datamodule).client_dataloader is FederatedDataModule.client_dataloader:
-            return  # batches are made here
         try:
             plan = next(self.some(), None)
         except ClientError:
@@ -155,7 +127,16 @@ class RoundPlans:
         return plan
 
     def _plan(self, client_id: ClientId) -> WorkPlan | None:
-        batches, length = self._build(client_id)
+        try:
+            batches = self._batches_of(client_id)
+            length = batches.num_batches() if batches.size else 0
+            if self._repeats > 1:
+                batches = RepeatedBatches(batches, self._repeats)
+        except Exception as error:
+            if isinstance(error, FederatedError) and not isinstance(error, ClientError):
+                raise  # what a module refuses by name is refused here too
+            with NamesClient(client_id, self.round, "the making of its data", lambda: None):
+                raise
         if batches.size == 0:
             return None
         if length not in self._work:
@@ -181,18 +162,6 @@ class RoundPlans:
             return plan
         epochs = cut(steps, plan.epochs[0], self._accumulated)
         return WorkPlan(replace(plan.participant, steps=steps), plan.batches, epochs)
-
-    def _build(self, client_id: ClientId) -> tuple[ClientBatches, int]:
-        """Return a client's data, and its number of batches; what a module refuses by name is refused here too."""
-        try:
-            batches = self._batches_of(client_id)
-            length = batches.num_batches() if batches.size else 0
-            return batches if self._repeats == 1 else RepeatedBatches(batches, self._repeats), length
-        except Exception as error:
-            if isinstance(error, FederatedError) and not isinstance(error, ClientError):
-                raise
-            with NamesClient(client_id, self.round, "the making of its data", lambda: None):
-                raise
 
 
 def limited(num_batches: int, limit: int | float) -> int:

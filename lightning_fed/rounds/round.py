@@ -52,7 +52,7 @@ class Rounds:
         """Draw the next round's cohort."""
         s, number = self.settings, self.server.round
         self._faults = faults = Faults(s.drops_failed, s.max_failed_share, s.max_update_ratio, number)
-        self._cohort = self.sampling.draw(number, lambda drawn: self.work.hello(drawn, number, faults.add))
+        self._cohort = self.sampling.draw(number, partial(self.work.hello, round=number, failed=faults.add))
         if not self._cohort.members and not faults.causes and not s.is_private:
             rank_zero_info(f"Nobody takes part in round {number}: it changes nothing.")
 

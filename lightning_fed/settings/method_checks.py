@@ -38,26 +38,17 @@ def check_method(algorithm: Algorithm) -> None:
         close = get_close_matches(key, _HOOKS, n=1, cutoff=0.85)
         if close and callable(getattr(algorithm, key)) and not key.startswith("_"):
             rank_zero_warn(f"{name}.{key} is no hook of a method, and nobody calls it. Did you mean {close[0]}?")
-    for hook in _HOOKS:
-        if algorithm.overrides(hook) and callable(getattr(Algorithm, hook)):
-            _check_arguments(algorithm, hook)
-    with preserved_random_state(), torch.no_grad():
-        for hook in ("start", "second_gradient_at"):
-            _check_point(algorithm, hook)
-        if algorithm.overrides("correct"):
-            _check_correct(algorithm)
-
-
-def _check_arguments(algorithm: Algorithm, hook: str) -> None:
-    """Refuse a hook that cannot be called as hooks of its name are."""
-    wanted = list(signature(getattr(Algorithm, hook)).parameters)[1:]
-    own = signature(getattr(algorithm, hook))
-    try:
-        own.bind(*wanted)
-    except TypeError as error:
-        raise FederatedError(
-            f"{type(algorithm).__name__}.{hook}{own} must take ({', '.join(wanted)}): {error}."
-        ) from error
+    hooks = [hook for hook in _HOOKS if algorithm.overrides(hook) and callable(getattr(Algorithm, hook))]
+    for hook in hooks:
+        wanted, has = list(signature(getattr(Algorithm, hook)).parameters)[1:], signature(getattr(algorithm, hook))
+        try:
+            has.bind(*wanted)
+        except TypeError as error:
+            raise FederatedError(f"{name}.{hook}{has} must take ({', '.join(wanted)}): {error}.") from error
+    if tried := [hook for hook in ("start", "second_gradient_at", "correct") if hook in hooks]:
+        with preserved_random_state(), torch.no_grad():
+            for hook in tried:
+                _check_correct(algorithm) if hook == "correct" else _check_point(algorithm, hook)
 
 
 def _check_point(algorithm: Algorithm, hook: str) -> None:

@@ -15,15 +15,13 @@ from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.torch_optimizers import is_plain_sgd, refuse_unsupported
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.settings.settings import Settings
+from lightning_fed.server.aggregation.base import Aggregator
 
 __all__ = [
-    "check_algorithm_fits",
     "check_batch_statistics",
     "check_buffers",
     "check_module",
-    "check_optimizers",
-    "check_schedulers",
+    "check_optimization",
     "no_federated_data",
 ]
 
@@ -90,41 +88,37 @@ def check_batch_statistics(module: pl.LightningModule) -> None:
             )
 
 
-def check_buffers(settings: Settings, buffers: Buffers) -> None:
+def check_buffers(aggregator: Aggregator, buffers: Buffers) -> None:
     """Refuse buffers that clients send past an aggregator.
 
     Raises:
         FederatedError: Naming the aggregator and a buffer.
     """
     sent = [name for name in buffers.server if name not in buffers.personal]
-    if settings.aggregator is not None and buffers.mode != "server" and sent:
+    if buffers.mode != "server" and sent:
         raise FederatedError(
-            f"aggregator={settings.aggregator!r} does not go with buffers={buffers.mode!r}: it does not stand in for"
+            f"aggregator={aggregator!r} does not go with buffers={buffers.mode!r}: it does not stand in for"
             f" the mean of buffers such as {sent[0]!r}. Set buffers='server', or use layers without"
             " running statistics, such as GroupNorm."
         )
 
 
-def check_optimizers(optimizers: list[Optimizer], module: pl.LightningModule) -> Optimizer:
+def check_optimization(trainer: pl.Trainer, algorithm: Algorithm) -> Optimizer:
     """Return the single local optimizer.
 
+    Args:
+        trainer: The trainer, whose strategy has set up optimizers and schedules.
+        algorithm: The method.
+
     Raises:
-        FederatedError: If there is none, or one that cannot take corrections.
+        FederatedError: If there is no optimizer, or one that cannot take corrections; if a schedule steps within a
+            client; or if method and optimizer both precondition gradients.
     """
-    name = type(module).__name__
-    (optimizer,) = optimizers  # Lightning has refused several
+    name = f"{type(trainer.lightning_module).__name__}.configure_optimizers()"
+    (optimizer,) = trainer.optimizers  # Lightning has refused several
     if type(optimizer).__name__ == "_MockOptimizer":
-        raise FederatedError(f"{name}.configure_optimizers() returned None; return a torch optimizer, such as SGD.")
-    refuse_unsupported(optimizer, f"{name}.configure_optimizers(): the local optimizer")
-    return optimizer
-
-
-def check_schedulers(trainer: pl.Trainer) -> None:
-    """Refuse schedulers that step within a client.
-
-    Raises:
-        FederatedError: Naming the scheduler.
-    """
+        raise FederatedError(f"{name} returned None; return a torch optimizer, such as SGD.")
+    refuse_unsupported(optimizer, f"{name}: the local optimizer")
     for config in trainer.lr_scheduler_configs:
         if config.interval != "epoch":
             raise FederatedError(
@@ -132,18 +126,11 @@ def check_schedulers(trainer: pl.Trainer) -> None:
                 " the local steps of one client would start anew in every round. Use interval='epoch' (the default):"
                 " it is then stepped once a round."
             )
-
-
-def check_algorithm_fits(algorithm: Algorithm, optimizer: Optimizer, module: pl.LightningModule) -> None:
-    """Refuse a method that preconditions gradients over an optimizer that does so too.
-
-    Raises:
-        FederatedError: Naming both, and the two ways out.
-    """
     base = getattr(algorithm, "base", None)
     if base is not None and not is_plain_sgd(optimizer):
         raise FederatedError(
             f"{type(algorithm).__name__}(base={type(base).__name__}) preconditions the gradient itself;"
-            f" {type(module).__name__}.configure_optimizers() returned {type(optimizer).__name__}, which would do so"
+            f" {name} returned {type(optimizer).__name__}, which would do so"
             " once more. Return SGD with momentum 0, or drop `base` to mimic your own optimizer."
         )
+    return optimizer

@@ -109,9 +109,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
     Raises:
         FederatedError: Naming the setting, the value and what to use instead.
     """
-    check_strategy(trainer.strategy)
-    engine = trainer.fit_loop.settings.engine
-    if engine == "vectorized" and trainer.world_size > 1 and isinstance(trainer.strategy, WithinClientStrategy):
+    settings, splits = trainer.fit_loop.settings, isinstance(trainer.strategy, WithinClientStrategy)
+    if settings.engine == "vectorized" and trainer.world_size > 1 and splits:
         raise FederatedError(
             f"engine='vectorized' does not go with strategy='ddp' on {trainer.world_size} devices: one runs several"
             " clients on one device, the other one client on several. Set strategy='clients', or engine='sequential'."
@@ -125,11 +124,18 @@ def check_trainer(trainer: pl.Trainer) -> None:
             " check_val_every_n_epoch=None and a whole number of rounds as val_check_interval; or pass a time, such as"
             " val_check_interval='00:00:10:00'."
         )
-    _check_checkpoints(trainer)
-    _check_second_gradients(trainer)
-    if isinstance(trainer.fit_loop.settings.aggregator, DifferentialPrivacy):
+    if settings.algorithm.steps_per_batch > 1 or settings.algorithm.looks_ahead:
+        _check_second_gradients(trainer)
+    if isinstance(settings.aggregator, DifferentialPrivacy):
         _check_private(trainer)
     for callback in trainer.callbacks:
+        interval = callback._train_time_interval if isinstance(callback, pl.callbacks.ModelCheckpoint) else None
+        if interval is not None and trainer.world_size > 1:
+            raise FederatedError(
+                f"{type(callback).__name__}(train_time_interval={interval!r}) saves in the middle of a round, where"
+                f" {trainer.world_size} processes see different clients or batches. Save at the end of a round with"
+                " every_n_epochs, or train in one process."
+            )
         for cls in type(callback).__mro__:
             if cls.__name__ in _CALLBACKS and "lightning" in cls.__module__:
                 remedy = _REMEDIES.get(cls.__name__, "remove the callback")
@@ -183,17 +189,3 @@ def _check_private(trainer: pl.Trainer) -> None:
             f"aggregator={aggregator!r} does not go with strategy='ddp' on {trainer.world_size} devices, where every"
             " process would add noise of its own. Set strategy='clients'."
         )
-
-
-def _check_checkpoints(trainer: pl.Trainer) -> None:
-    """Refuse checkpoints that are due in the middle of a round of several processes."""
-    for callback in trainer.callbacks:
-        if not isinstance(callback, pl.callbacks.ModelCheckpoint):
-            continue
-        name = type(callback).__name__
-        if (interval := callback._train_time_interval) is not None and trainer.world_size > 1:
-            raise FederatedError(
-                f"{name}(train_time_interval={interval!r}) saves in the middle of a round, where {trainer.world_size}"
-                " processes see different clients or batches. Save at the end of a round with every_n_epochs, or train"
-                " in one process."
-            )

@@ -94,7 +94,7 @@ class RoundLauncher(_MultiProcessingLauncher):
         """Let the parent's trainer know it."""
         super().update_main_process_results(trainer, extra)
         loop: Any = trainer.fit_loop
-        loop.rounds_elsewhere = extra["rounds"]
+        loop.run_state.end_elsewhere(extra["rounds"])
         loop.set_progress(extra["rounds"])
 
 

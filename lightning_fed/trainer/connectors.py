@@ -1,20 +1,17 @@
 """Three of Lightning's connectors, told that an epoch is a round; and its evaluation loops, shared by processes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_fed.checkpoints.contents import SafeContents, fill_in
 from lightning_fed.checkpoints.files import AtomicCheckpointIO
 from lightning_fed.checkpoints.folders import (
+    adapt_checkpoint_callbacks,
     folders,
-    let_last_follow,
     newest,
     restore_scores,
-    save_by_rounds,
-    tidy_folders,
 )
 from lightning_fed.checkpoints.restoring import check_optimizer_states, restored_from
 from lightning_fed.checkpoints.search import best_of_newest_run, check_is_there, last_of_newest_run, roots
@@ -33,7 +30,7 @@ from lightning_fed.core.origin import CHECKPOINT
 from lightning_fed.engines.logged import EvaluationResults
 from lightning_fed.server.server import FORMAT
 from lightning_fed.strategies.stopping import RoundSignalConnector
-from lightning_fed.trainer.shared_evaluation import SharedEvaluationLoop
+from lightning_fed.trainer.evaluation import SharedEvaluationLoop
 
 __all__ = ["RoundCheckpointConnector", "RoundLoggerConnector"]
 
@@ -55,16 +52,12 @@ class RoundCheckpointConnector(_CheckpointConnector):
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Load the checkpoint, and keep only the weights of one that holds no federated state."""
-        is_fit = self.trainer.state.fn == TrainerFn.FITTING
-        if is_fit:
-            tidy_folders(self.trainer)
-            let_last_follow(self.trainer)
         checkpoint_path = self.trainer.strategy.broadcast(checkpoint_path)
         try:
             super().resume_start(checkpoint_path, weights_only=weights_only)
         except KeyError as error:
             raise FederatedError(f"{checkpoint_path} is no Lightning checkpoint: it has no entry {error}.") from error
-        if self._loaded_checkpoint and is_fit:
+        if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING:
             self._take(self._loaded_checkpoint, checkpoint_path)
         if self._loaded_checkpoint:
             fill_in(self._loaded_checkpoint, self.trainer)
@@ -72,7 +65,8 @@ class RoundCheckpointConnector(_CheckpointConnector):
     def _restore_modules_and_callbacks(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Load the checkpoint into module, data module and callbacks, or say what of it does not fit."""
         trainer = self.trainer
-        save_by_rounds(trainer)  # now that all callbacks are there, and before what they saved is looked for
+        # now that all callbacks are there, and before their states are loaded
+        adapt_checkpoint_callbacks(trainer, is_fit=trainer.state.fn == TrainerFn.FITTING)
         # Lightning does so later, and what it loads would be rounded to the type that the module was made with
         trainer.precision_plugin.convert_module(trainer.lightning_module)
         with restored_from(checkpoint_path, "the model and the callbacks"):
@@ -86,7 +80,13 @@ class RoundCheckpointConnector(_CheckpointConnector):
         optimizers = self.trainer.optimizers
         built = [options_of(optimizer) for optimizer in optimizers]
         with restored_from(self.trainer.ckpt_path, "optimizers and schedules"):
-            self._check_optimizer(optimizers)
+            run = self._loaded_checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+            there, here = run.get("work", {}).get("optimizer"), [type(optimizer).__name__ for optimizer in optimizers]
+            if there is not None and here != [there]:
+                raise FederatedError(
+                    f"The checkpoint's local optimizer is {there}, this run's is {', '.join(here)}."
+                    f" {CHECKPOINT.remedy('the one')}"
+                )
             super().restore_training_state()
             for optimizer in optimizers:
                 check_optimizer_states(optimizer, "the local optimizer")
@@ -99,86 +99,51 @@ class RoundCheckpointConnector(_CheckpointConnector):
                     " ckpt_path."
                 )
 
-    def _check_optimizer(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse a checkpoint of another local optimizer.
+    def _take(self, checkpoint: dict[str, Any], path: Any) -> None:
+        """Check a checkpoint before it is restored, and leave only weights in one of another kind of run.
 
         Raises:
-            FederatedError: Naming both.
+            FederatedError: If it is of another model or another version of this package, or has more rounds than asked.
         """
-        saved = self._loaded_checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        there = saved.get("work", {}).get("optimizer")
-        here = [type(optimizer).__name__ for optimizer in optimizers]
-        if there is not None and here != [there]:
-            raise FederatedError(
-                f"The checkpoint's local optimizer is {there}, this run's is {', '.join(here)}."
-                f" {CHECKPOINT.remedy('the one')}"
-            )
-
-    def _take(self, checkpoint: dict[str, Any], checkpoint_path: Any) -> None:
-        """Look at a checkpoint before it is restored, and leave nothing but weights in one of no federated run."""
-        self._check_shapes(checkpoint, checkpoint_path)
-        loops = checkpoint.get("loops") or {}
-        saved = loops.get("fit_loop", {}).get("state_dict", {})
-        if "format" in saved and "optimizer_states" not in checkpoint:
-            rank_zero_warn(
-                f"{checkpoint_path} was saved with save_weights_only=True: the run cannot go on from round"
-                f" {saved['round']}. It starts at round 0 from these weights."
-            )
-        elif "format" in saved:
-            self._check_format(saved["format"], checkpoint_path)
-            self._check_rounds(int(saved["round"]), checkpoint_path)
-            self.kept = (int(saved["round"]), checkpoint_path)
-            return
-        else:
-            rank_zero_info(f"{checkpoint_path} holds no federated run: training starts at round 0 from its weights.")
-        for key in ("loops", type(self.trainer.precision_plugin).__qualname__, "native_amp_scaling_state"):
-            checkpoint.pop(key, None)
-        checkpoint.update(callbacks={}, optimizer_states=[], lr_schedulers=[])
-
-    def _check_shapes(self, checkpoint: Mapping[str, Any], path: Any) -> None:
-        """Refuse a checkpoint of another model by name, before torch does so by a long list.
-
-        Raises:
-            FederatedError: Naming the first parameter that differs.
-        """
-        saved = checkpoint.get("state_dict")
-        if saved is None:
+        weights, module = checkpoint.get("state_dict"), self.trainer.lightning_module
+        if weights is None:
             raise FederatedError(f"{path} holds no 'state_dict': it is no Lightning checkpoint.")
-        module = self.trainer.lightning_module
-        for name, value in module.state_dict().items():
-            other = saved.get(name)
+        for name, value in module.state_dict().items():  # torch would give a long list
+            other = weights.get(name)
             if isinstance(other, Tensor) and isinstance(value, Tensor) and other.shape != value.shape:
                 raise FederatedError(
                     f"{path} is of another model: {name!r} has shape {tuple(other.shape)} there and"
                     f" {tuple(value.shape)} in {type(module).__name__}."
                 )
-
-    def _check_rounds(self, done: int, path: Any) -> None:
-        """Refuse a checkpoint with more rounds than are asked for.
-
-        Raises:
-            FederatedError: Naming both numbers.
-        """
-        wanted = self.trainer.fit_loop.max_epochs
-        if wanted is not None and -1 < wanted < done:
-            raise FederatedError(
-                f"{path} holds {done} completed rounds, more than max_rounds={wanted}. Raise max_rounds, or resume from"
-                " an earlier checkpoint."
+        saved = (checkpoint.get("loops") or {}).get("fit_loop", {}).get("state_dict", {})
+        if "format" in saved and "optimizer_states" in checkpoint:
+            self._check_run(saved, path)
+            self.kept = (int(saved["round"]), path)
+            return
+        if "format" in saved:
+            rank_zero_warn(
+                f"{path} was saved with save_weights_only=True: the run cannot go on from round {saved['round']}. It"
+                " starts at round 0 from these weights."
             )
+        else:
+            rank_zero_info(f"{path} holds no federated run: training starts at round 0 from its weights.")
+        for key in ("loops", type(self.trainer.precision_plugin).__qualname__, "native_amp_scaling_state"):
+            checkpoint.pop(key, None)
+        checkpoint.update(callbacks={}, optimizer_states=[], lr_schedulers=[])
 
-    @staticmethod
-    def _check_format(written: Any, path: Any) -> None:
-        """Refuse a checkpoint of another version of this package.
-
-        Raises:
-            FederatedError: Naming what it is, and the way out.
-        """
+    def _check_run(self, saved: Mapping[str, Any], path: Any) -> None:
+        written, wanted = saved["format"], self.trainer.fit_loop.max_epochs
         if written != FORMAT:
             age, remedy = ("a newer", "Install that") if written > FORMAT else ("an older", "Finish the run with that")
             raise FederatedError(
                 f"{path} was written by {age} version of lightning_fed: its format is {written!r}, this version's is"
                 f" {FORMAT}. {remedy} version, or start from its weights alone: Model.load_from_checkpoint(path),"
                 " then fit without ckpt_path."
+            )
+        if wanted is not None and -1 < wanted < (done := int(saved["round"])):
+            raise FederatedError(
+                f"{path} holds {done} completed rounds, more than max_rounds={wanted}. Raise max_rounds, or resume from"
+                " an earlier checkpoint."
             )
 
     def resume_end(self) -> None:
@@ -206,7 +171,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
                 other processes; unless only weights are saved.
         """
         if not weights_only:
-            self.trainer.fit_loop.check_is_here("What a checkpoint holds")
+            self.trainer.fit_loop.run_state.check_is_here("What a checkpoint holds")
         if not weights_only and self.trainer.fit_loop.awaits_plateau_schedulers:
             raise FederatedError(
                 f"A checkpoint of round {self.trainer.fit_loop.round - 1} cannot be saved before ReduceLROnPlateau has"
@@ -231,7 +196,12 @@ class RoundCheckpointConnector(_CheckpointConnector):
             if latest is not None:
                 return latest
             if not is_fit:
-                raise self._no_last(state_fn)
+                places = dict.fromkeys(map(str, [*folders(trainer, whole=False), *roots(trainer)]))
+                raise FederatedError(
+                    f"FederatedTrainer.{state_fn.value}(ckpt_path='last') found no checkpoint: none lies in"
+                    f" {' or under '.join(places)}. Give the trainer the default_root_dir, logger and ModelCheckpoint"
+                    " of the run, or pass the path of a checkpoint."
+                )
         noted = getattr(trainer.checkpoint_callback, "best_model_path", None)
         if ckpt_path == "best" and not is_fit and not noted and trainer.fit_loop.round == 0:
             return best_of_newest_run(trainer)
@@ -243,20 +213,12 @@ class RoundCheckpointConnector(_CheckpointConnector):
             check_is_there(trainer, path)
         return path
 
-    def _no_last(self, state_fn: TrainerFn) -> FederatedError:
-        """Return the error that there is no checkpoint to evaluate; a fit begins without one."""
-        places = [*folders(self.trainer, whole=False), *roots(self.trainer)]
-        return FederatedError(
-            f"FederatedTrainer.{state_fn.value}(ckpt_path='last') found no checkpoint:"
-            f" none lies in {' or under '.join(map(str, dict.fromkeys(places)))}. Give the"
-            " trainer the default_root_dir, logger and ModelCheckpoint of the run, or pass the path of a checkpoint."
-        )
-
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the server model, whatever the module holds in the middle of a client's work."""
-        loop = self.trainer.fit_loop
-        loop.take_in_edits()
-        with loop.showing_server_model():
+        run = self.trainer.fit_loop.run_state
+        if run.server_model is not None:
+            run.server_model.sync_hook_changes()
+        with run.showing_server_model():
             state_dict = super()._get_lightning_module_state_dict()
             return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state_dict.items()}
 

@@ -2,28 +2,49 @@
 
 import copy
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
 
 from lightning_fed.callbacks.base import call_round_hook
+from lightning_fed.callbacks.monitors import Monitors
 from lightning_fed.checkpoints.folders import keep_last_round
+from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import (
     MisconfigurationException,
     SIGTERMException,
+    _FitLoop,
     call,
     rank_zero_info,
     rank_zero_warn,
 )
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.seeds import Purpose, derive_seed, seed_global
+from lightning_fed.core.types import ClientId, State, Vector
+from lightning_fed.engines.batch_hooks import time_by_rounds
+from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
+from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.cohort import warn_of
+from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
+from lightning_fed.server.asynchronous.base import Asynchronous
+from lightning_fed.server.participation import Population
+from lightning_fed.server.server import Server
 from lightning_fed.server.step import steps_not_counted
-from lightning_fed.settings.module_checks import check_batch_statistics
+from lightning_fed.settings.module_checks import check_batch_statistics, check_module
+from lightning_fed.settings.settings import Settings
+from lightning_fed.settings.trainer_checks import check_trainer
 from lightning_fed.strategies.stopping import Stop, exception_of, stop_of
-from lightning_fed.trainer.run import RunState
+from lightning_fed.trainer.measurements import Measurements
+from lightning_fed.trainer.run_state import RunState
 
 __all__ = ["FederatedLoop"]
 
 
-class FederatedLoop(RunState):
+class FederatedLoop(_FitLoop):
     """Run federated rounds where Lightning would run epochs.
 
     A round is a Lightning epoch, and the step axis of loggers and checkpoints is the number of completed rounds::
@@ -33,8 +54,44 @@ class FederatedLoop(RunState):
             the server takes its step along the mean of their messages, and their new states are kept
             schedules step; validation of the server model when due; one report; checkpoint
 
-    The arguments are those of :class:`lightning_fed.trainer.run.RunState`.
+    Callbacks reach it as ``trainer.fit_loop``: what the run is at (:attr:`round`, :attr:`state`), and what can be
+    measured of clients (:meth:`full_gradient`, :meth:`evaluate_clients`). A measurement leaves no trace in the run, and
+    is a function of (seed, round, client).
+
+    Args:
+        trainer: The trainer.
+        settings: How rounds are run.
+        min_epochs: The least number of rounds before early stopping.
+        max_epochs: The number of rounds; -1 for no limit.
+
+    Attributes:
+        settings: How rounds are run.
+        run_state: The run between rounds: its start and end, checkpoints, and the server's model in the module.
+        measurements: What is measured of clients.
+        monitors: The metrics that callbacks and schedules follow.
+        runs_several: Whether a training step is that of several clients.
+        is_closing: Whether a round is between the server's step and the end of its hooks.
+        precision_at_start: The state of the precision plugin at the start of the current round, if it has one.
+        corrected_clip: Value and algorithm of gradient clipping after the correction, if asked for.
     """
+
+    def __init__(
+        self, trainer: pl.Trainer, settings: Settings, min_epochs: int | None = 0, max_epochs: int | None = None
+    ) -> None:
+        super().__init__(trainer, min_epochs, max_epochs)
+        self.epoch_loop: ClientEpochLoop = ClientEpochLoop(trainer)
+        self.settings = settings
+        self.run_state = RunState(trainer, settings)
+        self.measurements = Measurements(self.run_state)
+        self.monitors = Monitors()
+        self.runs_several = self.is_closing = False
+        self.precision_at_start: dict[str, Any] | None = None
+        self.corrected_clip: tuple[float, Any] | None = None
+        self._plateau_round = 0  # in which ReduceLROnPlateau stepped last
+        self._warned: set[ClientId] = set()  # clients whose failures the user has been warned of
+        self._stop = Stop.NO  # what any process was asked for in this round
+        self._has_checked_batches = False  # in this fit
+        self._says_why_it_continues = True  # when asked to stop too early
 
     @property
     def done(self) -> bool:
@@ -42,8 +99,8 @@ class FederatedLoop(RunState):
         if limit := self._limit_reached():
             rank_zero_info(f"`Trainer.fit` stopped: `{limit}` reached.")
             return True
-        if self.trainer.should_stop and not self._can_stop_early and not self._goes_on:
-            self._goes_on = True
+        if self.trainer.should_stop and not self._can_stop_early and self._says_why_it_continues:
+            self._says_why_it_continues = False
             rank_zero_info(
                 f"The run was asked to stop after {self.round} rounds and {self.steps_taken} local steps, but goes on"
                 f" until min_epochs={self.min_epochs} rounds and min_steps={self.min_steps or 0} local steps are done."
@@ -77,16 +134,71 @@ class FederatedLoop(RunState):
     def _can_stop_early(self) -> bool:
         return self.round >= (self.min_epochs or 0) and self.steps_taken >= (self.min_steps or 0)
 
+    # ------------------------------------------------------------------ start and end of a fit
+
+    def setup_data(self) -> None:
+        """Check trainer and module, and read who the clients are."""
+        trainer = self.trainer
+        check_trainer(trainer)
+        check_module(trainer)
+        time_by_rounds(trainer)
+        self.run_state.load_population()
+        self.max_batches = 1  # set again for every local epoch
+        trainer.val_check_batch = float("inf")
+        trainer._last_val_time = time.monotonic()
+
+    def reset(self) -> None:
+        """Start the run where it stands: at round 0, after the round of a checkpoint, or after an earlier fit."""
+        torch.set_grad_enabled(True)
+        self.run_state.start()
+        self._plateau_round = self.round
+        self.set_progress(self.round)
+        self.is_closing, self.precision_at_start, self._stop = False, None, Stop.NO
+        self.monitors.watch(self.trainer)
+        self.restarting = self._has_checked_batches = False
+        self._says_why_it_continues = True
+        self.epoch_loop.val_loop._restarting = False
+
+    def on_run_end(self) -> None:
+        """Call the hooks that end training, and keep what they change in the model."""
+        super().on_run_end()
+        assert self.run_state.server_model is not None
+        self.run_state.server_model.sync_hook_changes()
+
+    def teardown(self) -> None:
+        """Leave the module with the server's model, in memory of its own."""
+        self.precision_at_start = None
+        self.run_state.end()
+        self.monitors.release()
+        self.epoch_loop.teardown()
+
+    def set_progress(self, round: int) -> None:
+        """Set Lightning's counters of epochs from the round."""
+        for counter in (self.epoch_progress.total, self.epoch_progress.current):
+            counter.ready = counter.started = counter.processed = counter.completed = round
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """Return the state after the last completed round."""
+        return self.run_state.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        """Take over a checkpoint's state, which the next fit starts from; counters follow from its round."""
+        self.run_state.load_state_dict(state_dict[f"{prefix}state_dict"])
+        self.set_progress(self.round)
+        self.epoch_loop.val_loop._restarting = True  # so that Lightning runs no sanity check
+
+    # ------------------------------------------------------------------ a round
+
     def on_advance_start(self) -> None:
         """Call the hooks that start a round, and draw its cohort in between Lightning's and those of rounds."""
         trainer = self.trainer
-        assert self._rounds is not None
+        assert self.run_state.rounds is not None
         self.epoch_progress.increment_ready()
         call._call_callback_hooks(trainer, "on_train_epoch_start")
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
         self.epoch_progress.increment_started()
         # after these hooks, where GradientAccumulationScheduler sets how many batches make a step of this round
-        self._rounds.draw()
+        self.run_state.rounds.draw()
         self.precision_at_start = copy.deepcopy(trainer.precision_plugin.state_dict()) or None
         call_round_hook(trainer, "on_round_start", self.round)
 
@@ -128,10 +240,8 @@ class FederatedLoop(RunState):
             raise error
 
     def _leave_round(self) -> None:
-        """Forget the round at work: everything is as after the last completed one."""
-        assert self._rounds is not None
-        self._rounds.leave()
-        self.state.clients.discard()
+        """Abandon the current round: everything is as after the last completed one."""
+        self.run_state.leave_round()
         if self.precision_at_start is not None:
             self.trainer.precision_plugin.load_state_dict(self.precision_at_start)
             self.precision_at_start = None
@@ -188,26 +298,245 @@ class FederatedLoop(RunState):
 
     def _run_round(self) -> RoundReport:
         started = time.perf_counter()
-        trainer, results = self.trainer, self.epoch_loop._results
-        self.check_trained()
-        if self._engine.split.size > 1:
+        trainer, results, run = self.trainer, self.epoch_loop._results, self.run_state
+        assert run.rounds is not None
+        assert run.server_model is not None
+        if run.rounds.work.engine.split.size > 1:
             check_batch_statistics(trainer.lightning_module)
-        self.take_in_edits()
-        self._shown = None
-        assert self._rounds is not None
-        if not self._batches_checked and self.clients_elsewhere is None:
-            self._rounds.check_batches()
-            self._batches_checked = True
-        half, told = self._rounds.run(self._tell)
-        self._take_in(told)
+        run.server_model.begin_round()
+        if not self._has_checked_batches and not run.has_sites:
+            run.rounds.check_batches()
+            self._has_checked_batches = True
+        server_round, statuses = run.rounds.run(self._process_status)
+        self._merge_statuses(statuses)
         self.is_closing, self.precision_at_start = True, None
         if self.settings.is_private:
             results.forget_clients()
         trainer._logger_connector.epoch_end_reached()
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
-        report = half.close(metrics, time.perf_counter() - started)
-        self.steps_taken += sum(report.steps.values())
-        self._rounds.leave()
-        self.show_server_model()
+        report = server_round.close(metrics, time.perf_counter() - started)
+        run.close_round(sum(report.steps.values()))
         warn_of(report.failed, self._warned)
         return report
+
+    def _process_status(self) -> dict[str, Any]:
+        """Return what other processes need to know of this one when its clients are done."""
+        trainer, run = self.trainer, self.run_state
+        assert run.clients is not None
+        assert run.server_model is not None
+        return {
+            "logged": self.epoch_loop._results.outline() if trainer.world_size > 1 else {},
+            "stop": trainer._signal_connector.asked,
+            "change": run.server_model.change_digest,
+            "gave_up": run.clients.have_given_up,
+        }
+
+    def _merge_statuses(self, statuses: Sequence[Mapping[str, Any]]) -> None:
+        """Log what clients of all processes have logged, and do in this process what any of them asks for.
+
+        Raises:
+            FederatedError: If hooks have changed the model in different ways in different processes.
+        """
+        run = self.run_state
+        assert run.clients is not None
+        assert run.server_model is not None
+        if len(statuses) > 1:
+            self.epoch_loop._results.merge([status["logged"] for status in statuses])
+            run.server_model.check_changes_agree([status["change"] for status in statuses])
+        if any(status["gave_up"] for status in statuses):
+            run.clients.give_up()
+        self._stop = Stop(max(status["stop"] for status in statuses))
+
+    # ------------------------------------------------------------------ what callbacks may ask of the run
+
+    @property
+    def round(self) -> int:
+        """The number of completed rounds."""
+        return self.run_state.round
+
+    @property
+    def steps_taken(self) -> int:
+        """The local steps of all clients in all completed rounds."""
+        return self.run_state.steps_taken
+
+    @property
+    def state(self) -> Server:
+        """The server's side of the run.
+
+        Raises:
+            FederatedError: Before the first fit, and after one that resumed a finished run and had nothing to do, or
+                that ran in processes which have ended.
+        """
+        return self.run_state.server
+
+    @property
+    def server(self) -> State:
+        """The method's server state after the last completed round, by name."""
+        return self.state.state
+
+    @property
+    def round_state(self) -> State:
+        """The server state that clients read in the current round; outside of one, :attr:`server`."""
+        rounds = self.run_state.rounds
+        return self.server if rounds is None or rounds.at_work is None else rounds.at_work.state
+
+    @property
+    def population(self) -> Population | None:
+        """The clients; None before the first fit."""
+        return self.run_state.population
+
+    @property
+    def prepared(self) -> PreparedModule | None:
+        """The module as engines use it, while a fit is running."""
+        return self.run_state.prepared
+
+    @property
+    def clients(self) -> ClientWork | None:
+        """Answers for the clients; None before the first fit, and in a copy of the trainer."""
+        return self.run_state.clients
+
+    @property
+    def local_steps(self) -> int:
+        """The optimizer steps that the current client has taken so far in this round."""
+        work = self.run_state.engine.optimizer.work
+        return 0 if work is None else work.num_steps
+
+    @property
+    def client_model(self) -> tuple[Vector, State] | None:
+        """The parameters [P] and buffers of the client whose hooks are called, if training."""
+        prepared = self.prepared
+        return None if prepared is None else (self.run_state.engine.parameters_at_work.clone(), prepared.buffers.read())
+
+    def client_state(self, client_id: ClientId) -> State | None:
+        """Return a client's state after the last completed round; None if another process has it."""
+        assert self.population is not None
+        index = self.population.index_of(client_id)
+        return self.state.client_state(index) if self.run_state.ranks.is_home_of(index) else None
+
+    @property
+    def epsilon(self) -> float | None:
+        """The privacy spent in the completed rounds, None without differential privacy."""
+        aggregator = self.settings.aggregator
+        return aggregator.epsilon(self.round) if isinstance(aggregator, DifferentialPrivacy) else None
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the server steps when some answers have arrived, by a simulated clock."""
+        return isinstance(self.settings.aggregator, Asynchronous)
+
+    @property
+    def arrived(self) -> float:
+        """The simulated seconds at which the answers had arrived of which the last step is made.
+
+        Raises:
+            FederatedError: In a synchronous run.
+        """
+        run = self.settings.aggregator
+        if not isinstance(run, Asynchronous):
+            raise FederatedError("fit_loop.arrived is of asynchronous runs: pass asynchronous=FedBuff(...).")
+        return run.between().time
+
+    def showing_server_model(self) -> AbstractContextManager[None]:
+        """Let the module hold the server's model inside, and afterwards what it held before."""
+        return self.run_state.showing_server_model()
+
+    def log_round(self, values: dict[str, float]) -> None:
+        """Write a round's values to the loggers, and let callbacks monitor them."""
+        connector = self.trainer._logger_connector
+        connector._callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+        connector.log_metrics({name: torch.tensor(value) for name, value in values.items()}, step=self.round)
+
+    def gather(self, record: Any) -> list[Any]:
+        """Return the record of every process, in the order of ranks, for callbacks that measure; all must call it."""
+        return self.run_state.ranks.gather(record)
+
+    # ------------------------------------------------------------------ what callbacks may measure of clients
+
+    def full_gradient(self, client_id: ClientId, point: Vector) -> Vector:
+        """Return the full-batch gradient [P] of a client's training loss at a point [P].
+
+        It leaves no trace, and is a function of (seed, round, client) like every other gradient.
+
+        Raises:
+            FederatedError: If there is no such client, or the point is no vector of the model's size.
+        """
+        return self.measurements.full_gradient(client_id, point)
+
+    def hessian_vector(self, client_id: ClientId, point: Vector, vector: Vector) -> Vector:
+        """Return the full-batch Hessian of a client's training loss at a point [P], times a vector [P].
+
+        The Hessian is that of :meth:`full_gradient`, with the same dropout masks for every vector.
+
+        Raises:
+            FederatedError: If the model has an operation that cannot be differentiated twice, or point or vector are
+                not of the model's size.
+        """
+        return self.measurements.hessian_vector(client_id, point, vector)
+
+    def batch_gradients(self, client_id: ClientId, point: Vector, most: int) -> Iterator[Vector]:
+        """Yield the gradients [P] at a point [P] of the first ``most`` batches of a client's local epoch.
+
+        They leave no trace, and are a function of (seed, round, client); no fit trains on batches in this order.
+
+        Raises:
+            FederatedError: If there is no such client, or the point is no vector of the model's size.
+        """
+        return self.measurements.batch_gradients(client_id, point, most)
+
+    def training_loss(self, client_id: ClientId) -> float:
+        """Return :meth:`training_losses` of one client.
+
+        Raises:
+            FederatedError: If it has no examples, or is on a site that does not answer.
+        """
+        losses = self.training_losses([client_id])
+        if client_id not in losses:
+            raise FederatedError(f"The site of client {client_id!r} has not answered, and its loss is unknown.")
+        return losses[client_id]
+
+    def training_losses(self, client_ids: Sequence[ClientId]) -> dict[ClientId, float]:
+        """Return the mean training loss f_i of clients at the server model, in eval mode and without augmentation.
+
+        It leaves no trace, and is a function of (seed, round, client). Clients on sites: see :meth:`evaluate_clients`.
+
+        Raises:
+            FederatedError: If a client has no examples.
+        """
+        return self.measurements.training_losses(client_ids)
+
+    def evaluate_client(
+        self, client_id: ClientId, on: str = "val", steps: int = 0, own: bool = False
+    ) -> dict[str, float]:
+        """Return what ``validation_step`` logs of the server model on one client's own examples, by name.
+
+        It leaves no trace, and is a function of (seed, round, client).
+
+        Args:
+            client_id: The client.
+            on: "val" for the client's own validation set, "train" for its training set.
+            steps: Local steps of fine-tuning on the client's training set, with the user's optimizer, before that.
+            own: Whether to evaluate the client's own model instead; of a client that this process keeps.
+
+        Raises:
+            FederatedError: If the client has no validation set, or ``validation_step`` logs nothing.
+        """
+        return self.measurements.evaluate_client(client_id, on, steps, own)
+
+    def evaluate_clients(
+        self, client_ids: Sequence[ClientId], on: str = "val", steps: int = 0, own: bool = False
+    ) -> dict[ClientId, dict[str, float]]:
+        """Return :meth:`evaluate_client` of several clients, by client; those on sites of their own are asked at once.
+
+        Clients on sites that do not answer are left out.
+        """
+        return self.measurements.evaluate_clients(client_ids, on, steps, own)
+
+    def showing_client_model(self, client_id: ClientId) -> AbstractContextManager[None]:
+        """Let the module hold a client's own model inside, and afterwards what it held before; between rounds of a fit.
+
+        This is the model to save or to use for this client. It is the server's if clients have no models of their own.
+
+        Raises:
+            FederatedError: If no fit is running, or if another process or a site has the client's state.
+        """
+        return self.measurements.showing_client_model(client_id)

@@ -209,6 +209,7 @@ class FederatedTrainer(pl.Trainer):
         if gradient_clip_on == "corrected" and self.gradient_clip_val:
             self.fit_loop.corrected_clip = (self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
             self.gradient_clip_val = None  # or Lightning would clip before the correction as well
+        check_strategy(self.strategy)
         check_local_options(self)
         adopt(self)
         adopt_launcher(self)
@@ -350,7 +351,7 @@ class FederatedTrainer(pl.Trainer):
         check_paths(type(self).__name__ + ".save_checkpoint", filepath=filepath)
         if self.model is None:
             raise FederatedError("save_checkpoint: there is nothing to save before the trainer has seen a model.")
-        with self.fit_loop.kept_states.writing(filepath):
+        with self.fit_loop.run_state.client_states.writing(filepath):
             super().save_checkpoint(filepath, weights_only, storage_options)
         if not weights_only and isinstance(self._checkpoint_connector, RoundCheckpointConnector):
             self._checkpoint_connector.kept = (self.fit_loop.round, filepath)

@@ -353,26 +353,30 @@ def test_the_page_has_a_place_for_all_figures(scripts):
         assert page.index(f"<!-- {name}:start -->") < page.index(f"<!-- {name}:end -->")
 
 
-def test_reach_counts_what_a_round_enters(scripts, capsys):
+@pytest.mark.parametrize("watched", [[], ["--fit"]])
+def test_reach_counts_what_is_entered(scripts, capsys, watched):
     script = scripts("reach")
-    assert script.main(["--engine", "sequential", "--algorithm", "FedAvg", "--json", "--list"]) == 0
+    assert script.main(["--engine", "sequential", "--algorithm", "FedAvg", "--json", "--list", *watched]) == 0
     assert sys.getprofile() is None
     said = json.loads(capsys.readouterr().out)
-    (found,) = said["rounds"]
+    (found,) = said["runs"]
     assert 10 < found["files"] < found["defined"] <= found["functions"] < found["calls"]
     for key in ("functions", "defined", "calls"):
         assert found[key] == sum(folder[key] for folder in found["folders"].values())
     entered = {(file, name): count for file, name, count in found["entered"]}
-    assert entered["engines/optimizer.py", "FederatedOptimizer.step"] == script.CLIENTS * script.STEPS
-    assert said["room"]["total"]["files"] == sum(folder["files"] for folder in said["room"]["folders"].values())
+    steps = entered.get(("engines/optimizer.py", "FederatedOptimizer.step"), 0)
+    starts = entered.get(("trainer/run_state.py", "RunState.start"), 0)
+    assert (steps, starts) == ((0, 1) if watched else (script.CLIENTS * script.STEPS, 0))
 
 
-def test_reach_says_which_targets_are_missed(scripts):
+def test_reach_names_the_targets_that_are_missed(scripts):
     script = scripts("reach")
-    enters = {"engine": "vectorized", "algorithm": "FedAvg", "files": 35, "functions": 220}
-    total = {"files": 42, "lines": 8001}
-    assert script._missed([enters], total) == ["files: 35, at most 34", "room_lines: 8001, at most 8000"]
-    assert script._missed([enters | {"algorithm": "Mime"}], total) == ["room_lines: 8001, at most 8000"]
+    enters = {"what": "round", "engine": "vectorized", "algorithm": "FedAvg", "functions": 301, "defined": 171}
+    assert script._missed([enters]) == ["vectorized round: 301 functions, at most 300"]
+    assert script._missed([enters | {"engine": "sequential", "what": "fit"}]) == [
+        "sequential fit: 171 defined, at most 170"
+    ]
+    assert not script._missed([enters | {"algorithm": "Mime"}, enters | {"functions": 300}])
 
 
 @pytest.mark.thorough

@@ -80,7 +80,7 @@ class LossOfOne(FederatedCallback):
 
     def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
         if self.answers is not None:
-            trainer.fit_loop.ask_sites = lambda *_: self.answers
+            trainer.fit_loop.clients.measure_on_sites = lambda *_: self.answers
         self.loss = trainer.fit_loop.training_loss(0)
 
 

@@ -289,7 +289,7 @@ def run(
             if save_to is not None:
                 trainer.save_checkpoint(save_to)
             outcome.state = _state_of(trainer)
-            outcome.engine = getattr(trainer.fit_loop._engine, "name", "")
+            outcome.engine = getattr(trainer.fit_loop.run_state.engine, "name", "")
         except Exception as error:
             worked = bool(outcome.rounds) or isinstance(error, ClientError)
             outcome.failure = Failure.of(error, recorder.began and worked)

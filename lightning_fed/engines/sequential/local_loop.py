@@ -154,7 +154,9 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._profiles = not isinstance(trainer.profiler, PassThroughProfiler)
         self._uses = {
-            hook: self._profiles or is_overridden(hook, module, pl.LightningModule) or self._callback_uses(hook)
+            hook: self._profiles
+            or is_overridden(hook, module, pl.LightningModule)
+            or any(uses_batch_hook(callback, hook) for callback in trainer.callbacks)
             for hook in ("on_train_batch_start", "on_train_batch_end")
         }
         self.automatic_optimization.prepare(trainer.callbacks)
@@ -167,9 +169,6 @@ class ClientEpochLoop(_TrainingEpochLoop):
             or (datamodule is not None and is_overridden(hook, datamodule, pl.LightningDataModule))
             for hook in TRANSFER_HOOKS
         )
-
-    def _callback_uses(self, hook: str) -> bool:
-        return any(uses_batch_hook(callback, hook) for callback in self.trainer.callbacks)
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         """Connect the profiler to the fetcher, if there is one."""

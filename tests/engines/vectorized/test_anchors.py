@@ -438,7 +438,7 @@ def test_what_was_kept_goes_with_its_round(monkeypatch: pytest.MonkeyPatch) -> N
     at_end = [count for count in held if count]
     assert len(at_end) == 3
     assert all(2 + 2 <= count <= 4 + 4 for count in at_end)  # of two clients of two to four batches
-    assert not any(engine.fit_loop._engine.anchors.of(i) for i in range(len(SIZES)))
+    assert not any(engine.fit_loop.clients.engine.anchors.of(i) for i in range(len(SIZES)))
 
 
 class OfTheFirst(Ordinary):

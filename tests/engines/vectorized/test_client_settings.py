@@ -224,7 +224,7 @@ def test_vectorized_names_the_setting_and_the_client(setter: Setter, engine: dic
 def test_all_clients_may_get_the_same_value(setter: Setter, engine: dict[str, Any]) -> None:
     start = setting(setter, lambda _, round: (1.0, 2.0, 2.0, 1.0)[round], max_rounds=4, clients_per_round=3)
     found = start(**engine)
-    assert found.fit_loop._engine.name == "vectorized"
+    assert found.fit_loop.clients.engine.name == "vectorized"
     assert_agree(found, start(engine="sequential"))
 
 
@@ -287,7 +287,7 @@ def test_what_the_end_of_a_round_sets_is_for_the_next_round() -> None:
                 pl_module.factor = 1.0 + self.ended / 4
 
     found, expected = (run(engine, callbacks=[Last()], **options_of(attribute)) for engine in ("auto", "sequential"))
-    assert found.fit_loop._engine.name == "vectorized"
+    assert found.fit_loop.clients.engine.name == "vectorized"
     assert_agree(found, expected)
 
 
@@ -350,7 +350,7 @@ def test_a_resumed_run_goes_on_with_the_same_engine_and_bits(tmp_path: Path) -> 
         whole, half = (start(engine="auto", max_rounds=rounds) for rounds in (4, 2))
     half.save_checkpoint(tmp_path / "half.ckpt")
     resumed = start(engine="auto", max_rounds=4, ckpt_path=tmp_path / "half.ckpt")
-    assert resumed.fit_loop._engine.name == "sequential"
+    assert resumed.fit_loop.clients.engine.name == "sequential"
     assert same(state_of(resumed), state_of(whole))
 
 
@@ -393,7 +393,7 @@ def in_two(hook: str, engine: str = "auto", **options: Any) -> Any:
 
 def results_in_two(hook: str) -> Any:
     t = in_two(hook, strategy="clients", devices=2)
-    return results_of(t)["state"], t.fit_loop._engine.name
+    return results_of(t)["state"], t.fit_loop.clients.engine.name
 
 
 # ---------------------------------------------------------------------- what is not compared
@@ -411,7 +411,7 @@ def test_nothing_is_compared_without_hooks_of_clients(monkeypatch: pytest.Monkey
 def test_hooks_that_only_note_what_they_see_keep_the_engine() -> None:
     record = Record()
     with_hooks = run("auto", callbacks=[record], **options_of(attribute))
-    assert with_hooks.fit_loop._engine.name == "vectorized"
+    assert with_hooks.fit_loop.clients.engine.name == "vectorized"
     assert same(state_of(with_hooks), state_of(run("auto", **options_of(attribute))))
 
 

@@ -312,7 +312,7 @@ class Harmless(Leaves):
 
 def test_what_is_only_read_costs_neither_engine_nor_traces() -> None:
     one, other = (run(engine, Harmless, max_rounds=2) for engine in ("sequential", "vectorized"))
-    assert len(other.fit_loop._engine.step.traces) > 0
+    assert len(other.fit_loop.clients.engine.step.traces) > 0
     assert_close(state_of(one), state_of(other))
     assert float(other.callback_metrics["read"]) == pytest.approx(float(one.callback_metrics["read"]))
 

@@ -68,7 +68,7 @@ def test_every_round_begins_anew() -> None:
 
 def test_rows_of_tensors_are_traced_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecurringShapes, "note", None)
-    assert len(run("vectorized", chunk_size=1, max_rounds=1).fit_loop._engine.step.traces) > 0
+    assert len(run("vectorized", chunk_size=1, max_rounds=1).fit_loop.clients.engine.step.traces) > 0
 
 
 class Texts(Dataset[Any]):
@@ -126,7 +126,7 @@ def test_padded_texts_agree_and_are_traced_where_lengths_recur(
     one, other = run("sequential", make, **options), run("vectorized", make, chunk_size=chunk_size, **options)
     assert_agree(one, other, metrics=1e-5)
     least, most = TRACES[longest]
-    assert least <= len(other.fit_loop._engine.step.traces) <= most
+    assert least <= len(other.fit_loop.clients.engine.step.traces) <= most
 
 
 def test_many_shapes_do_not_pile_up_traces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_many_shapes_do_not_pile_up_traces(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(RecurringShapes, "note", lambda self, groups: True)
     options: dict[str, Any] = {"make": Reader, "datamodule": partial(texts, 400), "max_rounds": 1}
     t = run("vectorized", chunk_size=1, **options)
-    assert len(t.fit_loop._engine.step.traces) <= 2
+    assert len(t.fit_loop.clients.engine.step.traces) <= 2
     assert_agree(run("sequential", **options), t, metrics=1e-5)
 
 

@@ -62,7 +62,7 @@ def test_every_method_agrees_with_the_sequential_engine(name: str, taken: list[A
     make = partial(Ordinary, method.optimizer)
     at_once = run("vectorized", make, **options)
     assert_agree(run("sequential", make, **options), at_once)
-    engine = at_once.fit_loop._engine
+    engine = at_once.fit_loop.clients.engine
     assert bool(taken) == steps_are_plain(engine.algorithm, engine.optimizer, None)
 
 

@@ -51,7 +51,7 @@ def both(body: Body, algorithm: Any = None, **options: Any) -> tuple[Any, Any]:
 
 
 def traced(trainer: Any) -> int:
-    return len(trainer.fit_loop._engine.step.traces)
+    return len(trainer.fit_loop.clients.engine.step.traces)
 
 
 def mean(out: Tensor, y: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ def test_a_trace_that_logs_what_the_module_no_longer_does_is_given_up_loudly(
 ) -> None:
     with pytest.warns(UserWarning, match=f"{what}.* than when it was traced"):
         _, other = both(body, chunk_size=chunk_size, also=[Scale])
-    assert not other.fit_loop._engine.step.traces.allowed
+    assert not other.fit_loop.clients.engine.step.traces.allowed
 
 
 def test_every_trace_is_compared_in_every_round() -> None:

@@ -23,7 +23,7 @@ ADAM = partial(torch.optim.Adam, lr=0.01)
 
 
 def traces_of(trainer: Any) -> Traces:
-    return trainer.fit_loop._engine.step.traces
+    return trainer.fit_loop.clients.engine.step.traces
 
 
 TRACED = ["FedAvg", "Scaffold i", "FedDyn", "Mime Adam", "CMime SGDm", "MimeMVR eq15", "FedCM"]
@@ -252,5 +252,5 @@ def test_without_what_traces_are_made_with_steps_run_untraced(monkeypatch: pytes
     monkeypatch.setattr(traces, "_MISSING", "cannot import name 'tracing'")
     with pytest.warns(UserWarning, match=r"run untraced, which is slower: PyTorch .* no longer .*cannot import name"):
         untraced = run("vectorized")
-    assert len(traced.fit_loop._engine.step.traces) > 0 == len(untraced.fit_loop._engine.step.traces)
+    assert len(traced.fit_loop.clients.engine.step.traces) > 0 == len(untraced.fit_loop.clients.engine.step.traces)
     assert_agree(traced, untraced)

@@ -334,7 +334,7 @@ def test_what_is_refused_runs_in_sequence_where_the_engine_may_be_chosen() -> No
             torch.manual_seed(1)
             t.fit(make(), data())
             ends.append(t.fit_loop.state.x)
-            assert isinstance(t.fit_loop._engine, SequentialEngine)
+            assert isinstance(t.fit_loop.clients.engine, SequentialEngine)
         assert torch.equal(*ends)
 
 
@@ -352,7 +352,7 @@ def test_methods_without_local_work_try_the_module_out_too(sizes: tuple[int, ...
     refused(Recurrent, r"runs its layer 'memory' \(LSTM\) for one client at a time only", data(sizes), **alone)
     t = trainer(engine="auto", max_rounds=1, **alone)
     t.fit(Recurrent(), data(sizes))
-    assert isinstance(t.fit_loop._engine, SequentialEngine)
+    assert isinstance(t.fit_loop.clients.engine, SequentialEngine)
 
 
 class Remembers(Ordinary):
@@ -465,7 +465,7 @@ def test_accumulation_that_is_scheduled_for_later_rounds_is_refused() -> None:
     refused(Ordinary, "GradientAccumulationScheduler", callbacks=[GradientAccumulationScheduler({0: 1, 2: 2})])
     chosen = trainer(engine="auto", max_rounds=3, callbacks=[GradientAccumulationScheduler({0: 1, 2: 2})])
     chosen.fit(Ordinary(), data())
-    assert isinstance(chosen.fit_loop._engine, SequentialEngine)
+    assert isinstance(chosen.fit_loop.clients.engine, SequentialEngine)
     never = GradientAccumulationScheduler({0: 1, 2: 1})
     trainer(engine="vectorized", max_rounds=1, callbacks=[never]).fit(Ordinary(), data())
 

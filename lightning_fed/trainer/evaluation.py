@@ -1,7 +1,8 @@
-"""``validation_step`` on one client's own examples, before or after local fine-tuning, leaving no trace."""
+"""Evaluation with ``validation_step``: of the server's model, shared by processes, and of single clients."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from inspect import signature
 from itertools import islice
 from types import MethodType
@@ -11,20 +12,114 @@ import torch
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.compat.package import pl
-from lightning_fed.compat.private import call, is_param_in_hook_signature
+from lightning_fed.compat.private import _EvaluationLoop, call, is_param_in_hook_signature
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, preserved_random_state, seed_global
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches.batches import ClientBatches, LoaderBatches, TensorBatches
+from lightning_fed.data.batches.counting import count_examples, sampled_length
+from lightning_fed.data.batches.evaluation import EvaluationLoader
 from lightning_fed.data.batches.settings import BatchSettings
 from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.engines.autocast import lstm_errors
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.logged import EvaluationResults
 from lightning_fed.server.client_states.state import PERSONAL, ClientState, method_part
-from lightning_fed.strategies.processes import metrics_alone
+from lightning_fed.strategies.processes import Ranks, metrics_alone
 
-__all__ = ["ClientEvaluation", "mean_loss", "own_model", "validation_batches"]
+__all__ = ["ClientEvaluation", "SharedEvaluationLoop", "mean_loss", "own_model", "validation_batches"]
+
+_OURS = ("lightning_fed", "pytorch_lightning", "lightning")
+
+
+class SharedEvaluationLoop(_EvaluationLoop):
+    """Lightning's evaluation loop, with batch k given to process k mod n, under its own index.
+
+    What is logged in a step is put together exactly when a loader is done, and metric objects exchange their states
+    then; nothing is exchanged in a step. Where that would not give what one process gives, every process evaluates
+    everything: with loaders of the user's own, with fewer batches than processes, and with hooks that see the outputs
+    of all batches.
+    """
+
+    _results: EvaluationResults
+    _ranks = Ranks()
+    _is_shared = False
+
+    def setup_data(self) -> None:
+        """Make the loaders, and take this process's part of them."""
+        before = self._combined_loader
+        super().setup_data()
+        combined = self._combined_loader
+        if combined is None or combined is before:
+            return
+        self._ranks = Ranks.of(self.trainer)
+        self._is_shared = self._ranks.size > 1 and self._can_share(combined.flattened)
+        if self._is_shared:
+            rank, size = self._ranks.rank, self._ranks.size
+            loaders = zip(combined.flattened, self._max_batches, strict=True)
+            combined.flattened = [loader.part(rank, size, stop=int(batches)) for loader, batches in loaders]
+
+    def run(self) -> Any:
+        """Evaluate."""
+        with ExitStack() as self._alone:
+            return super().run()
+
+    def on_run_start(self) -> None:
+        """Call the hooks that start an evaluation."""
+        self._alone.enter_context(metrics_alone(self.trainer))
+        super().on_run_start()
+
+    def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        if dataloader_iter is None and self._is_sequential:
+            self._results.count = partial(self._count, batch, batch_idx, dataloader_idx)
+        if self._is_shared:
+            batch_idx = batch_idx * self._ranks.size + self._ranks.rank
+        try:
+            with lstm_errors(self.trainer):
+                super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        finally:
+            self._results.count = None
+
+    def _count(self, batch: Any, batch_idx: int, dataloader_idx: int) -> int | None:
+        """Return the number of examples in a batch, None if neither loader, user nor batch tells."""
+        assert self._combined_loader is not None
+        length = sampled_length(self._combined_loader.flattened[dataloader_idx], batch_idx)
+        if length is not None:
+            return length
+        data = self.trainer.datamodule
+        batch_size_of = data.batch_size_of if isinstance(data, FederatedDataModule) else None
+        if batch_size_of is not None:
+            return count_examples(batch, batch_size_of)
+        try:
+            return count_examples(batch)
+        except FederatedError:
+            return None  # Lightning warns that the batch is ambiguous
+
+    def _store_dataloader_outputs(self) -> None:
+        if self._is_shared:
+            self._alone.close()
+            self._results.share(self._ranks)
+        super()._store_dataloader_outputs()
+        if self._is_shared:
+            self._alone.enter_context(metrics_alone(self.trainer))
+
+    def _can_share(self, loaders: Sequence[Any]) -> bool:
+        trainer, module, stage = self.trainer, self.trainer.lightning_module, self._stage.dataloader_prefix
+        enough = all(batches >= self._ranks.size for batches in self._max_batches)
+        if not enough or not all(isinstance(loader, EvaluationLoader) for loader in loaders):
+            return False
+        prefix = "on_test" if stage == "test" else "on_validation"
+        hooks = [f"{prefix}_{name}" for name in ("batch_end", "epoch_end", "end")]
+        return not any(_is_users_own(owner, hook) for owner in (module, *trainer.callbacks) for hook in hooks)
+
+
+def _is_users_own(owner: Any, hook: str) -> bool:
+    """Whether a hook of a module or callback is anybody's but Lightning's and this package's."""
+    if hook in vars(owner):
+        return True
+    definer = next(cls for cls in type(owner).__mro__ if hook in vars(cls))
+    return definer.__module__.split(".")[0] not in _OURS
 
 
 def validation_batches(data: FederatedDataModule, client_id: ClientId) -> ClientBatches:
@@ -105,36 +200,9 @@ class ClientEvaluation:
         Raises:
             FederatedError: If it has no validation set, or ``validation_step`` logs nothing.
         """
-        data = self.trainer.datamodule
+        data, engine, y = self.trainer.datamodule, self.engine, x.clone()
         train = data.client_batches(client_id)
         examples = train if on == "train" else validation_batches(data, client_id)
-        return self.run(x, buffers, examples, train, steps, round, index)
-
-    def run(
-        self,
-        x: Vector,
-        buffers: State,
-        examples: ClientBatches,
-        train: ClientBatches,
-        steps: int,
-        round: int,
-        index: int,
-    ) -> dict[str, float]:
-        """Return what ``validation_step`` logs, by name, reduced over all examples as Lightning does.
-
-        Args:
-            x: The parameters [P + Q], personal ones last.
-            buffers: The buffers to start from.
-            examples: What to evaluate on.
-            train: What to fine-tune on first.
-            steps: The local steps of fine-tuning; 0 evaluates ``x`` itself.
-            round: The completed rounds.
-            index: The client's stored index.
-
-        Raises:
-            FederatedError: If ``validation_step`` logs nothing.
-        """
-        engine, y = self.engine, x.clone()
         with preserved_random_state(y.device), engine.gradients.silent():
             engine.buffers.write(buffers)
             if steps:

@@ -1,0 +1,320 @@
+"""The state of a run between rounds: how a fit starts and ends, and what its checkpoints hold."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from lightning_fed.checkpoints.client_states import ClientStatesPlace
+from lightning_fed.checkpoints.restoring import EarlierFit, notes_of, restored_from, start_server
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_warn
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.data.datamodule import FederatedDataModule, check_ids
+from lightning_fed.engines.base import Engine
+from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.rounds.client_work import ClientWork, prepare_clients
+from lightning_fed.rounds.cohort import CohortSampling, secret_seed
+from lightning_fed.rounds.round import Rounds
+from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
+from lightning_fed.server.participation import Population
+from lightning_fed.server.sampling import check_count
+from lightning_fed.server.server import Server
+from lightning_fed.settings.settings import Settings
+from lightning_fed.strategies.ddp import WithinClientStrategy
+from lightning_fed.strategies.processes import Ranks
+from lightning_fed.trainer.server_model import ServerModel
+
+__all__ = ["RunState"]
+
+
+class RunState:
+    """A trainer's run between rounds, and from one fit to the next.
+
+    Args:
+        trainer: The trainer.
+        settings: How rounds are run.
+
+    Attributes:
+        client_states: Where client states are kept.
+        population: The clients; None before the first fit.
+        prepared: The module, while a fit is running or clients work without one.
+        server_model: The server's model in it, while a fit is running.
+        clients: Answers for the clients; None before the first fit, and in a copy of the trainer.
+        rounds: Runs the rounds, while a fit is running.
+        ranks: The processes that share the clients.
+        steps_taken: The local steps of all clients in all completed rounds.
+        sites: If clients are on sites: the run that these know, and the versions of the states there.
+    """
+
+    def __init__(self, trainer: pl.Trainer, settings: Settings) -> None:
+        self.trainer, self.settings = trainer, settings
+        self.client_states = ClientStatesPlace(trainer, settings.client_states, settings.client_states_dir)
+        self.population: Population | None = None
+        self.prepared: PreparedModule | None = None
+        self.server_model: ServerModel | None = None
+        self.clients: ClientWork | None = None
+        self.rounds: Rounds | None = None
+        self.ranks = Ranks()
+        self.steps_taken = 0
+        self.sites: Mapping[str, Any] = {}
+        self._server: Server | None = None
+        self._make_clients: Callable[[PreparedModule, Population], ClientWork] | None = None  # that are on sites
+        self._rounds_elsewhere = 0  # completed in processes that a launcher started and that have ended
+        self._checkpoint: dict[str, Any] | None = None  # what a checkpoint holds of the run, until a fit starts from it
+        self._earlier: EarlierFit | None = None  # if it completed a round
+        self._notes: dict[str, str] = {}  # on data and optimizer
+        self._engines_before: list[str] = []  # that "auto" chose before this fit; see ClientWork.engine_names
+
+    @property
+    def round(self) -> int:
+        """The number of completed rounds."""
+        if self._checkpoint is not None:
+            return int(self._checkpoint["round"])
+        if self._server is None:
+            return self._rounds_elsewhere if self.prepared is None else self.prepared.round
+        return self._server.round
+
+    @property
+    def has_server(self) -> bool:
+        """Whether there is a server state."""
+        return self._server is not None
+
+    @property
+    def server(self) -> Server:
+        """The server's side of the run.
+
+        Raises:
+            FederatedError: If there is none; see :attr:`FederatedLoop.state`.
+        """
+        if self._server is None:
+            self.check_is_here("The server state")
+            raise FederatedError(
+                "There is no server state before trainer.fit(), nor after a fit that had nothing to do since all"
+                " rounds of its checkpoint were done."
+            )
+        return self._server
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the current fit, or of the last one.
+
+        Raises:
+            FederatedError: Before the first fit, and in a copy of the trainer.
+        """
+        if self.clients is None:
+            raise FederatedError("Clients can be measured once this trainer has begun a fit; a copy has not.")
+        return self.clients.engine
+
+    def check_is_here(self, what: str) -> None:
+        """Refuse to return a state that ended with the processes that held it.
+
+        Raises:
+            FederatedError: Naming the state, and how to get it.
+        """
+        if self._rounds_elsewhere:
+            raise FederatedError(
+                f"{what} after round {self._rounds_elsewhere - 1} has ended with the processes that the trainer"
+                " started. Read or save it in a callback, such as ModelCheckpoint, or resume from a checkpoint."
+            )
+
+    def end_elsewhere(self, rounds: int) -> None:
+        """Note that other processes have completed the rounds of the fit, and ended."""
+        self._rounds_elsewhere = rounds
+
+    @contextmanager
+    def showing_server_model(self) -> Iterator[None]:
+        """Let the module hold the server's model inside, and afterwards what it held before."""
+        with self.preserving_module():
+            if self.server_model is not None:
+                self.server_model.show()
+            yield
+
+    def preserving_module(self) -> AbstractContextManager[None]:
+        """Restore parameters and buffers of the module afterwards."""
+        return nullcontext() if self.server_model is None else self.server_model.preserving_module()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last completed round, with client states on rank zero, or where they are on disk.
+
+        Raises:
+            FederatedError: In the middle of a round of several processes, which are at different clients then.
+        """
+        if self._checkpoint is not None:  # nothing has run since it was loaded
+            return {**self._checkpoint, "client_states": self.client_states.copied(self._checkpoint)}
+        if self._server is None:
+            return {}
+        if self.ranks.size > 1 and self.rounds is not None and self.rounds.at_work is not None:
+            raise FederatedError(
+                "A checkpoint in the middle of a round cannot be written by several processes, which are then at"
+                " different clients. Save at the end of a round, or train in one process."
+            )
+        # the last metrics too: a schedule or a checkpoint callback may need one that is not logged in every round
+        metrics = {name: value.detach().cpu() for name, value in self.trainer.callback_metrics.items()}
+        client_states = self.client_states.record(self._server, self.ranks)
+        engines = self._engines_before if self.clients is None or self.prepared is None else self.clients.engine_names
+        noted: dict[str, Any] = {
+            "transport": self.settings.transport(),
+            "work": self._notes,
+            "engine": {"asked": self.settings.engine, "taken": engines},
+            "steps_taken": self.steps_taken,
+        }
+        noted |= {"sites": self.sites} if self.sites else {}
+        if self.settings.aggregator is not None and (kept := self.settings.aggregator.state_dict()):
+            noted["aggregator"] = kept
+        return {**self._server.state_dict(client_states), "metrics": metrics, **noted}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over a checkpoint's state, which the next fit starts from."""
+        self._checkpoint = {**saved, "client_states": self.client_states.resolved(saved["client_states"])}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of a fitted trainer needs; its next fit makes a new engine."""
+        return {**self.__dict__, "clients": None}
+
+    # ------------------------------------------------------------------ clients
+
+    def load_population(self, among: Sequence[ClientId] | None = None) -> Population:
+        """Read who the clients are, before a fit, or between rounds after others have registered.
+
+        Args:
+            among: The ids of all clients, if the data module has only some of them.
+
+        Raises:
+            FederatedError: If ids or sizes are invalid, or samplers draw more clients than there are.
+        """
+        data: FederatedDataModule = self.trainer.datamodule
+        check_ids(data)
+        if among is not None:
+            population = Population(among, data.client_size)
+        else:
+            population = Population(data.client_ids, data.client_size, data.known_sizes)
+            if empty := population.empty:
+                shown = ", ".join(repr(i) for i in empty[:5]) + (", ..." if len(empty) > 5 else "")
+                rank_zero_warn(f"{len(empty)} of {len(data.client_ids)} clients are empty and never sampled: {shown}.")
+            for sampler in (self.settings.sampler, self.settings.gradient_sampler):
+                check_count(sampler, len(population))
+        if self.rounds is not None and self.clients is not None:
+            self.rounds.sampling.population = self.clients.plans.population = population
+        self.population = population
+        return population
+
+    def use_sites(
+        self, make_clients: Callable[[PreparedModule, Population], ClientWork], sites: Mapping[str, Any]
+    ) -> None:
+        """Let clients on sites of their own answer in the next fit.
+
+        Args:
+            make_clients: Returns what answers for them.
+            sites: The run that sites know, and the versions of client states there; checkpoints hold both.
+        """
+        self._make_clients, self.sites = make_clients, sites
+
+    @property
+    def has_sites(self) -> bool:
+        """Whether clients are on sites of their own."""
+        return self._make_clients is not None
+
+    def prepare_without_fit(
+        self, clients: Sequence[ClientId] | None, among: Sequence[ClientId] | None
+    ) -> tuple[PreparedModule, Population, ClientWork]:
+        """Return module, population and clients, ready to work without a fit.
+
+        Args:
+            clients: The clients whose data is here; all of them if None.
+            among: The ids of all clients, if the data module has only those that are here.
+        """
+        population = self.load_population(among)
+        self.prepared = prepared = PreparedModule(self.trainer)
+        self.clients = prepare_clients(prepared, population, self.settings.engine, clients)
+        return prepared, population, self.clients
+
+    # ------------------------------------------------------------------ start and end of a fit
+
+    def start(self) -> None:
+        """Prepare the module, bring the server to where the run stands, and prepare the clients."""
+        trainer, settings, population = self.trainer, self.settings, self.population
+        assert population is not None
+        self.prepared = prepared = PreparedModule(trainer)
+        if not isinstance(trainer.strategy, WithinClientStrategy):
+            self.ranks = Ranks.of(trainer)
+        notes = notes_of(prepared, population)
+        saved, self._checkpoint = self._checkpoint, None
+        try:
+            if saved is not None:
+                self._resume_counts(saved)
+            self._server = server = start_server(
+                prepared, self.client_states, self.ranks, notes, saved, None if saved is not None else self._earlier
+            )
+        except BaseException:  # a server of an earlier fit must not be shown in this module
+            prepared.release()
+            self.prepared = None
+            raise
+        self._notes, prepared.seed = notes, server.seed
+        self.server_model = ServerModel(prepared, server)
+        seed = server.seed
+        if isinstance(settings.aggregator, DifferentialPrivacy):
+            seed = secret_seed(trainer, settings.aggregator, population)
+        sampling = CohortSampling(settings, population, seed)
+        if self._make_clients is None:
+            self.clients = prepare_clients(prepared, population, settings.engine, before=self._engines_before)
+        else:
+            self.clients = self._make_clients(prepared, population)
+        self.rounds = Rounds(server, sampling, self.clients, self.ranks)
+        self.server_model.show()
+
+    def _resume_counts(self, saved: Mapping[str, Any]) -> None:
+        """Take over engines and local steps of a checkpoint.
+
+        Raises:
+            FederatedError: If they are invalid, or if clients have states on sites and are to work here.
+        """
+        with restored_from(self.trainer.ckpt_path, "the choice of the engine"):
+            self._engines_before = _engines_of(saved)
+        with restored_from(self.trainer.ckpt_path, "the count of local steps"):
+            self.steps_taken = int(saved["steps_taken"])
+        versions = saved.get("sites", {}).get("versions") or {}
+        if versions and not self.has_sites:
+            raise FederatedError(
+                f"The checkpoint {self.trainer.ckpt_path} is of a run with real clients, {len(versions)} of which keep"
+                " states on their sites: a simulation cannot go on without them. Go on with FederatedServer.load."
+            )
+
+    def close_round(self, steps: int) -> None:
+        """Complete a round, in which clients have taken this many local steps."""
+        assert self.rounds is not None
+        assert self.server_model is not None
+        self.steps_taken += steps
+        self.rounds.leave()
+        self.server_model.show()
+
+    def leave_round(self) -> None:
+        """Abandon the current round: the state is as after the last completed one."""
+        assert self.rounds is not None
+        self.rounds.leave()
+        self.server.clients.discard()
+
+    def end(self) -> None:
+        """End a fit, with the server's model in the module."""
+        if self.prepared is not None:
+            if (server := self._server) is not None:
+                self._earlier = EarlierFit.of(self.prepared, server, self._notes) if server.round > 0 else None
+            if self.clients is not None:
+                self._engines_before = self.clients.engine_names
+            if self.server_model is not None:
+                self.server_model.show()
+            self.prepared.release()
+            self.trainer.strategy.optimizers = [self.prepared.optimizer.base]
+            self.prepared = self.server_model = self.rounds = None
+        if self._server is not None:
+            self._server.advance_solver = None
+        self.client_states.close(None if self._server is None else self._server.clients)
+
+
+def _engines_of(saved: Mapping[str, Any]) -> list[str]:
+    """Return the engines that "auto" chose in the run that wrote a checkpoint; none if the user chose."""
+    if "engine" not in saved:  # written by an earlier version, which noted only that "auto" had left one
+        return ["sequential"] * 2 if saved.get("gave_up") else []
+    return [str(name) for name in saved["engine"]["taken"]] if saved["engine"]["asked"] == "auto" else []
