@@ -35,8 +35,9 @@ class FederatedCallback(pl.Callback):
         """Called when a round starts again.
 
         There are two reasons. With ``on_client_error="drop"``, the work of other clients depends on that of a failed
-        one, and the round starts again without it. With ``engine="auto"``, a hook has given clients different settings,
-        and the round starts again with the sequential engine: see :meth:`on_client_start`.
+        one, and the round starts again without it. With ``engine="auto"``, the vectorized engine cannot run the clients
+        after all, for one because a hook has given them different settings (see :meth:`on_client_start`), and the round
+        starts again with the sequential engine.
 
         All clients of the round train again and their hooks are called again, so a callback must discard what it has
         collected in this round.

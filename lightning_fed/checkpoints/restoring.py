@@ -15,8 +15,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.options import differing_options, options_of
-from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT, Origin
+from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT, Origin, differing_options, options_of
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.client_states.store import ClientStore
 from lightning_fed.server.participation import Population

@@ -13,9 +13,7 @@ import torch
 
 from lightning_fed.callbacks import RunSummary
 from lightning_fed.checkpoints.search import last_of_newest_run, roots
-from lightning_fed.cli.help import arrange
-from lightning_fed.cli.parser import Parser
-from lightning_fed.compat.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning_fed.cli.parser import ArgsType, LightningArgumentParser, LightningCLI, Parser, arrange, refusal_in
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import MisconfigurationException
 from lightning_fed.core.errors import ClientError, FederatedError
@@ -166,7 +164,7 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
             return
         _AllCommands(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args)
     except ValueError as error:
-        refusal = _refusal_in(error)
+        refusal = refusal_in(error)
         if refusal is None:
             raise
         print("".join(_own_trace(refusal)), file=sys.stderr, end="")
@@ -214,13 +212,6 @@ def _own_trace(error: FederatedError) -> list[str]:
 
 def _is_users(file: Path) -> bool:
     return file.is_file() and not any(file.is_relative_to(folder) for folder in _FRAMEWORKS)
-
-
-def _refusal_in(error: BaseException | None) -> FederatedError | None:
-    """Find our own error in the chain of another one: the parser wraps what a class raises when it is made."""
-    while error is not None and not isinstance(error, FederatedError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 if __name__ == "__main__":

@@ -1,23 +1,35 @@
-"""What the command line says to a mistake: one line of usage, the error, and the name that was probably meant."""
+"""The parser of the command line: help in the order of use, and errors with the name that was probably meant."""
 
+import importlib
 import re
 import sys
 from argparse import HelpFormatter
+from collections.abc import Callable
 from difflib import get_close_matches
-from inspect import isabstract
+from inspect import isabstract, signature
 from types import ModuleType
 from typing import Any, NoReturn
 
 from lightning_fed import algorithms, callbacks, data, models, server
-from lightning_fed.cli.help import plain, plain_error
-from lightning_fed.compat.cli import LightningArgumentParser
-from lightning_fed.compat.one_package import advice_on_path
+from lightning_fed.compat.package import advice_on_path, pl
+from lightning_fed.core.errors import FederatedError
 
-__all__ = ["Parser"]
+__all__ = ["ArgsType", "LightningArgumentParser", "LightningCLI", "Parser", "arrange", "plain", "refusal_in"]
+
+importlib.import_module(f"{pl.__name__}.cli")  # which Lightning does not import unasked
+ArgsType = pl.cli.ArgsType
+LightningArgumentParser = pl.cli.LightningArgumentParser
+LightningCLI = pl.cli.LightningCLI
 
 _PARTS: tuple[ModuleType, ...] = (algorithms, callbacks, data, models, server)
 _GROUP = r"Group '(\w+)' does not accept option '([\w.]+)'"
 _CLASS = r"<class '([\w.]+)\.(\w+)'>"
+_ROLE = re.compile(r":\w+(?::\w+)?:`~?(?:[\w.]*\.)?(\w+)`")
+_ROLE_WITH_TITLE = re.compile(r":\w+(?::\w+)?:`([^`<]+?)\s*<[^`]*>`")
+_MATH = re.compile(r":math:`([^`]+)`")
+_COMMAND = re.compile(r"\\([A-Za-z]+)")
+_SIGNS = {"ge": ">=", "le": "<=", "to": "->", "times": "x", "in": "in"}
+_CODE = re.compile(r"``([^`]+)``")
 
 
 class Parser(LightningArgumentParser):
@@ -36,7 +48,7 @@ class Parser(LightningArgumentParser):
         self.usage = self._usage()
         for action in self._actions:  # before lines are broken, which may be within a name
             action.help = plain(action.help) if isinstance(action.help, str) else action.help
-        return plain(super().format_help(formatter))
+        return super().format_help(formatter)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Add what was probably meant, and end.
@@ -44,9 +56,7 @@ class Parser(LightningArgumentParser):
         Raises:
             SystemExit: Always.
         """
-        hints = self._hints(message)
-        # the parser of a part is quoted by that of the whole, which still reads types in the message
-        super().error("\n".join([plain_error(message) if self.exit_on_error else message, *hints]), ex)
+        super().error("\n".join([message, *self._hints(message)]), ex)
 
     def _hints(self, message: str) -> list[str]:
         if any(hint in message for hint in ("Did you mean ", "There are ")):
@@ -105,3 +115,57 @@ def _close(found: list[str], known: list[str]) -> list[str]:
     written = {name.lower(): name for name in known}
     matches = {name: get_close_matches(name.lower(), written, n=1, cutoff=0.8) for name in found}
     return [f"Did you mean {written[match[0]]} instead of {name}?" for name, match in matches.items() if match]
+
+
+def arrange(parser: Any, trainer_class: Callable[..., pl.Trainer]) -> None:
+    """Put the options of a command into groups in the order of use; those of this package come first.
+
+    Args:
+        parser: The parser of a command such as ``fit``.
+        trainer_class: The trainer, whose own arguments are told from Lightning's.
+    """
+    own = [f"trainer.{name}" for name in signature(trainer_class).parameters]
+    actions = [action for group in parser._action_groups for action in group._group_actions]
+    general = ["help", "config", "print_config", "seed_everything", "ckpt_path", "weights_only"]
+    titles: dict[str, Callable[[str], bool]] = {
+        "Options": general.__contains__,
+        "The rounds": lambda name: name == "trainer" or name.removesuffix(".help") in own,
+        "The data of the clients": lambda name: _is_of(name, "data"),
+        "The model": lambda name: _is_of(name, "model"),
+        "The clients' optimizer, in place of the model's own": lambda name: _is_of(name, "optimizer"),
+        "Its schedule": lambda name: _is_of(name, "lr_scheduler"),
+        "Lightning's arguments of a Trainer": lambda name: _is_of(name, "trainer"),
+        "Others": lambda name: True,
+    }
+    parser._action_groups.clear()
+    for title, belongs in titles.items():
+        chosen = [action for action in actions if belongs(action.dest)]
+        actions = [action for action in actions if action not in chosen]
+        if title == "Options":
+            chosen.sort(key=lambda action: general.index(action.dest))
+        if chosen:
+            parser.add_argument_group(title)._group_actions.extend(chosen)
+
+
+def _is_of(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}.")
+
+
+def plain(text: str) -> str:
+    """Return a text without the markup of docstrings.
+
+    Example:
+        >>> plain("A :class:`~torch.optim.Adam`, ``lr`` included.")
+        'A Adam, lr included.'
+    """
+    text = _MATH.sub(lambda found: _COMMAND.sub(lambda sign: _SIGNS.get(sign[1], sign[1]), found[1]), text)
+    for pattern in (_ROLE_WITH_TITLE, _ROLE, _CODE):
+        text = pattern.sub(r"\1", text)
+    return text
+
+
+def refusal_in(error: BaseException | None) -> FederatedError | None:
+    """Find our own error in the chain of another one: the parser wraps what a class raises when it is made."""
+    while error is not None and not isinstance(error, FederatedError):
+        error = error.__cause__ or error.__context__
+    return error

@@ -4,16 +4,27 @@ The two packages hold the same code under two names, so a class of one is no cla
 takes Lightning from here, as ``pl``. In use is the package that was imported before a class of lightning_fed was first
 used, else the one that the environment variable names, else the one that is installed. If both are, it is
 ``lightning``, which brings the other one along as its dependency. The variable is then set, so that child processes
-decide alike.
+decide alike. Objects of the other package are refused: no trainer could tell what they are.
 """
 
 import importlib
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["NAMES", "OTHER", "REASON", "SERIES", "USED", "VARIABLE", "choose", "install_command", "pl"]
+__all__ = [
+    "NAMES",
+    "OTHER",
+    "SERIES",
+    "USED",
+    "VARIABLE",
+    "advice_on_path",
+    "choose",
+    "install_command",
+    "pl",
+    "refuse_foreign",
+]
 
 VARIABLE = "LIGHTNING_FED_PACKAGE"
 """The environment variable that names the package."""
@@ -71,7 +82,7 @@ def install_command() -> str:
 
 
 _imported = {name for name, (module, _) in NAMES.items() if module in sys.modules}
-USED, REASON = choose(_imported, os.environ.get(VARIABLE) or None, _has_tested("lightning"))
+USED, _REASON = choose(_imported, os.environ.get(VARIABLE) or None, _has_tested("lightning"))
 OTHER = next(name for name in NAMES if name != USED)
 
 if TYPE_CHECKING:  # the types are the same in both; a checker sees only modules that are imported by name
@@ -90,7 +101,53 @@ else:
         if error.name not in (USED, NAMES[USED][0]):
             raise
         raise ImportError(
-            f"lightning_fed is to use the package {USED}, since {REASON}, but it is not installed."
+            f"lightning_fed is to use the package {USED}, since {_REASON}, but it is not installed."
             f" Install it: {install_command()}."
         ) from error
 os.environ[VARIABLE] = USED
+
+_OF_OTHER = tuple(f"{module}." for module in NAMES[OTHER])
+
+
+def refuse_foreign(*values: Any) -> None:
+    """Refuse modules, callbacks and whatever else derives from a class of the package that is not in use.
+
+    Args:
+        values: What a user handed in; lists are looked into.
+
+    Raises:
+        FederatedError: Naming the class, both packages, why one of them is in use, and how to get out.
+    """
+    from lightning_fed.core.errors import FederatedError  # not before Lightning is chosen: it imports PyTorch
+
+    for value in values:
+        if isinstance(value, list | tuple):
+            refuse_foreign(*value)
+        elif (advice := _advice_on(value)) is not None:
+            raise FederatedError(advice)
+
+
+def advice_on_path(path: str) -> str | None:
+    """Return what to say of a class that a configuration names by its path; None if it is not of the other package."""
+    if path.startswith(_OF_OTHER):
+        return _advice(f"{path} is")
+    module, _, name = path.rpartition(".")
+    return _advice_on(getattr(sys.modules.get(module), name, None))
+
+
+def _advice_on(value: Any) -> str | None:
+    cls = value if isinstance(value, type) else type(value)
+    base = next((base for base in cls.__mro__ if base.__module__.startswith(_OF_OTHER)), None)
+    if base is None:
+        return None
+    path = f"{base.__module__}.{base.__qualname__}"
+    return _advice(f"{path} is" if base is cls else f"{cls.__name__} derives from {path},")
+
+
+def _advice(what: str) -> str:
+    return (
+        f"{what} a class of the package {OTHER}, while lightning_fed uses {USED}: {_REASON}. Both hold the same classes"
+        f" under two names, and a run takes those of one. Either write {NAMES[USED][0]} in place of {NAMES[OTHER][0]},"
+        f" or let lightning_fed use {OTHER}: import it before lightning_fed is used, or set the environment variable"
+        f" {VARIABLE}={OTHER}."
+    )

@@ -5,12 +5,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State
 
-__all__ = ["BUFFER_MODES", "BufferMean", "Buffers", "overwrite"]
-
-BUFFER_MODES = ("average", "server", "local")
+__all__ = ["BufferMean", "Buffers", "overwrite"]
 
 
 class Buffers:
@@ -26,16 +23,11 @@ class Buffers:
 
     Attributes:
         kept: The names of those that every client keeps.
-
-    Raises:
-        FederatedError: If the mode is unknown.
     """
 
     def __init__(
         self, owners: Mapping[str, tuple[nn.Module, str]], mode: str, personal: frozenset[str] = frozenset()
     ) -> None:
-        if mode not in BUFFER_MODES:
-            raise FederatedError(f"buffers must be one of {BUFFER_MODES}, found {mode!r}.")
         self.mode = mode
         self.personal = personal
         self.kept = frozenset(owners) if mode == "local" else personal

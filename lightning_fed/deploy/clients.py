@@ -1,6 +1,7 @@
 """Clients that answer tasks while no fit is running."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -156,15 +157,27 @@ class ClientsOutsideFit:
         """
         clients = [index for index in task.clients if index in self._here]
         self._begin(task, clients, plateaus)
-        for chunk in self.work.chunks(task, clients):
-            for reply in self.work.answer(task, chunk, states):
-                yield reply
-                self.work.call_end_hooks([report.client_id for report in reply.reports])
+        replies = self._replies(task, clients, states)
+        try:
+            first = list(islice(replies, 1))
+        except FederatedError as error:  # no reply is out yet, so the work may start again
+            if (reason := self.work.reason_to_restart(error)) is None:
+                raise
+            self.work.restart(task.round, reason)
+            self.work.begin(task.round, self.work.members(task, clients))
+            first, replies = [], self._replies(task, clients, states)
+        yield from chain(first, replies)
         if task.phase == TRAIN:
             self.work.end_training()
             call._call_lightning_module_hook(self.trainer, "on_train_epoch_end")
             self._round = None
         self.trainer._logger_connector.reset_results()
+
+    def _replies(self, task: Task, clients: Sequence[int], states: ClientStates) -> Iterator[Reply]:
+        for chunk in self.work.chunks(task, clients):
+            for reply in self.work.answer(task, chunk, states):
+                yield reply
+                self.work.call_end_hooks([report.client_id for report in reply.reports])
 
     def measure(
         self,

@@ -27,7 +27,6 @@ __all__ = [
     "ChunkResult",
     "Engine",
     "OnlySequentialError",
-    "RestartRoundError",
     "RoundInputs",
     "WorkPlan",
     "per_parameter",
@@ -36,10 +35,6 @@ __all__ = [
 
 class OnlySequentialError(FederatedError):
     """The vectorized engine cannot run these clients, and the sequential engine can."""
-
-
-class RestartRoundError(FederatedError):
-    """The round must start again with another engine, since clients did not get the settings that hooks gave them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,20 +195,8 @@ class Engine(ABC):
     name: str
     """What the trainer's argument ``engine`` calls it."""
 
-    has_given_up = False
-    """Whether another engine was tried first, and could not run the clients."""
-
-    def give_up(self) -> None:  # noqa: B027
-        """Go on with the engine that runs everything, if this is another one."""
-
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:  # noqa: B027
         """Look at what may have changed since the last round, before this process's clients do anything in this one."""
-
-    may_restart = False
-    """Whether the engine may raise :class:`RestartRoundError` in this round."""
-
-    def restart(self, round: int) -> None:  # noqa: B027
-        """Get ready to run a round again from its start, after any process has raised :class:`RestartRoundError`."""
 
     def client_started(self, client_id: ClientId) -> None:  # noqa: B027
         """Look at what ``on_client_start`` has set, right after it was called for a client."""

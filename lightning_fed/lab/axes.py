@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_fed.cli.overrides import Config, overlay
+from lightning_fed.cli.configuration import Config, overlay
 from lightning_fed.cli.yaml_files import check_keys, unknown
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.experiment import Axis, Label

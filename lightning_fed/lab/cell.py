@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from lightning_fed._version import __version__
-from lightning_fed.cli.configuration import CellParts, refusal_in
-from lightning_fed.cli.overrides import Config, overlay
+from lightning_fed.cli.configuration import CellParts, Config, overlay
+from lightning_fed.cli.parser import refusal_in
 from lightning_fed.compat.package import USED, pl
 from lightning_fed.data.files.stored import StoredDataModule
 from lightning_fed.lab.records import Record, write_record

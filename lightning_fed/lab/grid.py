@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from lightning_fed.cli.overrides import Config, overlay
+from lightning_fed.cli.configuration import Config, overlay
 from lightning_fed.cli.yaml_files import unknown
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.axes import make_tune_axis, revise

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_fed.cli.overrides import Config
+from lightning_fed.cli.configuration import Config
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.grid import Cell, Grid
 from lightning_fed.lab.quantities import COSTS, TOTALS, Curve, Metric, Quantity, Series

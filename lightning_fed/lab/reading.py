@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_fed.cli.overrides import Config, overlay
+from lightning_fed.cli.configuration import Config, overlay
 from lightning_fed.cli.yaml_files import check_keys, read_text, read_yaml, unknown
 from lightning_fed.core.arguments import check_count, check_flags
 from lightning_fed.core.errors import FederatedError

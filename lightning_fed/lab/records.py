@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_fed.cli.overrides import Config
+from lightning_fed.cli.configuration import Config
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.quantities import Series
 

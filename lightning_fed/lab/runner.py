@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_fed.cli.configuration import Configurations, key_of, with_root
-from lightning_fed.cli.overrides import Config
+from lightning_fed.cli.configuration import Config, Configurations, key_of, with_root
 from lightning_fed.cli.yaml_files import unknown
 from lightning_fed.compat.private import Tqdm
 from lightning_fed.core.errors import FederatedError

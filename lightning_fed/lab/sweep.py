@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
-from lightning_fed.cli.overrides import Config, overlay
+from lightning_fed.cli.configuration import Config, overlay
 from lightning_fed.cli.yaml_files import check_keys, read_yaml, unknown
 from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count

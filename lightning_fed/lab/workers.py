@@ -17,8 +17,8 @@ from typing import Protocol
 
 import torch
 
-from lightning_fed.cli.configuration import refusal_in
-from lightning_fed.cli.overrides import Config
+from lightning_fed.cli.configuration import Config
+from lightning_fed.cli.parser import refusal_in
 from lightning_fed.compat.package import NAMES
 from lightning_fed.lab.cell import CellRunner
 

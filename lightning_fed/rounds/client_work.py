@@ -1,6 +1,7 @@
 """The clients' half of a round: what is asked of clients is answered with an engine and their data."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -8,15 +9,16 @@ from typing import Any
 import torch
 
 from lightning_fed.compat.private import rank_zero_warn
-from lightning_fed.core.errors import ClientError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.core.watched import Watched
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.engines.autocast import check_lstm
-from lightning_fed.engines.base import Engine, RoundInputs, WorkPlan
-from lightning_fed.engines.choice import make_engine
+from lightning_fed.engines.base import Engine, OnlySequentialError, RoundInputs, WorkPlan
+from lightning_fed.engines.choice import make_engine, make_sequential, reason_in
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.engines.vectorized.client_settings import HeldSettings, hears_clients
 from lightning_fed.rounds.before_work import ClientGradients, OwnSolve, prepared_for_own_solve
 from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans
 from lightning_fed.rounds.local_training import LocalTraining, stop_at
@@ -45,28 +47,37 @@ class ClientWork:
 
     A client that is asked to train before it was asked for the gradients that it needs takes them then.
 
+    With ``engine="auto"``, the sequential engine takes the place of the vectorized one for the rest of the run if that
+    cannot run clients though its trial step passed: the round then starts again, with the same x and random streams.
+
     Args:
-        engine: Runs clients.
+        engines: The engine that runs clients, and a second one for the method's own solve if it has one.
         plans: Plans their work from their data.
         settings: How rounds are run.
-        own_solve: Runs the method's own solve, if it has one.
+
+    Attributes:
+        have_given_up: Whether the vectorized engine was left for the sequential one.
     """
 
     measure_on_sites: Callable[[str, int, Sequence[ClientId], bool], dict[ClientId, dict[str, float]]] | None = None
     """Measures clients on sites, given the measure, local steps, clients and whether with their own models; or None."""
 
-    def __init__(
-        self, engine: Engine, plans: LocalPlans, settings: Settings, own_solve: OwnSolve | None = None
-    ) -> None:
-        self.engine, self.plans, self.settings = engine, plans, settings
-        self.algorithm, self.trainer, self._own_solve = engine.algorithm, engine.trainer, own_solve
-        self.engines = [engine] if own_solve is None else [engine, own_solve.engine]
-        self._gradients = ClientGradients(engine)
-        self._local = LocalTraining(engine, settings, self._gradients, own_solve)
+    def __init__(self, engines: Sequence[Engine], plans: LocalPlans, settings: Settings) -> None:
+        self.plans, self.settings, self.have_given_up = plans, settings, False
+        self.algorithm, self.trainer = engines[0].algorithm, engines[0].trainer
+        self._use(engines)
+        self._held: HeldSettings | None = None  # as the round began
         self._round: RoundPlans | None = None
         self._training: list[int] = []  # the clients that are to train, by stored index
         self._inputs: tuple[Task, RoundInputs] | None = None  # what the engine makes of a task
         self._read: tuple[set[str], set[str]] = (set(), set())  # of the server state, and of the mean gradients
+
+    def _use(self, engines: Sequence[Engine]) -> None:
+        """Let engines run clients from here on."""
+        self.engines, self.engine = engines, engines[0]
+        self._own_solve = OwnSolve(engines[1], self.settings) if len(engines) > 1 else None
+        self._gradients = ClientGradients(self.engine)
+        self._local = LocalTraining(self.engine, self.settings, self._gradients, self._own_solve)
 
     # ------------------------------------------------------------------ a round
 
@@ -96,15 +107,26 @@ class ClientWork:
         Args:
             round: The round.
             members: The clients that are to train here, with the steps asked of them.
+
+        Raises:
+            FederatedError: If the engine that was asked for can no longer run the module.
         """
+        self._held = HeldSettings(self.engine.prepared) if self.may_restart and hears_clients(self.trainer) else None
         self._training, self._inputs, self._read = [member.index for member in members], None, (set(), set())
         self._gradients.begin_round(len(members))
         self._local.begin_round()
         plans = self._plans_of(round)
         work = [plans.of(member.index, member.steps) for member in members]
-        self.engine.begin_round(work)
-        if self._own_solve is not None:
-            self._own_solve.begin_round(work)
+        try:
+            self.engine.begin_round(work)
+            if self._own_solve is not None:
+                self._own_solve.begin_round(work)
+        except FederatedError as error:
+            if not self.may_restart:
+                raise
+            warnings.warn(f"engine='auto' goes on with 'sequential', since {reason_in(error)}", stacklevel=2)
+            self.give_up()
+            self.begin(round, members)
 
     @property
     def engine_names(self) -> list[str]:
@@ -112,34 +134,42 @@ class ClientWork:
         return [engine.name for engine in self.engines]
 
     @property
-    def have_given_up(self) -> bool:
-        """Whether the vectorized engine was left for the sequential one."""
-        return any(engine.has_given_up for engine in self.engines)
-
-    def give_up(self) -> None:
-        """Go on with the sequential engine, from the next clients on."""
-        for engine in self.engines:
-            engine.give_up()
-
-    @property
     def may_restart(self) -> bool:
-        """Whether :meth:`answer` may raise :class:`RestartRoundError` in this round."""
-        return any(engine.may_restart for engine in self.engines)
+        """Whether another engine is left to run the round, if this one cannot."""
+        return self.settings.engine == "auto" and "vectorized" in self.engine_names
+
+    def reason_to_restart(self, error: FederatedError) -> str | None:
+        """Return why the round must start again with another engine, None if an error is no reason to.
+
+        Args:
+            error: What :meth:`answer` or :meth:`call_end_hooks` has raised.
+        """
+        found = next((one for one in (error, error.__cause__) if isinstance(one, OnlySequentialError)), None)
+        return str(found) if found is not None and self.may_restart else None
 
     def restart(self, round: int, reason: str) -> None:
-        """Go on with the sequential engine, from the start of the round at work.
+        """Go on with the sequential engine, once the round at work begins again; put back what its hooks have set.
 
         Args:
             round: The round.
             reason: Why, as a sentence.
         """
         rank_zero_warn(f"engine='auto' restarts round {round} with 'sequential', and stays with it: {reason}")
-        for engine in self.engines:
-            engine.restart(round)
+        held, self._held = self._held, None
+        if held is not None:
+            held.put_back()
+        self.engine.flat.restore()  # hooks may have looked at the parameters of another client
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Go on with the sequential engine in place of the vectorized one."""
+        if "vectorized" in self.engine_names:
+            self.have_given_up = True
+            self._use([make_sequential(engine.prepared) for engine in self.engines])
 
     def end(self) -> None:
         """Let go of the round and of its data: the next round's need not lie beside them."""
-        self._round, self._inputs, self._training = None, None, []
+        self._round, self._inputs, self._training, self._held = None, None, [], None
         self._gradients.begin_round(0)
         self._local.begin_round()
 
@@ -163,6 +193,7 @@ class ClientWork:
         Raises:
             ClientError: If a client fails and is not to be dropped, or if something fails that is no client's own
                 fault.
+            FederatedError: If the engine cannot run them; see :meth:`reason_to_restart`.
         """
         if task.phase == GRADIENTS:
             return self._answer_gradients(task, clients)
@@ -243,9 +274,8 @@ class ClientWork:
 
     def end_training(self) -> None:
         """Finish what is done once for all clients that were trained here in this round."""
-        self.engine.end_round()
-        if self._own_solve is not None:
-            self._own_solve.engine.end_round()
+        for engine in self.engines:
+            engine.end_round()
 
     def call_end_hooks(self, clients: Sequence[ClientId]) -> None:
         """Let callbacks hear of clients of the last reply that are done.
@@ -296,8 +326,8 @@ def prepare_clients(
     if type(prepared.trainer.datamodule).client_dataloader is not FederatedDataModule.client_dataloader:
         plans.check_counts()
     first, second = (*before, None, None)[:2]
-    main, own_solve = make_engine(engine, settings.chunk_size, prepared, plans.some, first), None
+    engines = [make_engine(engine, settings.chunk_size, prepared, plans.some, first)]
     if prepared.algorithm.own_solve is not None:
         other = prepared_for_own_solve(prepared)
-        own_solve = OwnSolve(make_engine(engine, settings.chunk_size, other, plans.some, second), settings)
-    return ClientWork(main, plans, settings, own_solve)
+        engines.append(make_engine(engine, settings.chunk_size, other, plans.some, second))
+    return ClientWork(engines, plans, settings)

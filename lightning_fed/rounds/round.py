@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.compat.private import rank_zero_info
-from lightning_fed.engines.base import RestartRoundError
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.rounds.assignment import TravellingStates, assign
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.cohort import CohortSampling, DrawnCohort, Faults
@@ -104,8 +104,7 @@ class Rounds:
     def _try(self, tell: Callable[[], Told]) -> list[Told] | None:
         """Let the clients work; return None if the round must start again.
 
-        That is so if some failed whose part others depend on, or if the engine cannot give clients the settings that
-        hooks gave them.
+        That is so if some failed whose part others depend on, or if the engine cannot run them and another one can.
         """
         ranks, split, told = self.ranks, self.work.engine.split, [Told()]
         if self.settings.drops_failed:  # data may have failed to load in some processes only
@@ -154,9 +153,11 @@ class Rounds:
             for clients in chunks:
                 for reply in work.answer(task, clients, states):
                     work.call_end_hooks(server_round.receive(reply))
-        except RestartRoundError as reason:
+        except FederatedError as error:
+            if (reason := work.reason_to_restart(error)) is None:
+                raise
             states.settle()
-            return {"restart": str(reason)}, [()] * ranks.size
+            return {"restart": reason}, [()] * ranks.size
         if not trains:
             return server_round.outline(), [()] * ranks.size
         work.end_training()

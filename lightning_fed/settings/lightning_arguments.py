@@ -13,8 +13,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 from torch._dynamo import OptimizedModule
 
-from lightning_fed.compat.one_package import refuse_foreign
-from lightning_fed.compat.package import pl
+from lightning_fed.compat.package import pl, refuse_foreign
 from lightning_fed.compat.private import MisconfigurationException
 from lightning_fed.core.arguments import check_flags, check_paths, finite
 from lightning_fed.core.errors import FederatedError

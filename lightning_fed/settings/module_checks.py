@@ -8,8 +8,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.compat.one_package import refuse_foreign
-from lightning_fed.compat.package import pl
+from lightning_fed.compat.package import pl, refuse_foreign
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError

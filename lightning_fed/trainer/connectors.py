@@ -25,8 +25,7 @@ from lightning_fed.compat.private import (
     rank_zero_warn,
 )
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.options import differing_options, options_of
-from lightning_fed.core.origin import CHECKPOINT
+from lightning_fed.core.origin import CHECKPOINT, differing_options, options_of
 from lightning_fed.engines.logged import EvaluationResults
 from lightning_fed.server.server import FORMAT
 from lightning_fed.strategies.stopping import RoundSignalConnector

@@ -1,13 +1,12 @@
 """The trainer that federates an ordinary LightningModule."""
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_fed.algorithms import Algorithm, FedAvg
+from lightning_fed.algorithms import Algorithm
 from lightning_fed.callbacks import RoundLogger, RoundProgressBar, RunSummary
 from lightning_fed.callbacks.schedulers import PlateauSchedulers
 from lightning_fed.compat.package import pl
@@ -20,7 +19,7 @@ from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.sampling import Sampler
-from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
+from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory
 from lightning_fed.settings.environment import defaults_of_environment
 from lightning_fed.settings.lightning_arguments import (
     as_callbacks,
@@ -30,7 +29,7 @@ from lightning_fed.settings.lightning_arguments import (
     refusals_of_lightning,
 )
 from lightning_fed.settings.module_checks import no_federated_data
-from lightning_fed.settings.settings import MAX_FAILED_SHARE, MAX_UPDATE_RATIO, make_settings
+from lightning_fed.settings.settings import MAX_FAILED_SHARE, Settings
 from lightning_fed.settings.trainer_checks import check_local_options, check_strategy, check_trainer
 from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import WithinClientStrategy, adopt
@@ -154,40 +153,13 @@ class FederatedTrainer(pl.Trainer):
         client_states_dir: str | Path | None = None,
         on_client_error: Literal["raise", "drop"] = "raise",
         max_failed_share: float = MAX_FAILED_SHARE,
-        max_update_ratio: float | None = MAX_UPDATE_RATIO,
+        max_update_ratio: float | None = 1e6,
         callbacks: list[pl.Callback] | pl.Callback | None = None,
         max_epochs: int | None = None,
         **kwargs: Any,
     ) -> None:
         check_trainer_arguments(kwargs, own=signature(FederatedTrainer.__init__).parameters)
-        settings = make_settings(
-            algorithm=FedAvg() if algorithm is None else algorithm,
-            personal=personal,
-            clients_per_round=clients_per_round,
-            local_epochs=local_epochs,
-            local_steps=local_steps,
-            server_optimizer=plain_sgd if server_optimizer is None else server_optimizer,
-            server_lr_scheduler=server_lr_scheduler,
-            heterogeneity=heterogeneity,
-            sampler=sampler,
-            gradient_sampler=gradient_sampler,
-            weighting=weighting,
-            aggregator=aggregator,
-            asynchronous=asynchronous,
-            compression=compression,
-            engine=engine,
-            chunk_size=chunk_size,
-            seed=_seed(seed),
-            seed_is_given=seed is not None,
-            buffers=buffers,
-            local_optimizer_state=local_optimizer_state,
-            gradient_clip_on=gradient_clip_on,
-            client_states=client_states,
-            client_states_dir=client_states_dir,
-            on_client_error=on_client_error,
-            max_failed_share=max_failed_share,
-            max_update_ratio=max_update_ratio,
-        )
+        settings = Settings.of(locals())
         if gradient_clip_on == "corrected" and kwargs.get("gradient_clip_val") is None:
             raise FederatedError(
                 "gradient_clip_on='corrected' is of no use without gradient_clip_val, which says at what norm or value"
@@ -355,14 +327,6 @@ class FederatedTrainer(pl.Trainer):
             super().save_checkpoint(filepath, weights_only, storage_options)
         if not weights_only and isinstance(self._checkpoint_connector, RoundCheckpointConnector):
             self._checkpoint_connector.kept = (self.fit_loop.round, filepath)
-
-
-def _seed(seed: int | None) -> int:
-    if seed is None:
-        return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**128:
-        raise FederatedError(f"seed must be an int >= 0, found {seed!r}.")
-    return seed
 
 
 def _rounds(max_rounds: int | None, max_epochs: int | None) -> int | None:

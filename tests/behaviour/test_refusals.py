@@ -152,7 +152,10 @@ NO_WORK: dict[str, Any] = {"algorithm": ServerOnly(), "local_epochs": None}
             {"gradient_sampler": ALL, "algorithm": FedDane(0.1, grad_cohort="same")},
             "gradient_sampler=.* does not apply to FedDane.*Leave it unset, or choose grad_cohort='own'",
         ),
-        ({"buffers": "mean"}, "buffers must be one of .*found 'mean'"),
+        *(
+            ({"buffers": value}, rf"buffers must be one of .*'average'.*'local'.*, found {value!r}")
+            for value in ("mean", "", None, "Average")
+        ),
         ({"seed": -1}, "seed must be an int >= 0, found -1"),
         ({"strategy": "fsdp"}, "The strategy fsdp is not supported: it shards.*strategy='clients'.*strategy='ddp'"),
         ({"max_rounds": -2}, "max_rounds must be an int >= 0, or -1 for no limit, found -2"),

@@ -1,7 +1,8 @@
 """A second fit of one trainer: it continues the run, and checks what a resume from a checkpoint checks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ def another_layer(model: Any, run: Any) -> None:
 
 
 def with_settings(model: Any, run: Any, **changed: Any) -> None:
-    run.fit_loop.settings = replace(run.fit_loop.settings, **changed)
+    settings = run.fit_loop.settings = copy(run.fit_loop.settings)
+    vars(settings).update(changed)
 
 
 def groups(parameters: Any) -> torch.optim.Optimizer:

@@ -13,8 +13,7 @@ import yaml
 import lightning_fed
 from lightning_fed import FederatedError, FederatedTrainer
 from lightning_fed.cli.main import main
-from lightning_fed.compat.one_package import refuse_foreign
-from lightning_fed.compat.package import NAMES, OTHER, USED, VARIABLE, choose, pl
+from lightning_fed.compat.package import NAMES, OTHER, USED, VARIABLE, choose, pl, refuse_foreign
 from lightning_fed.models import MLPClassifier
 from tests.helpers.training import Net, clients, data, trainer
 

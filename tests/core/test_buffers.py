@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_fed.core.buffers import BufferMean, Buffers
-from lightning_fed.core.errors import FederatedError
 
 
 class Counting(nn.Module):
@@ -29,12 +28,6 @@ def buffers(mode: str = "average") -> tuple[Counting, Buffers]:
 
 def state(mean: float, count: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     return {"mean": torch.tensor([mean, -mean], dtype=dtype), "count": torch.tensor(count)}
-
-
-@pytest.mark.parametrize("mode", ["mean", "", None, "Average"])
-def test_an_unknown_mode_is_refused(mode: str) -> None:
-    with pytest.raises(FederatedError, match=rf"buffers must be one of .*'average'.*'local'.*, found {mode!r}"):
-        Buffers({}, mode)
 
 
 def test_the_servers_buffers_are_copies_of_the_first_ones() -> None:

@@ -172,6 +172,28 @@ def test_a_client_alone_answers_with_the_bits_of_the_simulation_in_any_order_of_
             assert same(store.get(2) or {}, rounds[number][-1].after)
 
 
+class Skips(Net):
+    """Skips the last batch of an epoch, which is shorter than that of the trial step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if len(batch[0]) > 1 else None
+
+
+def test_a_client_that_cannot_be_vectorized_after_all_starts_again_with_the_sequential_engine() -> None:
+    def answer(engine: str) -> Reply:
+        with ClientsOutsideFit(run_of("Scaffold", engine), model(kind=Skips), Site([2]), [2]) as site:
+            x = site.prepared.flat.y.clone()
+            server = {"c": torch.zeros_like(x)}
+            task = Task(0, messages.TRAIN, [2], {2: 12}, x, server, buffers=site.buffers)
+            (reply,) = map(messages._copied, site.answer(task, site.states(task, MemoryClientStore())))
+            assert site.work.engine_names == ["sequential"]
+            return reply
+
+    with pytest.warns(UserWarning, match="engine='auto' restarts round 0 with 'sequential'"):
+        found = answer("auto")
+    assert_same_reply(answer("sequential"), found)
+
+
 SCHEDULES: dict[str, Any] = {
     "step": partial(StepLR, step_size=2, gamma=0.3),
     "cosine": partial(CosineAnnealingLR, T_max=7),

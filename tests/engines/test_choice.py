@@ -16,7 +16,7 @@ from tests.helpers.processes import in_processes
 from tests.helpers.selection import few
 from tests.helpers.training import CLASSES, FEATURES, clients, data, parameters, same
 
-GOES_ON = "engine='auto' goes on with 'sequential' from round"
+RESTARTS = "engine='auto' restarts round 0 with 'sequential', and stays with it: engine='vectorized' cannot run"
 
 
 class Picky(Ordinary):
@@ -63,11 +63,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", few(CASES, ["local steps", "full gradients at once"]))
-def test_auto_goes_on_with_the_sequential_engine_and_says_so_once(name: str) -> None:
-    with pytest.warns(UserWarning, match=GOES_ON) as said:
+def test_auto_restarts_the_round_with_the_sequential_engine_and_says_so_once(name: str) -> None:
+    with pytest.warns(UserWarning, match=RESTARTS) as said:
         found = run("auto", **CASES[name])
-    assert sum(GOES_ON in str(warning.message) for warning in said) == 1
-    assert_agree(found, run("sequential", **CASES[name]))
+    assert sum(RESTARTS in str(warning.message) for warning in said) == 1
+    assert same(state_of(found), state_of(run("sequential", **CASES[name])))
+    assert found.fit_loop.clients.engine_names == ["sequential"]
 
 
 @pytest.mark.parametrize("name", few(CASES, ["a recurrent cell"]))
@@ -77,15 +78,29 @@ def test_vectorized_is_refused_and_no_client_is_blamed(name: str) -> None:
     assert "Client" not in str(refusal.value)
 
 
+class FromRestart(Record):
+    """Forgets what it has heard before the restart; a counter is put back."""
+
+    clients, restarts = 0, 0
+
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        super().on_client_start(trainer, pl_module, round, client_id)
+        self.clients += 1
+
+    def on_round_restart(self, trainer: Any, pl_module: Any, round: int) -> None:
+        self.restarts += 1
+        self.order.clear()
+
+
 def test_reports_and_hooks_are_those_of_every_client() -> None:
-    records = [Record(), Record()]
-    with pytest.warns(UserWarning, match=GOES_ON):
+    records = [FromRestart(), FromRestart()]
+    with pytest.warns(UserWarning, match=RESTARTS):
         run("auto", make=Picky, datamodule=ragged, callbacks=records[0])
     run("sequential", make=Picky, datamodule=ragged, callbacks=records[1])
-    models = [
-        {str(r.client_id): y for r, y in zip(record.reports[:4], record.models[:4], strict=True)} for record in records
-    ]
-    assert_close(models[0], {i: models[1][i] for i in models[0]})
+    assert records[0].order == records[1].order
+    assert [record.restarts for record in records] == [1, 0]
+    assert [record.clients for record in records] == [12, 12]
+    assert all(map(torch.equal, records[0].models, records[1].models))
     assert [r.cohort for r in records[0].rounds] == [r.cohort for r in records[1].rounds]
 
 
@@ -94,13 +109,13 @@ def test_the_module_holds_each_clients_model_in_its_hook() -> None:
         def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
             assert torch.equal(parameters(pl_module), trainer.fit_loop.client_model[0])
 
-    with pytest.warns(UserWarning, match=GOES_ON):
+    with pytest.warns(UserWarning, match=RESTARTS):
         run("auto", make=Picky, datamodule=ragged, callbacks=Compare())
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     options = {"make": PickyInFullBatches, "algorithm": Mime(SGDm()), "datamodule": full}
-    with pytest.warns(UserWarning, match=GOES_ON):
+    with pytest.warns(UserWarning, match=RESTARTS):
         whole, half = (run("auto", max_rounds=rounds, **options) for rounds in (4, 2))
     half.save_checkpoint(tmp_path / "half.ckpt")
     resumed = run("auto", max_rounds=4, ckpt_path=tmp_path / "half.ckpt", **options)
@@ -122,14 +137,14 @@ def spoiled() -> FederatedDataModule:
     return FederatedDataModule(parts, batch_size=4)
 
 
-@pytest.mark.filterwarnings("ignore:engine='auto' goes on")
+@pytest.mark.filterwarnings("ignore:engine='auto' restarts")
 def test_a_client_that_fails_alone_is_left_out() -> None:
     options = {"make": Fails, "datamodule": spoiled, "on_client_error": "drop", "max_failed_share": 0.5}
     found, expected = (run(engine, limit_val_batches=0, **options) for engine in ("auto", "sequential"))
     assert_agree(found, expected)
 
 
-@pytest.mark.filterwarnings("ignore:engine='auto' goes on")
+@pytest.mark.filterwarnings("ignore:engine='auto' restarts")
 @pytest.mark.parametrize("name", few(["local steps", "full gradients at once"], ["local steps"]))
 def test_two_processes_end_where_one_does(name: str, tmp_path: Path) -> None:
     case = {"clients_per_round": 4, **CASES[name]}

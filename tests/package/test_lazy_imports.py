@@ -52,7 +52,7 @@ def test_the_package_and_its_help_import_nothing_that_they_do_not_need() -> None
     assert not {name.split(".")[0] for name in new} & ON_DEMAND
     ours = ("lightning_fed.lab", "lightning_fed.lab.diagnosis", "lightning_fed.cli.data")
     assert not {name for name in new if name.startswith(ours)}
-    assert len(set(package) - set(lightning)) < 240, "each own module costs about a millisecond"
+    assert len(set(package) - set(lightning)) < 230, "each own module costs about a millisecond"
 
 
 LATER = """

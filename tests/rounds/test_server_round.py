@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_fed import FederatedTrainer
 from lightning_fed.algorithms import Algorithm, FedAvg, FedProx, Mime, Scaffold, SGDm
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import Layout
@@ -21,7 +23,7 @@ from lightning_fed.server import CoordinateMedian
 from lightning_fed.server.participation import Participant, Population
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import plain_sgd
-from lightning_fed.settings.settings import Settings, make_settings
+from lightning_fed.settings.settings import Settings
 
 IDS = ["ann", "bob", "cy", "dee", "eve"]
 SIZES = dict(zip(IDS, (13, 8, 21, 5, 16), strict=True))
@@ -29,18 +31,11 @@ COHORT = (3, 0, 4, 1)  # stored indices, in the order in which they were drawn
 SIZE = 40  # numbers of a vector
 
 
-LEFT_UNSET = (
-    *("clients_per_round", "local_steps", "server_lr_scheduler", "heterogeneity", "sampler", "gradient_sampler"),
-    *("weighting", "aggregator", "asynchronous", "compression", "chunk_size", "client_states_dir"),
-)
+DEFAULTS = {name: one.default for name, one in signature(FederatedTrainer).parameters.items()}
 
 
 def settings_of(algorithm: Algorithm, **options: Any) -> Settings:
-    given: dict[str, Any] = dict.fromkeys(LEFT_UNSET)
-    given |= {"algorithm": algorithm, "local_epochs": 1, "server_optimizer": plain_sgd, "engine": "sequential"}
-    given |= {"personal": (), "seed": 0, "seed_is_given": True, "buffers": "average", "local_optimizer_state": "reset"}
-    given |= {"gradient_clip_on": "gradient", "client_states": "memory", "on_client_error": "raise"}
-    return make_settings(**{**given, "max_failed_share": 0.5, "max_update_ratio": 1e6, **options})
+    return Settings.of({**DEFAULTS, "algorithm": algorithm, "local_epochs": 1, "seed": 0, **options})
 
 
 def vectors(seed: int, count: int = 1) -> Tensor:

@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from lightning_fed.cli.configuration import CellParts, refusal_in
-from lightning_fed.compat.cli import LightningCLI
+from lightning_fed.cli.configuration import CellParts
+from lightning_fed.cli.parser import LightningCLI, refusal_in
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 

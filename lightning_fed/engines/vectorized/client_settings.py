@@ -15,6 +15,7 @@ from lightning_fed.callbacks.base import FederatedCallback, hears, uses_hook
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
+from lightning_fed.engines.base import OnlySequentialError
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.vectorized.changes import INTERNAL, PASSING, holders, inside, mark
@@ -89,7 +90,7 @@ class ClientSettings:
         """Compare settings after the hook of a client with those after the first client's of the chunk.
 
         Raises:
-            FederatedError: If they differ, naming the setting and the clients.
+            OnlySequentialError: If they differ, naming the setting and the clients.
         """
         if self._first is None:
             self._first = client_id, self._now(with_data=True)
@@ -105,7 +106,7 @@ class ClientSettings:
             clients: The clients.
 
         Raises:
-            FederatedError: If clients of this round have worked with other settings.
+            OnlySequentialError: If clients of this round have worked with other settings.
         """
         first, self._first = self._first, None
         client_id, now = first or (clients[0], self._now(with_data=True))
@@ -118,7 +119,7 @@ class ClientSettings:
         differing = _differing(self._at_start, _without_data(now))
         for kind, name in differing:
             if kind == "requires_grad":
-                raise FederatedError(
+                raise OnlySequentialError(
                     "engine='vectorized' trains the parameters that were to be trained when the round began, and a hook"
                     f" changes {self._name(kind, name)} before client {client_id!r}. Leave it as it is, or use"
                     " engine='sequential'."
@@ -135,17 +136,17 @@ class ClientSettings:
         """Refuse what the hook of a client has set for the next ones, which have been trained already.
 
         Raises:
-            FederatedError: Naming the setting and the client.
+            OnlySequentialError: Naming the setting and the client.
         """
         for kind, name in _differing(self._after, self._now(with_data=True)):
-            raise FederatedError(
+            raise OnlySequentialError(
                 f"engine='vectorized' cannot give each client its own settings: on_client_end changes"
                 f" {self._name(kind, name)} after client {client_id!r}, and others were trained together with it. Set"
                 " it in on_round_start for all clients, or use engine='sequential'. Keep notes in the callback."
             )
 
-    def _refusal(self, what: str, other: ClientId) -> FederatedError:
-        return FederatedError(
+    def _refusal(self, what: str, other: ClientId) -> OnlySequentialError:
+        return OnlySequentialError(
             f"engine='vectorized' cannot give each client its own settings: {what}, and clients that are trained"
             f" together or after one another must share it with client {other!r}. Make it part of the client's data, or"
             " use engine='sequential'. Keep notes in the callback."

@@ -14,8 +14,8 @@ from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches.batches import ClientBatches
-from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
-from lightning_fed.engines.client_errors import fault_of
+from lightning_fed.engines.base import ChunkResult, Engine, OnlySequentialError, RoundInputs, WorkPlan
+from lightning_fed.engines.client_errors import fault_of, in_short
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.vectorized.anchors import AnchorPass
@@ -49,6 +49,7 @@ class VectorizedEngine(Engine):
     Args:
         chunk_size: How many clients are run at once; None chooses by the size of the model.
         prepared: What every engine takes.
+        make_sequential: Makes the sequential engine, to find out who is to blame for an error.
 
     Raises:
         FederatedError: If settings, hooks or optimizer cannot be run for several clients at once.
@@ -56,9 +57,10 @@ class VectorizedEngine(Engine):
 
     name = "vectorized"
 
-    def __init__(self, chunk_size: int | None, prepared: PreparedModule) -> None:
+    def __init__(self, chunk_size: int | None, prepared: PreparedModule, make_sequential: Callable[[], Engine]) -> None:
         super().__init__(prepared)
         check_settings(self)
+        self._make_sequential = make_sequential
         self.chunk_size = chunk_size or default_chunk_size(self.flat.whole)
         self.step = ModuleStep(self.trainer, self.flat)
         self.full = FullGradients(self.step)
@@ -128,26 +130,41 @@ class VectorizedEngine(Engine):
         return self.flat.y if self._row is None else self._row[0].shared[self._row[1]]
 
     def client_started(self, client_id: ClientId) -> None:
-        """Refuse what ``on_client_start`` has set for one client only."""
+        """Refuse what ``on_client_start`` has set for one client only.
+
+        Raises:
+            OnlySequentialError: Naming the setting and the client.
+        """
         self.settings.client_started(client_id)
 
     def check_hooks(self, plans: Sequence[WorkPlan]) -> None:
-        """Take in what hooks have set for all clients alike, before those of a chunk work."""
+        """Take in what hooks have set for all clients alike, before those of a chunk work.
+
+        Raises:
+            OnlySequentialError: If they have not set the same, or the module cannot be vectorized with it.
+        """
         if not self.settings.is_needed:
             return
         kinds = self.settings.check([plan.participant.client_id for plan in plans])
         self.changes.expect_hooks()
         if not kinds:
             return
-        check_settings(self)
         if self.anchors is not None:
             self.anchors.clear()  # they were taken with other settings
-        if kinds - {"optimizer", "trainer"}:
-            self.step.begin_round()
-            self._start_over(plans)
+        try:
+            check_settings(self)
+            if kinds - {"optimizer", "trainer"}:
+                self.step.begin_round()
+                self._start_over(plans)
+        except FederatedError as error:
+            raise OnlySequentialError(str(error)) from error
 
     def client_ended(self, client_id: ClientId) -> None:
-        """Refuse what ``on_client_end`` has set for clients that have been trained already."""
+        """Refuse what ``on_client_end`` has set for clients that have been trained already.
+
+        Raises:
+            OnlySequentialError: Naming the setting and the client.
+        """
         self.settings.client_ended(client_id)
 
     def point_to(self, result: ChunkResult, row: int) -> None:
@@ -158,7 +175,26 @@ class VectorizedEngine(Engine):
     def run(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
     ) -> ChunkResult:
-        """Train the clients of a chunk and return what they send."""
+        """Train the clients of a chunk; see :meth:`lightning_fed.engines.base.Engine.run`.
+
+        Raises:
+            OnlySequentialError: If something goes wrong that does not when they are trained one by one.
+        """
+        try:
+            return self._run(inputs, plans, clients, solvers)
+        except ClientError as error:
+            if error.culprit is not None:
+                each = list(zip(plans, clients, solvers, strict=True))
+                self._check_alone(
+                    error.__cause__,
+                    inputs.round,
+                    lambda engine: [engine.run(inputs, [plan], [own], [solver]) for plan, own, solver in each],
+                )
+            raise
+
+    def _run(
+        self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
+    ) -> ChunkResult:
         started = time.perf_counter()
         self._row = None
         clip = Clipping.of(self.trainer)
@@ -195,6 +231,35 @@ class VectorizedEngine(Engine):
             implied=work.implied,
         )
 
+    def _check_alone(self, cause: BaseException | None, round: int, one_by_one: Callable[[Engine], list[Any]]) -> None:
+        """Find out who is to blame for an error: the engine, if clients do the same work without it one by one.
+
+        A trial step sees one shape of batch, and others may fail in the work itself.
+
+        Args:
+            cause: The error.
+            round: The round.
+            one_by_one: Lets an engine do the work, client by client.
+
+        Raises:
+            OnlySequentialError: If the engine is to blame.
+        """
+        if cause is None or isinstance(cause, FederatedError):
+            return
+        undo = self.undo_point()
+        self.flat.restore()  # hooks may have looked at the parameters of another client
+        try:
+            one_by_one(self._make_sequential())
+        except Exception:
+            return  # a client is to blame
+        finally:
+            undo()
+        raise OnlySequentialError(
+            f"engine='vectorized' cannot run clients of {type(self.trainer.lightning_module).__name__} in round"
+            f" {round}, though a trial step passed: {in_short(cause)}. One by one they run without an error: use"
+            " engine='sequential', or 'auto'."
+        ) from cause
+
     def _reports(
         self, participants: Sequence[Participant], means: ChunkMeans, delta: Tensor, seconds: float
     ) -> list[ClientReport]:
@@ -221,10 +286,25 @@ class VectorizedEngine(Engine):
     def each_full_gradients(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan]
     ) -> Iterator[tuple[WorkPlan, State | ClientError]]:
-        """Yield the full-batch gradients of clients, at once where all of a chunk have one batch of the same size."""
+        """Yield the full-batch gradients of clients, at once where all of a chunk have one batch of the same size.
+
+        Raises:
+            OnlySequentialError: If something goes wrong that does not when clients take them one by one.
+        """
         for chunk in self.chunks(plans):
             found = None if self.anchors else self._gradients_at_once(inputs, chunk)
-            yield from super().each_full_gradients(inputs, chunk) if found is None else zip(chunk, found, strict=True)
+            if found is not None:
+                yield from zip(chunk, found, strict=True)
+                continue
+            for plan, answer in super().each_full_gradients(inputs, chunk):
+                if isinstance(answer, ClientError) and answer.culprit is not None:
+                    self._check_gradients_alone(answer.__cause__, inputs, [plan])
+                yield plan, answer
+
+    def _check_gradients_alone(
+        self, cause: BaseException | None, inputs: RoundInputs, plans: Sequence[WorkPlan]
+    ) -> None:
+        self._check_alone(cause, inputs.round, lambda engine: [engine.full_gradients(inputs, plan) for plan in plans])
 
     def _gradients_at_once(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> list[State] | None:
         """Return the full-batch gradients of clients that have one batch of one size, None if they have not."""
@@ -236,13 +316,19 @@ class VectorizedEngine(Engine):
         (rows,) = RowLookup(self.trainer, batches, self.schedule.data).in_order([stored])
         leaves = [t.view(len(batches), size, *t.shape[1:]) for t in rows]
         grads: dict[str, Tensor] = {}
-        with self.gradients.silent(), self.step.recording():
-            for name in self.algorithm.full_grad_at:
-                point = inputs.x if name == "x" else inputs.server[name]
-                found = self.full.of_many(point, leaves)
-                if found is None or not bool(torch.isfinite(found).all()):
-                    return None  # whoever is to blame is found one by one
-                grads[name] = add_decay(found, point, self.optimizer)
+        try:
+            with self.gradients.silent(), self.step.recording():
+                for name in self.algorithm.full_grad_at:
+                    point = inputs.x if name == "x" else inputs.server[name]
+                    found = self.full.of_many(point, leaves)
+                    if found is None or not bool(torch.isfinite(found).all()):
+                        return None  # whoever is to blame is found one by one
+                    grads[name] = add_decay(found, point, self.optimizer)
+        except FederatedError:
+            raise
+        except Exception as error:
+            self._check_gradients_alone(error, inputs, plans)
+            return None
         return [{name: value[row] for name, value in grads.items()} for row in range(len(plans))]
 
     def _full_gradient(self, inputs: RoundInputs, plan: WorkPlan, name: str) -> Vector:

@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from lightning_fed import callbacks
 from lightning_fed.callbacks.measure import WeightedMeasure, Weighting
 from lightning_fed.checkpoints.search import best_of_newest_run, check_is_there, last_of_newest_run
-from lightning_fed.cli.configuration import CellParts, Configurations, refusal_in
-from lightning_fed.cli.help import plain_error
-from lightning_fed.cli.overrides import Config, overlay
+from lightning_fed.cli.configuration import CellParts, Config, Configurations, overlay
+from lightning_fed.cli.parser import refusal_in
 from lightning_fed.cli.yaml_files import read_yaml, unknown
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
@@ -153,11 +152,8 @@ def read_config(paths: Sequence[str], overrides: Sequence[str] = ()) -> tuple[Co
             raise unknown(path, "key of a configuration", name, PARTS)
         config = overlay(config, {name: part for name, part in found.items() if name in PARTS and part is not None})
     configurations, name = Configurations(), " ".join([*paths, *overrides])
-    try:
-        config, left_out = _for_trials(configurations.override(name, config, overrides))
-        configurations.check(name, config)
-    except FederatedError as error:
-        raise FederatedError(plain_error(str(error))) from error
+    config, left_out = _for_trials(configurations.override(name, config, overrides))
+    configurations.check(name, config)
     return config, left_out
 
 

@@ -1,0 +1,54 @@
+"""The settings are the trainer's arguments, checked and completed."""
+
+from dataclasses import FrozenInstanceError, fields
+from inspect import signature
+from typing import Any, Literal, get_origin, get_type_hints
+
+import pytest
+
+from lightning_fed import FederatedTrainer
+from lightning_fed.algorithms import FedAvg, FedDane
+from lightning_fed.server import CoordinateMedian, FedBuff, RoundRobinSampler, UniformSampler
+from lightning_fed.server.step import plain_sgd
+from lightning_fed.settings.settings import Settings
+
+ARGUMENTS = signature(FederatedTrainer).parameters
+OTHERS = {"max_rounds", "max_epochs", "callbacks", "kwargs"}  # Lightning takes these
+
+
+def settings(**given: Any) -> Settings:
+    return Settings.of({name: one.default for name, one in ARGUMENTS.items()} | {"local_epochs": 1} | given)
+
+
+def test_they_are_the_trainers_arguments_in_the_same_order_and_with_the_same_choices() -> None:
+    own = [one for one in fields(Settings) if one.init]
+    assert [one.name for one in own] == [name for name in ARGUMENTS if name not in OTHERS]
+    hints = get_type_hints(FederatedTrainer.__init__)
+    choices = {one.name: one.type for one in own if get_origin(one.type) is Literal}
+    assert choices == {name: hint for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def test_what_is_left_open_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    found = settings()
+    assert isinstance(found.algorithm, FedAvg)
+    assert found.server_optimizer is plain_sgd
+    assert isinstance(found.sampler, UniformSampler)
+    assert found.gradient_sampler is found.sampler
+    assert (found.weighting, found.personal, found.seed, found.seed_is_given) == ("examples", (), 7, False)
+    assert (settings(seed=3).seed, settings(seed=3).seed_is_given) == (3, True)
+
+
+def test_samplers_and_rules_of_averaging_settle_each_other() -> None:
+    two, three = RoundRobinSampler(2), RoundRobinSampler(3)
+    found = settings(algorithm=FedDane(0.1), sampler=two, gradient_sampler=three)
+    assert (found.sampler, found.gradient_sampler) == (two, three)
+    assert settings(aggregator=CoordinateMedian()).weighting == "uniform"
+    found = settings(asynchronous=FedBuff(size=2, concurrency=4))
+    assert isinstance(found.aggregator, FedBuff)
+    assert found.sampler is found.gradient_sampler is found.aggregator
+
+
+def test_they_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        settings().seed = 1  # type: ignore[misc]
