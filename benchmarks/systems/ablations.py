@@ -135,14 +135,6 @@ ABLATIONS = {
         "traces for any number of clients or examples: smaller batches, and steps of some clients only, run untraced",
         {"tracing.traces:generalize": _always(False)},
     ),
-    "anchors": Ablation(
-        "gradients at the anchor kept from the full pass to the local steps",
-        {f"{_VECTORIZED}.engine:VectorizedEngine._may_keep_anchors": _always(False)},
-    ),
-    "anchor-spans": Ablation(
-        "many batches at once in the full pass that keeps them",
-        {f"{_VECTORIZED}.anchors:has_rows": _always(False)},
-    ),
     "full-traces": Ablation(
         "traced full gradients, of one client and of several at once",
         {
@@ -153,10 +145,6 @@ ABLATIONS = {
     "simplify": Ablation(
         "passes that simplify graphs",
         {"tracing.traces:simplify": _always(None)},
-    ),
-    "bindings": Ablation(
-        "PyTorch's Python bindings instead of operators in graphs",
-        {"tracing.traces:use_bindings": _always(None)},
     ),
     "products": Ablation(
         "products of matrices that are added to parameters without being formed",

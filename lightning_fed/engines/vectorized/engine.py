@@ -18,10 +18,9 @@ from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPla
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.engines.vectorized.anchors import AnchorPass
 from lightning_fed.engines.vectorized.batches import Turn
 from lightning_fed.engines.vectorized.changes import ChangeWatch
-from lightning_fed.engines.vectorized.chunk_work import ChunkWork, steps_are_plain
+from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.client_settings import ClientSettings
 from lightning_fed.engines.vectorized.clients import (
     ChunkMeans,
@@ -39,8 +38,6 @@ from lightning_fed.engines.vectorized.trial import Trial, check_settings, hooked
 from lightning_fed.server.participation import Participant
 
 __all__ = ["VectorizedEngine"]
-
-_SMALL_AT_ANCHOR = 20_000  # parameters, up to which taking gradients at the anchor again costs less than keeping them
 
 
 class VectorizedEngine(Engine):
@@ -62,7 +59,6 @@ class VectorizedEngine(Engine):
         self.chunk_size = chunk_size or default_chunk_size(self.flat.whole)
         self.step = ModuleStep(self.trainer, self.flat)
         self.full = FullGradients(self.step)
-        self.anchors = AnchorPass(self.step) if self._may_keep_anchors() else None
         self.schedule = Schedule(self, self.step)
         self.changes = ChangeWatch(self.trainer, self.algorithm)
         self.settings = ClientSettings(prepared)
@@ -95,8 +91,6 @@ class VectorizedEngine(Engine):
         self.step.begin_round()
         self.schedule.recurring.begin_round()
         has_changed = self.changes.begin_round()
-        if self.anchors is not None:
-            self.anchors.clear()  # the last round may have been given up
         self.settings.begin_round()
         if has_changed:
             self._start_over(plans)
@@ -108,7 +102,6 @@ class VectorizedEngine(Engine):
             FederatedError: If it can no longer be run on several clients at once.
         """
         self.step.traces.drop()
-        self.anchors = AnchorPass(self.step) if self.anchors is not None else None
         was_random = self.step.is_random
         try:
             self.try_out(plans[0]) if plans else None
@@ -140,8 +133,6 @@ class VectorizedEngine(Engine):
         if not kinds:
             return
         check_settings(self)
-        if self.anchors is not None:
-            self.anchors.clear()  # they were taken with other settings
         if kinds - {"optimizer", "trainer"}:
             self.step.begin_round()
             self._start_over(plans)
@@ -171,9 +162,8 @@ class VectorizedEngine(Engine):
             kept_states = stack_states(clients, order)
             work = ChunkWork(self.algorithm, self.optimizer, inputs, participants, kept_states, self._memory, clip)
             means = ChunkMeans(len(plans))
-            kept = [self.anchors.of(who.index) for who in participants] if self.anchors else []
             self.changes.begin_work()
-            self.schedule.run(inputs, plans, turns, work, means, kept)
+            self.schedule.run(inputs, plans, turns, work, means)
             self.changes.check_work()
             delta, send, keep = work.finish()
         self.settings.worked()
@@ -223,7 +213,7 @@ class VectorizedEngine(Engine):
     ) -> Iterator[tuple[WorkPlan, State | ClientError]]:
         """Yield the full-batch gradients of clients, at once where all of a chunk have one batch of the same size."""
         for chunk in self.chunks(plans):
-            found = None if self.anchors else self._gradients_at_once(inputs, chunk)
+            found = self._gradients_at_once(inputs, chunk)
             yield from super().each_full_gradients(inputs, chunk) if found is None else zip(chunk, found, strict=True)
 
     def _gradients_at_once(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> list[State] | None:
@@ -245,32 +235,6 @@ class VectorizedEngine(Engine):
                 grads[name] = add_decay(found, point, self.optimizer)
         return [{name: value[row] for name, value in grads.items()} for row in range(len(plans))]
 
-    def _full_gradient(self, inputs: RoundInputs, plan: WorkPlan, name: str) -> Vector:
-        """Return a client's full-batch gradient [P]; with what its local steps will ask for again, it is kept."""
-        epoch = self._epoch_to_keep(plan, inputs.round) if name == self.algorithm.anchor_at else None
-        if self.anchors is not None and epoch is not None:
-            point = inputs.x if name == "x" else inputs.server[name]
-            with self.gradients.silent(), self.step.recording():
-                found = self.anchors.gradient(plan.participant.index, point, epoch, plan.batches.settings)
-            if found is not None:
-                return add_decay(found, point, self.optimizer)
-        return super()._full_gradient(inputs, plan, name)
-
-    def _may_keep_anchors(self) -> bool:
-        """Whether gradients at the anchor are kept from full passes to local steps, as far as the method decides."""
-        algorithm, is_small = self.algorithm, self.chunk_size > 1 and self.flat.layout.numel <= _SMALL_AT_ANCHOR
-        asks_twice = algorithm.anchor_at in algorithm.full_grad_at and algorithm.grad_cohort == "same"
-        return asks_twice and self.flat.y.device.type == "cpu" and not is_small
-
-    def _epoch_to_keep(self, plan: WorkPlan, round: int) -> list[Tensor] | None:
-        """Return the examples of a client's first epoch, if its traced steps visit there what its full pass does."""
-        batches, epochs = plan.batches, plan.epochs
-        may_keep = self.anchors is not None and epochs and self._traces_gradients(batches)
-        if not may_keep or epochs[0] != batches.num_batches() or batches.num_examples(epochs[0]) != batches.size:
-            return None
-        are_plain = steps_are_plain(self.algorithm, self.optimizer, Clipping.of(self.trainer))
-        return self.schedule.first_epoch(plan, round) if are_plain else None
-
     def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
         """Return a client's full-batch gradient [P] at a point [P]; through a trace where there is one."""
         # a batch of a single example would take a trace of its own
@@ -291,8 +255,6 @@ class VectorizedEngine(Engine):
         """Hand the means of what clients logged to Lightning, each as one value with the weight of its examples."""
         log_means(self.trainer, self._logged, self.step.options)
         self.changes.end_round()
-        if self.anchors is not None:
-            self.anchors.clear()
         self._logged, self._row = {}, None
 
     def abandon(self) -> int | None:

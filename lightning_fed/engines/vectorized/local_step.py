@@ -32,7 +32,6 @@ class Given(NamedTuple):
     Attributes:
         y: Its parameters, one tensor each.
         leaves: The tensors of its batch.
-        parts: The parts of the gradient at the anchor on this batch, if they are kept.
         own: What the method may read that is its own.
         local: Its states of this round.
         shared: What the method may read that is the same for all clients.
@@ -41,14 +40,13 @@ class Given(NamedTuple):
 
     y: Sequence[Tensor]
     leaves: Sequence[Tensor]
-    parts: Sequence[Tensor]
     own: Sequence[Tensor]
     local: State
     shared: Sequence[Tensor]
     point: Sequence[Tensor]
 
 
-DIMS: Any = Given(y=0, leaves=0, parts=0, own=0, local=0, shared=None, point=None)  # type: ignore[arg-type]
+DIMS: Any = Given(y=0, leaves=0, own=0, local=0, shared=None, point=None)  # type: ignore[arg-type]
 """Which dimension is that of clients."""
 
 
@@ -130,7 +128,6 @@ class LocalStep:
         given: Given,
         spec: Any,
         batch_idx: int,
-        assemble: Callable[..., list[Tensor]] | None = None,
         draw_again: Callable[[], None] | None = None,
     ) -> Taken:
         """Take a step of one client, as a function of tensors.
@@ -140,7 +137,6 @@ class LocalStep:
             given: What the step starts from.
             spec: What puts the batch together.
             batch_idx: Its index in the local epoch.
-            assemble: Puts the parts of a gradient at the anchor together, given the batch, if they are kept.
             draw_again: Lets random layers draw what they drew before.
         """
         found, loss, values = gradient(given.y, given.leaves, spec, batch_idx)
@@ -154,10 +150,7 @@ class LocalStep:
             point = [*point, *given.y[len(point) :]]  # personal parameters come last
             if draw_again is not None:
                 draw_again()
-            if assemble is not None:
-                found = assemble(*given.leaves, *given.parts)
-            else:
-                found, _, _ = gradient(point, given.leaves, spec, batch_idx)
+            found, _, _ = gradient(point, given.leaves, spec, batch_idx)
             for step, anchor_grad in zip(steps, self._completed(found, point, _keep), strict=False):
                 step.anchor_grad = anchor_grad
         each = list(zip(g, given.y, steps, strict=False))
@@ -198,10 +191,10 @@ class LocalStep:
             if point and not clients.is_one:  # as many draws, in the same order, as at the clients' own parameters
                 point, dims = [v.expand(clients.count, *v.shape) for v in point], DIMS._replace(point=0)
         local = dict(zip(self.local, clients.of(list(self.local.values())), strict=True))
-        given = Given(clients.views, group.leaves, (), clients.of(self.own), local, self.shared, point)
+        given = Given(clients.views, group.leaves, clients.of(self.own), local, self.shared, point)
 
         def take(given: Given) -> Taken:
-            return self(gradient, given, group.spec, group.batch_idx, None, draw_again)
+            return self(gradient, given, group.spec, group.batch_idx, draw_again)
 
         with torch.no_grad(), module.drawing_nothing():
             taken: Taken = clients.each(take, (dims,))(given)

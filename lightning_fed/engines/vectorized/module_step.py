@@ -113,7 +113,6 @@ class ModuleStep:
         leaves: Sequence[Tensor],
         spec: Any,
         batch_idx: int = 0,
-        times: Tensor | None = None,
     ) -> tuple[Sequence[Tensor], Tensor, dict[str, Tensor]]:
         """Return gradients, loss and logged values as a pure function of tensors, for ``vmap`` and for traces.
 
@@ -125,7 +124,6 @@ class ModuleStep:
             leaves: The tensors of the batch.
             spec: What puts the batch together.
             batch_idx: Its index in the local epoch.
-            times: What the gradients are multiplied with [], from the loss on.
         """
 
         def loss_at(*at: Tensor) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
@@ -135,7 +133,7 @@ class ModuleStep:
         pulled: Any = vjp(loss_at, *point, has_aux=True)
         loss, pull_back, (value, logged) = pulled
         with torch.no_grad():
-            grads = pull_back(torch.ones_like(loss) if times is None else times.to(loss.dtype))
+            grads = pull_back(torch.ones_like(loss))
         return grads, value, logged
 
     def own_gradient(

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_fed.compat.package import pl
 from lightning_fed.data.batches.batches import ClientBatches, TensorBatches
 
-__all__ = ["DeviceData", "RowLookup", "bytes_of_row", "is_rows", "on_device", "rows_of_one_kind"]
+__all__ = ["DeviceData", "RowLookup", "is_rows", "on_device", "rows_of_one_kind"]
 
 _AHEAD = 2**22  # bytes of several steps that are looked up at once
 _SHARE = 4  # at most one part in so many of the free memory holds data

@@ -5,12 +5,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.data.batches.batches import TensorBatches
 from lightning_fed.engines.base import Engine, RoundInputs, WorkPlan
-from lightning_fed.engines.vectorized.anchors import KeptAnchor
 from lightning_fed.engines.vectorized.batches import (
     AnyBatches,
     BatchGroup,
@@ -23,11 +20,10 @@ from lightning_fed.engines.vectorized.clients import ChunkMeans
 from lightning_fed.engines.vectorized.local_steps import LocalSteps
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.optimizer import Clipping
-from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, bytes_of_row, rows_of_one_kind
+from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, rows_of_one_kind
 
 __all__ = ["RecurringShapes", "Schedule", "batch_sizes", "staggered"]
 
-_EPOCH = 2**26  # bytes of a local epoch that are looked up at once
 _SHARE = 8  # of the steps of a round so far, one in so many has batches of a shape that recurs
 
 
@@ -81,7 +77,6 @@ class Schedule:
         turns: Sequence[Turn],
         work: ChunkWork,
         means: ChunkMeans,
-        kept: Sequence[Sequence[KeptAnchor]],
     ) -> None:
         """Take all steps of the clients of a chunk.
 
@@ -91,7 +86,6 @@ class Schedule:
             turns: Their steps.
             work: Their parameters and states.
             means: Takes their losses, and what they log.
-            kept: What is kept of the gradients at the anchor on each client's first batches, if anything is.
         """
         batches = self.batches(plans, inputs.round, self.module.reads_index)
         are_rows = isinstance(batches, RowBatches)
@@ -105,7 +99,7 @@ class Schedule:
                 self.trainer._signal_connector.check()
                 clients, of_turn = work.memory.clients(turn.clients), next(groups)
                 may_trace = are_rows or self.recurring.note(of_turn)
-                steps.run(clients, of_turn, _kept_of(kept, turn) if kept else None, may_trace)
+                steps.run(clients, of_turn, may_trace)
         self._taken = None
 
     def rows(self, plans: Sequence[WorkPlan]) -> list[TensorBatches]:
@@ -124,16 +118,6 @@ class Schedule:
         if rows := self.rows(plans):
             return RowBatches(RowLookup(self.trainer, rows, self.data), plans, stream, self.shuffle, by_index)
         return AnyBatches(self.trainer, plans, stream, self.shuffle, by_index, self.has_hooks)
-
-    def first_epoch(self, plan: WorkPlan, round: int) -> list[Tensor] | None:
-        """Return the tensors of all batches of a client's first local epoch, one after the other, if they are few."""
-        (rows,) = self.rows([plan]) or (None,)
-        if rows is None or self.device.type != "cpu" or rows.settings.batch_size != self.batch_size:
-            return None
-        if rows.size * bytes_of_row(rows) > _EPOCH:
-            return None
-        stream = generator(self.seed, Purpose.BATCHES, round, plan.participant.index)
-        return next(RowLookup(self.trainer, [rows], self.data).in_order([[(0, rows.epoch_rows(stream, self.shuffle))]]))
 
     def abandon(self) -> int | None:
         """Forget the clients at work; return the local steps they had taken, None if nobody is."""
@@ -206,12 +190,3 @@ def batch_sizes(plan: WorkPlan, full: int) -> list[int]:
         whole, rest = divmod(plan.batches.num_examples(length), full)
         sizes += [full] * whole + ([rest] if rest else [])
     return sizes
-
-
-def _kept_of(kept: Sequence[Sequence[KeptAnchor]], turn: Turn) -> KeptAnchor | None:
-    """Return what is kept of the gradients at the anchor on the batches of a step, None if any client lacks it."""
-    own = [kept[client] for client in turn.clients]
-    if not all(k < len(mine) for k, mine in zip(turn.at, own, strict=True)):
-        return None
-    parts = [mine[k] for k, mine in zip(turn.at, own, strict=True)]
-    return parts[0] if len(parts) == 1 else KeptAnchor.stacked(parts)
