@@ -121,15 +121,15 @@ ABLATIONS = {
     ),
     "in-place": Ablation(
         "traces that move the parameters: they return directions, along which the parameters are moved afterwards",
-        {f"{_VECTORIZED}.chunk_work:ChunkWork.__init__": _then("is_plain", False)},
+        {f"{_VECTORIZED}.chunk_work:ChunkWork.__init__": _then("is_bare", False)},
     ),
     "several": Ablation(
         "several small clients at once on a CPU",
         {f"{_VECTORIZED}.engine:default_chunk_size": _always(1)},
     ),
-    "staggered": Ablation(
+    "interleaved": Ablation(
         "clients that do not wait for each other: all step whenever one does",
-        {f"{_VECTORIZED}.schedule:Schedule._is_staggered": _always(False)},
+        {f"{_VECTORIZED}.schedule:Schedule._is_interleaved": _always(False)},
     ),
     "any-size": Ablation(
         "traces for any number of clients or examples: smaller batches, and steps of some clients only, run untraced",
@@ -160,7 +160,7 @@ ABLATIONS = {
     ),
     "lookups": Ablation(
         "lookups of the batches of several steps at once",
-        {f"{_VECTORIZED}.row_lookup:_AHEAD": _by(0)},
+        {f"{_VECTORIZED}.batches:_AHEAD": _by(0)},
     ),
     "recurring": Ablation(
         "traces only of shapes that recur, where batches may have any",

@@ -1,25 +1,28 @@
 """All that local work needs of a module and a trainer, inside a fit and without one."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters, trained_parameters
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.optimizer import FederatedOptimizer
-from lightning_fed.engines.personal import personal_names
-from lightning_fed.engines.sparse import densify
 from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy, split_of
 
-__all__ = ["PreparedModule"]
+__all__ = ["PreparedModule", "personal_names"]
 
 
 class PreparedModule:
@@ -65,17 +68,18 @@ class PreparedModule:
 
     def settle_gradients(self) -> None:
         """Let embeddings have dense gradients until the release, unless nothing but plain SGD reads a gradient."""
+        plan = self.optimizer.plan_of(self.algorithm)
         takes_sparse = (
             self.settings.engine == "sequential"
-            and self.optimizer.is_plain
+            and plan.is_plain
+            and not plan.injects
             and not any(self.optimizer.decay)
-            and not self.optimizer.injects(self.algorithm)
             and self.algorithm.own_solve is None
             and not self.trainer.gradient_clip_val
             and self.split.size == 1
         )
         if not takes_sparse:
-            self._undo.append(densify(self.module))
+            self._undo.append(_densify(self.module))
 
     def set_round(self, round: int, plateaus: Sequence[Mapping[str, Any]] = ()) -> None:
         """Let learning rates be those of a round, whichever round was the last; the trainer's epoch is the round too.
@@ -132,3 +136,87 @@ class PreparedModule:
         self.flat.release()
         while self._undo:
             self._undo.pop()()
+
+
+def _densify(module: nn.Module) -> Callable[[], None]:
+    """Let the embeddings of a module have dense gradients, which have the same numbers, and warn of it.
+
+    Args:
+        module: The module.
+
+    Returns:
+        A function that makes them sparse again.
+    """
+    found = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad
+    }
+    if found:
+        names = ", ".join(map(repr, found))
+        rank_zero_warn(
+            f"{names}: sparse=True has no effect in this run. Gradients are dense, with the same numbers, since the"
+            " method, the optimizer, the engine or clipping needs all of their entries. Only engine='sequential' with"
+            " a method that leaves gradients as they are, such as FedAvg, and plain SGD takes sparse gradients."
+        )
+    for layer in found.values():
+        layer.sparse = False
+
+    def undo() -> None:
+        for layer in found.values():
+            layer.sparse = True
+
+    return undo
+
+
+def personal_names(
+    settings: Settings, module: nn.Module, trained: Mapping[str, Any], buffers: Collection[str]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of the parameters, and of the buffers, that stay with each client.
+
+    Args:
+        settings: How rounds are run: patterns of the trainer, and of the method.
+        module: The module.
+        trained: Its trained parameters by name.
+        buffers: The names of its buffers.
+
+    Raises:
+        FederatedError: If a pattern fits nothing, nothing is left to be shared, or the method cannot go without a whole
+            model on the server.
+    """
+    algorithm = settings.algorithm
+    patterns = (*settings.personal, *algorithm.personal_names(module))
+    names = (*trained, *buffers)
+    found = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in patterns}
+    for pattern, fitting in found.items():
+        if not fitting:
+            close = get_close_matches(pattern, names, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(map(repr, names))}."
+            raise FederatedError(
+                f"personal={pattern!r} fits no trained parameter and no buffer of {type(module).__name__}. {hint}"
+            )
+    personal = {name for fitting in found.values() for name in fitting}
+    if personal and personal >= trained.keys():
+        raise FederatedError(
+            f"personal={list(patterns)} leaves no trained parameter of {type(module).__name__} to be shared, so there"
+            " is nothing to federate. Leave some parameters out of it."
+        )
+    if personal:
+        _check_method(algorithm)
+    return frozenset(trained.keys() & personal), frozenset(personal.intersection(buffers))
+
+
+def _check_method(algorithm: Algorithm) -> None:
+    """Refuse a method that asks for more than the shared part of a model."""
+    reasons = {
+        "gives clients no local steps to train them in": not algorithm.local_work,
+        "takes clients' gradients at the server's model": bool(algorithm.full_grad_at or algorithm.anchor_at),
+        "gives every client a whole model of its own": algorithm.init_client_at_start,
+        "watches the loss of the server's model": algorithm.population_loss,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise FederatedError(
+                f"personal parameters do not go with {algorithm!r}, which {reason}: the server has a part of the model"
+                " only. Use another method, such as FedAvg or Scaffold('ii')."
+            )

@@ -12,11 +12,11 @@ from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import ClientError
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.core.watched import Watched
-from lightning_fed.engines.autocast import check_lstm
 from lightning_fed.engines.base import Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.choice import make_engine
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.engines.processor import check_lstm
 from lightning_fed.rounds.before_work import ClientGradients, OwnSolve, prepared_for_own_solve
 from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans
 from lightning_fed.rounds.local_training import LocalTraining, stop_at

@@ -186,16 +186,13 @@ class Trace:
             results = self._once(*constants)
         return results[: self.graph.moves], results[self.graph.moves :]
 
-    def __call__(self, *arguments: Any) -> list[Tensor]:
-        """Move inputs and return the function's other results in a list; to be called without gradients.
+    def __call__(self, *arguments: Any) -> Found:
+        """Move inputs and return the function's other results; to be called without gradients.
 
         Args:
             arguments: The inputs but for the constants, what :meth:`once` returned, and the factor of the move.
         """
-        return self._call(*arguments)
-
-    def named(self, results: Sequence[Tensor]) -> Found:
-        """Return what a call returned as tensors, loss and named values."""
+        results = self._call(*arguments)
         start = len(results) - len(self._names) - 1
         return results[:start], results[start], dict(zip(self._names, results[start + 1 :], strict=True))
 

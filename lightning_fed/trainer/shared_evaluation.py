@@ -10,8 +10,8 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches.counting import count_examples, sampled_length
 from lightning_fed.data.batches.evaluation import EvaluationLoader
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.engines.autocast import lstm_errors
 from lightning_fed.engines.logged import EvaluationResults
+from lightning_fed.engines.processor import lstm_errors
 from lightning_fed.strategies.processes import Ranks, metrics_alone
 
 __all__ = ["SharedEvaluationLoop"]

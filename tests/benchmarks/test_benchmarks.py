@@ -87,8 +87,8 @@ def test_a_peer_that_is_not_installed_is_skipped_with_a_message(run, scripts, mo
         (["--system", "pfl", "--python", "pfl=/no/such/python"], "is not a program"),
         (["--system", "torch", "--rounds", "0"], "above 0"),
         (["--system", "torch", "--in-turns", "4"], "only one run"),
-        (["--system", "torch", "--without", "staggered"], "they take no --system"),
-        (["--against", ".", "--without", "staggered"], "not allowed with"),
+        (["--system", "torch", "--without", "interleaved"], "they take no --system"),
+        (["--against", ".", "--without", "interleaved"], "not allowed with"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(run, capsys, arguments, message):
@@ -443,7 +443,7 @@ def test_a_mechanism_is_patched_away(scripts, monkeypatch):
         (["--without", "stagger"], "no such mechanism(.|\n)*  staggered "),
         (["--without", "staggered+lean"], "lean: that is a mechanism of the sequential engine"),
         (
-            ["--without", "staggered", "--engine", "sequential"],
+            ["--without", "interleaved", "--engine", "sequential"],
             "a mechanism of the vectorized engine",
         ),
     ],
@@ -455,7 +455,7 @@ def test_mechanisms_are_looked_up_before_anything_runs(run, arguments, message):
 
 @pytest.mark.thorough
 def test_a_run_without_mechanisms_is_compared_with_one_that_has_them(run):
-    status, found, _ = run("--without", "staggered", "tracing+lookups")
+    status, found, _ = run("--without", "interleaved", "tracing+lookups")
     assert status == 0
     assert [line["variant"] for line in found] == ["without staggered", "without tracing+lookups"]
     assert all(line["loss_differs"] < 1e-5 and line["cpu_ratio"] > 0 for line in found)

@@ -1,6 +1,6 @@
 """Clients of a chunk as one thing, one or several at once: their tensors, and means of what they log."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -47,7 +47,7 @@ class Clients:
         self.y = y[self._at]
         self.views = self._cut(self.y)
 
-    def of(self, stacked: Sequence[Tensor]) -> list[Tensor]:
+    def of(self, stacked: Iterable[Tensor]) -> list[Tensor]:
         """Return these clients' part of tensors of the chunk's clients [S, ...]."""
         return [value[self._at] for value in stacked]
 
@@ -223,6 +223,8 @@ def stack_states(states: Sequence[State], order: Sequence[int]) -> State:
     if isinstance(states, Stacked):
         is_ordered = list(order) == list(range(len(order)))
         return {name: value if is_ordered else value[list(order)] for name, value in states.together.items()}
+    if not states[order[0]]:
+        return {}
     return {name: torch.stack([states[i][name] for i in order]) for name in states[order[0]]}
 
 

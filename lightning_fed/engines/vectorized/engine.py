@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPla
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.engines.vectorized.batches import Turn
+from lightning_fed.engines.vectorized.batches import RowLookup, StepGroup, is_rows
 from lightning_fed.engines.vectorized.changes import ChangeWatch
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.client_settings import ClientSettings
@@ -32,7 +31,6 @@ from lightning_fed.engines.vectorized.clients import (
 from lightning_fed.engines.vectorized.full_gradients import FullGradients, add_decay
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.optimizer import Clipping
-from lightning_fed.engines.vectorized.row_lookup import RowLookup, is_rows
 from lightning_fed.engines.vectorized.schedule import Schedule
 from lightning_fed.engines.vectorized.trial import Trial, check_settings, hooked_parameter
 from lightning_fed.server.participation import Participant
@@ -76,7 +74,8 @@ class VectorizedEngine(Engine):
             return  # there is nothing to do
         plan = plan if any(plan.epochs) else replace(plan, epochs=(1,))
         with self.gradients.silent():
-            ((group,),) = self.schedule.batches([plan], 0, by_index=True).in_order([Turn(range(1), [0])])
+            batches = self.schedule.batches([plan], self.schedule.rows([plan]), 0, by_index=True)
+            ((group,),) = batches.in_order([StepGroup(range(1), [0])])
             Trial(self.step).run(group)
         self.changes.remember()
 
@@ -152,18 +151,25 @@ class VectorizedEngine(Engine):
         """Train the clients of a chunk and return what they send."""
         started = time.perf_counter()
         self._row = None
-        clip = Clipping.of(self.trainer)
-        order, turns = self.schedule.turns(plans, clip)
-        plans = [plans[i] for i in order]
-        participants = [plan.participant for plan in plans]
-        with self._errors_of(plans, inputs.round):
+        clip, plan = Clipping.of(self.trainer), self.optimizer.plan_of(self.algorithm)
+        rows = self.schedule.rows(plans)
+        order, steps = self.schedule.steps(plans, rows, plan.is_bare and clip is None)
+        plans, rows = [plans[i] for i in order], [rows[i] for i in order] if rows else []
+        participants = [each.participant for each in plans]
+        what = "its local work"
+        if len(plans) > 1:
+            others = ", ".join(map(repr, [who.client_id for who in participants[1:]]))
+            what = f"the local work that it did at once with {others} (engine='sequential' would run them one by one)"
+        with self.errors_of(plans[0], inputs.round, what):
             if self._memory is None or len(self._memory.y) < len(plans):
                 self._memory = ChunkMemory(self.flat.whole_layout, len(plans), self.flat.y)
             kept_states = stack_states(clients, order)
-            work = ChunkWork(self.algorithm, self.optimizer, inputs, participants, kept_states, self._memory, clip)
+            work = ChunkWork(
+                self.algorithm, self.optimizer, plan, inputs, participants, kept_states, self._memory, clip
+            )
             means = ChunkMeans(len(plans))
             self.changes.begin_work()
-            self.schedule.run(inputs, plans, turns, work, means)
+            self.schedule.run(inputs, plans, rows, steps, work, means)
             self.changes.check_work()
             delta, send, keep = work.finish()
         self.settings.worked()
@@ -202,8 +208,8 @@ class VectorizedEngine(Engine):
         """Return what is wrong with the clients of some rows."""
         faults = {}
         for row in asked:
-            is_strange = not math.isfinite(reports[row].update_norm + reports[row].loss)
-            fault = fault_of(reports[row], means.losses_of(row), round) if is_strange else None
+            is_finite = math.isfinite(reports[row].update_norm + reports[row].loss)
+            fault = None if is_finite else fault_of(reports[row], means.losses_of(row), round)
             if fault is not None:
                 faults[row] = fault
         return faults
@@ -270,10 +276,3 @@ class VectorizedEngine(Engine):
             self._logged = dict(logged)
 
         return undo_all
-
-    def _errors_of(self, plans: Sequence[WorkPlan], round: int) -> Any:
-        if len(plans) == 1:
-            return self.errors_of(plans[0], round, "its local work")
-        others = ", ".join(repr(plan.participant.client_id) for plan in plans[1:])
-        what = f"the local work that it did at once with {others} (engine='sequential' would run them one by one)"
-        return self.errors_of(plans[0], round, what)

@@ -73,12 +73,12 @@ class FullGradients:
             trace(*(self.layout.views(own) if is_one else self.layout.stacked_views(own)), *leaves, *rest, 1.0)
             if not self._is_gradient(own if is_one else own[0], point, first, spec):
                 return False
-        _, loss, _ = trace.named(trace(*views, *leaves, *rest, factor))
+        _, loss, _ = trace(*views, *leaves, *rest, factor)
         if trace in self.module.compared and not is_new:
             return True
         trace.checked[size] = {}
         self.module.compared.add(trace)
-        expected = self.module.own_loss(self.layout.views(point), first, spec)
+        expected = self.module.own_step(self.layout.views(point), first, spec).loss
         return self.module.agrees(loss if is_one else loss[0], expected) or self.module.give_up("gives another loss")
 
     def _is_gradient(self, found: Vector, point: Vector, leaves: Sequence[Tensor], spec: Any) -> bool:

@@ -148,10 +148,6 @@ class ModuleStep:
         grads = torch.autograd.grad(loss, self.flat.params, allow_unused=True)
         return list(grads), loss.detach(), values
 
-    def own_loss(self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int = 0) -> Tensor:
-        """Return the loss [] as the module itself computes it."""
-        return self.own_step(point, leaves, spec, batch_idx).loss
-
     def own_step(self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int = 0) -> OwnStep:
         """Return loss and logged values as the module itself computes them."""
         loss, values = self._own_loss(point, leaves, spec, batch_idx)
@@ -209,7 +205,10 @@ class ModuleStep:
 
     def other_value(self, values: Mapping[str, Tensor], real: Mapping[str, Tensor]) -> str | None:
         """Return the name of a logged value [] that differs by more than rounding, None if none does."""
-        return next((name for name, value in values.items() if not self.agrees(value, real[name])), None)
+        for name, value in values.items():
+            if not self.agrees(value, real[name]):
+                return name
+        return None
 
     def give_up(self, what: str) -> Literal[False]:
         """Use no trace from here on and warn, as the module does something else than its trace; return False.
