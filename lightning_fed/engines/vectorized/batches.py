@@ -268,7 +268,7 @@ class RowLookup:
         self._starts = [0] * len(clients)  # where the rows of each begin
         if len(sources) == 1:
             self._whole = data.of(clients[0].tensors)
-        elif _bytes(t for tensors in sources.values() for t in tensors) <= _JOINED:
+        elif _bytes(*sources.values()) <= _JOINED:
             self._whole = [torch.cat(column).to(data.device) for column in zip(*sources.values(), strict=True)]
             starts, start = dict[int, int](), 0
             for key, tensors in sources.items():
@@ -311,7 +311,7 @@ def is_rows(batches: ClientBatches) -> TypeGuard[TensorBatches]:
     return isinstance(batches, TensorBatches) and batches.is_plain
 
 
-def rows_of_one_kind(clients: Sequence[ClientBatches]) -> list[TensorBatches]:
+def rows_of_one_kind(clients: Iterable[ClientBatches]) -> list[TensorBatches]:
     """Return the clients' batches if all index tensors of equal number, dtype, shape and device; otherwise []."""
     rows, seen, found = list[TensorBatches](), set[int](), set[Any]()
     for batches in clients:
@@ -324,10 +324,11 @@ def rows_of_one_kind(clients: Sequence[ClientBatches]) -> list[TensorBatches]:
     return rows if len(found) == 1 else []
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def _bytes(*sources: Iterable[Tensor]) -> int:
     total = 0
-    for t in tensors:
-        total += t.numel() * t.element_size()
+    for tensors in sources:
+        for t in tensors:
+            total += t.numel() * t.element_size()
     return total
 
 

@@ -98,7 +98,7 @@ def marks(module: nn.Module, algorithm: Algorithm | None = None) -> Marks:
             if type(value) in _PLAIN:
                 found[name, key] = value
             else:
-                found[name, key] = len(value) if key in INTERNAL else mark(value, held)
+                found[name, key] = len(value) if key in INTERNAL else _described(value, [_MOST], held, _DEPTH)
     return found
 
 

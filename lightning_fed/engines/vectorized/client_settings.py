@@ -132,7 +132,7 @@ class ClientSettings:
 
     def worked(self) -> None:
         """Take note of settings after the clients of a chunk have been trained."""
-        if self.is_needed and hears(self.trainer, "on_client_end"):
+        if hears(self.trainer, "on_client_end"):
             self._after = self._now(with_data=True)
 
     def client_ended(self, client_id: ClientId) -> None:

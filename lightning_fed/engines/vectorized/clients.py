@@ -154,8 +154,10 @@ class ChunkMeans:
         """Return each client's mean loss, and its means of what it logged."""
         read: dict[tuple[int, ...], list[float]] = {}  # a loss that is logged too is the same tensor
         totals, weights = self._sum(self._losses, read)
-        loss = [total / weight if weight else float("nan") for total, weight in zip(totals, weights, strict=True)]
-        logged: list[dict[str, float]] = [{} for _ in loss]
+        loss, logged = list[float](), list[dict[str, float]]()
+        for total, weight in zip(totals, weights, strict=True):
+            loss.append(total / weight if weight else float("nan"))
+            logged.append({})
         for name, entries in self._logged.items():
             self._sums[name] = self._sum(entries, read)
             for own, total, weight in zip(logged, *self._sums[name], strict=True):
@@ -218,13 +220,13 @@ def _each_tensor(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 def stack_states(states: Sequence[State], order: Sequence[int]) -> State:
     """Return states stacked [S, ...] in another order."""
+    if not isinstance(states, Stacked) and not states[order[0]]:
+        return {}
     if len(states) == 1:
         return {name: value[None] for name, value in states[0].items()}  # a view, as nothing changes it in place
     if isinstance(states, Stacked):
         is_ordered = list(order) == list(range(len(order)))
         return {name: value if is_ordered else value[list(order)] for name, value in states.together.items()}
-    if not states[order[0]]:
-        return {}
     return {name: torch.stack([states[i][name] for i in order]) for name in states[order[0]]}
 
 

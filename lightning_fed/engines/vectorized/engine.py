@@ -172,7 +172,8 @@ class VectorizedEngine(Engine):
             self.schedule.run(inputs, plans, rows, steps, work, means)
             self.changes.check_work()
             delta, send, keep = work.finish()
-        self.settings.worked()
+        if self.settings.is_needed:
+            self.settings.worked()
         seconds = (time.perf_counter() - started) / len(plans)
         reports = self._reports(participants, means, delta, seconds)
         asked = sorted(range(len(plans)), key=order.__getitem__)

@@ -261,7 +261,7 @@ class LocalSteps:
         if trace in module.compared and not is_new:
             bound.sizes = trace.checked[kind]
             return self._call(bound, clients, group)
-        point = clients.views if clients.is_one else [view[0] for view in clients.views]
+        point = clients.views if clients.is_one else self.work.layout.views(clients.y[0])
         with module.drawing_nothing():
             expected = module.own_step(point, group.first, group.spec, group.batch_idx)
         before = clients.y.clone()

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
@@ -70,7 +71,7 @@ class Schedule:
         may_trace = module.traces.allowed and not module.reads_index and not module.is_random
         if len(rows) < 2 or self.device.type != "cpu" or not may_trace:
             return False
-        return {own.settings.batch_size for own in rows} == {self.batch_size}
+        return all(own.settings.batch_size == self.batch_size for own in rows)
 
     def run(
         self,
@@ -108,7 +109,7 @@ class Schedule:
 
     def rows(self, plans: Sequence[WorkPlan]) -> list[TensorBatches]:
         """Return the clients' batches if all are rows of tensors of one kind, for which no loader is needed."""
-        return [] if self.has_hooks else rows_of_one_kind([plan.batches for plan in plans])
+        return [] if self.has_hooks else rows_of_one_kind(map(attrgetter("batches"), plans))
 
     def batches(
         self, plans: Sequence[WorkPlan], rows: Sequence[TensorBatches], round: int, by_index: bool
