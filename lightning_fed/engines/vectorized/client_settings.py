@@ -223,7 +223,8 @@ class HeldSettings:
         methods = [part for _, part in _methods(prepared)]
         self._objects = Snapshot([*(part for _, part in parts), *methods, *callbacks])
         self._groups = Snapshot([])
-        self._groups.hold(prepared.optimizer.param_groups)
+        for group in prepared.optimizer.param_groups:  # each by itself, however many parameters there are
+            self._groups.hold(group)
         datamodule = trainer.datamodule
         self._data = {} if datamodule is None else dict(vars(datamodule))  # what it has made may stay
         self._of_trainer = {name: getattr(trainer, name) for name in _TRAINER}
