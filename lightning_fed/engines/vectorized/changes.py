@@ -148,7 +148,8 @@ def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         prefix, root = waiting.pop(0)
         for name, part in root.named_modules(memo=seen, prefix=prefix):
             yield name, part
-            for key, value in vars(part).items() if _is_own(type(part)) else ():
+            cls: Any = type(part)
+            for key, value in vars(part).items() if _is_own(cls) else ():
                 if type(value) in _PLAIN or key in INTERNAL or key in PASSING:
                     continue
                 number = 0

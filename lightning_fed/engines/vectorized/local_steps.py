@@ -308,8 +308,8 @@ class LocalSteps:
             return "gives another loss"
         if values.keys() != expected.values.keys():
             return f"logs other names ({', '.join(map(repr, expected.values))})"
-        for name, size in expected.sizes.items() if sizes is not None else ():
-            if size != sizes[name]:
+        for name, size in expected.sizes.items():
+            if sizes is not None and size != sizes[name]:
                 return f"gives another batch_size of self.log({name!r}, ...)"
         return None
 
