@@ -121,27 +121,19 @@ ABLATIONS = {
     ),
     "in-place": Ablation(
         "traces that move the parameters: they return directions, along which the parameters are moved afterwards",
-        {f"{_VECTORIZED}.chunk_work:ChunkWork.__init__": _then("is_plain", False)},
+        {f"{_VECTORIZED}.chunk_work:ChunkWork.__init__": _then("is_bare", False)},
     ),
     "several": Ablation(
         "several small clients at once on a CPU",
         {f"{_VECTORIZED}.engine:default_chunk_size": _always(1)},
     ),
-    "staggered": Ablation(
+    "interleaved": Ablation(
         "clients that do not wait for each other: all step whenever one does",
-        {f"{_VECTORIZED}.schedule:Schedule._is_staggered": _always(False)},
+        {f"{_VECTORIZED}.schedule:Schedule._is_interleaved": _always(False)},
     ),
     "any-size": Ablation(
         "traces for any number of clients or examples: smaller batches, and steps of some clients only, run untraced",
         {"tracing.traces:generalize": _always(False)},
-    ),
-    "anchors": Ablation(
-        "gradients at the anchor kept from the full pass to the local steps",
-        {f"{_VECTORIZED}.engine:VectorizedEngine._may_keep_anchors": _always(False)},
-    ),
-    "anchor-spans": Ablation(
-        "many batches at once in the full pass that keeps them",
-        {f"{_VECTORIZED}.anchors:has_rows": _always(False)},
     ),
     "full-traces": Ablation(
         "traced full gradients, of one client and of several at once",
@@ -153,10 +145,6 @@ ABLATIONS = {
     "simplify": Ablation(
         "passes that simplify graphs",
         {"tracing.traces:simplify": _always(None)},
-    ),
-    "bindings": Ablation(
-        "PyTorch's Python bindings instead of operators in graphs",
-        {"tracing.traces:use_bindings": _always(None)},
     ),
     "products": Ablation(
         "products of matrices that are added to parameters without being formed",
@@ -172,7 +160,7 @@ ABLATIONS = {
     ),
     "lookups": Ablation(
         "lookups of the batches of several steps at once",
-        {f"{_VECTORIZED}.row_lookup:_AHEAD": _by(0)},
+        {f"{_VECTORIZED}.batches:_AHEAD": _by(0)},
     ),
     "recurring": Ablation(
         "traces only of shapes that recur, where batches may have any",

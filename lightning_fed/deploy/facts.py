@@ -11,7 +11,7 @@ from lightning_fed._version import __version__
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.gradients import buffer_owners
-from lightning_fed.engines.personal import personal_names
+from lightning_fed.engines.prepared import personal_names
 from lightning_fed.settings.settings import Settings
 
 __all__ = ["check_facts", "facts_of"]

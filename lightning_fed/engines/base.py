@@ -229,13 +229,9 @@ class Engine(ABC):
         with self.errors_of(plan, inputs.round, "its full-batch gradient"):
             for name in self.algorithm.full_grad_at:
                 self.trainer._signal_connector.check()
-                grads[name] = self._full_gradient(inputs, plan, name)
+                point = inputs.x if name == "x" else inputs.server[name]
+                grads[name] = self.gradient_at(point, plan.batches, inputs.round, plan.participant.index)
         return grads
-
-    def _full_gradient(self, inputs: RoundInputs, plan: WorkPlan, name: str) -> Vector:
-        """Return a client's full-batch gradient [P] at the point of a name."""
-        point = inputs.x if name == "x" else inputs.server[name]
-        return self.gradient_at(point, plan.batches, inputs.round, plan.participant.index)
 
     def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
         """Return a client's full-batch gradient [P] at a point [P]; random layers draw from a stream of its own."""

@@ -10,7 +10,7 @@ from lightning_fed.compat.private import is_overridden
 __all__ = [
     "CALLBACK_STEP_HOOKS",
     "STEP_HOOKS",
-    "TRANSFER_HOOKS",
+    "has_transfer_hooks",
     "overridden_hooks",
     "time_by_rounds",
     "uses_batch_hook",
@@ -31,9 +31,7 @@ STEP_HOOKS = (
 CALLBACK_STEP_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 """The callbacks' hooks between batch and step."""
 
-TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-"""The hooks that a batch goes through."""
-
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 _IDLE: Mapping[type[pl.Callback], Callable[[Any], bool]] = {
@@ -42,6 +40,14 @@ _IDLE: Mapping[type[pl.Callback], Callable[[Any], bool]] = {
     pl.callbacks.Timer: lambda c: c._interval == pl.callbacks.timer.Interval.epoch,
 }
 """Callbacks of Lightning's whose hooks of single batches do nothing, and when."""
+
+
+def has_transfer_hooks(trainer: pl.Trainer) -> bool:
+    """Whether the module or the data module overrides a hook that batches go through on their way to the device."""
+    owners = (trainer.lightning_module, pl.LightningModule), (trainer.datamodule, pl.LightningDataModule)
+    return any(
+        is_overridden(hook, owner, base) for hook in _TRANSFER_HOOKS for owner, base in owners if owner is not None
+    )
 
 
 def overridden_hooks(trainer: pl.Trainer) -> list[str]:

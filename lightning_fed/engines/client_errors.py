@@ -4,6 +4,7 @@ import logging
 import math
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -73,24 +74,27 @@ def fault_of(report: ClientReport, losses: Sequence[float], round: int) -> Clien
     )
 
 
+@dataclass(frozen=True, slots=True)
 class NamesClient:
-    """Put the client, the round and the local step in front of whatever goes wrong inside.
+    """Put the client, the round and the local step in front of the error if anything goes wrong inside.
 
-    Args:
-        client_id: The client at work.
+    Attributes:
+        client_id: The client.
         round: The round.
-        what: What it is at.
-        steps: Returns the local steps that it has taken, None if it is not at these; asked once, at the end.
+        what: The work inside, as the message names it.
+        steps: Returns the local steps that the client has taken, None before the first; called after an error.
     """
 
-    def __init__(self, client_id: ClientId, round: int, what: str, steps: Callable[[], int | None]) -> None:
-        self.client_id, self.round, self.what, self.steps = client_id, round, what, steps
+    client_id: ClientId
+    round: int
+    what: str
+    steps: Callable[[], int | None]
 
     def __enter__(self) -> None:
         """Start watching."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Raise what went wrong anew, with the names in front.
+        """Raise an error from the one inside, with the names in front.
 
         Raises:
             ClientError: From the error, unless that asks the run to stop.

@@ -1,7 +1,9 @@
 """The wrapper that puts a method's correction between backward and the user's optimizer step."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,31 +16,54 @@ from lightning_fed.core.rounds import Step
 from lightning_fed.core.torch_optimizers import coupled_decay, is_plain_sgd, without_coupled_decay
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["FederatedOptimizer", "LocalWork", "solver_entries"]
+__all__ = ["FederatedOptimizer", "LocalWork", "StepPlan", "solver_entries"]
 
 
+class StepPlan(NamedTuple):
+    """How a method and the wrapped optimizer, as it is set now, make local steps.
+
+    Attributes:
+        rates: The learning rate of every parameter, personal ones last.
+        is_plain: Whether the wrapped optimizer is SGD without momentum.
+        is_straight: Whether y - x equals the sum of -lr * direction over the steps, as for plain SGD.
+        tracks: Whether the method reads that sum, and it has to be added up step by step.
+        injects: Whether gradients are modified before the wrapped optimizer steps.
+        is_bare: Whether a step is one rate times a direction, and leaves nothing behind but parameters.
+    """
+
+    rates: list[float]
+    is_plain: bool
+    is_straight: bool
+    tracks: bool
+    injects: bool
+    is_bare: bool
+
+
+@dataclass(slots=True)
 class LocalWork:
     """One client's round as the optimizer sees it: what the hooks may read, and what was done so far.
 
-    Args:
-        algorithm: The method.
-        steps: What ``correct`` may read, one :class:`Step` per parameter; needed only where something is injected.
-        solver: Optimizer statistics to load before every step, per parameter, if the method keeps them.
-
     Attributes:
-        whole: What ``second_gradient_at`` may read, as whole vectors; needed only where a method has that hook.
-        second_gradient: From a point [P] to the gradient [P] there on the batch at work, if a method asks for it.
+        algorithm: The method.
+        steps: What ``correct`` may read, one :class:`Step` per parameter; needed only if gradients are modified.
+        solver: Optimizer statistics to load before every step, per parameter, if the method keeps them.
+        whole: What ``second_gradient_at`` may read, as whole vectors; needed only if a method has that hook.
+        second_gradient: From a point [P] to the gradient [P] there on the current batch, if a method asks for it.
+        num_steps: The steps taken.
+        lr_sum: The sum of their learning rates, per coordinate [P] if groups differ; known at the end.
+        path: The sum of lr_k v_k, if it is not simply x - y.
+        still: The sum of v_k over steps at rate zero.
     """
 
-    def __init__(self, algorithm: Algorithm, steps: list[Step], solver: list[dict[str, Tensor]] | None = None) -> None:
-        self.algorithm = algorithm
-        self.steps = steps
-        self.solver = solver
-        self.whole: Step | None = None
-        self.second_gradient: Callable[[Vector], Vector] | None = None
-        self.num_steps = 0
-        self.path: Vector | None = None  # sum of lr_k v_k, when it is not simply x - y
-        self.still: Vector | None = None  # sum of v_k over steps at rate zero
+    algorithm: Algorithm
+    steps: list[Step]
+    solver: list[dict[str, Tensor]] | None = None
+    whole: Step | None = None
+    second_gradient: Callable[[Vector], Vector] | None = None
+    num_steps: int = 0
+    lr_sum: float | Vector = 0.0
+    path: Vector | None = None
+    still: Vector | None = None
 
 
 class FederatedOptimizer(Optimizer):
@@ -61,7 +86,9 @@ class FederatedOptimizer(Optimizer):
         flat: The parameters that it trains, as one vector.
 
     Attributes:
-        is_injecting: Whether the gradients of the client at work are changed before the wrapped optimizer steps.
+        work: The work of the current client.
+        plan: How its local steps are made.
+        clip: Clips the corrected gradients, if that is wanted.
     """
 
     def __init__(self, base: Optimizer, flat: FlatParameters) -> None:
@@ -70,9 +97,9 @@ class FederatedOptimizer(Optimizer):
         self._base = base
         self.flat = flat
         self.work: LocalWork | None = None
-        self.is_injecting = False
-        self._groups = _groups_of(base, flat)
-        self.clip: Callable[[], None] | None = None  # clips the corrected gradients, where that is wanted
+        index = {id(p): i for i, group in enumerate(base.param_groups) for p in group["params"]}
+        self._groups = [index[id(p)] for p in flat.params]
+        self.clip: Callable[[], None] | None = None
         self.__class__ = type(type(base).__name__, (type(self),), {})
 
     @property
@@ -143,11 +170,6 @@ class FederatedOptimizer(Optimizer):
         return self.base.register_step_post_hook(hook)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the wrapped optimizer is SGD without momentum, as it is set now."""
-        return is_plain_sgd(self.base)
-
-    @property
     def decay(self) -> list[float]:
         """The coupled weight decay of every parameter: part of the client's loss, hence of every gradient of it."""
         return [coupled_decay(self.base, self.base.param_groups[g]) for g in self._groups]
@@ -157,6 +179,18 @@ class FederatedOptimizer(Optimizer):
         """The learning rate of every parameter, personal ones last."""
         return [float(self.base.param_groups[g]["lr"]) for g in self._groups]
 
+    def plan_of(self, algorithm: Algorithm) -> StepPlan:
+        """Return how local steps are made under a method, with the wrapped optimizer as it is set now."""
+        rates, is_plain, reads_path = self.rates, is_plain_sgd(self.base), algorithm.reads_path_gradient
+        is_straight = is_plain and not algorithm.overrides("start")
+        tracks = reads_path and not is_straight
+        stands_still = reads_path and 0 in rates[: self.flat.num_shared]  # the path is a plain mean there
+        advances = algorithm.overrides("advance")
+        corrects = advances or algorithm.overrides("correct") or algorithm.trains != "all"
+        injects = corrects or self.clip is not None or tracks or stands_still
+        is_bare = is_plain and rates.count(rates[0]) == len(rates) and not (tracks or stands_still or advances)
+        return StepPlan(rates, is_plain, is_straight, tracks, injects, is_bare)
+
     def begin(self, work: LocalWork, kept: State | None = None) -> None:
         """Start a client's local work.
 
@@ -164,38 +198,20 @@ class FederatedOptimizer(Optimizer):
             work: What the hooks may read.
             kept: The optimizer's state from the client's last round, by ``solver.<parameter>.<name>``; fresh if None.
         """
-        self._load_solver(solver_entries(kept or {}, len(self.flat.params)))
-        self.work = work
+        if kept:
+            self._load_solver(solver_entries(kept, len(self.flat.params)))
+        else:
+            self.base.state.clear()
+        self.work, self.plan = work, self.plan_of(work.algorithm)
         self._lr_sums = [0.0] * len(self.base.param_groups)
         self._advances = work.algorithm.overrides("advance")
-        self._is_straight = self.goes_straight(work.algorithm)
-        self._tracks = work.algorithm.reads_path_gradient and not self._is_straight
-        self.is_injecting = self.injects(work.algorithm)
-        self._decay = self.decay if self.is_injecting else []
-
-    def tracks(self, algorithm: Algorithm) -> bool:
-        """Whether that direction has to be added up step by step."""
-        return algorithm.reads_path_gradient and not self.goes_straight(algorithm)
-
-    def goes_straight(self, algorithm: Algorithm) -> bool:
-        """Whether all that a client's parameters are away from x is a sum of rates times directions."""
-        return self.is_plain and not algorithm.overrides("start")
-
-    def injects(self, algorithm: Algorithm) -> bool:
-        """Whether anything happens to a gradient before the wrapped optimizer steps."""
-        return (
-            algorithm.overrides("correct")
-            or algorithm.overrides("advance")
-            or algorithm.trains != "all"
-            or self.clip is not None
-            or self.tracks(algorithm)
-            or (algorithm.reads_path_gradient and 0 in self.rates[: self.flat.num_shared])  # the path is a mean there
-        )
+        self._decay = self.decay if self.plan.injects else []
 
     def end(self) -> LocalWork:
         """End a client's local work; the optimizer's own state is dropped."""
         assert self.work is not None
         work, self.work = self.work, None
+        work.lr_sum = self._lr_sum()
         self.base.state.clear()
         return work
 
@@ -213,19 +229,26 @@ class FederatedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.work is None:
+        work, base = self.work, self._base
+        if work is None or base is None:
             raise FederatedError("The federated optimizer was stepped outside a client's local work.")
-        if all(p.grad is None for p in self.flat.params):
+        for p in self.flat.params:
+            if p.grad is not None:
+                break
+        else:
             return loss
-        if self.is_injecting:
-            self._inject(self.work)
+        if self.plan.injects:
+            self._inject(work)
             if self.clip is not None:
                 self.clip()
-            if self._tracks or any(group["lr"] == 0 for group in self.base.param_groups):
-                self._track(self.work)
-        self._step_base(self.work)
-        self.work.num_steps += 1
-        for i, group in enumerate(self.base.param_groups):
+            if self.plan.tracks or any(group["lr"] == 0 for group in base.param_groups):
+                self._track(work)
+        if self.plan.injects or work.solver is not None:
+            self._step_base(base, work)
+        else:
+            base.step()
+        work.num_steps += 1
+        for i, group in enumerate(base.param_groups):
             self._lr_sums[i] += float(group["lr"])
         return loss
 
@@ -280,19 +303,16 @@ class FederatedOptimizer(Optimizer):
                 continue
             if rate == 0:
                 still.add_(p.grad)
-            elif self._tracks:
+            elif self.plan.tracks:
                 path.add_(p.grad, alpha=rate)
 
-    def _step_base(self, work: LocalWork) -> None:
+    def _step_base(self, base: Optimizer, work: LocalWork) -> None:
         if work.solver is not None:
             self._load_solver(work.solver)
-        if self.is_injecting:
-            with without_coupled_decay(self.base):
-                self.base.step()
-        else:
-            self.base.step()
+        with without_coupled_decay(base) if self.plan.injects else nullcontext():
+            base.step()
         if work.solver is not None:
-            self.base.state.clear()
+            base.state.clear()
 
     def _load_solver(self, solver: list[dict[str, Tensor]]) -> None:
         self.base.state.clear()
@@ -338,9 +358,8 @@ class FederatedOptimizer(Optimizer):
             for p, grad in zip(flat.params, grads, strict=True):
                 p.grad = grad
 
-    @property
-    def lr_sum(self) -> float | Vector:
-        """The sum of the learning rates of the steps so far; per coordinate [P] where groups differ."""
+    def _lr_sum(self) -> float | Vector:
+        """Return the sum of the learning rates of the steps so far; per coordinate [P] if groups differ."""
         return self.spread([self._lr_sums[g] for g in self._groups])
 
     def spread(self, of_parameters: Sequence[float]) -> float | Vector:
@@ -352,21 +371,17 @@ class FederatedOptimizer(Optimizer):
         parts = [torch.full((n,), value, dtype=self.flat.y.dtype) for n, value in sizes]
         return torch.cat(parts).to(self.flat.y.device)
 
-    def path_follows(self, lr_sum: float | Vector) -> bool:
-        """Whether :meth:`path_gradient` is the change of the parameters divided by the sum of the rates, one number."""
-        return self._is_straight and isinstance(lr_sum, float) and lr_sum != 0
-
     def path_gradient(self, work: LocalWork, x: Vector) -> Vector:
         """The mean corrected direction along the path, weighted by the rates; the plain mean where all were zero."""
-        if not self._tracks and not self._is_straight:
+        if not self.plan.tracks and not self.plan.is_straight:
             raise FederatedError(
                 f"{type(work.algorithm).__name__} reads run.path_gradient, but declares uses_path_gradient=False: set"
                 " it to True."
             )
         if work.num_steps == 0:
             return torch.zeros_like(x)
-        moved = work.path if self._tracks and work.path is not None else x - self.flat.y
-        lr_sum = self.lr_sum
+        moved = work.path if self.plan.tracks and work.path is not None else x - self.flat.y
+        lr_sum = self._lr_sum()
         if isinstance(lr_sum, float) and lr_sum != 0:
             return moved / lr_sum
         rates = torch.as_tensor(lr_sum, dtype=x.dtype, device=x.device)
@@ -389,8 +404,3 @@ def solver_entries(state: State, num_params: int) -> list[dict[str, Tensor]]:
             _, i, name = key.split(".", 2)
             entries[int(i)][name] = value
     return entries
-
-
-def _groups_of(base: Optimizer, flat: FlatParameters) -> list[int]:
-    index = {id(p): i for i, group in enumerate(base.param_groups) for p in group["params"]}
-    return [index[id(p)] for p in flat.params]

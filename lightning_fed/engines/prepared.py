@@ -1,25 +1,29 @@
 """All that local work needs of a module and a trainer, inside a fit and without one."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+from torch import nn
+
+from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters, trained_parameters
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.optimizer import FederatedOptimizer
-from lightning_fed.engines.personal import personal_names
-from lightning_fed.engines.sparse import make_dense, sparse_embeddings
 from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings.method_checks import check_method
 from lightning_fed.settings.module_checks import check_buffers, check_optimization
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy, split_of
 
-__all__ = ["PreparedModule"]
+__all__ = ["PreparedModule", "personal_names"]
 
 
 class PreparedModule:
@@ -68,17 +72,17 @@ class PreparedModule:
         self.keeps_solver = settings.keeps_solver
         self.round = 0
         self._at_start: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
-        self._sparse = sparse_embeddings(self.module)
-        if self._sparse and (  # something other than plain SGD reads gradients
-            settings.engine != "sequential"
-            or not self.optimizer.is_plain
-            or any(self.optimizer.decay)
-            or self.optimizer.injects(self.algorithm)
-            or self.algorithm.own_solve is not None
-            or trainer.gradient_clip_val
-            or self.split.size > 1
-        ):
-            make_dense(self._sparse)
+        plan = self.optimizer.plan_of(settings.algorithm)
+        takes_sparse = (  # nothing but plain SGD reads gradients
+            settings.engine == "sequential"
+            and plan.is_plain
+            and not plan.injects
+            and not any(self.optimizer.decay)
+            and self.algorithm.own_solve is None
+            and not trainer.gradient_clip_val
+            and self.split.size == 1
+        )
+        self._made_dense = [] if takes_sparse else _make_dense(self.module)
 
     def set_round(self, round: int, plateaus: Sequence[Mapping[str, Any]] = ()) -> None:
         """Let learning rates be those of a round, whichever round was the last; the trainer's epoch is the round too.
@@ -133,5 +137,77 @@ class PreparedModule:
     def release(self) -> None:
         """Give the module's parameters storage of their own, and its embeddings the gradients that they had."""
         self.flat.release()
-        for layer in self._sparse.values():
+        for layer in self._made_dense:
             layer.sparse = True
+
+
+def _make_dense(module: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
+    """Give sparse embeddings dense gradients, which have the same numbers; warn of it, and return the layers."""
+    found = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad
+    }
+    if found:
+        rank_zero_warn(
+            f"{', '.join(map(repr, found))}: sparse=True has no effect in this run. Gradients are dense, with the same"
+            " numbers, since the method, the optimizer, the engine or clipping needs all of their entries. Only"
+            " engine='sequential' with a method that leaves gradients as they are, such as FedAvg, and plain SGD takes"
+            " sparse gradients."
+        )
+    for layer in found.values():
+        layer.sparse = False
+    return list(found.values())
+
+
+def personal_names(
+    settings: Settings, module: nn.Module, trained: Mapping[str, Any], buffers: Collection[str]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of the parameters, and of the buffers, that stay with each client.
+
+    Args:
+        settings: How rounds are run: patterns of the trainer, and of the method.
+        module: The module.
+        trained: Its trained parameters by name.
+        buffers: The names of its buffers.
+
+    Raises:
+        FederatedError: If a pattern fits nothing, nothing is left to be shared, or the method cannot go without a whole
+            model on the server.
+    """
+    algorithm = settings.algorithm
+    patterns = (*settings.personal, *algorithm.personal_names(module))
+    names = (*trained, *buffers)
+    found = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in patterns}
+    for pattern, fitting in found.items():
+        if not fitting:
+            close = get_close_matches(pattern, names, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(map(repr, names))}."
+            raise FederatedError(
+                f"personal={pattern!r} fits no trained parameter and no buffer of {type(module).__name__}. {hint}"
+            )
+    personal = {name for fitting in found.values() for name in fitting}
+    if personal and personal >= trained.keys():
+        raise FederatedError(
+            f"personal={list(patterns)} leaves no trained parameter of {type(module).__name__} to be shared, so there"
+            " is nothing to federate. Leave some parameters out of it."
+        )
+    if personal:
+        _check_method(algorithm)
+    return frozenset(trained.keys() & personal), frozenset(personal.intersection(buffers))
+
+
+def _check_method(algorithm: Algorithm) -> None:
+    """Refuse a method that asks for more than the shared part of a model."""
+    reasons = {
+        "gives clients no local steps to train them in": not algorithm.local_work,
+        "takes clients' gradients at the server's model": bool(algorithm.full_grad_at or algorithm.anchor_at),
+        "gives every client a whole model of its own": algorithm.init_client_at_start,
+        "watches the loss of the server's model": algorithm.population_loss,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise FederatedError(
+                f"personal parameters do not go with {algorithm!r}, which {reason}: the server has a part of the model"
+                " only. Use another method, such as FedAvg or Scaffold('ii')."
+            )

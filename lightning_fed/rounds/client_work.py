@@ -13,11 +13,11 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.core.watched import Watched
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.engines.autocast import check_lstm
 from lightning_fed.engines.base import Engine, OnlySequentialError, RoundInputs, WorkPlan
 from lightning_fed.engines.choice import make_engine, make_sequential, reason_in
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.engines.processor import check_lstm
 from lightning_fed.engines.vectorized.client_settings import HeldSettings, hears_clients
 from lightning_fed.rounds.before_work import ClientGradients, OwnSolve, prepared_for_own_solve
 from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans

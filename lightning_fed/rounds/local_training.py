@@ -12,7 +12,7 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
-from lightning_fed.engines.denormals import denormals_as_zero
+from lightning_fed.engines.processor import denormals_as_zero
 from lightning_fed.engines.vectorized.changes import changed, marks
 from lightning_fed.rounds.before_work import ClientGradients, OwnSolve
 from lightning_fed.rounds.local_plans import num_examples

@@ -6,40 +6,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from lightning_fed.tracing.gradient_parts import Parts
 from lightning_fed.tracing.passes import erase_unused, root, shape_of, writes
 
-__all__ = ["SplitGraph", "split_graph", "use_bindings"]
+__all__ = ["SplitGraph", "split_graph"]
 
 _aten = torch.ops.aten
 _Term: TypeAlias = tuple[float, fx.Node]  # a factor, and what is multiplied with it
-
-_WITH_BINDINGS = """
-    t.default transpose.int unsqueeze.default squeeze.dims view.default gather.default scatter.value where.self
-    ne.Scalar neg.default mm.default bmm.default addmm.default relu.default sum.dim_IntList full.default
-    _log_softmax.default _log_softmax_backward_data.default add.Tensor sub.Tensor mul.Tensor div.Tensor
-    add_.Tensor mul_.Tensor addmm_.default baddbmm_.default
-"""
-"""Operators whose Python binding takes the same arguments."""
-
-
-def _binding(name: str) -> tuple[Any, Any]:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(_aten, packet), overload), getattr(torch, packet, None) or getattr(Tensor, packet)
-
-
-_BINDINGS = dict(map(_binding, _WITH_BINDINGS.split()))
-
-
-def use_bindings(graph: fx.Graph) -> None:
-    """Call operators through PyTorch's Python bindings where they have one: half a microsecond less a call.
-
-    Measured: 6 % of a round of W1, whose steps take 30 calls of 300 microseconds.
-    """
-    for node in graph.nodes:
-        node.target = _BINDINGS.get(node.target, node.target) if node.op == "call_function" else node.target
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +28,6 @@ class SplitGraph:
             have moved along their directions, but for the constant parts.
         moves: How many inputs are moved.
         names: The names of the values that are its last results.
-        parts: What it leaves to be done later, if anything.
     """
 
     owner: fx.GraphModule
@@ -62,16 +35,9 @@ class SplitGraph:
     call: fx.Graph
     moves: int
     names: tuple[str, ...]
-    parts: Parts | None = None
 
 
-def split_graph(
-    module: fx.GraphModule,
-    moves: int,
-    constants: int,
-    names: tuple[str, ...] = (),
-    parts: Parts | None = None,
-) -> SplitGraph | None:
+def split_graph(module: fx.GraphModule, moves: int, constants: int, names: tuple[str, ...] = ()) -> SplitGraph | None:
     """Let a graph move its first inputs along its first results, instead of returning these.
 
     A direction is taken apart into its terms, as far as it is a sum. What depends on constants alone is left to a graph
@@ -86,7 +52,6 @@ def split_graph(
         moves: The number of inputs to be moved.
         constants: The number of its last inputs that stay as they are from call to call.
         names: The names of the values that are its last results.
-        parts: What it leaves to be done later.
 
     Returns:
         None if the graph writes to something that depends on constants alone.
@@ -112,7 +77,7 @@ def split_graph(
     erase_unused(graph)
     for node in last:
         graph.erase_node(node)
-    return SplitGraph(module, once, graph, moves, names, parts)
+    return SplitGraph(module, once, graph, moves, names)
 
 
 def _stood_in_for(graph: fx.Graph, fixed: dict[fx.Node, None], factor: fx.Node) -> list[fx.Node]:

@@ -6,8 +6,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from lightning_fed.tracing.gradient_parts import Parts
-from lightning_fed.tracing.in_place import SplitGraph, split_graph, use_bindings
+from lightning_fed.tracing.in_place import SplitGraph, split_graph
 from lightning_fed.tracing.passes import generalize, simplify
 
 try:
@@ -25,8 +24,6 @@ _MOST = 512  # traces, of some 300 kB each
 
 Found: TypeAlias = tuple[Sequence[Tensor], Tensor, dict[str, Tensor]]
 """What a traced function returns: tensors, a loss, and named values."""
-
-_Keep: TypeAlias = Callable[[fx.GraphModule], Parts | None]
 
 
 class Traces:
@@ -84,7 +81,6 @@ class Traces:
         moves: int,
         constants: int,
         notes: dict[str, set[str]] | None = None,
-        keep: _Keep | None = None,
     ) -> "Trace | None":
         """Return the trace of a function.
 
@@ -96,8 +92,6 @@ class Traces:
             moves: How many of its first inputs are moved along as many first results, in place.
             constants: How many of its last inputs stay as they are from call to call.
             notes: What the function notes while it is traced; a copy stays with the trace.
-            keep: Lets a graph leave something to be done later, so that it moves fewer inputs; None if there can be no
-                trace.
 
         Returns:
             None if there can be none.
@@ -107,7 +101,7 @@ class Traces:
                 return None
             if len(self) >= _MOST:  # shapes of batches may go on changing
                 self.drop()
-            graph = self._made(function, inputs, sizes, moves, constants, keep)
+            graph = self._made(function, inputs, sizes, moves, constants)
             if not self.allowed:  # the function has forbidden it
                 return None
             own_notes = {name: set(read) for name, read in (notes or {}).items()}
@@ -121,20 +115,16 @@ class Traces:
         sizes: Sequence[int],
         moves: int,
         constants: int,
-        keep: _Keep | None,
     ) -> SplitGraph | None:
         """Return the graph of a function, made with some sizes to take any if there are several."""
         graphs: list[SplitGraph] = []
         for size in sizes:
-            graph = self._split(function, inputs(size), moves, constants, keep, may_fail=len(sizes) > 1)
+            graph = self._split(function, inputs(size), moves, constants, may_fail=len(sizes) > 1)
             if graph is None:
                 return None
             graphs.append(graph)
         first, *others = graphs
-        parts = [graph.parts for graph in others if graph.parts is not None]
-        if first.parts is not None and parts and not first.parts.generalize(parts):
-            return None
-        if len({(graph.moves, graph.names) for graph in graphs}) > 1:
+        if len({graph.names for graph in graphs}) > 1:
             return None
         pairs = [[graph.once for graph in graphs], [graph.call for graph in graphs]]
         return first if not others or generalize(pairs, [graph.owner for graph in graphs]) else None
@@ -145,7 +135,6 @@ class Traces:
         tensors: Sequence[Tensor],
         moves: int,
         constants: int,
-        keep: _Keep | None,
         may_fail: bool,
     ) -> SplitGraph | None:
         """Trace a function, and split the graph into what is done once and what is done in every call."""
@@ -168,13 +157,7 @@ class Traces:
                 self.forbid_after(error, "in tracing")
             return None
         simplify(module)
-        parts = None
-        if keep is not None:
-            parts = keep(module)
-            if parts is None:
-                return None
-            moves = len(parts.others)
-        return split_graph(module, moves, constants, tuple(names), parts)
+        return split_graph(module, moves, constants, tuple(names))
 
 
 class Trace:
@@ -188,15 +171,12 @@ class Trace:
     Attributes:
         checked: By the kinds of inputs for which it was compared with the function: what Python numbers the function
             gave there, which are no part of the trace; None where the trace is wrong.
-        parts: What it leaves to be done later, if anything.
     """
 
     def __init__(self, graph: SplitGraph, dtype: torch.dtype, notes: dict[str, set[str]]) -> None:
-        self.graph, self.parts, self.notes = graph, graph.parts, notes
+        self.graph, self.notes = graph, notes
         self.checked: dict[Any, dict[str, Any] | None] = {}
         self._names = graph.names
-        for part in (graph.once, graph.call):
-            use_bindings(part)
         self._once = _under(dtype, fx.GraphModule(graph.owner, graph.once).forward)
         self._call = _under(dtype, fx.GraphModule(graph.owner, graph.call).forward)
 
@@ -206,16 +186,13 @@ class Trace:
             results = self._once(*constants)
         return results[: self.graph.moves], results[self.graph.moves :]
 
-    def __call__(self, *arguments: Any) -> list[Tensor]:
-        """Move inputs and return the function's other results in a list; to be called without gradients.
+    def __call__(self, *arguments: Any) -> Found:
+        """Move inputs and return the function's other results; to be called without gradients.
 
         Args:
             arguments: The inputs but for the constants, what :meth:`once` returned, and the factor of the move.
         """
-        return self._call(*arguments)
-
-    def named(self, results: Sequence[Tensor]) -> Found:
-        """Return what a call returned as tensors, loss and named values."""
+        results = self._call(*arguments)
         start = len(results) - len(self._names) - 1
         return results[:start], results[start], dict(zip(self._names, results[start + 1 :], strict=True))
 

@@ -21,10 +21,10 @@ from lightning_fed.data.batches.counting import count_examples, sampled_length
 from lightning_fed.data.batches.evaluation import EvaluationLoader
 from lightning_fed.data.batches.settings import BatchSettings
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.engines.autocast import lstm_errors
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.logged import EvaluationResults
+from lightning_fed.engines.processor import lstm_errors
 from lightning_fed.server.client_states.state import PERSONAL, ClientState, method_part
 from lightning_fed.strategies.processes import Ranks, metrics_alone
 

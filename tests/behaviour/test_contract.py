@@ -256,7 +256,7 @@ def test_the_table_holds_every_method_and_option(cls: type[Algorithm]) -> None:
     if cls.needs_everyone:
         pytest.skip("most tests here have cohorts, which it refuses: see tests/algorithms/test_newer_methods.py")
     if cls is FedBN:
-        pytest.skip("the model here has no layer that it keeps with the clients: see tests/engines/test_personal.py")
+        pytest.skip("the model here has no layer that it keeps with the clients: see tests/engines/test_prepared.py")
     rows = [method.algorithm for method in METHODS.values() if type(method.algorithm) is cls]
     assert rows, f"{cls.__name__} has no line in METHODS"
     for argument, hint in get_type_hints(cls.__init__).items():

@@ -87,8 +87,8 @@ def test_a_peer_that_is_not_installed_is_skipped_with_a_message(run, scripts, mo
         (["--system", "pfl", "--python", "pfl=/no/such/python"], "is not a program"),
         (["--system", "torch", "--rounds", "0"], "above 0"),
         (["--system", "torch", "--in-turns", "4"], "only one run"),
-        (["--system", "torch", "--without", "staggered"], "they take no --system"),
-        (["--against", ".", "--without", "staggered"], "not allowed with"),
+        (["--system", "torch", "--without", "interleaved"], "they take no --system"),
+        (["--against", ".", "--without", "interleaved"], "not allowed with"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(run, capsys, arguments, message):
@@ -185,7 +185,7 @@ def test_goals_are_judged(scripts):
     methods = [line("lightning_fed", 0.5 * ratio, algorithm=name) for name, ratio in (("Mime", 2.0), ("Scaffold", 1.5))]
     missing = {"system": "fluke", "workload": "W1", "algorithm": "FedAvg", "skipped": "not installed"}
     text = summary.tables(summary.combine([[*(line(*pair) for pair in seconds.items()), *methods, missing]]))
-    assert "| W1 | 0.50 | 0.55, met | fedjax 0.60 | 2.00 | 2.3, met | 1.50 | 1.25, missed |" in text
+    assert "| W1 | 0.50 | 0.55, met | fedjax 0.60 | 2.00 | 2.6, met | 1.50 | 1.25, missed |" in text
     assert "Not installed: fluke." in text
     assert "A CPU, 2 cores" in text
 
@@ -447,7 +447,7 @@ def test_a_mechanism_is_patched_away(scripts, monkeypatch):
         (["--without", "stagger"], "no such mechanism(.|\n)*  staggered "),
         (["--without", "staggered+lean"], "lean: that is a mechanism of the sequential engine"),
         (
-            ["--without", "staggered", "--engine", "sequential"],
+            ["--without", "interleaved", "--engine", "sequential"],
             "a mechanism of the vectorized engine",
         ),
     ],
@@ -459,7 +459,7 @@ def test_mechanisms_are_looked_up_before_anything_runs(run, arguments, message):
 
 @pytest.mark.thorough
 def test_a_run_without_mechanisms_is_compared_with_one_that_has_them(run):
-    status, found, _ = run("--without", "staggered", "tracing+lookups")
+    status, found, _ = run("--without", "interleaved", "tracing+lookups")
     assert status == 0
     assert [line["variant"] for line in found] == ["without staggered", "without tracing+lookups"]
     assert all(line["loss_differs"] < 1e-5 and line["cpu_ratio"] > 0 for line in found)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_fed.engines.vectorized import schedule
-from lightning_fed.engines.vectorized.schedule import staggered
+from lightning_fed.engines.vectorized.schedule import interleaved
 
 
 @pytest.fixture
@@ -14,10 +14,10 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     def noted(sizes: Any, full: int) -> Any:
-        for turn in staggered(sizes, full):
+        for step in interleaved(sizes, full):
             if full > 1:  # it is 1 where all step together
-                found.append(len(turn.at))
-            yield turn
+                found.append(len(step.at))
+            yield step
 
-    monkeypatch.setattr(schedule, "staggered", noted)
+    monkeypatch.setattr(schedule, "interleaved", noted)
     return found

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor, nn
 
 from lightning_fed.core.buffers import BufferMean
-from lightning_fed.core.errors import ClientError
+from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.rounds import ClientReport, Run, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import State
@@ -17,7 +19,6 @@ from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPla
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.optimizer import LocalWork, solver_entries
 from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.engines.sequential.frozen import Frozen
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
 from lightning_fed.server.client_states.state import PERSONAL, method_part, with_personal
 
@@ -40,12 +41,12 @@ class SequentialEngine(Engine):
         self.fetcher = ClientFetcher()
         self.anchor_grad = torch.zeros_like(self.flat.y) if self.algorithm.anchor_at else None
         self.looks_ahead = epoch_loop.automatic_optimization.looks_ahead = self.algorithm.looks_ahead
-        self._frozen: Frozen | None = Frozen(prepared.module, self.flat)  # until a client has left them alone
+        self._frozen: _Frozen | None = _Frozen(prepared.module, self.flat)  # until one client has been checked
         epoch_loop.prepare()
 
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
         """Yield one client at a time."""
-        return ([plan] for plan in plans)
+        return zip(plans, strict=True)
 
     def run(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
@@ -58,7 +59,7 @@ class SequentialEngine(Engine):
             self.flat.personal.copy_(client.get(PERSONAL, self.flat.personal))
             client = method_part(client)
             local = self.algorithm.init_local(inputs.x, inputs.server, client)
-            self._begin(inputs, self._whole_step(inputs, plan, client, local), solver)
+            work = self._begin(inputs, plan, client, local, solver)
             before = self.buffers.read() if self.split.size > 1 else {}
             if self._frozen is not None:
                 self._frozen.remember()
@@ -69,15 +70,17 @@ class SequentialEngine(Engine):
             if self._frozen is not None:
                 self._frozen.check()
                 self._frozen = None
-            buffers = self._merged_buffers(before)
+            buffers = self._merged_buffers(before) if before else self.buffers.read()
             statistics = [self.optimizer.solver_state()] if self.keeps_solver else []
-            run = self._run_record(inputs, plan, client, local)
-            self._check_steps(run, plan)
+            self.optimizer.end()
+            if work.num_steps == 0 and who.steps > 0:
+                self._check_no_steps()
+            run = self._run_record(inputs, plan, client, local, work)
             update = self.algorithm.finish(self.flat.y, run)
             keep = with_personal(update.keep, client, self.flat.personal)
             norm = float(torch.linalg.vector_norm(run.delta))
-        num_steps = int(run.num_steps)
-        report = ClientReport(who.client_id, who.size, num_steps, loss, metrics, norm, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        report = ClientReport(who.client_id, who.size, work.num_steps, loss, metrics, norm, seconds)
         if not math.isfinite(norm + loss):
             fault = fault_of(report, self.epoch_loop.step_losses, inputs.round)
             if fault is not None:
@@ -96,16 +99,33 @@ class SequentialEngine(Engine):
             implied=update.implied,
         )
 
-    def _begin(self, inputs: RoundInputs, whole: Step, solver: State) -> None:
+    def _begin(self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State, solver: State) -> LocalWork:
         """Put the client where its work starts, and let the optimizer correct its gradients."""
-        work = LocalWork(self.algorithm, [], self._solver(inputs, whole.local))
-        self.optimizer.begin(work, solver)
-        self.epoch_loop.automatic_optimization.anchor_grad = None
-        self.flat.y.copy_(self.algorithm.start(inputs.x, whole))
-        if self.optimizer.is_injecting:
+        algorithm, optimizer, optimization = self.algorithm, self.optimizer, self.epoch_loop.automatic_optimization
+        work = LocalWork(algorithm, [])
+        if algorithm.uses_solver_state:
+            work.solver = solver_entries(algorithm.solver_state(inputs.server, local), len(self.flat.params))
+        optimizer.begin(work, solver)
+        whole = Step(
+            x=inputs.x,
+            server=inputs.server,
+            client=client,
+            local=local,
+            anchor_grad=None,
+            full_grad=inputs.full_grad.get(plan.participant.index, {}),
+            cohort_grad=inputs.cohort_grad,
+            num_examples=float(plan.participant.size),
+            mean_examples=inputs.mean_examples,
+            lr=optimizer.spread(optimizer.plan.rates),
+        )
+        optimization.anchor_grad = None
+        self.flat.y.copy_(algorithm.start(inputs.x, whole))
+        if optimizer.plan.injects:
             work.steps = self._steps(inputs, whole)
-            if self.looks_ahead:
-                self._prepare_look_ahead(work, whole)
+            if self.looks_ahead:  # at points that the method makes in every step
+                optimization.gradients, optimization.decay = self.gradients, optimizer.decay
+                work.whole, work.second_gradient = whole, optimization.second_gradient
+        return work
 
     def _train(self, inputs: RoundInputs, plan: WorkPlan) -> None:
         who = plan.participant
@@ -120,10 +140,8 @@ class SequentialEngine(Engine):
             self.epoch_loop.run(self.fetcher)
 
     def _merged_buffers(self, before: State) -> State:
-        """Return the buffers after a client's work: those that processes changed differently as their mean."""
+        """Return the buffers after a client's work: the mean over processes of those that have changed."""
         after = self.buffers.read()
-        if not before:
-            return after
         changed = {name: value.cpu() for name, value in after.items() if not torch.equal(value, before[name])}
         parts = self.split.gather((self.epoch_loop.own_examples, changed))
         names = {name for _, part in parts for name in part}
@@ -146,37 +164,8 @@ class SequentialEngine(Engine):
                 step.anchor_grad = part
         return steps
 
-    def _whole_step(self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State) -> Step:
-        """Return what hooks of whole vectors may read."""
-        return Step(
-            x=inputs.x,
-            server=inputs.server,
-            client=client,
-            local=local,
-            anchor_grad=None,
-            full_grad=inputs.full_grad.get(plan.participant.index, {}),
-            cohort_grad=inputs.cohort_grad,
-            num_examples=float(plan.participant.size),
-            mean_examples=inputs.mean_examples,
-            lr=self.optimizer.spread(self.optimizer.rates),
-        )
-
-    def _prepare_look_ahead(self, work: LocalWork, whole: Step) -> None:
-        """Let the optimizer take second gradients at points that the method makes anew in every step."""
-        optimization = self.epoch_loop.automatic_optimization
-        optimization.gradients, optimization.decay = self.gradients, self.optimizer.decay
-        work.whole, work.second_gradient = whole, optimization.second_gradient
-
-    def _solver(self, inputs: RoundInputs, local: State) -> list[dict[str, torch.Tensor]] | None:
-        if not self.algorithm.uses_solver_state:
-            return None
-        return solver_entries(self.algorithm.solver_state(inputs.server, local), len(self.flat.params))
-
-    def _run_record(self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State) -> Run:
-        who = plan.participant
-        lr_sum, work = self.optimizer.lr_sum, self.optimizer.work
-        assert work is not None
-        self.optimizer.end()
+    def _run_record(self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State, work: LocalWork) -> Run:
+        who, lr_sum = plan.participant, work.lr_sum
         if work.steps and local:
             local = self.flat.layout.joined_state([step.local for step in work.steps], local)
         return Run(
@@ -192,18 +181,65 @@ class SequentialEngine(Engine):
             num_steps=work.num_steps,
             lr_sum=lr_sum,
             path=partial(self.optimizer.path_gradient, work, inputs.x),
-            path_follows=self.optimizer.path_follows(lr_sum),
+            path_follows=self.optimizer.plan.is_straight and isinstance(lr_sum, float) and lr_sum != 0,
         )
 
-    def _check_steps(self, run: Run, plan: WorkPlan) -> None:
-        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        if run.num_steps == 0 and plan.participant.steps > 0 and not scaled:
-            if self.epoch_loop.step_losses:
-                raise ClientError(
-                    "training_step returned losses, but backward left no gradient on any trained parameter, so no local"
-                    " step was taken. Look at what the module's or the strategy's backward does."
-                )
+    def _check_no_steps(self) -> None:
+        """Refuse a client that took no local step, unless a gradient scaler skipped them.
+
+        Raises:
+            ClientError: With the reason.
+        """
+        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+            return
+        if self.epoch_loop.step_losses:
             raise ClientError(
-                "training_step returned None for every batch, so no local step was taken. Return a loss for at least"
-                " one batch, or leave the client out of client_ids."
+                "training_step returned losses, but backward left no gradient on any trained parameter, so no local"
+                " step was taken. Look at what the module's or the strategy's backward does."
             )
+        raise ClientError(
+            "training_step returned None for every batch, so no local step was taken. Return a loss for at least"
+            " one batch, or leave the client out of client_ids."
+        )
+
+
+class _Frozen:
+    """Notice that local work changes parameters that are not trained, such as the teacher of self-supervised methods.
+
+    Such parameters neither start from the server's for each client nor are averaged, as buffers are. One client's work
+    is checked, by sums over the parameters, so that no copy of a large frozen model is made.
+
+    Args:
+        module: The module.
+        flat: Its trained parameters.
+    """
+
+    def __init__(self, module: nn.Module, flat: FlatParameters) -> None:
+        trained = {id(p) for p in flat.params}
+        self._module = module
+        self._parameters = {name: p for name, p in module.named_parameters() if id(p) not in trained}
+        self._before: dict[str, tuple[float, float]] = {}
+
+    def remember(self) -> None:
+        """Take note of the parameters before a client's work."""
+        self._before = {name: _sums(p) for name, p in self._parameters.items()}
+
+    def check(self) -> None:
+        """Compare the parameters after the client's work.
+
+        Raises:
+            FederatedError: If one has changed, naming it.
+        """
+        for name, p in self._parameters.items():
+            if _sums(p) != self._before[name]:
+                raise FederatedError(
+                    f"{type(self._module).__name__} changes the parameter {name!r} while a client trains, though it is"
+                    " frozen (requires_grad=False): other clients would start from the changed one. Make it a buffer"
+                    " with register_buffer(): buffers start from the server's for every client, and are averaged."
+                )
+
+
+def _sums(p: Tensor) -> tuple[float, float]:
+    """Return two numbers that change with the values of a parameter; NaN becomes 0."""
+    value = p.detach().double().nan_to_num()
+    return float(value.sum()), float(torch.linalg.vector_norm(value))

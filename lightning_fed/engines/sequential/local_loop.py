@@ -19,7 +19,7 @@ from lightning_fed.compat.private import (
     is_param_in_hook_signature,
 )
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.engines.batch_hooks import TRANSFER_HOOKS, uses_batch_hook
+from lightning_fed.engines.batch_hooks import has_transfer_hooks, uses_batch_hook
 from lightning_fed.engines.logged import Logged, RoundResults, _ClientMean, _flags_of
 from lightning_fed.engines.sequential.optimization import ClientOptimization
 from lightning_fed.strategies.ddp import split_of
@@ -163,12 +163,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self._split = split_of(trainer)
         if self._split.size > 1:
             self._results = SplitResults(trainer.strategy.root_device)
-        datamodule = trainer.datamodule
-        self._transfers = trainer.strategy.root_device.type != "cpu" or any(
-            is_overridden(hook, module, pl.LightningModule)
-            or (datamodule is not None and is_overridden(hook, datamodule, pl.LightningDataModule))
-            for hook in TRANSFER_HOOKS
-        )
+        self._transfers = trainer.strategy.root_device.type != "cpu" or has_transfer_hooks(trainer)
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         """Connect the profiler to the fetcher, if there is one."""
@@ -190,7 +185,9 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
     def close_client(self) -> tuple[float, dict[str, float]]:
         """Return the client's mean loss and the means of what it logged."""
-        total, examples = self._summed_losses()
+        losses = torch.stack(self._losses).tolist() if self._losses else []
+        total: float = sum(map(mul, losses, self._loss_weights)) * self.trainer.accumulate_grad_batches
+        examples = sum(self._loss_weights)
         if isinstance(self._results, SplitResults):
             parts = self._split.gather((total, examples, self._results.outline_client()))
             total, examples = sum(part[0] for part in parts), sum(part[1] for part in parts)
@@ -231,7 +228,10 @@ class ClientEpochLoop(_TrainingEpochLoop):
         with trainer.profiler.profile("run_training_batch") if self._profiles else nullcontext():
             output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
         self.batch_progress.increment_processed()
-        self._add_loss(output, examples)
+        loss = output.get("loss")
+        if loss is not None:
+            self._losses.append(loss if loss.ndim == 0 else loss.reshape(()))
+            self._loss_weights.append(examples)
         if self._uses["on_train_batch_end"] and not is_idle:
             call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
             call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
@@ -253,20 +253,6 @@ class ClientEpochLoop(_TrainingEpochLoop):
         response = call._call_lightning_module_hook(self.trainer, "on_train_batch_start", batch, batch_idx)
         call._call_strategy_hook(self.trainer, "on_train_batch_start", batch, batch_idx)
         return response
-
-    def _add_loss(self, output: dict[str, Any], examples: int) -> None:
-        loss = output.get("loss")
-        if loss is not None:
-            self._losses.append(loss)
-            self._loss_weights.append(examples)
-
-    def _summed_losses(self) -> tuple[float, int]:
-        """Return the sum of the losses of a client's batches by their examples, and the sum of the examples."""
-        if not self._losses:
-            return 0.0, 0
-        losses = torch.stack([loss if loss.ndim == 0 else loss.reshape(()) for loss in self._losses]).tolist()
-        total: float = sum(map(mul, losses, self._loss_weights))
-        return total * self.trainer.accumulate_grad_batches, sum(self._loss_weights)
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Save nothing: the round says it all."""

@@ -1,44 +1,51 @@
-"""The batches of the clients of a chunk, step by step, those of one shape together."""
+"""The batches of the clients of a chunk, step by step, those of one shape together; rows of tensors are looked up."""
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_fed.compat.package import pl
-from lightning_fed.compat.private import is_overridden
 from lightning_fed.core.arguments import kind_of
-from lightning_fed.data.batches.batches import TensorBatches
+from lightning_fed.data.batches.batches import ClientBatches, TensorBatches
 from lightning_fed.engines.base import OnlySequentialError, WorkPlan
-from lightning_fed.engines.batch_hooks import TRANSFER_HOOKS
 from lightning_fed.engines.gradients import prepare_batch
-from lightning_fed.engines.vectorized.row_lookup import RowLookup, on_device
 from lightning_fed.tracing.traces import kinds
 
 __all__ = [
     "AnyBatches",
     "BatchGroup",
+    "DeviceData",
     "RowBatches",
-    "Turn",
+    "RowLookup",
+    "StepGroup",
     "check_tensors",
     "flatten",
-    "has_transfer_hooks",
+    "is_rows",
+    "rows_of_one_kind",
     "unflatten",
 ]
+
+_AHEAD = 2**22  # bytes of several steps that are looked up at once
+_SHARE = 4  # data on a GPU take at most 1 / _SHARE of the free memory
+_JOINED = 2**25  # bytes of the tensors of several clients that are put side by side
 
 Stream: TypeAlias = Callable[..., torch.Generator]
 """Makes the generator of the batch orders of a client of an index; seeds another one if given ``reuse``."""
 
+_Members: TypeAlias = list[tuple[int, Tensor]]  # clients, with the rows of their batches
 
-class Turn(NamedTuple):
-    """A step of adjacent clients of a chunk.
+
+class StepGroup(NamedTuple):
+    """Adjacent clients of a chunk that take a step together.
 
     Attributes:
         clients: Their rows in the chunk.
-        at: Which of its batches comes now, for each of them.
+        at: The position of the batch that each of them takes.
     """
 
     clients: range
@@ -71,28 +78,36 @@ class BatchGroup(NamedTuple):
 
 
 class RowBatches:
-    """Batches that are rows of tensors of one kind: looked up where the tensors lie, without a loader.
+    """Batches that are rows of tensors of one kind: looked up in these tensors, without a loader.
 
     Args:
-        lookup: Where they are looked up.
+        lookup: Finds the rows.
         plans: The clients' work.
         stream: Makes the generators of their batch orders.
         shuffle: Whether local epochs visit batches in random order.
-        by_index: Whether clients at different places of their local epochs must be kept apart.
+        by_index: Whether clients at different batch indices of their local epochs must be kept apart.
     """
 
     def __init__(
-        self, lookup: RowLookup, plans: Sequence[WorkPlan], stream: Stream, shuffle: bool, by_index: bool
+        self, lookup: "RowLookup", plans: Sequence[WorkPlan], stream: Stream, shuffle: bool, by_index: bool
     ) -> None:
         self._lookup, self._by_index = lookup, by_index
-        one = torch.Generator()  # seeded anew for every client, whose orders are all drawn here
+        one = torch.Generator()  # seeded again for every client, whose orders are all drawn here
         self._rows = [_epoch_rows(plan, stream(plan.participant.index, reuse=one), shuffle) for plan in plans]
 
-    def in_order(self, turns: Sequence[Turn]) -> Iterator[list[BatchGroup]]:
+    def in_order(self, steps: Sequence[StepGroup]) -> Iterator[list[BatchGroup]]:
         """Yield the batches of one step after the other, those of one size together."""
-        groups_of = [self._groups(turn) for turn in turns]
-        found = self._lookup.in_order([members for groups in groups_of for members in groups.values()])
-        for groups in groups_of:
+        of_steps: list[dict[tuple[int, int], _Members]] = []
+        lookups: list[_Members] = []
+        for step in steps:
+            groups: dict[tuple[int, int], _Members] = {}
+            for client, k in zip(step.clients, step.at, strict=True):
+                batch_idx, rows = self._rows[client][k]
+                groups.setdefault((rows.shape[0], batch_idx if self._by_index else 0), []).append((client, rows))
+            of_steps.append(groups)
+            lookups += groups.values()
+        found = self._lookup.in_order(lookups)
+        for groups in of_steps:
             out = []
             for (size, batch_idx), members in groups.items():
                 leaves: Sequence[Tensor] = next(found)
@@ -101,14 +116,6 @@ class RowBatches:
                 out.append(BatchGroup([client for client, _ in members], leaves, list, size, batch_idx, kind=size))
             yield out
 
-    def _groups(self, turn: Turn) -> dict[tuple[int, int], list[tuple[int, Tensor]]]:
-        """Return the clients of a step with the rows of their batches, by the number of examples and the index."""
-        groups: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
-        for client, k in zip(turn.clients, turn.at, strict=True):
-            batch_idx, rows = self._rows[client][k]
-            groups.setdefault((rows.shape[0], batch_idx if self._by_index else 0), []).append((client, rows))
-        return groups
-
 
 class AnyBatches:
     """Batches of any kind: each is made by itself, then those of one shape are stacked.
@@ -116,7 +123,7 @@ class AnyBatches:
     Args:
         trainer: The trainer, whose transfer hooks every batch goes through.
         plans, stream, shuffle, by_index: As of :class:`RowBatches`.
-        has_hooks: What :func:`has_transfer_hooks` says.
+        has_hooks: Whether transfer hooks are overridden.
     """
 
     def __init__(
@@ -131,11 +138,11 @@ class AnyBatches:
         self._trainer, self._by_index, self._has_hooks = trainer, by_index, has_hooks
         self._batches = [_batches(plan, stream(plan.participant.index), shuffle) for plan in plans]
 
-    def in_order(self, turns: Sequence[Turn]) -> Iterator[list[BatchGroup]]:
+    def in_order(self, steps: Sequence[StepGroup]) -> Iterator[list[BatchGroup]]:
         """Yield the batches of one step after the other, those of one shape together."""
-        for turn in turns:
+        for step in steps:
             groups: dict[Any, list[tuple[int, Sequence[Tensor]]]] = {}
-            for client in turn.clients:
+            for client in step.clients:
                 batch_idx, batch, examples = next(self._batches[client])
                 leaves, spec = flatten(self._prepared(batch))
                 check_tensors(leaves)
@@ -145,7 +152,7 @@ class AnyBatches:
 
     def _prepared(self, batch: Any) -> Any:
         is_plain = type(batch) is list and all(type(part) is Tensor for part in batch) and not self._has_hooks
-        return on_device(self._trainer, batch) if is_plain else prepare_batch(self._trainer, batch)
+        return _on_device(self._trainer, batch) if is_plain else prepare_batch(self._trainer, batch)
 
     def _group(self, key: tuple[int, int, Any, Any], members: Sequence[tuple[int, Sequence[Tensor]]]) -> BatchGroup:
         clients, batches = zip(*members, strict=True)
@@ -173,18 +180,6 @@ def _epoch_rows(plan: WorkPlan, stream: torch.Generator, shuffle: bool) -> list[
     return out
 
 
-def has_transfer_hooks(trainer: pl.Trainer) -> bool:
-    """Whether module or data module do something of their own to a batch on its way to the device."""
-    return any(
-        is_overridden(hook, owner, base)
-        for hook in TRANSFER_HOOKS
-        for owner, base in (
-            (trainer.lightning_module, pl.LightningModule),
-            (trainer.datamodule, pl.LightningDataModule),
-        )
-    )
-
-
 def flatten(batch: Any) -> tuple[Sequence[Tensor], Any]:
     """Return the tensors of a batch, and what :func:`unflatten` needs to put them together again."""
     if type(batch) is list and all(type(part) is Tensor for part in batch):
@@ -209,3 +204,139 @@ def check_tensors(leaves: Sequence[Any]) -> None:
                 f"engine='vectorized' needs batches of tensors only, found {kind_of(leaf)} in one. Leave it out"
                 " of the batch, or use engine='sequential'."
             )
+
+
+class DeviceData:
+    """Copies of data sets' tensors on a GPU, where they fit a quarter of its free memory; on a CPU there is no need.
+
+    A copy is let go of together with its original: clients that are built on demand leave nothing behind.
+
+    Args:
+        device: Where clients are trained.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._copies: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[Tensor, ...] | None]] = {}
+
+    def of(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return tensors of the same content, on the device if they fit; copied again after they were written to."""
+        if self.device.type == "cpu":
+            return tensors
+        key, versions = tuple(map(id, tensors)), tuple(t._version for t in tensors)
+        copy = self._copies.get(key)
+        if copy is None:
+            for t in tensors:  # its id may be another's later
+                weakref.finalize(t, _forget, weakref.ref(self), key).atexit = False
+        if copy is None or copy[0] != versions:
+            size = _bytes(t for t in tensors if t.device != self.device)
+            fits = _SHARE * size <= self.free()
+            copy = self._copies[key] = (versions, tuple(t.to(self.device) for t in tensors) if fits else None)
+        return tensors if copy[1] is None else copy[1]
+
+    def free(self) -> int:
+        """The free memory of the device in bytes."""
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+
+
+def _forget(data: "weakref.ref[DeviceData]", key: tuple[int, ...]) -> None:
+    found = data()
+    if found is not None:
+        found._copies.pop(key, None)
+
+
+class RowLookup:
+    """Looks up rows of the tensors of several clients.
+
+    Clients that are cut out of the same tensors take one lookup. Tensors of clients that have their own are put side by
+    side first if they are small; each client has a lookup of its own if they are not.
+
+    Args:
+        trainer: The trainer, which says where batches go.
+        clients: The clients, of one kind.
+        data: The data on the device.
+    """
+
+    def __init__(self, trainer: pl.Trainer, clients: Sequence[TensorBatches], data: DeviceData) -> None:
+        self._trainer = trainer
+        self._clients = clients
+        self._ahead = _AHEAD // max(1, _bytes(clients[0].tensors) // max(1, len(clients[0].tensors[0])))
+        sources: dict[int, tuple[Tensor, ...]] = {}
+        for batches in clients:
+            sources[id(batches.tensors)] = batches.tensors
+        self._whole: Sequence[Tensor] | None = None
+        self._starts = [0] * len(clients)  # where the rows of each begin
+        if len(sources) == 1:
+            self._whole = data.of(clients[0].tensors)
+        elif _bytes(*sources.values()) <= _JOINED:
+            self._whole = [torch.cat(column).to(data.device) for column in zip(*sources.values(), strict=True)]
+            starts, start = dict[int, int](), 0
+            for key, tensors in sources.items():
+                starts[key], start = start, start + len(tensors[0])
+            self._starts = [starts[id(b.tensors)] for b in clients]
+
+    def in_order(self, steps: Sequence[Sequence[tuple[int, Tensor]]]) -> Iterator[list[Tensor]]:
+        """Yield the rows of one step after the other, [n * B, ...]; those of several are looked up at once.
+
+        Args:
+            steps: For every step its clients, each with rows of its tensors [B].
+        """
+        if self._whole is None:
+            for step in steps:
+                own = [self._pick(self._clients[client].tensors, rows) for client, rows in step]
+                yield own[0] if len(own) == 1 else [torch.cat(column) for column in zip(*own, strict=True)]
+            return
+        places, lengths = list[Tensor](), list[int]()
+        for step in steps:
+            lengths.append(0)
+            for client, rows in step:
+                places.append(rows + self._starts[client] if self._starts[client] else rows)
+                lengths[-1] += rows.shape[0]
+        rest = torch.cat(places).to(self._whole[0].device, non_blocking=True)
+        waiting, count = list[int](), 0
+        for i, length in enumerate(lengths):
+            waiting.append(length)
+            count += length
+            if i + 1 == len(lengths) or count >= self._ahead:
+                found, rest = self._pick(self._whole, rest[:count]), rest[count:]
+                yield from map(list, zip(*(t.split_with_sizes(waiting) for t in found), strict=True))
+                waiting, count = [], 0
+
+    def _pick(self, tensors: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
+        return _on_device(self._trainer, [t.index_select(0, rows.to(t.device)) for t in tensors])
+
+
+def is_rows(batches: ClientBatches) -> TypeGuard[TensorBatches]:
+    """Whether a batch is nothing but rows of tensors, which takes no randomness but the order's."""
+    return isinstance(batches, TensorBatches) and batches.is_plain
+
+
+def rows_of_one_kind(clients: Iterable[ClientBatches]) -> list[TensorBatches]:
+    """Return the clients' batches if all index tensors of equal number, dtype, shape and device; otherwise []."""
+    rows, seen, found = list[TensorBatches](), set[int](), set[Any]()
+    for batches in clients:
+        if not is_rows(batches):
+            return []
+        rows.append(batches)
+        if id(batches.tensors) not in seen:
+            seen.add(id(batches.tensors))
+            found.add(tuple([(t.dtype, t.device, t.shape[1:]) for t in batches.tensors]))
+    return rows if len(found) == 1 else []
+
+
+def _bytes(*sources: Iterable[Tensor]) -> int:
+    total = 0
+    for tensors in sources:
+        for t in tensors:
+            total += t.numel() * t.element_size()
+    return total
+
+
+def _on_device(trainer: pl.Trainer, tensors: list[Tensor]) -> list[Tensor]:
+    """Convert and move tensors as Lightning does where nobody has transfer hooks."""
+    converted: list[Tensor] = trainer.precision_plugin.convert_input(tensors)
+    device = trainer.strategy.root_device
+    if device.type == "cpu" and all(t.device.type == "cpu" for t in converted):
+        return converted
+    moved: list[Tensor] = trainer.strategy.batch_to_device(converted, device)
+    return moved

@@ -1,12 +1,14 @@
-"""What clients that are run at once must all find alike: attributes of the module, options of the optimizer."""
+"""The state of a module beside its parameters: compared to notice changes between clients run at once, and put back."""
 
 import argparse
+import copy
 import pickle
 import random
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,71 +27,114 @@ __all__ = [
     "PASSING",
     "ChangeWatch",
     "Marks",
+    "Snapshot",
+    "attribute_tensors",
     "changed",
     "class_data",
-    "class_marks",
+    "describe",
     "holders",
-    "inside",
     "mark",
     "marks",
+    "numbers_in",
     "own_classes",
+    "own_tensors",
     "parts_of",
     "tensor_marks",
-    "values_in",
     "version_of",
 ]
 
-_TELLING = 3  # rounds in a row that begin with another attribute, after which it is told
+_WARN_AFTER = 3  # rounds in a row that begin with a changed attribute
 
-Marks: TypeAlias = dict[tuple[str, str], Any]
-"""What tells values apart, by module and attribute."""
+
+class Marks(dict[tuple[str, str], Any]):
+    """Descriptions by module and attribute, which differ if a value does.
+
+    Attributes:
+        held: The objects that are described by their identity: as long as they live, no other object has it.
+    """
+
+    held: list[Any]
+
 
 PASSING = ("log", "log_dict", "_trainer", "_current_fx_name", "_metric_attributes")
 """Attributes of modules that Lightning and this package set and take back."""
 
 INTERNAL = frozenset(vars(nn.Module()))
-"""Attributes that every module has: parameters, buffers, hooks. Whatever happens to these is refused or undone."""
+"""Attributes that every module has: parameters, buffers, hooks. Changes to these are refused or undone elsewhere."""
 
 METRICS = (Metric, MetricCollection)
-"""Modules whose attributes evaluation resets, and whose updates are looked at in their place."""
+"""Modules whose attributes evaluation resets; their updates are counted instead."""
 
 _OPAQUE = (type, nn.Module, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_GROWING = (list, deque)
+_GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 _FOREIGN = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "torchmetrics", "lightning_fed")
 _PLAIN = frozenset({int, str, bool, type(None)})
 _DEPTH = 4  # of collections in collections
-_MOST = 1_000  # values that are looked at in one attribute; of what holds more, how many
+_MOST = 1_000  # values that are looked at in one attribute; larger collections are described by their length
+_SMALL = 2**14  # numbers in a tensor up to which all of them are compared
 
 
 def marks(module: nn.Module, algorithm: Algorithm | None = None) -> Marks:
     """Return, by module and attribute, what changes when an attribute is set, a collection grows, a tensor is written.
 
-    Collections and plain objects are looked into. Parameters and buffers are not looked at, nor are metrics, which
-    evaluation resets. The same of a method and its base optimizer, if one is given.
+    Collections and plain objects are looked into. Parameters, buffers and metrics are not described.
+
+    Args:
+        module: The module.
+        algorithm: A method whose attributes, and those of its base optimizer, are described too.
     """
     owners: list[tuple[str, Any]] = [*parts_of(module)]
     if algorithm is not None:
         owners.append(("algorithm", algorithm))
-        parts = vars(algorithm).items()
-        owners += [(f"algorithm.{name}", part) for name, part in parts if isinstance(part, BaseOptimizer)]
-    found: Marks = {}
+        for name, part in vars(algorithm).items():
+            if isinstance(part, BaseOptimizer):
+                owners.append((f"algorithm.{name}", part))
+    found = Marks()
+    held = found.held = []
     for name, owner in owners:
         for key, value in () if isinstance(owner, METRICS) else vars(owner).items():
-            if type(value) in _PLAIN and key not in PASSING:
+            if key in PASSING:
+                continue
+            if type(value) in _PLAIN:
                 found[name, key] = value
-            elif key not in PASSING:
-                found[name, key] = len(value) if key in INTERNAL else mark(value, [_MOST])
+            else:
+                found[name, key] = len(value) if key in INTERNAL else _described(value, [_MOST], held, _DEPTH)
+    return found
+
+
+def tensor_marks(module: nn.Module, with_trained: bool) -> Marks:
+    """Return, by kind and name, what changes when a tensor is assigned or changed in place, or a metric is updated.
+
+    Args:
+        module: The module.
+        with_trained: Whether to look at parameters that are trained too.
+
+    Returns:
+        Descriptions for the kinds "parameter", "buffer" and "metric".
+    """
+    found, parts = Marks(), list(parts_of(module))
+    held = found.held = []
+    for key, value in own_tensors(parts):
+        if with_trained or not value.requires_grad:
+            found[key] = id(value), version_of(value)
+            held.append(value)
+    for name, part in parts:
+        if isinstance(part, Metric):
+            found["metric", name] = part._update_count
     return found
 
 
 def changed(before: Marks, after: Marks) -> str | None:
-    """Return the name of an attribute that has changed, None if none has."""
+    """Return the first name, "module.attribute" or "kind.name", whose description differs, None if none does."""
     if before == after:
         return None
     for key in dict.fromkeys((*after, *before)):  # not in the order of a set, which differs from run to run
         if after.get(key) != before.get(key):
             return ".".join(filter(None, key))
     return None
+
+
+# ------------------------------------------------------------------ what belongs to a module
 
 
 def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -103,129 +148,87 @@ def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         prefix, root = waiting.pop(0)
         for name, part in root.named_modules(memo=seen, prefix=prefix):
             yield name, part
-            for key, value in vars(part).items() if _is_own(type(part)) else ():
-                if type(value) not in _PLAIN and key not in INTERNAL and key not in PASSING:
-                    hidden = (v for v in values_in(value) if isinstance(v, nn.Module) and v not in seen)
-                    waiting += [(f"{name}.{key}.{i}" if name else f"{key}.{i}", v) for i, v in enumerate(hidden)]
+            cls: Any = type(part)
+            for key, value in vars(part).items() if _is_own(cls) else ():
+                if type(value) in _PLAIN or key in INTERNAL or key in PASSING:
+                    continue
+                number = 0
+                for hidden in values_in(value):
+                    if isinstance(hidden, nn.Module) and hidden not in seen:
+                        waiting.append((f"{name}.{key}.{number}" if name else f"{key}.{number}", hidden))
+                        number += 1
 
 
-def tensor_marks(module: nn.Module, with_trained: bool) -> Marks:
-    """Return, by kind ("buffer" or "parameter") and name, what changes when one is assigned or changed in place.
-
-    Args:
-        module: The module.
-        with_trained: Whether to look at parameters that are trained too.
-    """
-    found: Marks = {}
-    for prefix, part in parts_of(module):
+def own_tensors(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Yield the parameters and buffers of modules by kind ("parameter" or "buffer") and name."""
+    for prefix, part in parts:
         for kind, own in (("parameter", part._parameters), ("buffer", part._buffers)):
             for name, value in own.items():
-                if value is not None and (with_trained or not value.requires_grad):
-                    found[kind, f"{prefix}.{name}" if prefix else name] = _Same(value), version_of(value)
-    return found
+                if value is not None:
+                    yield (kind, f"{prefix}.{name}" if prefix else name), value
 
 
-def class_marks(module: nn.Module) -> Marks:
-    """Return the same as :func:`marks` of the user's classes of a module and its submodules."""
-    classes = own_classes(part for _, part in parts_of(module))
-    return {(c.__qualname__, key): mark(value, [_MOST]) for c in classes for key, value in class_data(c).items()}
+def attribute_tensors(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Yield the tensors in other attributes of modules by kind ("attribute", or "metric" of metrics) and name."""
+    for prefix, part in parts:
+        for name, attribute in vars(part).items():
+            if name in INTERNAL or name in PASSING:
+                continue
+            kind = "metric" if isinstance(part, METRICS) else "attribute"
+            for value in values_in(attribute):
+                if isinstance(value, Tensor):
+                    yield (kind, f"{prefix}.{name}" if prefix else name), value
 
 
 def own_classes(parts: Iterable[nn.Module]) -> list[type]:
-    """Return the classes of modules that are the user's, with their bases."""
+    """Return the user's classes among those of modules and their bases."""
     classes = dict.fromkeys(cls for part in parts for cls in type(part).__mro__)
     return [cls for cls in classes if _is_own(cls)]
 
 
+@lru_cache(1024)
 def _is_own(cls: type) -> bool:
     """Whether a class is the user's."""
     return cls.__module__.partition(".")[0] not in (*_FOREIGN, "builtins")
 
 
 def class_data(cls: type) -> dict[str, Any]:
-    """Return what a class holds by itself, but for what Python puts there."""
+    """Return the attributes of a class itself, without those that Python sets."""
     return {key: value for key, value in vars(cls).items() if not key.startswith("__")}
 
 
-def version_of(value: Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 of one that cannot be, made in inference mode."""
-    return 0 if value.is_inference() else value._version
+# ------------------------------------------------------------------ what is in a value
 
 
-def holders(value: Any) -> Iterator[list[Any] | deque[Any] | dict[Any, Any] | set[Any]]:
-    """Yield collections in a value that can change, and the attributes of plain objects; as far as :func:`marks`."""
-    for part in values_in(value):
-        inner = inside(part)
-        if isinstance(inner, (*_GROWING, dict, set)):
-            yield inner
+def values_in(value: Any, left: list[int] | None = None, depth: int = _DEPTH) -> Iterator[Any]:
+    """Yield a value and what is in it, as far as :func:`marks` looks.
 
-
-def values_in(value: Any) -> Iterator[Any]:
-    """Yield a value and what is in it, as far as :func:`marks` looks."""
-    yield from _values_in(value, [_MOST], _DEPTH)
-
-
-def _values_in(value: Any, left: list[int], depth: int) -> Iterator[Any]:
-    inner = inside(value)
+    Args:
+        value: The value.
+        left: How many values may still be looked at.
+        depth: How deep to look.
+    """
+    left = [_MOST] if left is None else left
+    inner = _inside(value)
     is_open = inner is not None and depth > 0 and left[0] >= len(inner)
     if inner is None or is_open:
         yield value
     if is_open:
         left[0] -= len(inner)
         for part in inner.values() if isinstance(inner, Mapping) else inner:
-            yield from _values_in(part, left, depth - 1)
+            yield from values_in(part, left, depth - 1)
 
 
-class _Same:
-    """Stand for an object, which is equal to itself alone; it lives on, so that no other takes its place in memory."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+def holders(value: Any) -> Iterator[list[Any] | deque[Any] | dict[Any, Any] | set[Any]]:
+    """Yield the mutable collections in a value, and the attributes of plain objects, as far as :func:`marks` looks."""
+    for part in values_in(value):
+        inner = _inside(part)
+        if isinstance(inner, (list, deque, dict, set)):
+            yield inner
 
 
-def mark(value: Any, left: list[int], depth: int = _DEPTH) -> Any:
-    """Return what changes when a value is set, grows or is written to, looking at no more values than are left."""
-    if isinstance(value, (int, float, str, bool, type(None))):
-        return value if value == value else "nan"
-    if isinstance(value, Tensor):
-        return _Same(value), version_of(value)
-    if isinstance(value, np.ndarray):
-        return _Same(value), value.tobytes() if value.dtype != object and value.size <= left[0] else 0
-    inner = inside(value)
-    if inner is None:
-        return _Same(value), _drawn(value)
-    if depth == 0 or left[0] < len(inner):
-        return _Same(value), len(inner)
-    left[0] -= len(inner)
-    if isinstance(inner, Mapping):
-        parts = ((mark(key, left, 0), mark(part, left, depth - 1)) for key, part in inner.items())
-        return _Same(value), *parts
-    if isinstance(inner, (set, frozenset)):
-        return _Same(value), frozenset(mark(part, left, 0) for part in inner)
-    return _Same(value), *(mark(part, left, depth - 1) for part in inner)
-
-
-def _drawn(value: Any) -> Any:
-    """Return what changes when a generator is drawn from; 0 for anything else."""
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
-    if type(value) is random.Random:
-        return value.getstate()
-    if isinstance(value, np.random.RandomState):
-        return pickle.dumps(value.get_state(legacy=False))
-    return pickle.dumps(value.bit_generator.state) if isinstance(value, np.random.Generator) else 0
-
-
-def inside(value: Any) -> Any:
-    """Return the collection that a value is, or that its attributes are; None for a value that is looked at as one."""
+def _inside(value: Any) -> Any:
+    """Return the collection that a value is, or its attributes; None for a value that is not looked into."""
     if isinstance(value, (list, tuple, deque, dict, set, frozenset)):
         return value
     if isinstance(value, (*_OPAQUE, random.Random)):
@@ -235,8 +238,145 @@ def inside(value: Any) -> Any:
     return getattr(value, "__dict__", None)
 
 
+def mark(value: Any, held: list[Any]) -> Any:
+    """Return what changes when a value is set, grows or is written to: another object never has the same mark.
+
+    Args:
+        value: The value.
+        held: Takes the objects that must live as long as the mark.
+    """
+    return _described(value, [_MOST], held, _DEPTH)
+
+
+def describe(value: Any) -> Any:
+    """Return what is equal for equal values: the numbers in tensors, the content of collections; else the identity."""
+    return _described(value, [_MOST], None, _DEPTH)
+
+
+def _described(value: Any, left: list[int], held: list[Any] | None, depth: int) -> Any:
+    """Return a mark if there is a list of held objects, else a description by value."""
+    if isinstance(value, (int, float, str, bool, type(None))):
+        return value if value == value else "nan"
+    if held is not None:
+        held.append(value)
+    if isinstance(value, Tensor):
+        if held is not None:
+            return id(value), version_of(value)
+        return id(value) if isinstance(value, nn.Parameter) else numbers_in(value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        if held is not None:
+            return id(value), value.tobytes() if value.size <= left[0] else 0
+        return value.shape, value.dtype.str, value.tobytes() if value.size <= _SMALL else id(value)
+    if isinstance(value, _GENERATORS):
+        if held is not None:
+            return id(value), _generator_state(value)
+        return _generator_state(value) if isinstance(value, torch.Generator) else id(value)
+    inner = _inside(value)
+    if inner is None:
+        return id(value)
+    if depth == 0 or left[0] < len(inner):
+        return id(value), len(inner)
+    left[0] -= len(inner)
+    who = type(value).__name__ if held is None else id(value)
+    if isinstance(inner, (set, frozenset)):
+        return who, frozenset(_described(part, left, held, 0) for part in inner)
+    found = [who]
+    for part in inner.items() if isinstance(inner, Mapping) else inner:
+        if isinstance(inner, Mapping):
+            found.append(_described(part[0], left, held, 0))
+            part = part[1]
+        found.append(_described(part, left, held, depth - 1))
+    return tuple(found)
+
+
+def version_of(value: Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 of one that cannot be, made in inference mode."""
+    return 0 if value.is_inference() else value._version
+
+
+def numbers_in(tensor: Tensor) -> Any:
+    """Return what is equal for tensors of the same numbers; of a large one, its identity and some of its numbers."""
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        return id(tensor), tensor._version
+    kind, flat = (tuple(tensor.shape), tensor.dtype, tensor.device), tensor.detach().reshape(-1)
+    if tensor.numel() > _SMALL:
+        kind = (*kind, id(tensor), tensor._version, tensor.data_ptr())  # type: ignore[assignment]
+        flat = flat[:: tensor.numel() // _MOST]
+    return *kind, flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _generator_state(value: Any) -> Any:
+    """Return what changes when a generator is drawn from."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().cpu().numpy().tobytes()
+    if isinstance(value, random.Random):
+        return value.getstate() if type(value) is random.Random else 0
+    if isinstance(value, np.random.RandomState):
+        return pickle.dumps(value.get_state(legacy=False))
+    return pickle.dumps(value.bit_generator.state)
+
+
+# ------------------------------------------------------------------ what is put back
+
+
+class Snapshot:
+    """The attributes of objects, the contents of their collections and the states of their generators, to be put back.
+
+    Values are held as they are; the numbers in tensors are not held.
+
+    Args:
+        owners: The objects.
+    """
+
+    def __init__(self, owners: Iterable[Any]) -> None:
+        self._attributes = [(owner, dict(vars(owner))) for owner in owners]
+        self._contents: list[tuple[Any, Any]] = []
+        self._rewinds: list[Callable[[], Any]] = []
+        for owner, attributes in self._attributes:
+            for name, value in attributes.items():
+                if name in INTERNAL and isinstance(owner, nn.Module):
+                    if isinstance(value, (dict, set)):
+                        self._contents.append((value, copy.copy(value)))
+                elif name not in PASSING:
+                    self.hold(value)
+
+    def hold(self, value: Any) -> None:
+        """Hold what is in a value."""
+        self._contents += [(inner, copy.copy(inner)) for inner in holders(value)]
+        self._rewinds += filter(None, map(_rewind, values_in(value)))
+
+    def put_back(self) -> None:
+        """Put everything back."""
+        for owner, held in self._attributes:
+            now = vars(owner)
+            for key in now.keys() - held.keys() - set(PASSING):
+                del now[key]
+            now.update({key: value for key, value in held.items() if key not in PASSING})
+        for inner, content in self._contents:
+            inner.clear()
+            (inner.extend if isinstance(inner, (list, deque)) else inner.update)(content)
+        for rewind in self._rewinds:
+            rewind()
+
+
+def _rewind(value: Any) -> Callable[[], Any] | None:
+    """Return what sets a generator back to where it is now; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if type(value) is random.Random:
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.RandomState):
+        return partial(value.set_state, value.get_state(legacy=False))
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
+    return None
+
+
+# ------------------------------------------------------------------ the watch over a run
+
+
 class ChangeWatch:
-    """Sees to it that nothing changes between clients that are run at once.
+    """Makes sure that nothing changes between clients that are run at once.
 
     Args:
         trainer: The trainer, with its module attached.
@@ -246,11 +386,11 @@ class ChangeWatch:
     def __init__(self, trainer: pl.Trainer, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
         self.module = trainer.lightning_module
-        self._marks: Marks = {}
+        self._marks = Marks()
         self._hooks_changed = False  # whether hooks of this round's clients have changed an attribute
-        self._has_hooks = False  # whether any callback hears of single clients in this round
-        self._tensors: Marks = {}  # see begin_work
-        self._worked = 0  # times that clients have been at work in this round
+        self._has_hooks = False  # whether any callback has hooks of single clients in this round
+        self._tensors = Marks()  # see begin_work
+        self._worked = 0  # times that clients have worked in this round
         self._in_a_row = 0  # rounds before which an attribute has changed
         self._has_warned = False
 
@@ -259,21 +399,21 @@ class ChangeWatch:
         self._marks = marks(self.module, self.algorithm)
 
     def begin_round(self) -> bool:
-        """Take note of everything; return whether an attribute has changed since this was last done."""
-        before = self._marks
-        self.remember()
+        """Take note of all attributes; return whether one has changed since this was last done."""
+        before, self._marks = self._marks, marks(self.module, self.algorithm)
         self._worked, self._has_hooks = 0, False
         name = changed(before, self._marks)
-        if name is None and not self._hooks_changed:
+        if name is not None:
+            self._count_change(name)
+        elif not self._hooks_changed:
             self._in_a_row = 0
         self._hooks_changed = False
-        self._tell(name)
         return name is not None
 
-    def _tell(self, name: str | None) -> None:
-        """Count the rounds in a row in which an attribute changes, and warn once if these are many."""
-        self._in_a_row += name is not None
-        if name is not None and self._in_a_row == _TELLING:
+    def _count_change(self, name: str) -> None:
+        """Count the rounds in a row in which an attribute changes, and warn once if there are many."""
+        self._in_a_row += 1
+        if self._in_a_row == _WARN_AFTER:
             rank_zero_warn(
                 f"The attribute {name!r} of {type(self.module).__name__} changes from round to round, so that"
                 " engine='vectorized' tries the module out and traces it anew each time, which is slow. If no step"
@@ -290,13 +430,14 @@ class ChangeWatch:
         self.remember()
         self._worked, self._has_hooks = 0, True
         name = changed(before, self._marks) if is_first else None
-        self._hooks_changed = self._hooks_changed or name is not None
-        self._tell(name)
+        if name is not None:
+            self._hooks_changed = True
+            self._count_change(name)
 
     def begin_work(self) -> None:
         """Take note of buffers, metrics and frozen parameters; before the first clients of a round."""
         if not self._worked:
-            self._tensors = self._tensors_now()
+            self._tensors = tensor_marks(self.module, with_trained=False)
 
     def check_work(self) -> None:
         """Refuse a ``training_step`` that has begun to leave something behind; after the first clients of a round.
@@ -307,36 +448,25 @@ class ChangeWatch:
         self._worked += 1
         if self._worked > 1:
             return
-        tensors, self._tensors = self._tensors, {}
-        what = self._changed_attribute() or self._changed_tensor(tensors)
-        if what is not None:
+        tensors, self._tensors = self._tensors, Marks()
+        kind, name = "attribute", changed(self._marks, marks(self.module, self.algorithm))
+        if name is None and (tensor := changed(tensors, tensor_marks(self.module, with_trained=False))) is not None:
+            kind, _, name = tensor.partition(".")
+        if name is not None:
             raise FederatedError(
-                f"engine='vectorized' cannot go on with {type(self.module).__name__}.training_step: it changes {what},"
-                " which it did not when it was tried out. Change that, or use engine='sequential'."
+                f"engine='vectorized' cannot go on with {type(self.module).__name__}.training_step: it changes the"
+                f" {kind} {name!r} of {type(self.module).__name__}, which it did not when it was tried out. Change"
+                " that, or use engine='sequential'."
             )
 
     def end_round(self) -> None:
-        """Warn, once, of attributes that changed while clients were at work."""
+        """Warn, once, of attributes that changed while clients were working."""
         if self._has_warned or self._has_hooks or self._worked <= 1:
             return
-        what = self._changed_attribute()
-        if what is not None:
+        name = changed(self._marks, marks(self.module, self.algorithm))
+        if name is not None:
             self._has_warned = True
             rank_zero_warn(
-                f"{what[:1].upper()}{what[1:]} changes while a round's clients are at work. With engine='vectorized'"
-                " their local steps go by its value at the start of the round."
+                f"The attribute {name!r} of {type(self.module).__name__} changes while a round's clients are at work."
+                " With engine='vectorized' their local steps go by its value at the start of the round."
             )
-
-    def _changed_attribute(self) -> str | None:
-        name = changed(self._marks, marks(self.module, self.algorithm))
-        return None if name is None else f"the attribute {name!r} of {type(self.module).__name__}"
-
-    def _changed_tensor(self, before: Marks) -> str | None:
-        after = self._tensors_now()
-        kind, name = next((k for k in (*after, *before) if after.get(k) != before.get(k)), ("", ""))
-        return f"the {kind} {name!r} of {type(self.module).__name__}" if kind else None
-
-    def _tensors_now(self) -> Marks:
-        metrics = ((name, part) for name, part in parts_of(self.module) if isinstance(part, Metric))
-        updates: Marks = {("metric", name): part._update_count for name, part in metrics}
-        return tensor_marks(self.module, with_trained=False) | updates

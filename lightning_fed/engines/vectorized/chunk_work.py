@@ -11,13 +11,13 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Run, Update
 from lightning_fed.core.types import State, Vector
 from lightning_fed.engines.base import OnlySequentialError, RoundInputs
-from lightning_fed.engines.optimizer import FederatedOptimizer, solver_entries
+from lightning_fed.engines.optimizer import FederatedOptimizer, StepPlan, solver_entries
 from lightning_fed.engines.vectorized.clients import ChunkMemory, Clients, of_each, stack_states
 from lightning_fed.engines.vectorized.optimizer import Clipping, StackedOptimizer
 from lightning_fed.server.client_states.state import PERSONAL, method_part, with_personal
 from lightning_fed.server.participation import Participant
 
-__all__ = ["ChunkWork", "steps_are_plain"]
+__all__ = ["ChunkWork"]
 
 
 class ChunkWork:
@@ -25,7 +25,8 @@ class ChunkWork:
 
     Args:
         algorithm: The method.
-        optimizer: The wrapped local optimizer, which gives rates, decay and options.
+        optimizer: The wrapped local optimizer, which gives decay and options.
+        plan: How it makes local steps under the method.
         inputs: What the server hands out.
         participants: The clients.
         clients: Their kept states, stacked: vectors [S, P], numbers [S].
@@ -39,7 +40,7 @@ class ChunkWork:
         examples: Their numbers of examples [S].
         full_grad: Their full-batch gradients by point [S, P].
         read: The names of the server's state and of mean gradients that were read.
-        is_plain: See :func:`steps_are_plain`.
+        is_bare: Whether a step is one rate times a direction, and leaves nothing behind but parameters.
         sends_delta: Whether the message "delta" is the changes themselves, once the work is finished.
         implied: The names of messages that need not travel, then.
         skips: Whether a parameter that a loss does not depend on stands still, where a gradient of zero would move it.
@@ -49,16 +50,17 @@ class ChunkWork:
         self,
         algorithm: Algorithm,
         optimizer: FederatedOptimizer,
+        plan: StepPlan,
         inputs: RoundInputs,
         participants: Sequence[Participant],
         clients: State,
         memory: ChunkMemory,
         clip: Clipping | None,
     ) -> None:
-        self.algorithm, self.optimizer, self.inputs, self.clip = algorithm, optimizer, inputs, clip
+        self.algorithm, self.optimizer, self.plan, self.inputs, self.clip = algorithm, optimizer, plan, inputs, clip
         flat, x = optimizer.flat, inputs.x
         self.layout, self.shared_layout, self.memory = flat.whole_layout, flat.layout, memory
-        self.decay, self.rates = optimizer.decay, optimizer.rates
+        self.decay, self.rates = optimizer.decay, plan.rates
         self._shared_rates = self.rates[: flat.num_shared]
         self.y = memory.y[: len(participants)]
         self.shared, self._personal = self.y[:, : flat.numel], self.y[:, flat.numel :]
@@ -67,22 +69,22 @@ class ChunkWork:
             self._personal.copy_(clients[PERSONAL])
             clients = method_part(clients)
         self.clients = clients
-        full_grad = [inputs.full_grad.get(who.index, {}) for who in participants]
+        full_grad = [inputs.full_grad.get(who.index, {}) for who in participants] if inputs.full_grad else [{}]
         self.full_grad = stack_states(full_grad, range(len(full_grad)))
         self.examples = torch.tensor([who.size for who in participants], dtype=x.dtype, device=x.device)
         self._num_steps = torch.tensor([who.steps for who in participants], dtype=x.dtype, device=x.device)
         self.local = self._init_local() if algorithm.overrides("init_local") else {}
         self.read: dict[str, set[str]] = {"server": set(), "cohort_grad": set()}
         self.sends_delta, self.implied = False, tuple[str, ...]()
-        self.is_plain = steps_are_plain(algorithm, optimizer, clip)
-        self.skips = not optimizer.injects(algorithm) and (any(self.decay) or not optimizer.is_plain)
-        self._path = torch.zeros_like(self.y) if optimizer.tracks(algorithm) else None
+        self.is_bare = plan.is_bare and clip is None
+        self.skips = not plan.injects and (any(self.decay) or not plan.is_plain)
+        self._path = torch.zeros_like(self.y) if plan.tracks else None
         stands_still = algorithm.reads_path_gradient and 0 in self._shared_rates
         self._still = torch.zeros_like(self.y) if stands_still else None
         self._solver: list[dict[str, Tensor]] | None = None
         if algorithm.uses_solver_state:
             self._solver = solver_entries(algorithm.solver_state(inputs.server, self.local), len(self.layout.sizes))
-        is_uniform = optimizer.is_plain and len(set(self.rates)) == 1
+        is_uniform = plan.is_plain and len(set(self.rates)) == 1
         self._base = None if is_uniform else StackedOptimizer(optimizer)
 
     def _init_local(self) -> State:
@@ -175,7 +177,7 @@ class ChunkWork:
             cohort_grad=self.inputs.cohort_grad,
             mean_examples=self.inputs.mean_examples,
             path=lambda: path["gradient"] if path else self._undeclared(),
-            path_follows=self.optimizer.goes_straight(self.algorithm) and len(rates) == 1 and 0 not in rates,
+            path_follows=self.plan.is_straight and len(rates) == 1 and 0 not in rates,
             **own,
         )
         update: Update = self.algorithm.finish(y, run)
@@ -205,17 +207,3 @@ class ChunkWork:
             f"{type(self.algorithm).__name__} reads run.path_gradient, but declares uses_path_gradient=False: set it to"
             " True."
         )
-
-
-def steps_are_plain(algorithm: Algorithm, optimizer: FederatedOptimizer, clip: Clipping | None) -> bool:
-    """Whether local steps are nothing but one rate times a direction, which leaves nothing behind but parameters.
-
-    Args:
-        algorithm: The method.
-        optimizer: The wrapped local optimizer.
-        clip: How gradients are clipped, if they are.
-    """
-    rates = set(optimizer.rates)
-    sums = optimizer.tracks(algorithm) or (algorithm.reads_path_gradient and 0 in rates)
-    one_rate = optimizer.is_plain and clip is None and len(rates) == 1
-    return one_rate and not (sums or algorithm.overrides("advance"))

@@ -1,14 +1,10 @@
 """What hooks of clients set that local work reads: compared from client to client, and put back if a round restarts."""
 
-import copy
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
 
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
 from lightning_fed.callbacks.base import FederatedCallback, hears, uses_hook
@@ -18,7 +14,17 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.engines.base import OnlySequentialError
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.engines.vectorized.changes import INTERNAL, PASSING, holders, inside, mark
+from lightning_fed.engines.vectorized.changes import (
+    INTERNAL,
+    METRICS,
+    PASSING,
+    Snapshot,
+    attribute_tensors,
+    describe,
+    mark,
+    numbers_in,
+    parts_of,
+)
 
 __all__ = ["ClientSettings", "HeldSettings", "hears_clients"]
 
@@ -33,11 +39,6 @@ _TRAINER = (
 """Attributes of the trainer that local work reads."""
 
 _DATA = "datamodule."
-_METRICS = (Metric, MetricCollection)
-_PLAIN = (int, float, str, bool, type(None))
-_DEPTH = 4  # of collections in collections
-_MOST = 1_000  # values that are looked at in one attribute
-_SMALL = 2**14  # numbers in a tensor up to which all of them are compared
 _COPIED = 2**22  # numbers in a tensor up to which it can be put back
 
 Settings: TypeAlias = dict[tuple[str, str], Any]
@@ -46,7 +47,7 @@ Settings: TypeAlias = dict[tuple[str, str], Any]
 
 def hears_clients(trainer: pl.Trainer) -> bool:
     """Whether any callback has a hook that is called for single clients."""
-    return any(hears(trainer, hook) for hook in _HOOKS)
+    return hears(trainer, "on_client_start") or hears(trainer, "on_client_end")
 
 
 class ClientSettings:
@@ -78,12 +79,15 @@ class ClientSettings:
         self._first: tuple[ClientId, Settings] | None = None  # of the clients whose hooks have been called
         self._worked: tuple[ClientId, Settings] | None = None  # of the clients of this round that have been trained
         self._after: Settings = {}  # when the clients of the last chunk had been trained
+        self._held: list[Any] = []  # what settings of the data module are compared by
 
     def begin_round(self) -> None:
         """Take note of all settings, if hooks may change them for single clients."""
         self.is_needed = hears_clients(self.trainer)
         self._first = self._worked = None
         if self.is_needed:
+            self._held.clear()
+            self._after = {}
             self._at_start, self._buffers = self._now(), self._buffers_now()
 
     def client_started(self, client_id: ClientId) -> None:
@@ -129,7 +133,7 @@ class ClientSettings:
 
     def worked(self) -> None:
         """Take note of settings after the clients of a chunk have been trained."""
-        if self.is_needed and hears(self.trainer, "on_client_end"):
+        if hears(self.trainer, "on_client_end"):
             self._after = self._now(with_data=True)
 
     def client_ended(self, client_id: ClientId) -> None:
@@ -175,24 +179,25 @@ class ClientSettings:
     def _now(self, with_data: bool = False) -> Settings:
         """Return all settings; those of the data module too, or not, as it changes when it makes clients' data."""
         found: Settings = {}
-        for name, part in _parts(self.module):
-            start = f"{name}." if name else ""
-            found |= {("module", start + key): value for key, value in _attributes(part)}
+        for name, part in parts_of(self.module):
+            if not isinstance(part, METRICS):
+                start = f"{name}." if name else ""
+                found |= {("module", start + key): value for key, value in _attributes(part)}
         for name, p in self.module.named_parameters():
             found["requires_grad", name] = p.requires_grad
             if id(p) not in self._trained:
-                found["parameter", name] = _numbers(p)
+                found["parameter", name] = numbers_in(p)
         for number, group in enumerate(self._prepared.optimizer.param_groups):
             for option, value in group.items():
-                found["optimizer", f"{number}.{option}"] = _content(value, [_MOST])
+                found["optimizer", f"{number}.{option}"] = describe(value)
         for name, part in _methods(self._prepared):
-            found |= {("method", name + key): _content(value, [_MOST]) for key, value in vars(part).items()}
+            found |= {("method", name + key): describe(value) for key, value in vars(part).items()}
         trainer: Any = self.trainer
-        found |= {("trainer", name): _content(getattr(trainer, name), [_MOST]) for name in _TRAINER}
-        found["trainer", "fit_loop.corrected_clip"] = _content(trainer.fit_loop.corrected_clip, [_MOST])
+        found |= {("trainer", name): describe(getattr(trainer, name)) for name in _TRAINER}
+        found["trainer", "fit_loop.corrected_clip"] = describe(trainer.fit_loop.corrected_clip)
         if with_data and trainer.datamodule is not None:  # by identity: it may hold all the data
             data = vars(trainer.datamodule).items()
-            found |= {("trainer", f"{_DATA}{key}"): mark(value, [_MOST]) for key, value in data if key != "trainer"}
+            found |= {("trainer", f"{_DATA}{key}"): mark(value, self._held) for key, value in data if key != "trainer"}
         return found
 
 
@@ -209,27 +214,30 @@ class HeldSettings:
     def __init__(self, prepared: PreparedModule) -> None:
         trainer: Any = prepared.trainer
         self._prepared, self._trainer = prepared, trainer
-        trained = set(map(id, prepared.flat.params))
-        callbacks: list[Any] = [
+        callbacks = [
             callback
             for callback in trainer.callbacks
             if isinstance(callback, FederatedCallback)
             and any(uses_hook(callback, h, FederatedCallback) for h in _HOOKS)
         ]
-        modules = [part for _, part in _parts(prepared.module)]
-        owners = [*modules, *(part for _, part in _methods(prepared)), *callbacks]
-        self._attributes = [(owner, dict(vars(owner))) for owner in owners]
-        self._contents = [(inner, copy.copy(inner)) for owner in owners for inner in _collections(owner)]
-        if (datamodule := trainer.datamodule) is not None:
-            self._attributes.append((datamodule, dict(vars(datamodule))))  # what it has made may stay
-        self._groups = [(group, dict(group)) for group in prepared.optimizer.param_groups]
-        self._of_trainer = {name: getattr(self._trainer, name) for name in _TRAINER}
-        self._clip = self._trainer.fit_loop.corrected_clip
+        parts = [(name, part) for name, part in parts_of(prepared.module) if not isinstance(part, METRICS)]
+        methods = [part for _, part in _methods(prepared)]
+        self._objects = Snapshot([*(part for _, part in parts), *methods, *callbacks])
+        self._groups = Snapshot([])
+        for group in prepared.optimizer.param_groups:  # each by itself, however many parameters there are
+            self._groups.hold(group)
+        datamodule = trainer.datamodule
+        self._data = {} if datamodule is None else dict(vars(datamodule))  # what it has made may stay
+        self._of_trainer = {name: getattr(trainer, name) for name in _TRAINER}
+        self._clip = trainer.fit_loop.corrected_clip
         self._requires_grad = [(p, p.requires_grad) for p in prepared.module.parameters()]
-        frozen = [(name, p) for name, p in prepared.module.named_parameters() if id(p) not in trained]
-        tensors = [*frozen, *_tensors(modules)]
+        trained = set(map(id, prepared.flat.params))
+        tensors: list[tuple[str, Tensor]] = [
+            (name, p) for name, p in prepared.module.named_parameters() if id(p) not in trained
+        ]
+        tensors += [(name, t) for (_, name), t in attribute_tensors(parts) if not isinstance(t, nn.Parameter)]
         self._small = [(tensor, tensor.detach().clone()) for _, tensor in tensors if tensor.numel() <= _COPIED]
-        self._large = [(name, tensor, _numbers(tensor)) for name, tensor in tensors if tensor.numel() > _COPIED]
+        self._large = [(name, tensor, numbers_in(tensor)) for name, tensor in tensors if tensor.numel() > _COPIED]
 
     def put_back(self) -> None:
         """Put everything back.
@@ -237,17 +245,11 @@ class HeldSettings:
         Raises:
             FederatedError: If a large tensor has been changed, of which there is no copy.
         """
-        for owner, held in self._attributes:
-            now = vars(owner)
-            for key in now.keys() - held.keys() - set(PASSING):
-                del now[key]
-            now.update({key: value for key, value in held.items() if key not in PASSING})
-        for inner, content in self._contents:
-            inner.clear()
-            (inner.extend if isinstance(inner, (list, deque)) else inner.update)(content)
-        for group, held in self._groups:
-            group.clear()
-            group.update(held)
+        self._objects.put_back()
+        self._groups.put_back()
+        if self._data:
+            vars(self._trainer.datamodule).clear()
+            vars(self._trainer.datamodule).update(self._data)
         for name, value in self._of_trainer.items():
             setattr(self._trainer, name, value)
         self._trainer.fit_loop.corrected_clip = self._clip
@@ -257,22 +259,15 @@ class HeldSettings:
             for tensor, numbers in self._small:
                 tensor.copy_(numbers)
         for name, tensor, numbers in self._large:
-            if _numbers(tensor) != numbers:
+            if numbers_in(tensor) != numbers:
                 raise FederatedError(
                     f"A hook of single clients has changed {name!r} of {type(self._prepared.module).__name__} in place,"
                     " and engine='auto' cannot put it back to begin the round again. Use engine='sequential'."
                 )
 
 
-def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the submodules by name, without metrics."""
-    for name, part in module.named_modules():
-        if not isinstance(part, _METRICS):
-            yield name, part
-
-
 def _methods(prepared: PreparedModule) -> Iterator[tuple[str, Any]]:
-    """Yield the method, its base optimizer and its own solve, with what their attributes' names begin with."""
+    """Yield the method, its base optimizer and its own solve, with the prefixes of their attributes' names."""
     for name, method in (("", prepared.algorithm), ("own_solve.", prepared.algorithm.own_solve)):
         if method is None:
             continue
@@ -287,37 +282,13 @@ def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
     for key, value in vars(part).items():
         if key in PASSING or key in ("_parameters", "_buffers"):
             continue
-        if key == "_modules":  # what is in them comes by itself
+        if key == "_modules":  # their attributes are compared separately
             yield key, tuple((name, type(own)) for name, own in value.items())
         elif key in INTERNAL and isinstance(value, dict):  # hooks, by numbers that are new each time
             if value:
                 yield key, tuple(map(id, value.values()))
         else:
-            yield key, _content(value, [_MOST])
-
-
-def _collections(owner: Any) -> Iterator[list[Any] | deque[Any] | dict[Any, Any] | set[Any]]:
-    for key, value in vars(owner).items():
-        if key in PASSING or key in ("_parameters", "_buffers"):
-            continue
-        if key in INTERNAL and isinstance(owner, nn.Module):
-            if isinstance(value, dict):
-                yield value
-        else:
-            yield from holders(value)
-
-
-def _tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in modules' attributes, but no parameters and buffers."""
-    for part in modules:
-        for key, value in vars(part).items():
-            if key in PASSING or key in INTERNAL:
-                continue
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                yield key, value
-            for inner in holders(value):
-                values = inner.values() if isinstance(inner, Mapping) else inner
-                yield from ((key, v) for v in values if isinstance(v, Tensor) and not isinstance(v, nn.Parameter))
+            yield key, describe(value)
 
 
 def _differing(one: Settings, other: Settings) -> list[tuple[str, str]]:
@@ -330,43 +301,3 @@ def _differing(one: Settings, other: Settings) -> list[tuple[str, str]]:
 
 def _without_data(settings: Settings) -> Settings:
     return {(kind, name): value for (kind, name), value in settings.items() if not name.startswith(_DATA)}
-
-
-def _content(value: Any, left: list[int], depth: int = _DEPTH) -> Any:
-    """Return what is equal for equal values: numbers in tensors, the content of collections; else the object's id."""
-    if isinstance(value, _PLAIN):
-        return value if value == value else "nan"
-    if isinstance(value, nn.Parameter):
-        return id(value)
-    if isinstance(value, Tensor):
-        return _numbers(value)
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return value.shape, value.dtype.str, value.tobytes() if value.size <= _SMALL else id(value)
-    if isinstance(value, torch.Generator):
-        return value.get_state().cpu().numpy().tobytes()
-    inner = inside(value)
-    if inner is None:
-        return id(value)
-    if depth == 0 or left[0] < len(inner):
-        return id(value), len(inner)
-    left[0] -= len(inner)
-    if isinstance(inner, Mapping):
-        parts = ((_content(key, left, 0), _content(part, left, depth - 1)) for key, part in inner.items())
-        return type(value).__name__, *parts
-    if isinstance(inner, (set, frozenset)):
-        return type(value).__name__, frozenset(_content(part, left, 0) for part in inner)
-    return type(value).__name__, *(_content(part, left, depth - 1) for part in inner)
-
-
-def _numbers(tensor: Tensor) -> Any:
-    """Return what is equal for tensors of the same numbers; of a large one, its identity and some of its numbers."""
-    if tensor.layout != torch.strided or tensor.device.type == "meta":
-        return id(tensor), tensor._version
-    kind, flat = (tuple(tensor.shape), tensor.dtype, tensor.device), tensor.detach().reshape(-1)
-    if tensor.numel() <= _SMALL:
-        return *kind, _bytes(flat)
-    return *kind, id(tensor), tensor._version, tensor.data_ptr(), _bytes(flat[:: tensor.numel() // _MOST])
-
-
-def _bytes(flat: Tensor) -> bytes:
-    return flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b""

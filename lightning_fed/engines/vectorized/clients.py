@@ -1,6 +1,6 @@
 """Clients of a chunk as one thing, one or several at once: their tensors, and means of what they log."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -47,7 +47,7 @@ class Clients:
         self.y = y[self._at]
         self.views = self._cut(self.y)
 
-    def of(self, stacked: Sequence[Tensor]) -> list[Tensor]:
+    def of(self, stacked: Iterable[Tensor]) -> list[Tensor]:
         """Return these clients' part of tensors of the chunk's clients [S, ...]."""
         return [value[self._at] for value in stacked]
 
@@ -154,8 +154,10 @@ class ChunkMeans:
         """Return each client's mean loss, and its means of what it logged."""
         read: dict[tuple[int, ...], list[float]] = {}  # a loss that is logged too is the same tensor
         totals, weights = self._sum(self._losses, read)
-        loss = [total / weight if weight else float("nan") for total, weight in zip(totals, weights, strict=True)]
-        logged: list[dict[str, float]] = [{} for _ in loss]
+        loss, logged = list[float](), list[dict[str, float]]()
+        for total, weight in zip(totals, weights, strict=True):
+            loss.append(total / weight if weight else float("nan"))
+            logged.append({})
         for name, entries in self._logged.items():
             self._sums[name] = self._sum(entries, read)
             for own, total, weight in zip(logged, *self._sums[name], strict=True):
@@ -218,6 +220,8 @@ def _each_tensor(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 def stack_states(states: Sequence[State], order: Sequence[int]) -> State:
     """Return states stacked [S, ...] in another order."""
+    if not isinstance(states, Stacked) and not states[order[0]]:
+        return {}
     if len(states) == 1:
         return {name: value[None] for name, value in states[0].items()}  # a view, as nothing changes it in place
     if isinstance(states, Stacked):

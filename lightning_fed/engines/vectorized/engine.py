@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +17,9 @@ from lightning_fed.engines.base import ChunkResult, Engine, OnlySequentialError,
 from lightning_fed.engines.client_errors import fault_of, in_short
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.engines.vectorized.anchors import AnchorPass
-from lightning_fed.engines.vectorized.batches import Turn
+from lightning_fed.engines.vectorized.batches import RowLookup, StepGroup, is_rows
 from lightning_fed.engines.vectorized.changes import ChangeWatch
-from lightning_fed.engines.vectorized.chunk_work import ChunkWork, steps_are_plain
+from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.client_settings import ClientSettings
 from lightning_fed.engines.vectorized.clients import (
     ChunkMeans,
@@ -33,14 +31,11 @@ from lightning_fed.engines.vectorized.clients import (
 from lightning_fed.engines.vectorized.full_gradients import FullGradients, add_decay
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.optimizer import Clipping
-from lightning_fed.engines.vectorized.row_lookup import RowLookup, is_rows
 from lightning_fed.engines.vectorized.schedule import Schedule
 from lightning_fed.engines.vectorized.trial import Trial, check_settings, hooked_parameter
 from lightning_fed.server.participation import Participant
 
 __all__ = ["VectorizedEngine"]
-
-_SMALL_AT_ANCHOR = 20_000  # parameters, up to which taking gradients at the anchor again costs less than keeping them
 
 
 class VectorizedEngine(Engine):
@@ -64,7 +59,6 @@ class VectorizedEngine(Engine):
         self.chunk_size = chunk_size or default_chunk_size(self.flat.whole)
         self.step = ModuleStep(self.trainer, self.flat)
         self.full = FullGradients(self.step)
-        self.anchors = AnchorPass(self.step) if self._may_keep_anchors() else None
         self.schedule = Schedule(self, self.step)
         self.changes = ChangeWatch(self.trainer, self.algorithm)
         self.settings = ClientSettings(prepared)
@@ -82,7 +76,8 @@ class VectorizedEngine(Engine):
             return  # there is nothing to do
         plan = plan if any(plan.epochs) else replace(plan, epochs=(1,))
         with self.gradients.silent():
-            ((group,),) = self.schedule.batches([plan], 0, by_index=True).in_order([Turn(range(1), [0])])
+            batches = self.schedule.batches([plan], self.schedule.rows([plan]), 0, by_index=True)
+            ((group,),) = batches.in_order([StepGroup(range(1), [0])])
             Trial(self.step).run(group)
         self.changes.remember()
 
@@ -97,8 +92,6 @@ class VectorizedEngine(Engine):
         self.step.begin_round()
         self.schedule.recurring.begin_round()
         has_changed = self.changes.begin_round()
-        if self.anchors is not None:
-            self.anchors.clear()  # the last round may have been given up
         self.settings.begin_round()
         if has_changed:
             self._start_over(plans)
@@ -110,7 +103,6 @@ class VectorizedEngine(Engine):
             FederatedError: If it can no longer be run on several clients at once.
         """
         self.step.traces.drop()
-        self.anchors = AnchorPass(self.step) if self.anchors is not None else None
         was_random = self.step.is_random
         try:
             self.try_out(plans[0]) if plans else None
@@ -149,8 +141,6 @@ class VectorizedEngine(Engine):
         self.changes.expect_hooks()
         if not kinds:
             return
-        if self.anchors is not None:
-            self.anchors.clear()  # they were taken with other settings
         try:
             check_settings(self)
             if kinds - {"optimizer", "trainer"}:
@@ -197,22 +187,29 @@ class VectorizedEngine(Engine):
     ) -> ChunkResult:
         started = time.perf_counter()
         self._row = None
-        clip = Clipping.of(self.trainer)
-        order, turns = self.schedule.turns(plans, clip)
-        plans = [plans[i] for i in order]
-        participants = [plan.participant for plan in plans]
-        with self._errors_of(plans, inputs.round):
+        clip, plan = Clipping.of(self.trainer), self.optimizer.plan_of(self.algorithm)
+        rows = self.schedule.rows(plans)
+        order, steps = self.schedule.steps(plans, rows, plan.is_bare and clip is None)
+        plans, rows = [plans[i] for i in order], [rows[i] for i in order] if rows else []
+        participants = [each.participant for each in plans]
+        what = "its local work"
+        if len(plans) > 1:
+            others = ", ".join(map(repr, [who.client_id for who in participants[1:]]))
+            what = f"the local work that it did at once with {others} (engine='sequential' would run them one by one)"
+        with self.errors_of(plans[0], inputs.round, what):
             if self._memory is None or len(self._memory.y) < len(plans):
                 self._memory = ChunkMemory(self.flat.whole_layout, len(plans), self.flat.y)
             kept_states = stack_states(clients, order)
-            work = ChunkWork(self.algorithm, self.optimizer, inputs, participants, kept_states, self._memory, clip)
+            work = ChunkWork(
+                self.algorithm, self.optimizer, plan, inputs, participants, kept_states, self._memory, clip
+            )
             means = ChunkMeans(len(plans))
-            kept = [self.anchors.of(who.index) for who in participants] if self.anchors else []
             self.changes.begin_work()
-            self.schedule.run(inputs, plans, turns, work, means, kept)
+            self.schedule.run(inputs, plans, rows, steps, work, means)
             self.changes.check_work()
             delta, send, keep = work.finish()
-        self.settings.worked()
+        if self.settings.is_needed:
+            self.settings.worked()
         seconds = (time.perf_counter() - started) / len(plans)
         reports = self._reports(participants, means, delta, seconds)
         asked = sorted(range(len(plans)), key=order.__getitem__)
@@ -277,8 +274,8 @@ class VectorizedEngine(Engine):
         """Return what is wrong with the clients of some rows."""
         faults = {}
         for row in asked:
-            is_strange = not math.isfinite(reports[row].update_norm + reports[row].loss)
-            fault = fault_of(reports[row], means.losses_of(row), round) if is_strange else None
+            is_finite = math.isfinite(reports[row].update_norm + reports[row].loss)
+            fault = None if is_finite else fault_of(reports[row], means.losses_of(row), round)
             if fault is not None:
                 faults[row] = fault
         return faults
@@ -292,7 +289,7 @@ class VectorizedEngine(Engine):
             OnlySequentialError: If something goes wrong that does not when clients take them one by one.
         """
         for chunk in self.chunks(plans):
-            found = None if self.anchors else self._gradients_at_once(inputs, chunk)
+            found = self._gradients_at_once(inputs, chunk)
             if found is not None:
                 yield from zip(chunk, found, strict=True)
                 continue
@@ -331,32 +328,6 @@ class VectorizedEngine(Engine):
             return None
         return [{name: value[row] for name, value in grads.items()} for row in range(len(plans))]
 
-    def _full_gradient(self, inputs: RoundInputs, plan: WorkPlan, name: str) -> Vector:
-        """Return a client's full-batch gradient [P]; with what its local steps will ask for again, it is kept."""
-        epoch = self._epoch_to_keep(plan, inputs.round) if name == self.algorithm.anchor_at else None
-        if self.anchors is not None and epoch is not None:
-            point = inputs.x if name == "x" else inputs.server[name]
-            with self.gradients.silent(), self.step.recording():
-                found = self.anchors.gradient(plan.participant.index, point, epoch, plan.batches.settings)
-            if found is not None:
-                return add_decay(found, point, self.optimizer)
-        return super()._full_gradient(inputs, plan, name)
-
-    def _may_keep_anchors(self) -> bool:
-        """Whether gradients at the anchor are kept from full passes to local steps, as far as the method decides."""
-        algorithm, is_small = self.algorithm, self.chunk_size > 1 and self.flat.layout.numel <= _SMALL_AT_ANCHOR
-        asks_twice = algorithm.anchor_at in algorithm.full_grad_at and algorithm.grad_cohort == "same"
-        return asks_twice and self.flat.y.device.type == "cpu" and not is_small
-
-    def _epoch_to_keep(self, plan: WorkPlan, round: int) -> list[Tensor] | None:
-        """Return the examples of a client's first epoch, if its traced steps visit there what its full pass does."""
-        batches, epochs = plan.batches, plan.epochs
-        may_keep = self.anchors is not None and epochs and self._traces_gradients(batches)
-        if not may_keep or epochs[0] != batches.num_batches() or batches.num_examples(epochs[0]) != batches.size:
-            return None
-        are_plain = steps_are_plain(self.algorithm, self.optimizer, Clipping.of(self.trainer))
-        return self.schedule.first_epoch(plan, round) if are_plain else None
-
     def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
         """Return a client's full-batch gradient [P] at a point [P]; through a trace where there is one."""
         # a batch of a single example would take a trace of its own
@@ -377,8 +348,6 @@ class VectorizedEngine(Engine):
         """Hand the means of what clients logged to Lightning, each as one value with the weight of its examples."""
         log_means(self.trainer, self._logged, self.step.options)
         self.changes.end_round()
-        if self.anchors is not None:
-            self.anchors.clear()
         self._logged, self._row = {}, None
 
     def abandon(self) -> int | None:
@@ -394,10 +363,3 @@ class VectorizedEngine(Engine):
             self._logged = dict(logged)
 
         return undo_all
-
-    def _errors_of(self, plans: Sequence[WorkPlan], round: int) -> Any:
-        if len(plans) == 1:
-            return self.errors_of(plans[0], round, "its local work")
-        others = ", ".join(repr(plan.participant.client_id) for plan in plans[1:])
-        what = f"the local work that it did at once with {others} (engine='sequential' would run them one by one)"
-        return self.errors_of(plans[0], round, what)

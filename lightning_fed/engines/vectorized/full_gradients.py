@@ -9,11 +9,11 @@ from torch.func import vmap
 
 from lightning_fed.core.types import Vector
 from lightning_fed.engines.optimizer import FederatedOptimizer
-from lightning_fed.engines.vectorized.batches import flatten, unflatten
+from lightning_fed.engines.vectorized.batches import flatten
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.tracing.traces import Found, Trace, kinds, resized
 
-__all__ = ["FullGradients", "add_decay", "is_gradient"]
+__all__ = ["FullGradients", "add_decay"]
 
 _CLOSE = 1e-2  # how far a gradient may be from the module's own, relatively
 _EXAMPLES = (5, 3, 2)  # in the batches with which a trace is made that takes any number of them
@@ -73,18 +73,25 @@ class FullGradients:
             trace(*(self.layout.views(own) if is_one else self.layout.stacked_views(own)), *leaves, *rest, 1.0)
             if not self._is_gradient(own if is_one else own[0], point, first, spec):
                 return False
-        _, loss, _ = trace.named(trace(*views, *leaves, *rest, factor))
+        _, loss, _ = trace(*views, *leaves, *rest, factor)
         if trace in self.module.compared and not is_new:
             return True
         trace.checked[size] = {}
         self.module.compared.add(trace)
-        expected = self.module.own_loss(self.layout.views(point), first, spec)
+        expected = self.module.own_step(self.layout.views(point), first, spec).loss
         return self.module.agrees(loss if is_one else loss[0], expected) or self.module.give_up("gives another loss")
 
     def _is_gradient(self, found: Vector, point: Vector, leaves: Sequence[Tensor], spec: Any) -> bool:
         """Compare a trace's gradient with the module's: hooks of tensors let it be another than the loss's."""
-        return is_gradient(self.module, found, point, [(unflatten(leaves, spec), 1.0)]) or self.module.traces.forbid(
-            f"{type(self.module.module).__name__}.training_step has another gradient than when it was traced, though"
+        module = self.module
+        grads, _, _ = module.own_gradient(self.layout.views(point), leaves, spec)
+        real = torch.zeros_like(point)
+        for part, grad in zip(self.layout.views(real), grads, strict=True):
+            if grad is not None:
+                part.copy_(grad)
+        atol = _CLOSE * float(real.abs().max())
+        return torch.allclose(found, real, rtol=_CLOSE, atol=atol, equal_nan=True) or module.traces.forbid(
+            f"{type(module.module).__name__}.training_step has another gradient than when it was traced, though"
             " the same loss. Local steps run untraced from here on, which is slower."
         )
 
@@ -118,23 +125,3 @@ def add_decay(grads: Tensor, point: Vector, optimizer: FederatedOptimizer) -> Te
         if decay:
             part.add_(at, alpha=decay)
     return grads
-
-
-def is_gradient(module: ModuleStep, found: Vector, point: Vector, batches: Iterable[tuple[Any, float]]) -> bool:
-    """Whether a vector [P] is the module's gradient at a point [P], to the digits that matter.
-
-    Args:
-        module: The module's step.
-        found: The vector.
-        point: The point.
-        batches: The batches, and the share of each in the gradient.
-    """
-    views, real = module.flat.layout.views(point), torch.zeros_like(point)
-    parts = module.flat.layout.views(real)
-    for batch, share in batches:
-        grads, _, _ = module.own_gradient(views, *flatten(batch))
-        for part, grad in zip(parts, grads, strict=True):
-            if grad is not None:
-                part.add_(grad, alpha=share)
-    scale = float(real.abs().max())
-    return torch.allclose(found, real, rtol=_CLOSE, atol=_CLOSE * scale, equal_nan=True)

@@ -16,7 +16,7 @@ from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.clients import Clients, of_each
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 
-__all__ = ["DIMS", "Given", "LocalStep", "Taken"]
+__all__ = ["DIMS", "LocalStep", "StepInput", "StepOutput"]
 
 Gradient: TypeAlias = Callable[
     [Sequence[Tensor], Sequence[Tensor], Any, int], tuple[Sequence[Tensor | None], Tensor, dict[str, Tensor]]
@@ -26,13 +26,12 @@ Gradient: TypeAlias = Callable[
 _Clip: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 
 
-class Given(NamedTuple):
-    """What a local step of one client starts from; of several clients, with a dimension more.
+class StepInput(NamedTuple):
+    """Inputs of one client's local step; with a leading client dimension if there are several.
 
     Attributes:
         y: Its parameters, one tensor each.
         leaves: The tensors of its batch.
-        parts: The parts of the gradient at the anchor on this batch, if they are kept.
         own: What the method may read that is its own.
         local: Its states of this round.
         shared: What the method may read that is the same for all clients.
@@ -41,19 +40,18 @@ class Given(NamedTuple):
 
     y: Sequence[Tensor]
     leaves: Sequence[Tensor]
-    parts: Sequence[Tensor]
     own: Sequence[Tensor]
     local: State
     shared: Sequence[Tensor]
     point: Sequence[Tensor]
 
 
-DIMS: Any = Given(y=0, leaves=0, parts=0, own=0, local=0, shared=None, point=None)  # type: ignore[arg-type]
+DIMS: Any = StepInput(y=0, leaves=0, own=0, local=0, shared=None, point=None)  # type: ignore[arg-type]
 """Which dimension is that of clients."""
 
 
-class Taken(NamedTuple):
-    """What a local step comes to, before parameters move.
+class StepOutput(NamedTuple):
+    """Results of a local step, before parameters move.
 
     Attributes:
         directions: One tensor per parameter.
@@ -127,12 +125,11 @@ class LocalStep:
     def __call__(
         self,
         gradient: Gradient,
-        given: Given,
+        given: StepInput,
         spec: Any,
         batch_idx: int,
-        assemble: Callable[..., list[Tensor]] | None = None,
         draw_again: Callable[[], None] | None = None,
-    ) -> Taken:
+    ) -> StepOutput:
         """Take a step of one client, as a function of tensors.
 
         Args:
@@ -140,13 +137,12 @@ class LocalStep:
             given: What the step starts from.
             spec: What puts the batch together.
             batch_idx: Its index in the local epoch.
-            assemble: Puts the parts of a gradient at the anchor together, given the batch, if they are kept.
             draw_again: Lets random layers draw what they drew before.
         """
         found, loss, values = gradient(given.y, given.leaves, spec, batch_idx)
         g = self._completed(found, given.y, self._own_clip)
         if not self._reads:
-            return Taken(self._corrected_clip(self._moving(g)), [], loss, values)
+            return StepOutput(self._corrected_clip(self._moving(g)), [], loss, values)
         whole = self._whole(given.shared, given.own, given.local)
         steps = per_parameter(whole, self._layout)
         point = self._ahead(g, given.y, whole) if self.looks_ahead else given.point
@@ -154,16 +150,13 @@ class LocalStep:
             point = [*point, *given.y[len(point) :]]  # personal parameters come last
             if draw_again is not None:
                 draw_again()
-            if assemble is not None:
-                found = assemble(*given.leaves, *given.parts)
-            else:
-                found, _, _ = gradient(point, given.leaves, spec, batch_idx)
+            found, _, _ = gradient(point, given.leaves, spec, batch_idx)
             for step, anchor_grad in zip(steps, self._completed(found, point, _keep), strict=False):
                 step.anchor_grad = anchor_grad
         each = list(zip(g, given.y, steps, strict=False))
         v = [self.algorithm.correct(*one) for one in each]
         local = [self.algorithm.advance(*one) for one in each] if self.advances else []
-        return Taken(self._corrected_clip(self._moving([*v, *g[len(v) :]])), local, loss, values)
+        return StepOutput(self._corrected_clip(self._moving([*v, *g[len(v) :]])), local, loss, values)
 
     def _completed(self, grads: Sequence[Tensor | None], at: Sequence[Tensor], clip: _Clip) -> list[Tensor]:
         """Return gradients, zero where the loss does not depend on a parameter, with that of coupled weight decay."""
@@ -184,7 +177,7 @@ class LocalStep:
         directions[stays] = map(torch.zeros_like, directions[stays])
         return directions
 
-    def untraced(self, clients: Clients, group: BatchGroup) -> Taken:
+    def untraced(self, clients: Clients, group: BatchGroup) -> StepOutput:
         """Take a step of some clients on their batches, as PyTorch runs it.
 
         Args:
@@ -197,14 +190,14 @@ class LocalStep:
             draw_again = capture_random_state(self.work.y.device)
             if point and not clients.is_one:  # as many draws, in the same order, as at the clients' own parameters
                 point, dims = [v.expand(clients.count, *v.shape) for v in point], DIMS._replace(point=0)
-        local = dict(zip(self.local, clients.of(list(self.local.values())), strict=True))
-        given = Given(clients.views, group.leaves, (), clients.of(self.own), local, self.shared, point)
+        local = dict(zip(self.local, clients.of(self.local.values()), strict=True))
+        given = StepInput(clients.views, group.leaves, clients.of(self.own), local, self.shared, point)
 
-        def take(given: Given) -> Taken:
-            return self(gradient, given, group.spec, group.batch_idx, None, draw_again)
+        def take(given: StepInput) -> StepOutput:
+            return self(gradient, given, group.spec, group.batch_idx, draw_again)
 
         with torch.no_grad(), module.drawing_nothing():
-            taken: Taken = clients.each(take, (dims,))(given)
+            taken: StepOutput = clients.each(take, (dims,))(given)
         return taken
 
     # ------------------------------------------------------------------ what the method may read

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_fed.engines.base import OnlySequentialError
-from lightning_fed.engines.vectorized.anchors import KeptAnchor
 from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.clients import ChunkMeans, Clients
-from lightning_fed.engines.vectorized.local_step import DIMS, Given, LocalStep, Taken
+from lightning_fed.engines.vectorized.local_step import DIMS, LocalStep, StepInput, StepOutput
 from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep, Sizes
 from lightning_fed.tracing.traces import Found, Trace, kinds, resized
 
@@ -29,7 +28,7 @@ class _Bound:
 
     Attributes:
         trace: The trace.
-        rest: What it takes after parameters, batch, states of this round and kept parts.
+        rest: What it takes after parameters, batch and states of this round.
         moving: The parameters whose directions have a constant part.
         constant: These parts.
         unused: The parameters that stand still, since the losses do not depend on them.
@@ -63,22 +62,21 @@ class LocalSteps:
         self._bound: dict[Any, _Bound | None] = {}  # by clients and kinds of batches
         self._of_chunk: dict[Trace, tuple[Sequence[Tensor | None], Sequence[Tensor]]] = {}  # see _once
 
-    def run(self, clients: Clients, groups: Sequence[BatchGroup], kept: KeptAnchor | None, may_trace: bool) -> None:
+    def run(self, clients: Clients, groups: Sequence[BatchGroup], may_trace: bool) -> None:
         """Take a step.
 
         Args:
             clients: The clients at work.
             groups: Their batches.
-            kept: What is kept of the gradients at the anchor on them, if anything is.
             may_trace: Whether batches of these shapes come often enough for a trace.
         """
         if len(groups) == 1 and may_trace and self._may_trace and self.module.traces.allowed:
             (group,) = groups
-            key = (clients.rows, group.kind, kept is None)
+            key = (clients.rows, group.kind)
             if key not in self._bound:
-                self._bound[key] = self._bind(clients, group, kept)
+                self._bound[key] = self._bind(clients, group)
             bound = self._bound[key]
-            if bound is not None and self._run_traced(bound, clients, group, kept):
+            if bound is not None and self._run_traced(bound, clients, group):
                 return
             self._bound[key] = None  # not for such batches
         self._run_untraced(clients, groups)
@@ -120,11 +118,11 @@ class LocalSteps:
 
     # ------------------------------------------------------------------ through traces
 
-    def _bind(self, clients: Clients, group: BatchGroup, kept: KeptAnchor | None) -> _Bound | None:
+    def _bind(self, clients: Clients, group: BatchGroup) -> _Bound | None:
         """Return a trace of such a step with what stays as it is, None if there can be none."""
         work = self.work
         unused = self.module.unused(group.first, group.spec, group.batch_idx) if work.skips else frozenset[int]()
-        trace = self._trace(clients, group, kept, work.is_plain and not unused)
+        trace = self._trace(clients, group, work.is_bare and not unused)
         if trace is None or not self.module.traces.allowed or trace.checked.get(kinds(group.first), {}) is None:
             return None
         for name, read in trace.notes.items():
@@ -137,69 +135,65 @@ class LocalSteps:
                 bound.constant.append(part.expand_as(view))
         return bound
 
-    def _trace(self, clients: Clients, group: BatchGroup, kept: KeptAnchor | None, in_place: bool) -> Trace | None:
+    def _trace(self, clients: Clients, group: BatchGroup, in_place: bool) -> Trace | None:
         """Return the trace of such a step, which moves parameters in place or not, if there can be one.
 
         What is traced depends on the step alone. Several clients take one that fits any number of them, or all of the
         chunk together one of their own; on a GPU only that, as larger models would not fit so many times. A single
         client takes one for its full batches, one for batches of a single example, and one that fits any other size.
         """
-        full, examples, y = self.batch_size, group.examples, self.work.y
-        get = partial(self._get, clients, group, kept, in_place)
+        step, work, full, examples = self.step, self.work, self.batch_size, group.examples
         if full is None or examples > full:
             return None
+        tries: list[tuple[int, ...]] = []  # the sizes that a trace is made with, to take any; () as the step is
         if not clients.is_one:
-            trace = get(_CLIENTS) if y.device.type == "cpu" else None
-            return trace or (get(()) if clients.count == len(y) else None)
-        if examples in (1, full):
-            return get(())
-        if any(len(leaf) != examples for leaf in group.leaves):
-            return None
-        return get((full - 1, 2) if full > 3 else (2,))
+            tries += [_CLIENTS] if work.y.device.type == "cpu" else []
+            tries += [()] if clients.count == len(work.y) else []
+        elif examples in (1, full):
+            tries.append(())
+        elif all(len(leaf) == examples for leaf in group.leaves):
+            tries.append((full - 1, 2) if full > 3 else (2,))
+        for sizes in tries:
+            shapes = tuple([(leaf.shape[1:] if sizes else leaf.shape, leaf.dtype) for leaf in group.leaves])
+            key = ("step", in_place, clients.is_one, step.key, tuple(work.decay), work.clip, group.spec)
+            trace = self.module.traces.get(
+                (*key, bool(sizes), shapes),
+                partial(self._function, clients, group),
+                partial(self._inputs, clients, group),
+                sizes or (0,),
+                moves=len(clients.views) if in_place else 0,
+                constants=len(step.shared) + len(step.own),
+                notes=work.read,
+            )
+            if trace is not None:
+                return trace
+        return None
 
-    def _get(
-        self, clients: Clients, group: BatchGroup, kept: KeptAnchor | None, in_place: bool, sizes: Sequence[int]
-    ) -> Trace | None:
-        """Return a trace made with some numbers of clients, or of examples of a single client, for any; or as it is."""
-        step, work = self.step, self.work
-        shapes = tuple((leaf.shape[1:] if sizes else leaf.shape, leaf.dtype) for leaf in group.leaves)
-        key = ("step", in_place, clients.is_one, kept is None, step.key, tuple(work.decay), work.clip, group.spec)
-        return self.module.traces.get(
-            (*key, bool(sizes), shapes),
-            partial(self._function, clients, group, kept),
-            partial(self._inputs, clients, group, kept),
-            sizes or (0,),
-            moves=len(clients.views) if in_place else 0,
-            constants=len(step.shared) + len(step.own),
-            notes=work.read,
-        )
-
-    def _inputs(self, clients: Clients, group: BatchGroup, kept: KeptAnchor | None, size: int) -> list[Tensor]:
+    def _inputs(self, clients: Clients, group: BatchGroup, size: int) -> list[Tensor]:
         """Return the tensors of a step, as they are or made to be of so many clients, or examples of a single one."""
-        step, views, leaves, parts = self.step, clients.views, group.leaves, [] if kept is None else kept.parts
-        local, own = clients.of(list(step.local.values())), clients.of(step.own)
+        step, views, leaves = self.step, clients.views, group.leaves
+        local, own = clients.of(step.local.values()), clients.of(step.own)
         if size and clients.is_one:
             leaves = resized(leaves, size)
-            parts = [] if kept is None else kept.parts_of(leaves, views)
         elif size:
             (y,) = resized([clients.y], size)
             views = self.work.layout.stacked_views(y)  # that lie in memory as those of the clients at work
-            leaves, local, parts, own = (resized(each, size) for each in (leaves, local, parts, own))
-        return [*views, *leaves, *local, *parts, *step.shared, *own]
+            leaves, local, own = (resized(each, size) for each in (leaves, local, own))
+        return [*views, *leaves, *local, *step.shared, *own]
 
-    def _function(self, clients: Clients, group: BatchGroup, kept: KeptAnchor | None, *flat: Tensor) -> Found:
+    def _function(self, clients: Clients, group: BatchGroup, *flat: Tensor) -> Found:
         """Take the step as a function of the tensors that :meth:`_inputs` returns."""
         step, rest = self.step, iter(flat)
-        counts = (len(clients.views), len(group.leaves), len(step.local), len(kept.parts) if kept else 0)
-        views, leaves, local, parts = (list(islice(rest, count)) for count in counts)
+        counts = (len(clients.views), len(group.leaves), len(step.local))
+        views, leaves, local = (list(islice(rest, count)) for count in counts)
         shared, own = list(islice(rest, len(step.shared))), list(rest)
         names = list(step.local)
-        given = Given(views, leaves, parts, own, dict(zip(names, local, strict=True)), shared, step.point(shared))
+        given = StepInput(views, leaves, own, dict(zip(names, local, strict=True)), shared, step.point(shared))
 
-        def of_one(given: Given) -> Taken:
-            return step(self.module.gradient, given, group.spec, 0, kept.assemble if kept else None)
+        def of_one(given: StepInput) -> StepOutput:
+            return step(self.module.gradient, given, group.spec, 0)
 
-        taken: Taken = clients.each(of_one, (DIMS,))(given)
+        taken: StepOutput = clients.each(of_one, (DIMS,))(given)
         new = [state[name] for state in taken.local for name in names]
         return [*taken.directions, *new], taken.loss, taken.values
 
@@ -221,14 +215,14 @@ class LocalSteps:
             return trace.once([*step.shared, *clients.of(step.own)])
         return [None if part is None else clients.of([part])[0] for part in sums], once
 
-    def _run_traced(self, bound: _Bound, clients: Clients, group: BatchGroup, kept: KeptAnchor | None) -> bool:
+    def _run_traced(self, bound: _Bound, clients: Clients, group: BatchGroup) -> bool:
         """Take a step through its trace; return False, with nothing changed, if the trace is wrong."""
         if bound.sizes is None:
-            found = self._run_checked(bound, clients, group, kept)
+            found = self._run_checked(bound, clients, group)
             if found is None:
                 return False
         else:
-            found = self._call(bound, clients, group, kept)
+            found = self._call(bound, clients, group)
         directions, loss, values = found
         assert bound.sizes is not None
         if bound.moving:
@@ -238,10 +232,9 @@ class LocalSteps:
         self.means.add(group.clients, group.examples, loss, values, bound.sizes)
         return True
 
-    def _call(self, bound: _Bound, clients: Clients, group: BatchGroup, kept: KeptAnchor | None) -> Found:
-        local = clients.of(list(self.step.local.values()))
-        parts = () if kept is None else kept.parts
-        return bound.trace.named(bound.trace(*clients.views, *group.leaves, *local, *parts, *bound.rest))
+    def _call(self, bound: _Bound, clients: Clients, group: BatchGroup) -> Found:
+        local = clients.of(self.step.local.values()) if self.step.local else ()
+        return bound.trace(*clients.views, *group.leaves, *local, *bound.rest)
 
     def _move(self, bound: _Bound, clients: Clients, results: Sequence[Tensor]) -> None:
         """Move clients whose trace returns directions, and keep the new states of this round that come with them."""
@@ -254,7 +247,7 @@ class LocalSteps:
 
     # ------------------------------------------------------------------ traces and the module
 
-    def _run_checked(self, bound: _Bound, clients: Clients, group: BatchGroup, kept: KeptAnchor | None) -> Found | None:
+    def _run_checked(self, bound: _Bound, clients: Clients, group: BatchGroup) -> Found | None:
         """Take the first step with a bound trace; compare it with the module's if the trace was not in this round.
 
         A trace for any number of examples is compared on batches of every size, since numbers that Python makes of the
@@ -267,17 +260,21 @@ class LocalSteps:
         is_new = kind not in trace.checked
         if trace in module.compared and not is_new:
             bound.sizes = trace.checked[kind]
-            return self._call(bound, clients, group, kept)
-        expected, before = self._expected(clients, group), clients.y.clone()
+            return self._call(bound, clients, group)
+        point = clients.views if clients.is_one else self.work.layout.views(clients.y[0])
+        with module.drawing_nothing():
+            expected = module.own_step(point, group.first, group.spec, group.batch_idx)
+        before = clients.y.clone()
         error: RuntimeError | None = None
         what: str | None = None
         try:
-            found = self._call(bound, clients, group, kept)
-            what = self._difference(found, expected, trace.checked.get(kind), clients.is_one)
-            if what is None and (name := module.other_value(_first(found[2], clients), expected.values)) is not None:
+            found = self._call(bound, clients, group)
+            loss, values = _of_first(found, clients)
+            what = self._difference(loss, values, expected, trace.checked.get(kind))
+            if what is None and (name := module.other_value(values, expected.values)) is not None:
                 clients.y.copy_(before)
-                if self._is_untraced_value(name, found[2], clients, group, kept):
-                    found = self._call(bound, clients, group, kept)
+                if self._is_untraced_value(name, values, clients, group):
+                    found = self._call(bound, clients, group)
                 else:
                     what = f"gives another value of self.log({name!r}, ...)"
         except RuntimeError as raised:
@@ -296,41 +293,38 @@ class LocalSteps:
             module.give_up(str(what))
         return None
 
-    def _expected(self, clients: Clients, group: BatchGroup) -> OwnStep:
-        """Return what the module itself gives for the first client."""
-        point = clients.views if clients.is_one else [view[0] for view in clients.views]
-        with self.module.drawing_nothing():
-            return self.module.own_step(point, group.first, group.spec, group.batch_idx)
-
-    def _difference(self, found: Found, expected: OwnStep, sizes: Sizes | None, is_one: bool) -> str | None:
-        """Return what the module does otherwise than its trace, but for the values that it logs; None if nothing.
+    def _difference(
+        self, loss: Tensor, values: dict[str, Tensor], expected: OwnStep, sizes: Sizes | None
+    ) -> str | None:
+        """Return what the module does differently from its trace, apart from the values that it logs; None if nothing.
 
         Args:
-            found: What the trace gives.
+            loss: The loss of the first client that the trace gives.
+            values: What that client logs.
             expected: What the module gives.
-            sizes: The batch sizes that it gave for such batches before, if it was asked before.
-            is_one: Whether the trace is of one client.
+            sizes: The batch sizes that it gave for such batches before, if it was called before.
         """
-        _, loss, values = found
-        if not self.module.agrees(loss if is_one else loss[0], expected.loss):
+        if not self.module.agrees(loss, expected.loss):
             return "gives another loss"
         if values.keys() != expected.values.keys():
             return f"logs other names ({', '.join(map(repr, expected.values))})"
-        others = [] if sizes is None else [name for name, size in expected.sizes.items() if size != sizes[name]]
-        return f"gives another batch_size of self.log({others[0]!r}, ...)" if others else None
+        for name, size in expected.sizes.items():
+            if sizes is not None and size != sizes[name]:
+                return f"gives another batch_size of self.log({name!r}, ...)"
+        return None
 
-    def _is_untraced_value(
-        self, name: str, values: dict[str, Tensor], clients: Clients, group: BatchGroup, kept: KeptAnchor | None
-    ) -> bool:
+    def _is_untraced_value(self, name: str, values: dict[str, Tensor], clients: Clients, group: BatchGroup) -> bool:
         """Whether a logged value is that of the very function that was traced, as it runs without a trace.
 
         Several clients at once round otherwise than the module does for one, and an accuracy may hang on that.
         """
         with torch.no_grad():
-            _, _, again = self._function(clients, group, kept, *self._inputs(clients, group, kept, 0))
-        return name in again and self.module.agrees(_first(values, clients)[name], _first(again, clients)[name])
+            again = self._function(clients, group, *self._inputs(clients, group, 0))
+        _, of_first = _of_first(again, clients)
+        return name in of_first and self.module.agrees(values[name], of_first[name])
 
 
-def _first(values: dict[str, Tensor], clients: Clients) -> dict[str, Tensor]:
-    """Return what the first of some clients logged."""
-    return values if clients.is_one else {name: value[0] for name, value in values.items()}
+def _of_first(found: Found, clients: Clients) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of the first of some clients, and what it logs."""
+    _, loss, values = found
+    return (loss, values) if clients.is_one else (loss[0], {name: value[0] for name, value in values.items()})

@@ -113,7 +113,6 @@ class ModuleStep:
         leaves: Sequence[Tensor],
         spec: Any,
         batch_idx: int = 0,
-        times: Tensor | None = None,
     ) -> tuple[Sequence[Tensor], Tensor, dict[str, Tensor]]:
         """Return gradients, loss and logged values as a pure function of tensors, for ``vmap`` and for traces.
 
@@ -125,7 +124,6 @@ class ModuleStep:
             leaves: The tensors of the batch.
             spec: What puts the batch together.
             batch_idx: Its index in the local epoch.
-            times: What the gradients are multiplied with [], from the loss on.
         """
 
         def loss_at(*at: Tensor) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
@@ -135,7 +133,7 @@ class ModuleStep:
         pulled: Any = vjp(loss_at, *point, has_aux=True)
         loss, pull_back, (value, logged) = pulled
         with torch.no_grad():
-            grads = pull_back(torch.ones_like(loss) if times is None else times.to(loss.dtype))
+            grads = pull_back(torch.ones_like(loss))
         return grads, value, logged
 
     def own_gradient(
@@ -149,10 +147,6 @@ class ModuleStep:
         loss, values = self._own_loss(point, leaves, spec, batch_idx)
         grads = torch.autograd.grad(loss, self.flat.params, allow_unused=True)
         return list(grads), loss.detach(), values
-
-    def own_loss(self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int = 0) -> Tensor:
-        """Return the loss [] as the module itself computes it."""
-        return self.own_step(point, leaves, spec, batch_idx).loss
 
     def own_step(self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int = 0) -> OwnStep:
         """Return loss and logged values as the module itself computes them."""
@@ -211,7 +205,10 @@ class ModuleStep:
 
     def other_value(self, values: Mapping[str, Tensor], real: Mapping[str, Tensor]) -> str | None:
         """Return the name of a logged value [] that differs by more than rounding, None if none does."""
-        return next((name for name, value in values.items() if not self.agrees(value, real[name])), None)
+        for name, value in values.items():
+            if not self.agrees(value, real[name]):
+                return name
+        return None
 
     def give_up(self, what: str) -> Literal[False]:
         """Use no trace from here on and warn, as the module does something else than its trace; return False.

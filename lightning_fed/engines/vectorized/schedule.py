@@ -3,31 +3,29 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
-
-from torch import Tensor
 
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.data.batches.batches import TensorBatches
 from lightning_fed.engines.base import Engine, RoundInputs, WorkPlan
-from lightning_fed.engines.vectorized.anchors import KeptAnchor
+from lightning_fed.engines.batch_hooks import has_transfer_hooks
 from lightning_fed.engines.vectorized.batches import (
     AnyBatches,
     BatchGroup,
+    DeviceData,
     RowBatches,
-    Turn,
-    has_transfer_hooks,
+    RowLookup,
+    StepGroup,
+    rows_of_one_kind,
 )
-from lightning_fed.engines.vectorized.chunk_work import ChunkWork, steps_are_plain
+from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.clients import ChunkMeans
 from lightning_fed.engines.vectorized.local_steps import LocalSteps
 from lightning_fed.engines.vectorized.module_step import ModuleStep
-from lightning_fed.engines.vectorized.optimizer import Clipping
-from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, bytes_of_row, rows_of_one_kind
 
-__all__ = ["RecurringShapes", "Schedule", "batch_sizes", "staggered"]
+__all__ = ["RecurringShapes", "Schedule", "batch_sizes", "interleaved"]
 
-_EPOCH = 2**26  # bytes of a local epoch that are looked up at once
 _SHARE = 8  # of the steps of a round so far, one in so many has batches of a shape that recurs
 
 
@@ -40,100 +38,94 @@ class Schedule:
     """
 
     def __init__(self, engine: Engine, module: ModuleStep) -> None:
-        self.trainer, self.algorithm, self.optimizer = engine.trainer, engine.algorithm, engine.optimizer
-        self.seed, self.shuffle = engine.seed, engine.shuffle
+        self.trainer, self.seed, self.shuffle = engine.trainer, engine.seed, engine.shuffle
         self.device, self.module, self.data = engine.flat.y.device, module, DeviceData(engine.flat.y.device)
         self.batch_size: int | None = self.trainer.datamodule.batch_size
         self.has_hooks = has_transfer_hooks(self.trainer)
         self.recurring = RecurringShapes(self.batch_size)
-        self._taken: int | None = None  # steps of the clients at work
+        self._taken: int | None = None  # steps of the current clients
 
-    def turns(self, plans: Sequence[WorkPlan], clip: Clipping | None) -> tuple[list[int], list[Turn]]:
-        """Return which row of the chunk each client comes to, and their steps.
+    def steps(
+        self, plans: Sequence[WorkPlan], rows: Sequence[TensorBatches], is_bare: bool
+    ) -> tuple[list[int], list[StepGroup]]:
+        """Return the client of each row of the chunk, and the clients' steps.
 
-        All clients step whenever one does; on a CPU, where that can be, in the order of :func:`staggered`. That is
-        faster where they come to their smaller batches at different times: traced are full batches.
+        All clients step whenever one does; on a CPU, if possible, in the order of :func:`interleaved`. That is faster
+        if their smaller batches come at different times: the traces are for full batches.
 
         Args:
             plans: The clients' work.
-            clip: How gradients are clipped, if they are.
+            rows: Their batches, if all are rows of tensors of one kind.
+            is_bare: Whether a step leaves nothing behind but parameters; see :class:`StepPlan`.
         """
         sizes, full = [[1] * plan.participant.steps for plan in plans], 1  # as if all batches were full
-        if self.batch_size is not None and self._is_staggered(plans, clip):
+        if self.batch_size is not None and is_bare and self._is_interleaved(rows):
             full = self.batch_size
             sizes = [batch_sizes(plan, full) for plan in plans]
         lengths = [own.count(full) for own in sizes]
         order = sorted(range(len(plans)), key=lengths.__getitem__, reverse=True)
-        return order, list(staggered([sizes[i] for i in order], full))
+        return order, list(interleaved([sizes[i] for i in order], full))
 
-    def _is_staggered(self, plans: Sequence[WorkPlan], clip: Clipping | None) -> bool:
+    def _is_interleaved(self, rows: Sequence[TensorBatches]) -> bool:
         module = self.module
         may_trace = module.traces.allowed and not module.reads_index and not module.is_random
-        if len(plans) == 1 or self.device.type != "cpu" or not may_trace:
+        if len(rows) < 2 or self.device.type != "cpu" or not may_trace:
             return False
-        rows = self.rows(plans) if steps_are_plain(self.algorithm, self.optimizer, clip) else []
-        return bool(rows) and {own.settings.batch_size for own in rows} == {self.batch_size}
+        return all(own.settings.batch_size == self.batch_size for own in rows)
 
     def run(
         self,
         inputs: RoundInputs,
         plans: Sequence[WorkPlan],
-        turns: Sequence[Turn],
+        rows: Sequence[TensorBatches],
+        steps: Sequence[StepGroup],
         work: ChunkWork,
         means: ChunkMeans,
-        kept: Sequence[Sequence[KeptAnchor]],
     ) -> None:
         """Take all steps of the clients of a chunk.
 
         Args:
             inputs: What the server hands out.
-            plans: The clients' work, row by row.
-            turns: Their steps.
+            plans: The clients' work, row by row of the chunk.
+            rows: Their batches, if all are rows of tensors of one kind.
+            steps: Their steps.
             work: Their parameters and states.
             means: Takes their losses, and what they log.
-            kept: What is kept of the gradients at the anchor on each client's first batches, if anything is.
         """
-        batches = self.batches(plans, inputs.round, self.module.reads_index)
-        are_rows = isinstance(batches, RowBatches)
-        if self.module.is_random or not are_rows:
+        module = self.module
+        batches = self.batches(plans, rows, inputs.round, module.reads_index)
+        if module.is_random or not rows:
             seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, plans[0].participant.index), self.device)
-        steps = LocalSteps(self.module, work, self.batch_size, means)
-        with self.module.recording():
-            groups = batches.in_order(turns)
-            for turn in turns:
-                self._taken = turn.at[0]
+        local_steps = LocalSteps(module, work, self.batch_size, means)
+        with module.recording():
+            batches_of_steps = batches.in_order(steps)
+            for step in steps:
+                self._taken = step.at[0]
                 self.trainer._signal_connector.check()
-                clients, of_turn = work.memory.clients(turn.clients), next(groups)
-                may_trace = are_rows or self.recurring.note(of_turn)
-                steps.run(clients, of_turn, _kept_of(kept, turn) if kept else None, may_trace)
+                groups = next(batches_of_steps)
+                may_trace = bool(rows) or self.recurring.note(groups)
+                local_steps.run(work.memory.clients(step.clients), groups, may_trace)
         self._taken = None
 
     def rows(self, plans: Sequence[WorkPlan]) -> list[TensorBatches]:
         """Return the clients' batches if all are rows of tensors of one kind, for which no loader is needed."""
-        return [] if self.has_hooks else rows_of_one_kind([plan.batches for plan in plans])
+        return [] if self.has_hooks else rows_of_one_kind(map(attrgetter("batches"), plans))
 
-    def batches(self, plans: Sequence[WorkPlan], round: int, by_index: bool) -> RowBatches | AnyBatches:
+    def batches(
+        self, plans: Sequence[WorkPlan], rows: Sequence[TensorBatches], round: int, by_index: bool
+    ) -> RowBatches | AnyBatches:
         """Return the batches of clients.
 
         Args:
             plans: Their work.
+            rows: Their batches, if all are rows of tensors of one kind.
             round: The round.
-            by_index: Whether clients at different places of their local epochs must be kept apart.
+            by_index: Whether clients at different batch indices of their local epochs must be kept apart.
         """
         stream = partial(generator, self.seed, Purpose.BATCHES, round)
-        if rows := self.rows(plans):
+        if rows:
             return RowBatches(RowLookup(self.trainer, rows, self.data), plans, stream, self.shuffle, by_index)
         return AnyBatches(self.trainer, plans, stream, self.shuffle, by_index, self.has_hooks)
-
-    def first_epoch(self, plan: WorkPlan, round: int) -> list[Tensor] | None:
-        """Return the tensors of all batches of a client's first local epoch, one after the other, if they are few."""
-        (rows,) = self.rows([plan]) or (None,)
-        if rows is None or self.device.type != "cpu" or rows.settings.batch_size != self.batch_size:
-            return None
-        if rows.size * bytes_of_row(rows) > _EPOCH:
-            return None
-        stream = generator(self.seed, Purpose.BATCHES, round, plan.participant.index)
-        return next(RowLookup(self.trainer, [rows], self.data).in_order([[(0, rows.epoch_rows(stream, self.shuffle))]]))
 
     def abandon(self) -> int | None:
         """Forget the clients at work; return the local steps they had taken, None if nobody is."""
@@ -173,7 +165,7 @@ class RecurringShapes:
         return self._steps[kind] > 1 and self._steps.total() <= _SHARE * self._steps[kind]
 
 
-def staggered(sizes: Sequence[Sequence[int]], full: int) -> Iterator[Turn]:
+def interleaved(sizes: Sequence[Sequence[int]], full: int) -> Iterator[StepGroup]:
     """Yield the clients' steps: on full batches all at once, on each smaller one its client alone, as it comes to it.
 
     Every client takes its own steps in order; the order between clients does not affect the result. Clients whose
@@ -189,13 +181,13 @@ def staggered(sizes: Sequence[Sequence[int]], full: int) -> Iterator[Turn]:
     while True:
         for client, own in enumerate(sizes[:active] if not are_alike else ()):
             while at[client] < len(own) and own[at[client]] < full:
-                yield Turn(range(client, client + 1), [at[client]])
+                yield StepGroup(range(client, client + 1), [at[client]])
                 at[client] += 1
         while active and at[active - 1] == len(sizes[active - 1]):
             active -= 1
         if not active:
             return
-        yield Turn(range(active), at[:active])
+        yield StepGroup(range(active), at[:active])
         at[:active] = [k + 1 for k in at[:active]]
 
 
@@ -206,12 +198,3 @@ def batch_sizes(plan: WorkPlan, full: int) -> list[int]:
         whole, rest = divmod(plan.batches.num_examples(length), full)
         sizes += [full] * whole + ([rest] if rest else [])
     return sizes
-
-
-def _kept_of(kept: Sequence[Sequence[KeptAnchor]], turn: Turn) -> KeptAnchor | None:
-    """Return what is kept of the gradients at the anchor on the batches of a step, None if any client lacks it."""
-    own = [kept[client] for client in turn.clients]
-    if not all(k < len(mine) for k, mine in zip(turn.at, own, strict=True)):
-        return None
-    parts = [mine[k] for k, mine in zip(turn.at, own, strict=True)]
-    return parts[0] if len(parts) == 1 else KeptAnchor.stacked(parts)

@@ -2,12 +2,15 @@
 
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+from torchmetrics import Metric
 
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import ClientError, FederatedError
@@ -17,16 +20,112 @@ from lightning_fed.engines.base import Engine
 from lightning_fed.engines.batch_hooks import overridden_hooks
 from lightning_fed.engines.client_errors import SHARED_STATE, in_short
 from lightning_fed.engines.vectorized.batches import BatchGroup
-from lightning_fed.engines.vectorized.changes import parts_of
+from lightning_fed.engines.vectorized.changes import (
+    Marks,
+    Snapshot,
+    attribute_tensors,
+    changed,
+    class_data,
+    mark,
+    marks,
+    own_classes,
+    own_tensors,
+    parts_of,
+    tensor_marks,
+    version_of,
+)
 from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep
 from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE
-from lightning_fed.engines.vectorized.step_state import StepState
-from lightning_fed.engines.vectorized.trial_precision import at_full_precision, is_lowered, raised
 
-__all__ = ["Trial", "check_settings", "hooked_parameter"]
+__all__ = ["StepState", "Trial", "check_settings", "hooked_parameter"]
 
 _TOLERANCE = 1e-2  # how far two gradients of one step may be apart, relative to the largest
 _ROUNDING = 1e-1  # the same in half precision
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class StepState:
+    """The state of a module before a step: parameters, buffers, metrics, attributes and classes, of submodules too.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.foreign = foreign_state()
+        self._parts = list(parts_of(module))
+        self._classes = own_classes(part for _, part in self._parts)
+        self._tensors = tensor_marks(module, with_trained=True)
+        self._attributes, self._of_classes = marks(module), self._class_marks()
+        self._metrics = {name: _metric_marks(part) for name, part in self._parts if isinstance(part, Metric)}
+        held = [*own_tensors(self._parts), *attribute_tensors(self._parts)]
+        self._values = [(key, value, value.detach().clone()) for key, value in held if _is_plain(value)]
+        self._snapshot = Snapshot(part for _, part in self._parts)
+        self._class_data = {cls: class_data(cls) for cls in self._classes}
+        for data in self._class_data.values():
+            self._snapshot.hold(list(data.values()))
+
+    def changed_tensor(self, kind: str) -> str | None:
+        """Return the name of a "buffer" or "parameter" that was assigned, changed in place, added or removed."""
+        before, after = self._tensors, tensor_marks(self.module, with_trained=True)
+        key = next((k for k in (*before, *after) if k[0] == kind and before.get(k) != after.get(k)), None)
+        if key is None:  # `.data` changes values without notice
+            key = next((k for k, value, was in self._values if k[0] == kind and not _same(value, was)), None)
+        return None if key is None else key[1]
+
+    def changed_metric(self) -> str | None:
+        """Return the name of a metric object that was updated."""
+        parts = dict(self._parts)
+        return next((name for name, before in self._metrics.items() if _metric_marks(parts[name]) != before), None)
+
+    def changed_attribute(self) -> str | None:
+        """Return the name of an attribute of a module or of its class that has changed."""
+        written = (key[1] for key, value, was in self._values if key[0] == "attribute" and not _same(value, was))
+        return (
+            changed(self._attributes, marks(self.module))
+            or changed(self._of_classes, self._class_marks())
+            or next(written, None)
+        )
+
+    def _class_marks(self) -> Marks:
+        found = Marks()
+        found.held = []
+        for cls in self._classes:
+            for key, value in class_data(cls).items():
+                found[cls.__qualname__, key] = mark(value, found.held)
+        return found
+
+    def restore(self) -> None:
+        """Give modules the attributes, tensors and metrics that they had, with their values and contents."""
+        self._snapshot.put_back()
+        for cls, data in self._class_data.items():
+            for name in class_data(cls).keys() - data.keys():
+                delattr(cls, name)
+            for name, value in data.items():
+                if vars(cls).get(name) is not value:
+                    setattr(cls, name, value)
+        for _, value, was in self._values:
+            if not _same(value, was):
+                value.data.copy_(was)
+
+
+def _is_plain(value: Tensor) -> bool:
+    """Whether a tensor has values that can be compared and written."""
+    is_odd = value.is_inference() or value.is_quantized or value.is_meta or is_lazy(value)
+    return value.layout is torch.strided and not is_odd
+
+
+def _same(value: Tensor, was: Tensor) -> bool:
+    if torch.equal(value, was):
+        return True
+    return value.is_floating_point() and torch.allclose(value, was, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _metric_marks(metric: Any) -> Any:
+    states = ((name, getattr(metric, name)) for name in metric._defaults)
+    contents = ((name, id(s), version_of(s) if isinstance(s, Tensor) else len(s)) for name, s in states)
+    return metric._update_count, list(contents)
 
 
 class Trial:
@@ -92,10 +191,11 @@ class Trial:
         """
         step, views, leaves, batch = self.step, self.step.flat.views, group.leaves, (group.spec, group.batch_idx)
         tolerance = _TOLERANCE
-        if is_lowered(step.trainer):
+        plugins = pl.plugins.precision
+        if isinstance(step.trainer.precision_plugin, (plugins.MixedPrecision, plugins.HalfPrecision)):
             try:
-                with at_full_precision(step):
-                    views, leaves = raised(views), raised(leaves)
+                with _at_full_precision(step):
+                    views, leaves = _raised(views), _raised(leaves)
                     grads, own = self._of_two(views, leaves, *batch), step.own_gradient(views, leaves, *batch)[0]
             except Exception:
                 own, tolerance = step.own_gradient(step.flat.views, group.leaves, *batch)[0], _ROUNDING
@@ -193,7 +293,7 @@ class Trial:
         watch: Any = _Watch(self.module._trainer)
         self.module._trainer = watch
         try:
-            self.step.own_loss(self.step.flat.views, group.leaves, group.spec, group.batch_idx)
+            self.step.own_step(self.step.flat.views, group.leaves, group.spec, group.batch_idx)
         finally:
             self.module._trainer = object.__getattribute__(watch, "watched")
         return bool(object.__getattribute__(watch, "read"))
@@ -213,6 +313,35 @@ def _layers_of(error: Exception) -> Iterator[nn.Module]:
             yield owner
 
 
+@contextmanager
+def _at_full_precision(step: ModuleStep) -> Iterator[None]:
+    """Run a module's step in float32 inside, with parameters and buffers of the same values; they are put back.
+
+    Two gradients of the same step, of several clients and of one, differ by rounding. In half precision this is a
+    hundredth, and much more of what cancels out, such as the gradient of a model that fits its data.
+
+    Args:
+        step: The module's step.
+    """
+    held = [(t, t.data) for t in (*step.module.parameters(), *step.module.buffers()) if t.dtype in _LOW]
+    context = step.context
+    try:
+        for t, values in held:
+            t.data = values.float()
+        step.context = nullcontext
+        yield
+    finally:
+        step.context = context
+        for t, values in held:
+            t.data = values
+        step.flat.restore()
+
+
+def _raised(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors, those of half precision in float32."""
+    return [t.float() if t.dtype in _LOW else t for t in tensors]
+
+
 class _Watch:
     """Stand in for an object, and remember whether anything of it was asked for."""
 
@@ -228,8 +357,10 @@ class _Watch:
 
 def hooked_parameter(module: pl.LightningModule) -> str | None:
     """Return the name of a parameter whose gradient a hook is called with, None if there is none."""
-    named = ((n, p) for n, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks)
-    return next((name for name, _ in named), None)
+    for name, p in module.named_parameters():
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            return name
+    return None
 
 
 def check_settings(engine: Engine) -> None:

@@ -16,9 +16,8 @@ from torch.utils.data import TensorDataset
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.engines.vectorized import schedule
-from lightning_fed.engines.vectorized.chunk_work import steps_are_plain
 from lightning_fed.engines.vectorized.local_steps import LocalSteps
-from lightning_fed.engines.vectorized.schedule import staggered
+from lightning_fed.engines.vectorized.schedule import interleaved
 from lightning_fed.server import SystemsHeterogeneity
 from tests.behaviour.test_contract import METHODS
 from tests.helpers.engines import Ordinary, Record, assert_agree, run, state_of
@@ -46,12 +45,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
 
     def noted(sizes: Any, full: int) -> Any:
-        for turn in staggered(sizes, full):
+        for step in interleaved(sizes, full):
             if full > 1:  # it is 1 where all step together
-                found.append((len(turn.at), turn.clients.start))
-            yield turn
+                found.append((len(step.at), step.clients.start))
+            yield step
 
-    monkeypatch.setattr(schedule, "staggered", noted)
+    monkeypatch.setattr(schedule, "interleaved", noted)
     return found
 
 
@@ -63,7 +62,7 @@ def test_every_method_agrees_with_the_sequential_engine(name: str, taken: list[A
     at_once = run("vectorized", make, **options)
     assert_agree(run("sequential", make, **options), at_once)
     engine = at_once.fit_loop.clients.engine
-    assert bool(taken) == steps_are_plain(engine.algorithm, engine.optimizer, None)
+    assert bool(taken) == engine.optimizer.plan_of(engine.algorithm).is_bare
 
 
 WORK: dict[str, dict[str, Any]] = {
@@ -169,7 +168,7 @@ def test_everybody_takes_every_step_once_and_in_order(batches: list[list[int]]) 
     batches.sort(key=lambda sizes: -sizes.count(full))
 
     found: list[list[int]] = [[] for _ in batches]
-    for clients, at in staggered(batches, full):
+    for clients, at in interleaved(batches, full):
         members = range(clients.start, clients.stop)
         sizes = {batches[client][k] for client, k in zip(members, at, strict=True)}
         assert sizes == {full} or len(members) == 1 or all(own == batches[0] for own in batches)

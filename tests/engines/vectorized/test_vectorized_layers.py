@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.algorithms import Mime, Scaffold, SGDm
-from lightning_fed.engines.vectorized import engine
 from tests.helpers.engines import SIZES, Ordinary, assert_agree, run
 from tests.helpers.selection import few
 from tests.helpers.training import CLASSES, FEATURES, data
@@ -115,10 +114,7 @@ METHODS = {"Scaffold": Scaffold(), "Mime": Mime(SGDm())}
         ],
     ),
 )
-def test_networks_end_where_the_sequential_engine_ends(
-    network: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "_SMALL_AT_ANCHOR", 0)
+def test_networks_end_where_the_sequential_engine_ends(network: str, method: str) -> None:
     make = partial(Layers, *NETWORKS[network])
     options: dict[str, Any] = {"make": make, "datamodule": partial(data, SIZES), "algorithm": METHODS[method]}
     options["max_rounds"] = 2

@@ -13,9 +13,9 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
 from lightning_fed.data.batches.settings import BatchSettings
-from lightning_fed.engines.vectorized import batches, row_lookup
+from lightning_fed.engines.vectorized import batches
+from lightning_fed.engines.vectorized.batches import DeviceData, RowLookup, rows_of_one_kind
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
-from lightning_fed.engines.vectorized.row_lookup import DeviceData, RowLookup, rows_of_one_kind
 from tests.helpers.engines import assert_agree, run
 from tests.helpers.selection import few
 from tests.helpers.training import classification, trainer
@@ -43,7 +43,7 @@ COHORTS: dict[str, Callable[[], list[TensorBatches]]] = {
 @pytest.mark.parametrize("joined", [2**25, 0], ids=["side by side", "one by one"])
 @pytest.mark.parametrize("name", COHORTS)
 def test_rows_are_those_of_each_client(name: str, joined: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_lookup, "_JOINED", joined)
+    monkeypatch.setattr(batches, "_JOINED", joined)
     cohort, run_of = COHORTS[name](), trainer()
     lookup = RowLookup(run_of, cohort, DeviceData(torch.device("cpu")))
     expected = [b.pick(torch.arange(3)) for b in cohort]
@@ -59,8 +59,8 @@ def test_rows_are_those_of_each_client(name: str, joined: int, monkeypatch: pyte
 def test_rows_of_several_steps_come_in_their_order(
     name: str, ahead: int, joined: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_lookup, "_JOINED", joined)
-    monkeypatch.setattr(row_lookup, "_AHEAD", ahead)  # a row takes 16 bytes
+    monkeypatch.setattr(batches, "_JOINED", joined)
+    monkeypatch.setattr(batches, "_AHEAD", ahead)  # a row takes 16 bytes
     cohort = COHORTS[name]()
     lookup = RowLookup(trainer(), cohort, DeviceData(torch.device("cpu")))
     steps = [[(0, [0, 1]), (2, [2, 0])], [(1, [1])], [(0, [2]), (1, [0]), (2, [1])], [(1, [2, 2, 1])]]
@@ -114,7 +114,7 @@ def some_shared() -> FederatedDataModule:
 def test_the_result_is_that_of_the_sequential_engine(
     joined: int, data: Any, algorithm: Any, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_lookup, "_JOINED", joined)
+    monkeypatch.setattr(batches, "_JOINED", joined)
     options = {"datamodule": data, "algorithm": algorithm, "local_epochs": 2}
     assert_agree(run("sequential", **options), run("vectorized", **options))
     assert max(steps) > 1

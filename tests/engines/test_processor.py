@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from lightning_fed.engines.denormals import denormals_as_zero
+from lightning_fed.engines.processor import denormals_as_zero
 from tests.helpers.training import Net, data, seeded, trainer
 
 ENGINES = ("sequential", "vectorized")
