@@ -10,8 +10,7 @@ from lightning_fed.core.arguments import check_flags, check_fraction, check_path
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.files.stored import StoredDataModule, find, read_rows
 from lightning_fed.data.files.tables import as_number
-from lightning_fed.data.partitions.draws import equal_shares, random_state
-from lightning_fed.data.partitions.partition import Partition, PartitionFunction
+from lightning_fed.data.partitions.partition import Partition, PartitionFunction, equal_shares, random_state
 
 __all__ = ["Concrete"]
 

@@ -21,8 +21,7 @@ from lightning_fed.core.arguments import check_fraction, check_one_of, check_pat
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows
-from lightning_fed.data.partitions.draws import Ints, random_state
-from lightning_fed.data.partitions.partition import check_client_id
+from lightning_fed.data.partitions.partition import Ints, check_client_id, random_state
 
 __all__ = ["ClientTable", "Columns", "as_number", "read_columns"]
 
