@@ -2,12 +2,11 @@
 
 from typing import Any, Literal
 
-from lightning_fed.callbacks.measure import ClientMeasure, write_table
+from lightning_fed.callbacks.measures import ClientMeasure, write_table
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import is_overridden
 from lightning_fed.core.arguments import check_count, check_one_of, check_texts
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.metrics import spread
 
@@ -31,7 +30,7 @@ class ClientAccuracy(ClientMeasure):
     Args:
         monitor: The metric to summarise, by the name under which ``validation_step`` logs it.
         mode: "max" if more is better, "min" if less is: decides which clients are the worst.
-        every_n_rounds: Measure after every so many rounds.
+        every_n_rounds: Measure every n rounds.
         clients: How many clients to measure, a fixed sample of those that have examples; all by default.
         on: "val" for the clients' own validation sets (``client_val`` or ``client_val_dataset`` of the data module),
             "train" for their training sets.
@@ -102,11 +101,9 @@ class ClientAccuracy(ClientMeasure):
         dataset = trainer.datamodule.client_val_dataset(client_id)
         return dataset is not None and len(dataset) > 0
 
-    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
+    def measure(self, trainer: pl.Trainer) -> None:
         """Measure every client, log the summary and write the table."""
         loop = trainer.fit_loop
-        if not self.is_due(loop.round):
-            return
         tag = self.tag if self.on == "val" else f"{self.tag}_train"
         self.table = loop.evaluate_clients(self.measured, self.on, self.steps)
         self._log(trainer, tag, self.table)
@@ -144,7 +141,7 @@ class PersonalizedAccuracy(ClientAccuracy):
     Args:
         monitor: The metric to summarise, by the name under which ``validation_step`` logs it.
         mode: "max" if more is better, "min" if less is.
-        every_n_rounds: Measure after every so many rounds.
+        every_n_rounds: Measure every n rounds.
         clients: How many clients to measure, a fixed sample of those that have examples; all by default.
         on: "val" for the clients' own validation sets, "train" for their training sets.
         local_steps: The steps of fine-tuning.

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from lightning_fed.callbacks.measure import Measure, write_table
+from lightning_fed.callbacks.measures import Measure, write_table
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.rounds import ClientReport, RoundReport
+from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.metrics import PairwiseCosine
 
@@ -17,7 +17,58 @@ __all__ = ["LocalDrift", "LocalIterates", "UpdateCosine"]
 _MOST_PARAMETERS = 64  # that are written for every local step
 
 
-class LocalDrift(Measure):
+class _StepPaths(Measure):
+    """Keep something of the cohort's models after every local step, by client."""
+
+    def __init__(self, every_n_rounds: int = 1) -> None:
+        super().__init__(every_n_rounds)
+        self.paths: dict[ClientId, list[Any]] = {}
+        self._first: list[torch.Tensor] = []
+        self._path: list[torch.Tensor] = []
+
+    def _start_of(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return what every path of a round begins with."""
+        return []
+
+    def _kept_of(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return what is kept of a client's model."""
+        raise NotImplementedError
+
+    def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
+        """Start again if this round is measured."""
+        if self.is_due(round + 1):
+            self.paths = {}
+            self._first = self._start_of(trainer.fit_loop.state.x)
+
+    def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
+        """Start again."""
+        self.on_round_start(trainer, pl_module, round)
+
+    def on_client_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int, client_id: ClientId
+    ) -> None:
+        """Start a client's path."""
+        self._path = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Add to the path if this batch made an optimizer step."""
+        loop = trainer.fit_loop
+        if self.is_due(loop.round + 1) and loop.local_steps > len(self._path):
+            self._path.append(self._kept_of(loop.client_model[0], loop.state.x))
+
+    def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
+        """Keep the client's path."""
+        if self.is_due(trainer.fit_loop.round + 1) and (path := [*self._first, *self._path]):
+            self.paths[client_report.client_id] = torch.stack(path).tolist()
+
+    def _gather(self, trainer: pl.Trainer) -> None:
+        """Collect the paths of all processes."""
+        self.paths = {i: path for part in trainer.fit_loop.gather(self.paths) for i, path in part.items()}
+
+
+class LocalDrift(_StepPaths):
     r"""Measure how far the cohort's models have drifted from the server's after each local step.
 
     It logs ``drift/mean``, the mean over clients and their steps k of :math:`\|y_{i,k} - x\|^2`, which SCAFFOLD's
@@ -37,52 +88,19 @@ class LocalDrift(Measure):
         FederatedError: If the number is not positive.
     """
 
-    def __init__(self, every_n_rounds: int = 1) -> None:
-        super().__init__(every_n_rounds)
-        self.paths: dict[ClientId, list[float]] = {}
-        self._path: list[torch.Tensor] = []
-
     @property
     def curve(self) -> list[float]:
         """The mean distance after each step k, over the clients that took so many."""
         return [sum(step) / len(step) for step in self._by_step()]
 
-    def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
-        """Start anew if this round is measured."""
-        if self.is_due(round + 1):
-            self.paths = {}
+    def _kept_of(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return the squared distance."""
+        moved = y - x
+        return moved.dot(moved)
 
-    def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
-        """Start anew."""
-        self.on_round_start(trainer, pl_module, round)
-
-    def on_client_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int, client_id: ClientId
-    ) -> None:
-        """Start a client's path."""
-        self._path = []
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Note the distance if this batch made an optimizer step."""
-        loop = trainer.fit_loop
-        if not self.is_due(loop.round + 1) or loop.local_steps == len(self._path):
-            return
-        moved = loop.client_model[0] - loop.state.x
-        self._path.append(moved.dot(moved))
-
-    def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
-        """Keep the client's path."""
-        if self._path:
-            self.paths[client_report.client_id] = torch.stack(self._path).tolist()
-        self._path = []
-
-    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
+    def measure(self, trainer: pl.Trainer) -> None:
         """Log the means and write the curve."""
-        if not self.is_due(trainer.fit_loop.round):
-            return
-        self.paths = {i: path for part in trainer.fit_loop.gather(self.paths) for i, path in part.items()}
+        self._gather(trainer)
         paths = list(self.paths.values())
         if not paths:
             return
@@ -96,7 +114,7 @@ class LocalDrift(Measure):
         return [[path[k] for path in self.paths.values() if k < len(path)] for k in range(longest)]
 
 
-class LocalIterates(Measure):
+class LocalIterates(_StepPaths):
     r"""Write down the cohort's models after every local step, for models with few parameters.
 
     ``iterates/round_<completed rounds>.csv`` in the log directory has a row for every iterate :math:`y_{i,k}`: client,
@@ -113,11 +131,6 @@ class LocalIterates(Measure):
         FederatedError: If the number is not positive; when training starts, if the model has too many parameters.
     """
 
-    def __init__(self, every_n_rounds: int = 1) -> None:
-        super().__init__(every_n_rounds)
-        self.paths: dict[ClientId, list[list[float]]] = {}
-        self._path: list[torch.Tensor] = []
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse models that are too large to write down."""
         size = trainer.fit_loop.state.x.numel()
@@ -127,42 +140,19 @@ class LocalIterates(Measure):
                 f" model has {size:,}. LocalDrift measures distances instead."
             )
 
-    def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
-        """Start anew if this round is written."""
-        if self.is_due(round + 1):
-            self.paths = {}
-            self._start = trainer.fit_loop.state.x.clone()
+    def _start_of(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return the server's model, at which all clients start."""
+        return [x.clone()]
 
-    def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
-        """Start anew."""
-        self.on_round_start(trainer, pl_module, round)
+    def _kept_of(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return the client's model."""
+        return y.clone()
 
-    def on_client_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int, client_id: ClientId
-    ) -> None:
-        """Start a client's path at the server's model."""
-        self._path = [trainer.fit_loop.state.x.clone()]
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Note the model if this batch made an optimizer step."""
-        loop = trainer.fit_loop
-        if self.is_due(loop.round + 1) and loop.local_steps == len(self._path):
-            self._path.append(loop.client_model[0].clone())
-
-    def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
-        """Keep the client's path."""
-        if self.is_due(trainer.fit_loop.round + 1):
-            self.paths[client_report.client_id] = torch.stack(self._path).tolist()
-
-    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
+    def measure(self, trainer: pl.Trainer) -> None:
         """Write the paths."""
         loop = trainer.fit_loop
-        if not self.is_due(loop.round):
-            return
-        self.paths = {i: path for part in loop.gather(self.paths) for i, path in part.items()}
-        server = [self._start.tolist(), loop.state.x.tolist()]
+        self._gather(trainer)
+        server = [self._first[0].tolist(), loop.state.x.tolist()]
         rows = [(i, k, *y) for i, path in (*self.paths.items(), ("server", server)) for k, y in enumerate(path)]
         names = [f"x{place}" for place in range(len(server[0]))]
         write_table(trainer, "iterates", ("client", "step", *names), rows)
@@ -200,10 +190,8 @@ class UpdateCosine(Measure):
         if self.is_due(loop.round + 1):
             self._cosine.add(loop.client_model[0] - loop.state.x)
 
-    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
+    def measure(self, trainer: pl.Trainer) -> None:
         """Log the mean cosine."""
-        if not self.is_due(trainer.fit_loop.round):
-            return
         cosine = PairwiseCosine()
         for part in trainer.fit_loop.gather(self._cosine):
             cosine.merge(part)

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from lightning_fed.compat.package import pl
-from lightning_fed.compat.private import rank_zero_warn
+from lightning_fed.compat.private import TrainerFn, rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["Monitors", "warn_of_misspelt"]
+__all__ = ["Monitors", "PlateauSchedulers", "warn_of_misspelt"]
 
 
 class Monitors:
@@ -81,3 +81,16 @@ def warn_of_misspelt(trainer: pl.Trainer) -> None:
                 f"{who} follows the metric {monitor!r}, and validation logs {close[0]!r}. If training does not log"
                 f" {monitor!r} either, change monitor: the run would stop at the end of the first round without it."
             )
+
+
+class PlateauSchedulers(pl.Callback):
+    """Step ``ReduceLROnPlateau`` right after validation, so that a checkpoint written then holds the step.
+
+    Lightning steps these schedulers after the callbacks that save, and a run resumed from such a checkpoint would miss
+    one step.
+    """
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Step the schedulers, once a round."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            trainer.fit_loop.step_plateau_schedulers()

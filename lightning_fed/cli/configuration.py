@@ -7,12 +7,12 @@ from contextlib import redirect_stderr
 from copy import deepcopy
 from inspect import signature
 from io import StringIO
+from pydoc import locate
 from typing import Any, TypeAlias
 
 import yaml
 from jsonargparse import Namespace
 
-import lightning_fed.data
 from lightning_fed.cli.parser import ArgsType, LightningArgumentParser, LightningCLI, Parser, refusal_in
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
@@ -151,10 +151,9 @@ def key_of(completed: Config) -> str:
 
 def _is_named(config: Config) -> bool:
     """Whether the data are a data set of ours that is the same in whatever folder, and not what lies in the folder."""
-    module, _, name = str(config.get("data", {}).get("class_path")).rpartition(".")
-    if not f"{module}.".startswith("lightning_fed.data.") or name not in lightning_fed.data.__all__:
-        return False
-    root = signature(getattr(lightning_fed.data, name)).parameters.get("root")
+    path = str(config.get("data", {}).get("class_path"))
+    found = locate(path) if path.startswith("lightning_fed.") else None
+    root = signature(found).parameters.get("root") if isinstance(found, type) else None
     return root is not None and root.default is not root.empty
 
 

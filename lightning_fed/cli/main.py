@@ -39,9 +39,9 @@ _OWN = {  # by name, the function and what it does; a command is imported when i
     "new": ("lightning_fed.cli.new:new", "Write a small project to start from."),
     "data": ("lightning_fed.cli.data:picture", "Measure and plot how the data of a configuration is split."),
     "diagnose": ("lightning_fed.lab.diagnosis:diagnose", "Find out why a configuration does not converge."),
-    "deploy": ("lightning_fed.deploy.flower.command:deploy", "Run a configuration through Flower, on this machine."),
+    "deploy": ("lightning_fed.deploy.flower.configured:deploy", "Run a configuration through Flower, on this machine."),
     "reproduce": ("lightning_fed.lab:reproduce", "Run an experiment of a paper."),
-    "sweep": ("lightning_fed.lab:sweep", "Run a grid over a configuration, or search it."),
+    "sweep": ("lightning_fed.lab:sweep", "Run a grid over a configuration."),
     "compare": ("lightning_fed.lab:compare", "Compare runs side by side."),
 }
 _STAGES = {

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
+from functools import partial, wraps
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -22,9 +23,14 @@ from lightning_fed.data.batches.evaluation import (
     transformed_loader,
 )
 from lightning_fed.data.batches.examples import check_map_style, size_of
-from lightning_fed.data.batches.loader_settings import check_options, settings_of
-from lightning_fed.data.batches.optional_loader import defined_with_val
-from lightning_fed.data.batches.settings import BatchAugmentation, BatchSettings, BatchTransform, chain
+from lightning_fed.data.batches.settings import (
+    BatchAugmentation,
+    BatchSettings,
+    BatchTransform,
+    chain,
+    check_options,
+    settings_of,
+)
 from lightning_fed.data.dataset import FederatedDataset, check_partition
 from lightning_fed.data.partitions.partition import Partition, PartitionFunction, check_client_id, check_client_ids
 
@@ -39,6 +45,39 @@ else:  # a configuration file's class_path is not matched against Dataset[Any]
 Clients: TypeAlias = Sequence[AnyDataset] | Mapping[ClientId, AnyDataset] | FederatedDataset
 EvalData: TypeAlias = AnyDataset | AnyLoader | Sequence[AnyDataset | AnyLoader]
 EvalLoader: TypeAlias = AnyLoader | list[AnyLoader]
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class _DefinedWithVal:
+    """Hides ``val_dataloader`` from Lightning while there is no validation set and none can come.
+
+    Returning an empty list instead would make Lightning warn of a missing ``validation_step``, or of loaders of length
+    zero, when nobody asked for validation. Lightning asks before ``setup``, so a module with a ``setup`` of its own
+    always shows the method.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.__doc__ = method.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
+        if instance is None:
+            return self._method
+        if instance.val is not None or instance._overrides("setup", "prepare_data"):
+            return MethodType(self._method, instance)
+
+        @wraps(pl.LightningDataModule.val_dataloader)  # Lightning looks through `wraps`: the method is not overridden
+        def absent() -> NoReturn:
+            raise instance._missing("val")
+
+        return absent
+
+
+def _defined_with_val(method: Method) -> Method:
+    """Return a method that Lightning sees where its data module has a validation set, or may yet get one."""
+    return cast("Method", _DefinedWithVal(method))
 
 
 class FederatedDataModule(pl.LightningDataModule):
@@ -336,7 +375,7 @@ class FederatedDataModule(pl.LightningDataModule):
             " baseline give Trainer.fit a DataLoader of the undivided training set."
         )
 
-    @defined_with_val
+    @_defined_with_val
     def val_dataloader(self) -> EvalLoader:
         """Return the loader of the validation set."""
         return [] if self.val is None else self._eval_loader(self.val)

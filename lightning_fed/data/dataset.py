@@ -2,12 +2,13 @@
 
 import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, Subset
 
 from lightning_fed.core.arguments import kind_of
@@ -15,7 +16,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.examples import as_labels, check_map_style, column_of, labels_of, size_of, targets_of
 from lightning_fed.data.partitions.feature_shift import FeatureShift, ShiftedClients
-from lightning_fed.data.partitions.lazy_labels import lazy_labels
 from lightning_fed.data.partitions.partition import ByKey, Partition, PartitionFunction, Parts, check_client_id
 
 __all__ = ["FederatedDataset"]
@@ -152,6 +152,64 @@ class FederatedDataset:
         return None
 
 
+_SHAPE_ONLY = {
+    Tensor.__len__,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.nelement,
+    Tensor.numel,
+    Tensor.size,
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    torch.numel,
+}
+
+
+class _LazyLabels(Tensor):
+    """Labels [n] of which only the number is known as yet; any other use of the tensor looks up the values."""
+
+    _look_up: Callable[[], Tensor]
+    _found: Tensor | None = None
+
+    @property
+    def values_used(self) -> Tensor | None:
+        """The values, None if they have not been used."""
+        return self._found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of PyTorch on the values."""
+        if func in _SHAPE_ONLY:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = pytree.tree_map_only(_LazyLabels, _values_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _lazy_labels(size: int, look_up: Callable[[], Tensor]) -> _LazyLabels:
+    """Return labels that are looked up when their values are used.
+
+    Args:
+        size: Their number n.
+        look_up: Returns the labels [n].
+
+    Example:
+        >>> labels = _lazy_labels(3, lambda: torch.tensor([5, 7, 5]))
+        >>> len(labels), labels.values_used is None, (labels == 5).tolist()
+        (3, True, [True, False, True])
+    """
+    blank = torch.zeros(1, dtype=torch.int64).expand(size)  # n labels in the memory of one
+    labels: _LazyLabels = blank.as_subclass(_LazyLabels)
+    labels._look_up = look_up
+    return labels
+
+
+def _values_of(labels: _LazyLabels) -> Tensor:
+    if labels._found is None:
+        labels._found = labels._look_up()
+    return labels._found
+
+
 class _PartitionedDataset(FederatedDataset):
     """Clients that share one data set; client i has the examples ``order[offsets[i] : offsets[i + 1]]``."""
 
@@ -170,7 +228,7 @@ class _PartitionedDataset(FederatedDataset):
             self._labels = as_labels(_labels_by(labels, dataset), num_examples, "labels")
         elif needs_labels and isinstance(partition, Partition):
             self._labels = labels_of(dataset)
-        lazy = lazy_labels(num_examples, lambda: targets_of([dataset])[0])  # a function may use real numbers, or none
+        lazy = _lazy_labels(num_examples, lambda: targets_of([dataset])[0])  # a function may use real numbers, or none
         self._is_by_function = needs_labels and not isinstance(partition, Partition)
         dealt: Tensor = lazy if self._labels is None else self._labels
         if not needs_labels:

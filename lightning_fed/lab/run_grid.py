@@ -1,8 +1,7 @@
 """Run a whole grid: everything is checked, then the cells by which values are chosen are run, and then the others."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,7 +15,7 @@ from lightning_fed.lab.runner import Job, check_jobs, make_jobs, probe_jobs, run
 from lightning_fed.lab.store import Store
 from lightning_fed.lab.workers import TaskRunner
 
-__all__ = ["StoredCells", "check_cells", "jobs_of", "run_grid", "stopping_cleanly"]
+__all__ = ["StoredCells", "run_grid"]
 
 
 @dataclass(frozen=True)
@@ -57,56 +56,16 @@ def run_grid(grid: Grid, store: Store, workers: TaskRunner, data_root: str | Non
     results = Results(grid, StoredCells(store, jobs))
     seeds = range(grid.choice_seeds)
     first = chain.from_iterable(grid.cells(point, tuned, seeds) for point in grid.points for tuned in grid.tuned(point))
-    with stopping_cleanly(jobs, store, workers):
-        jobs.update(check_cells(grid, first, configurations, store, workers, data_root))
+    try:
+        jobs.update(_jobs_of(grid, first, configurations))
+        left = [job for job in {job.key: job for job in jobs.values()}.values() if not store.has(job.key)]
+        check_jobs(left, configurations)
+        probe_jobs(left, grid.experiment.metrics, _costs(grid.experiment), workers, data_root)
         run_jobs(jobs.values(), store, workers, data_root)
         then = [cell for point in grid.points for cell in results.cells(point) if cell not in jobs]
         if then:
-            jobs.update(jobs_of(grid, then, configurations))
+            jobs.update(_jobs_of(grid, then, configurations))
             run_jobs(jobs.values(), store, workers, data_root)
-    return results
-
-
-def check_cells(
-    grid: Grid,
-    cells: Iterable[Cell],
-    configurations: Configurations,
-    store: Store,
-    workers: TaskRunner,
-    data_root: str | None,
-) -> dict[Cell, Job]:
-    """Return the jobs of cells, after everything that can be wrong with those to be run has been looked at.
-
-    Raises:
-        FederatedError: If something is wrong; it names the cell.
-    """
-    jobs = jobs_of(grid, cells, configurations)
-    left = [job for job in {job.key: job for job in jobs.values()}.values() if not store.has(job.key)]
-    check_jobs(left, configurations)
-    probe_jobs(left, grid.experiment.metrics, _costs(grid.experiment), workers, data_root)
-    return jobs
-
-
-def jobs_of(grid: Grid, cells: Iterable[Cell], configurations: Configurations) -> dict[Cell, Job]:
-    """Return the job of each cell.
-
-    Raises:
-        FederatedError: If a configuration is not understood.
-    """
-    cells = list(cells)
-    named = make_jobs({str(cell): grid.config(cell) for cell in cells}, configurations)
-    return {cell: named[str(cell)] for cell in cells}
-
-
-@contextmanager
-def stopping_cleanly(jobs: Mapping[Cell, Job], store: Store, workers: TaskRunner) -> Iterator[None]:
-    """Close the workers in the end, and on Ctrl-C end the process with a word on what is finished.
-
-    Raises:
-        SystemExit: On Ctrl-C.
-    """
-    try:
-        yield
     except KeyboardInterrupt:
         done = sum(store.has(key) for key in {job.key for job in jobs.values()})
         sys.exit(
@@ -114,6 +73,13 @@ def stopping_cleanly(jobs: Mapping[Cell, Job], store: Store, workers: TaskRunner
         )
     finally:
         workers.close()
+    return results
+
+
+def _jobs_of(grid: Grid, cells: Iterable[Cell], configurations: Configurations) -> dict[Cell, Job]:
+    cells = list(cells)
+    named = make_jobs({str(cell): grid.config(cell) for cell in cells}, configurations)
+    return {cell: named[str(cell)] for cell in cells}
 
 
 def _costs(experiment: Experiment) -> set[str]:

@@ -1,9 +1,9 @@
-"""The command ``lightning-fed sweep``: a grid, or a search, over any keys of a user's own configuration."""
+"""The command ``lightning-fed sweep``: a grid over any keys of a user's own configuration."""
 
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jsonargparse import ArgumentParser
 
@@ -14,7 +14,7 @@ from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.axes import read_axis
 from lightning_fed.lab.checking import check_outputs
-from lightning_fed.lab.experiment import Axis, Experiment, Scale
+from lightning_fed.lab.experiment import Experiment, Scale
 from lightning_fed.lab.figures import draw_best, new_figure, save
 from lightning_fed.lab.grid import Cell, Grid, Point
 from lightning_fed.lab.options import add_run_options, command_line
@@ -26,7 +26,6 @@ from lightning_fed.lab.records import Record
 from lightning_fed.lab.reproduce import draw_figures
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.run_grid import run_grid
-from lightning_fed.lab.search import Range, find_optuna, read_range, read_search, run_search
 from lightning_fed.lab.store import Store
 from lightning_fed.lab.tables import markdown, rows_of, write_series
 from lightning_fed.lab.verdict import losses, means
@@ -34,13 +33,13 @@ from lightning_fed.lab.workers import make_workers
 
 __all__ = ["sweep"]
 
-_KEYS = ("metrics", "axes", "skip", "seeds", "by", "figures", "tables", "search")
+_KEYS = ("metrics", "axes", "skip", "seeds", "by", "figures", "tables")
 _LEFT_OUT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "default_root_dir")
 _PARTS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
 
 
 def sweep(args: Sequence[str]) -> None:
-    """Run a grid over a configuration, or search it, and write a table, a figure and TensorBoard's hyper-parameters.
+    """Run a grid over a configuration, and write a table, a figure and TensorBoard's hyper-parameters.
 
     Args:
         args: What follows ``lightning-fed sweep`` on the command line.
@@ -51,23 +50,14 @@ def sweep(args: Sequence[str]) -> None:
     """
     options = _parser().parse_args(list(args))
     entry = check_keys(options.grid, read_yaml(Path(options.grid)), _KEYS, ("metrics", "axes"))
-    experiment, ranges = _read(options.grid, entry, _base(options.config))
+    experiment = _read(options.grid, entry, _base(options.config))
     by = parse_quantity(f"{options.grid}: by", entry.get("by", "best"), experiment.metrics)
-    search = read_search(f"{options.grid}: search", entry.get("search"), by)
-    if ranges and options.search is None:
-        raise FederatedError(f"{options.grid}: {', '.join(ranges)} is a range, which needs --search optuna.")
-    if options.search is not None:
-        find_optuna()
     grid = Grid(experiment, seeds=options.seeds, accelerator=options.accelerator)
     check_outputs(grid)
     new_figure(1, 1)  # refused without matplotlib, and better now than after hours
     out = Path(options.out or "swept")
     with Store(out) as store:
-        workers = make_workers(options.jobs)
-        if options.search is None:
-            results = run_grid(grid, store, workers, options.data_root)
-        else:
-            results = run_search(grid, ranges, search, store, workers, options.data_root)
+        results = run_grid(grid, store, make_workers(options.jobs), options.data_root)
         text = _page(results, by, command_line("sweep", args), out)
         (out / "sweep.md").write_text(text, encoding="utf-8")
         write_series(out / "sweep_rounds.csv", results)
@@ -96,24 +86,20 @@ def _base(paths: Sequence[str]) -> Config:
     return {name: part for name, part in config.items() if name in _PARTS}
 
 
-def _read(where: str, entry: Mapping[str, Any], base: Config) -> tuple[Experiment, dict[str, Range]]:
-    """Return the experiment that a grid makes of a configuration, and those of its axes that are ranges."""
+def _read(where: str, entry: Mapping[str, Any], base: Config) -> Experiment:
+    """Return the experiment that a grid makes of a configuration."""
     found = entry["axes"]
     if not isinstance(found, Mapping) or not found:
         raise FederatedError(f"{where}: axes must name what is varied, such as lr: {{key: ..., values: [...]}}.")
     metrics = read_metrics(f"{where}: metrics", entry["metrics"])
-    ranges, axes = {}, dict[str, Axis]()
-    for name, axis in found.items():
-        place = f"{where}: axes.{name}"
-        if isinstance(axis, Mapping) and ("low" in axis or "high" in axis):
-            ranges[str(name)] = read_range(place, axis)
-            axes[str(name)] = ranges[str(name)].ends(str(name))
-        else:
-            axes[str(name)] = read_axis(place, str(name), axis)
-            if any(axes[str(name)].tune.values()):
-                raise FederatedError(f"{place}: a sweep shows every value and tunes none. Make what is tuned an axis.")
+    axes = {str(name): read_axis(f"{where}: axes.{name}", str(name), axis) for name, axis in found.items()}
+    for name, axis in axes.items():
+        if any(axis.tune.values()):
+            raise FederatedError(
+                f"{where}: axes.{name}: a sweep shows every value and tunes none. Make what is tuned an axis."
+            )
     labels = {name: tuple(axis.choices) for name, axis in axes.items()}
-    experiment = Experiment(
+    return Experiment(
         name="sweep",
         file=Path(where),
         title="Sweep",
@@ -133,7 +119,6 @@ def _read(where: str, entry: Mapping[str, Any], base: Config) -> tuple[Experimen
         claims=(),
         scales={"full": Scale("full")},
     )
-    return experiment, ranges
 
 
 def _page(results: Results, by: Quantity, command: str, out: Path) -> str:
@@ -214,7 +199,7 @@ def _number(label: str) -> float | str:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="lightning-fed sweep",
-        description="Run a grid over any keys of a configuration, or search it.",
+        description="Run a grid over any keys of a configuration.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -226,6 +211,5 @@ def _parser() -> ArgumentParser:
         help="A configuration of `lightning-fed fit`; they stack.",
     )
     parser.add_argument("--grid", type=str, required=True, help="The grid, a YAML file.")
-    parser.add_argument("--search", type=Literal["optuna"], help="Search the axes, which may be ranges, instead.")
     add_run_options(parser, "swept")
     return parser

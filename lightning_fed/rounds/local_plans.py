@@ -7,8 +7,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.batches.batches import ClientBatches
-from lightning_fed.data.batches.repeated_batches import RepeatedBatches
+from lightning_fed.data.batches.batches import ClientBatches, RepeatedBatches
 from lightning_fed.engines.base import WorkPlan
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.server.participation import Participant, Population

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lightning_fed.algorithms import Algorithm
 from lightning_fed.callbacks import RoundLogger, RoundProgressBar, RunSummary
-from lightning_fed.callbacks.schedulers import PlateauSchedulers
+from lightning_fed.callbacks.monitors import PlateauSchedulers
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
 from lightning_fed.core.arguments import check_paths

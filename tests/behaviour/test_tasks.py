@@ -18,7 +18,7 @@ from tests.helpers.selection import few
 
 TASKS = sorted((Path(__file__).parents[2] / "configs" / "tasks").glob("*.yaml"))
 ALSO = {
-    "cifar10": ["--data.init_args.source", "jpeg"],  # the originals may not be redistributed
+    "cifar10": ["--data", "lightning_fed.lab.jpeg.JpegCIFAR10"],  # the originals may not be redistributed
     "femnist": ["--data.init_args.folder", "femnist_leaf_sample"],
 }
 REGRESSION = {"concrete", "least_squares", "quadratics"}

@@ -23,10 +23,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import FederatedServer, Message
 from lightning_fed.deploy.flower import client, client_app, courier, server
-from lightning_fed.deploy.flower.names import called, named
-from lightning_fed.deploy.flower.node import clients_of, state_dir_of
 from lightning_fed.deploy.flower.records import clients_in, packed, unpacked, who
-from lightning_fed.deploy.flower.resident import Resident
+from lightning_fed.deploy.flower.resident import Resident, called, clients_of, named, state_dir_of
 from tests.deploy.flower_grid import NodesHere
 from tests.deploy.flower_task import DATA, NAMES
 from tests.deploy.site_models import model

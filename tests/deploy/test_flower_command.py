@@ -19,7 +19,7 @@ from flwr.cli.config_utils import load_and_validate
 
 from lightning_fed.cli.main import main
 from lightning_fed.deploy import FederatedSite
-from lightning_fed.deploy.flower import command
+from lightning_fed.deploy.flower import configured
 from tests.docs.test_examples import load
 
 ROOT = Path(__file__).parent.parent.parent
@@ -57,7 +57,7 @@ def sent(app: Path) -> set[str]:
 
 
 def test_clients_are_dealt_out_to_the_sites(tmp_path: Path) -> None:
-    assert command.share_clients([0, 1, 2, 3, "x"], 2) == [[0, 2, "x"], [1, 3]]
+    assert configured.share_clients([0, 1, 2, 3, "x"], 2) == [[0, 2, "x"], [1, 3]]
     words = ["deploy", "flower", "--config", QUICKSTART, "--run", "false", "--out"]
     for sites, said in (("31", "is more than the 30 clients"), ("0", "sites")):
         with pytest.raises(SystemExit, match=said):

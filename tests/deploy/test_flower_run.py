@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 
 from lightning_fed.deploy.flower.local import LocalFlower
-from lightning_fed.deploy.flower.sockets import socket_of
+from lightning_fed.deploy.flower.resident import socket_of
 from tests.deploy.test_resident import is_alive, needs_linux, pid_of
 from tests.deploy.wire import make_trainer, simulated
 

@@ -18,8 +18,7 @@ import pytest
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 
 from lightning_fed.deploy.flower.client import SiteProcess
-from lightning_fed.deploy.flower.resident import Resident
-from lightning_fed.deploy.flower.sockets import receive, send, socket_of
+from lightning_fed.deploy.flower.resident import Resident, receive, send, socket_of
 
 APP = "def trainer(): raise OSError('no such disk')\nmodel = data = trainer\n"  # refused before PyTorch is needed
 

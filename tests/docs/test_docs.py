@@ -54,7 +54,17 @@ def anchors(path: Path) -> set[str]:
 
 LONG = {
     f"docs/{name}.md"
-    for name in ("data", "export", "hugging_face", "measures", "monitoring", "populations", "quickstart", "your_model")
+    for name in (
+        "data",
+        "export",
+        "hugging_face",
+        "measures",
+        "monitoring",
+        "populations",
+        "quickstart",
+        "reproducing",
+        "your_model",
+    )
 }
 WITH_CODE = [p for p in PAGES if blocks(p)]
 

@@ -32,7 +32,7 @@ print("\\n" + json.dumps(names))
 """
 PACKAGE = {"lightning_fed", "filelock", "safetensors"}  # the lock and the files of client states on disk: 5 ms
 # the parser behind the command line imports what it finds installed, so there the parts are named that it never needs
-ON_DEMAND = {"sklearn", "tensorboard", "pandas", "optuna", "pyarrow", "opacus"}
+ON_DEMAND = {"sklearn", "tensorboard", "pandas", "pyarrow", "opacus"}
 
 
 def added(before: list[str], after: list[str], allowed: set[str]) -> set[str]:

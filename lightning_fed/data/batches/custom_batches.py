@@ -16,9 +16,8 @@ from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.batches import ClientBatches, LoaderBatches
 from lightning_fed.data.batches.counting import NotedBatches, count_examples, has_index_lists, possible_counts
-from lightning_fed.data.batches.loader_settings import options_of
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
-from lightning_fed.data.batches.settings import Batches, BatchSettings
+from lightning_fed.data.batches.settings import Batches, BatchSettings, options_of
 
 __all__ = ["CustomBatches"]
 

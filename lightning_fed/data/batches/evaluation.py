@@ -13,9 +13,8 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.batches import TensorBatches, misfit
 from lightning_fed.data.batches.examples import check_map_style, is_map_style
-from lightning_fed.data.batches.loader_settings import options_of
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
-from lightning_fed.data.batches.settings import BatchSettings, BatchTransform, Chain
+from lightning_fed.data.batches.settings import BatchSettings, BatchTransform, Chain, options_of
 
 __all__ = ["EvaluationLoader", "check_client_val", "check_evaluation", "evaluation_loader", "transformed_loader"]
 

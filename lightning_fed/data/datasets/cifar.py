@@ -2,18 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches.settings import BatchAugmentation, BatchTransform
 from lightning_fed.data.batches.transforms import Normalize, RandomCrop, RandomFlip
 from lightning_fed.data.datasets.images import ImageDataModule
-from lightning_fed.data.datasets.jpeg import read_jpegs
 from lightning_fed.data.partitions.partition import Partition, PartitionFunction
 from lightning_fed.data.partitions.skew import BalancedDirichlet
 
@@ -102,11 +100,6 @@ class CIFAR10(_Cifar):
         batch_size: Examples in a client's training batch.
         val_fraction: The share of the training images that no client gets and that ``val`` consists of; 0 validates on
             the test images.
-        source: ``"original"`` or ``"jpeg"``: the same photographs, compressed with loss, in one file
-            ``cifar10_jpeg.npz`` in ``root`` or in ``root/cifar10_jpeg``, for places that the originals do not reach. It
-            holds for each part, ``train`` and ``test``, JPEG files end to end (``train_jpeg`` uint8), where each begins
-            and the last one ends (``train_offset`` [n + 1]) and the classes (``train_label`` [n]). Accuracies are not
-            comparable with published ones.
         seed: Draws another partition.
         transform: What makes floats of the bytes [B, 3, 32, 32]; by default :class:`Normalize`.
         augment: True for :class:`RandomCrop` and :class:`RandomFlip`, False for nothing, or random changes of your own.
@@ -138,14 +131,10 @@ class CIFAR10(_Cifar):
         partition: Partition | PartitionFunction | None = None,
         batch_size: int = 50,
         val_fraction: float = 0.0,
-        source: Literal["original", "jpeg"] = "original",
         seed: int = 0,
         transform: Sequence[BatchTransform] | BatchTransform | None = None,
         augment: bool | Sequence[BatchAugmentation] | BatchAugmentation = True,
     ) -> None:
-        self.source = check_one_of("CIFAR10", "source", source, ["original", "jpeg"])
-        if download and source == "jpeg":
-            raise FederatedError("CIFAR10(source='jpeg', download=True): only the originals can be downloaded.")
         super().__init__(
             root=root,
             download=download,
@@ -155,27 +144,6 @@ class CIFAR10(_Cifar):
             transform=transform,
             augment=augment,
         )
-
-    def _jpeg_file(self) -> Path:
-        name = "cifar10_jpeg.npz"
-        direct, nested = self.root / name, self.root / "cifar10_jpeg" / name
-        return nested if nested.is_file() else direct
-
-    def _missing_file(self) -> Path | None:
-        if self.source == "original":
-            return super()._missing_file()
-        file = self._jpeg_file()
-        return None if file.is_file() else file
-
-    def _remedy(self) -> str:
-        return super()._remedy() if self.source == "original" else "Put it there, or use source='original'"
-
-    def _read(self, train: bool) -> tuple[Tensor, Tensor]:
-        if self.source == "original":
-            return super()._read(train)
-        images, labels = read_jpegs(self._jpeg_file(), "train" if train else "test", size=32)
-        self._check(images, labels, str(self._jpeg_file()))
-        return images, labels
 
 
 class CIFAR100(_Cifar):

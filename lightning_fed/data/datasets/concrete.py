@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -10,9 +9,8 @@ from torch.utils.data import TensorDataset
 from lightning_fed.core.arguments import check_flags, check_fraction, check_paths, check_seed, check_texts
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.files.stored import StoredDataModule, find, read_rows
-from lightning_fed.data.files.tables import read_columns
-from lightning_fed.data.partitions.draws import equal_shares, random_state
-from lightning_fed.data.partitions.partition import Partition, PartitionFunction
+from lightning_fed.data.files.tables import as_number
+from lightning_fed.data.partitions.partition import Partition, PartitionFunction, equal_shares, random_state
 
 __all__ = ["Concrete"]
 
@@ -76,11 +74,11 @@ class Concrete(StoredDataModule):
             "Download Concrete_Data.xls from https://archive.ics.uci.edu/dataset/165 and save it as CSV.",
             "Or set root to the folder that has concrete/Concrete_Data.csv.",
         )
-        _, names = next(read_rows(path), (0, []))
+        rows = read_rows(path)
+        _, names = next(rows, (0, []))
         if len(names) != _COLUMNS:
             raise FederatedError(f"{path}: the heading must have {_COLUMNS} columns, the strength last; found {names}.")
-        columns = read_columns(path, keys=[], numeric=names, rest=False).numbers
-        table = torch.from_numpy(np.stack([columns[name] for name in names], axis=1))
+        table = torch.tensor([_numbers(path, names, line, row) for line, row in rows], dtype=torch.float64).float()
         order = torch.from_numpy(random_state(self.seed).permutation(len(table)))
         num_test = round(self.test_fraction * len(table))
         test, train = table[order[:num_test].sort().values], table[order[num_test:]]
@@ -109,3 +107,14 @@ class Concrete(StoredDataModule):
         deviation[deviation == 0] = 1
         standard = (rows - mean) / deviation
         return standard[:, :-1], (standard if self.standardize_target else rows)[:, -1:]
+
+
+def _numbers(path: Path, names: list[str], line: int, row: list[str]) -> list[float]:
+    """Return the numbers of a row."""
+    if len(row) != len(names):
+        raise FederatedError(f"{path}, line {line}: {len(row)} fields under a heading of {len(names)}.")
+    numbers = [as_number(text.strip()) for text in row]
+    for name, text, number in zip(names, row, numbers, strict=True):
+        if number is None or not abs(number) <= torch.finfo(torch.float32).max:
+            raise FederatedError(f"{path}: column {name!r} must hold finite numbers; line {line} holds {text!r}.")
+    return [number for number in numbers if number is not None]

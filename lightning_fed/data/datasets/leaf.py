@@ -1,5 +1,6 @@
 """LEAF's JSON files: a federation as users, their numbers of samples and their data."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.utils.data import TensorDataset
 from lightning_fed.core.arguments import check_count, check_flags, check_one_of, check_paths, check_texts
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.files.stored import StoredDataModule, find, listing, pool, read_json
+from lightning_fed.data.files.stored import StoredDataModule, find, listing, pool
 
 __all__ = ["FEMNIST", "LeafDataModule", "LeafUser", "read_leaf"]
 
@@ -73,7 +74,13 @@ def read_leaf(owner: str, path: Path) -> Iterator[LeafUser]:
 
 
 def _parts(file: Path) -> tuple[list[str], list[Any], dict[str, Any]]:
-    content = read_json(file)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise FederatedError(f"{file} is no valid JSON, at {place}: {error.msg}. Download or make it again.") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, too deep a nesting
+        raise FederatedError(f"{file} is no valid JSON: {error}. Download or make it again.") from error
     kinds = {"users": list, "num_samples": list, "user_data": dict}
     if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in kinds.items()):
         found = sorted(content) if isinstance(content, dict) else type(content).__name__

@@ -1,17 +1,20 @@
 """MNIST and EMNIST: handwritten digits and letters, 28x28, from the files that torchvision downloads."""
 
+import gzip
+import shutil
+import tempfile
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_fed.core.arguments import check_flags, check_one_of
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches.settings import BatchAugmentation, BatchTransform
 from lightning_fed.data.batches.transforms import ToFloat
-from lightning_fed.data.datasets.idx import find_idx, read_idx
 from lightning_fed.data.datasets.images import ImageDataModule
 from lightning_fed.data.partitions.partition import Partition, PartitionFunction
 from lightning_fed.data.partitions.skew import BalancedDirichlet, PowerLaw
@@ -29,6 +32,7 @@ _CLASSES = {  # in the order of the labels
     "digits": _DIGITS,
     "mnist": _DIGITS,
 }
+_CONTENTS = ("images-idx3", "labels-idx1")
 _BY_WRITER = ("byclass", "bymerge")
 _IMAGES_AT_ONCE = 10_000
 
@@ -44,8 +48,8 @@ class _IdxImages(ImageDataModule):
         """Return where a file of ``content``, images-idx3 or labels-idx1, should be, without ``.gz``."""
 
     def _missing_file(self) -> Path | None:
-        files = [self._file(train, content) for train in (True, False) for content in ("images-idx3", "labels-idx1")]
-        return next((file for file in files if find_idx(file) is None), None)
+        files = [self._file(train, content) for train in (True, False) for content in _CONTENTS]
+        return next((file for file in files if _packed_or_not(file) is None), None)
 
     def _by_hand(self) -> str:
         names = [self._file(train, "*").name for train in (True, False)]
@@ -53,13 +57,36 @@ class _IdxImages(ImageDataModule):
         return f"put {names[0]} and {names[1]}, packed as .gz or not, into {folder}"
 
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:
-        images_path, labels_path = (find_idx(self._file(train, content)) for content in ("images-idx3", "labels-idx1"))
+        from torchvision.datasets import mnist
+
+        images_path, labels_path = (_packed_or_not(self._file(train, content)) for content in _CONTENTS)
         assert images_path is not None
         assert labels_path is not None
-        images, labels = read_idx(images_path, ndim=3)[:, None], read_idx(labels_path, ndim=1).long()
-        labels -= self._first_label
+        images = _read_with(mnist.read_image_file, images_path)[:, None]
+        labels = _read_with(mnist.read_label_file, labels_path) - self._first_label
         self._check(images, labels, f"{images_path}, {labels_path.name}")
         return images, labels
+
+
+def _packed_or_not(path: Path) -> Path | None:
+    """Return a file as it is or with ``.gz`` at its end, whichever exists, or None."""
+    return next((file for file in (path, path.with_name(path.name + ".gz")) if file.is_file()), None)
+
+
+def _read_with(read: Callable[[Path], Any], path: Path) -> Tensor:
+    """Read an IDX file with one of torchvision's functions, which take unpacked files."""
+    try:
+        if path.suffix != ".gz":
+            return read(path)
+        with tempfile.TemporaryDirectory() as folder:
+            unpacked = Path(folder, path.stem)
+            with gzip.open(path) as source, unpacked.open("wb") as target:
+                shutil.copyfileobj(source, target)
+            return read(unpacked)
+    except Exception as error:  # what a damaged file raises depends on where the damage is
+        raise FederatedError(
+            f"{path} is damaged or no IDX file ({type(error).__name__}: {error}). Download it again."
+        ) from error
 
 
 class MNIST(_IdxImages):

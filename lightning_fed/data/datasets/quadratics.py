@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from lightning_fed.core.arguments import check_count, check_number, check_numbers, check_seed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.data.partitions.draws import random_state
+from lightning_fed.data.partitions.partition import random_state
 
 __all__ = ["LeastSquares", "Quadratics"]
 

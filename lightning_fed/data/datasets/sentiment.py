@@ -18,7 +18,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datasets.leaf import read_leaf
 from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows
-from lightning_fed.data.partitions.draws import random_state
+from lightning_fed.data.partitions.partition import random_state
 
 __all__ = ["Sentiment140", "Vocabulary", "read_embedding", "words"]
 

@@ -1,12 +1,10 @@
 """Next-character prediction on the plays of Shakespeare, one client for each speaking role."""
 
-import gzip
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,9 +17,9 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.dataset import FederatedDataset
 from lightning_fed.data.datasets.leaf import LeafUser, read_leaf
-from lightning_fed.data.files.stored import StoredDataModule, find, listing, read_json
+from lightning_fed.data.files.stored import StoredDataModule, find, listing
 
-__all__ = ["SYMBOLS", "Shakespeare", "Windows", "encode", "read_plays", "read_roles", "speeches"]
+__all__ = ["SYMBOLS", "Shakespeare", "Windows", "encode", "read_plays", "speeches"]
 
 _START = re.compile(r"ACT [IVX]+\b")
 _HEADING = re.compile(r"(ACT|SCENE|PROLOGUE|EPILOGUE|INDUCTION)\b")
@@ -84,34 +82,11 @@ def read_plays(owner: str, folder: Path) -> dict[str, str]:
     return texts
 
 
-def read_roles(path: Path) -> dict[str, str]:
-    """Return the text of each role, by "play/ROLE", from gzipped JSON ``{play: {ROLE: [speech, ...]}}``.
-
-    Raises:
-        FederatedError: If the file holds something else.
-    """
-    try:
-        with gzip.open(path) as file:
-            text = file.read().decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise FederatedError(f"{path} is no gzipped text: {error}. Download or make it again.") from error
-    content: Any = read_json(path, text)
-    texts: dict[str, str] = {}
-    for play, roles in content.items() if isinstance(content, dict) else ():
-        for role, said in roles.items() if isinstance(roles, dict) else ():
-            if not isinstance(said, list) or not all(isinstance(speech, str) for speech in said):
-                raise FederatedError(f"{path}: {role!r} in {play!r} must have a list of speeches (strings).")
-            texts[f"{play}/{role}"] = " ".join(said)
-    if not texts:
-        raise FederatedError(f"{path} must hold {{play: {{ROLE: [speech, ...]}}}}; found no role.")
-    return texts
-
-
 SYMBOLS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 """The 80 characters of LEAF's vocabulary; a character's class is its position."""
 
 _STRANGE = len(SYMBOLS) - 1
-_SOURCES = {"plays": "plays", "roles": "by_role.json.gz", "leaf": "train"}
+_SOURCES = {"plays": "plays", "leaf": "train"}
 _TARGETS = ("next", "sequence")
 _TEST_FRACTION = 0.2
 
@@ -191,10 +166,9 @@ class Shakespeare(StoredDataModule):
 
     Args:
         root: The folder of data sets. The files are looked for in ``root/shakespeare``.
-        source: What is read: "plays", the text files ``plays/*.txt`` with speeches as ``NAME<TAB>line``; "roles",
-            ``by_role.json.gz`` with ``{play: {ROLE: [speech, ...]}}``; or "leaf", LEAF's JSON files in ``train`` and
-            ``test``, which are windows already and keep 81 bytes for each. LEAF's split at random puts overlapping
-            windows into both parts.
+        source: "plays" for the text files ``plays/*.txt`` with speeches as ``NAME<TAB>line``; or "leaf" for LEAF's JSON
+            files in ``train`` and ``test``, which are windows already and take 81 bytes each. LEAF's split at random
+            puts overlapping windows into both parts.
         length: Characters in an input.
         stride: Characters between the beginnings of a role's training windows; 1 for "leaf".
         eval_stride: The same for test windows; None for ``stride``. ``eval_stride=80`` tests 80 times as fast.
@@ -212,7 +186,7 @@ class Shakespeare(StoredDataModule):
     def __init__(
         self,
         root: str = "data",
-        source: Literal["plays", "roles", "leaf"] = "plays",
+        source: Literal["plays", "leaf"] = "plays",
         length: int = 80,
         stride: int = 1,
         eval_stride: int | None = None,
@@ -250,8 +224,7 @@ class Shakespeare(StoredDataModule):
             train, test = self._read_leaf(path), self._read_leaf(self._find(folder, "test"))
         else:
             stride, eval_stride = self.stride, self.eval_stride or self.stride
-            texts = read_plays("Shakespeare", path) if self.source == "plays" else read_roles(path)
-            train, test = self._split(_encode_all(texts.items()))
+            train, test = self._split(_encode_all(read_plays("Shakespeare", path).items()))
         small = self._too_small(train, test, stride)
         train, test = ({role: part[role] for role in part if role not in small} for part in (train, test))
         sequence = self.targets == "sequence"

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from lightning_fed.core.arguments import check_count, check_flags, check_number, check_one_of, check_seed, finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.data.partitions.draws import Floats, Ints, random_state
+from lightning_fed.data.partitions.partition import Floats, Ints, random_state
 
 __all__ = ["Synthetic"]
 

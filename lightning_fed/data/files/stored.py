@@ -1,11 +1,10 @@
 """What data modules that read files have in common: files are found, read and checked in ``setup``."""
 
 import csv
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ __all__ = [
     "inside",
     "listing",
     "pool",
-    "read_json",
     "read_rows",
 ]
 
@@ -123,25 +121,6 @@ def listing(owner: str, folder: Path, suffix: str) -> list[Path]:
     if not files:
         raise FederatedError(f"{owner}: {folder} has no files named *{suffix}.")
     return files
-
-
-def read_json(path: Path, text: str | None = None) -> Any:
-    """Return what a JSON file holds.
-
-    Args:
-        path: The file.
-        text: Its content, if that is read already.
-
-    Raises:
-        FederatedError: If it is no JSON; the message names file, line and column.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8") if text is None else text)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise FederatedError(f"{path} is no valid JSON, at {place}: {error.msg}. Download or make it again.") from error
-    except (ValueError, RecursionError) as error:  # no UTF-8, a number of thousands of digits, too deep a nesting
-        raise FederatedError(f"{path} is no valid JSON: {error}. Download or make it again.") from error
 
 
 def read_rows(path: Path, encoding: str = "utf-8-sig") -> Iterator[tuple[int, list[str]]]:

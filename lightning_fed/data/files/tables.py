@@ -3,9 +3,10 @@
 import math
 import re
 import sys
-from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -20,13 +21,14 @@ from lightning_fed.core.arguments import check_fraction, check_one_of, check_pat
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows
-from lightning_fed.data.partitions.draws import Ints, random_state
-from lightning_fed.data.partitions.partition import check_client_id
+from lightning_fed.data.partitions.partition import Ints, check_client_id, random_state
 
 __all__ = ["ClientTable", "Columns", "as_number", "read_columns"]
 
 _INDEX = re.compile(r"\s*|__index_level_\d+__")  # how pandas writes a row index: to CSV, to Parquet
 _MISSING = {"", "na", "n/a", "nan", "null", "none"}
+_MISSING_VALUE = "has no value. Fill it in, or drop the row."
+_BLOCK = 1 << 24  # bytes that pyarrow reads at once; a row must fit
 _TRUTHS = {"true": 1.0, "false": 0.0}
 _WITH_COMMA = re.compile(
     r"[+-]? ( (\d{1,3}(\.\d{3})+|\d*) ,\d+ (e[+-]?\d+)? | \d{1,3}(,\d{3})+ (\.\d+)? )", re.IGNORECASE | re.VERBOSE
@@ -38,26 +40,93 @@ class Columns:
     """Columns of a table with n rows.
 
     Attributes:
+        path: The file.
         keys: Columns as they are: strings from CSV, strings or numbers from Parquet.
         numbers: Columns of finite numbers [n], float32; truth values are 0 and 1.
         row_indices: Columns that are left out because their names are those of a row index.
         left_out: Columns that are left out because they do not hold numbers, each with the reason.
-        lines: The line of each row in the file [n]; None for a file without lines.
     """
 
-    keys: dict[str, list[Any]]
-    numbers: dict[str, npt.NDArray[np.float32]]
-    row_indices: list[str]
-    left_out: dict[str, str]
-    lines: Sequence[int] | None = None
+    path: Path
+    keys: dict[str, list[Any]] = field(default_factory=dict)
+    numbers: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    row_indices: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def place(self, row: int) -> str:
-        """Return where a row is in the file, for messages."""
-        return f"row {row + 1}" if self.lines is None else f"line {self.lines[row]}"
+        """Return where a row is in the file, for messages: its line if the file has lines, which may be empty."""
+        if self.path.suffix == ".parquet":
+            return f"row {row + 1}"
+        line, _ = next(islice(read_rows(self.path), row + 1, None))
+        return f"line {line}"
+
+    def add_key(self, name: str, column: Any) -> None:
+        """Add a column of pyarrow as it is.
+
+        Raises:
+            FederatedError: If a value is missing, or not a text or a number.
+        """
+        if str(column.type).startswith(("list", "large_list", "fixed_size_list", "struct", "map")):
+            raise FederatedError(f"{self.path}: column {name!r} must hold texts or numbers; its type is {column.type}.")
+        values = column.to_pylist()
+        self._refuse(np.asarray(column.is_null(nan_is_null=True)), name, _MISSING_VALUE)
+        self._refuse(np.array([isinstance(v, str) and not v.strip() for v in values], bool), name, _MISSING_VALUE)
+        self.keys[name] = [sys.intern(value) if isinstance(value, str) else value for value in values]
+
+    def add_numbers(self, name: str, column: Any) -> None:
+        """Add a column of pyarrow as numbers, or the reason why it is left out.
+
+        Raises:
+            FederatedError: If a value is missing, too large for float32, or a number with commas.
+        """
+        import pyarrow
+
+        if self.path.suffix == ".csv":
+            values = self._parsed(name, column.combine_chunks().dictionary_encode())
+            if values is None:
+                return
+        else:
+            types = pyarrow.types
+            is_exact = types.is_boolean(column.type) or types.is_decimal(column.type)
+            if not (types.is_integer(column.type) or types.is_floating(column.type) or is_exact):
+                self.left_out[name] = f"its type is {column.type}"
+                return
+            self._refuse(np.asarray(column.is_null()), name, _MISSING_VALUE)
+            values = np.asarray(column.cast(pyarrow.float64()) if is_exact else column)
+        self._refuse(np.isnan(values), name, _MISSING_VALUE)
+        with np.errstate(over="ignore"):  # without numpy's warning: what is too large becomes infinite
+            self.numbers[name] = values.astype(np.float32)
+        self._refuse(~np.isfinite(self.numbers[name]), name, "must hold finite numbers that float32 can represent.")
+
+    def _parsed(self, name: str, texts: Any) -> npt.NDArray[np.float64] | None:
+        """Return the numbers of a dictionary-encoded column of texts, NaN where one is missing; None if it has others.
+
+        Each text is read once, in the order of its first row.
+        """
+        rows, numbers, held = np.asarray(texts.indices), list[float](), set[bool]()
+        for position, text in enumerate(map(str.strip, texts.dictionary.to_pylist())):
+            number = as_number(text)
+            if number is None or not math.isnan(number):
+                held.add(number is None)
+            if number is None and _WITH_COMMA.fullmatch(text):
+                raise FederatedError(
+                    f"{self.path}, {self.place(int(np.argmax(rows == position)))}: column {name!r} holds {text!r}."
+                    " Write numbers with a decimal point and without commas, or name the columns to use in features."
+                )
+            number = _TRUTHS.get(text.lower()) if number is None else number
+            if number is None or len(held) > 1:  # truth values are numbers, but not among others
+                self.left_out[name] = f"{self.place(int(np.argmax(rows == position)))} holds {text!r}"
+                return None
+            numbers.append(number)
+        return np.array(numbers, np.float64)[rows]
+
+    def _refuse(self, rows: npt.NDArray[np.bool_], name: str, problem: str) -> None:
+        if rows.any():
+            raise FederatedError(f"{self.path}, {self.place(int(rows.argmax()))}: column {name!r} {problem}")
 
 
 def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: bool) -> Columns:
-    """Read the columns that are asked for.
+    """Read the columns that are asked for, with pyarrow.
 
     Args:
         path: A ``.csv`` file (UTF-8, commas, a heading) or a ``.parquet`` file.
@@ -69,101 +138,47 @@ def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: 
         FederatedError: If a column is missing, ``numeric`` are not all numbers, a value is missing, rows are ragged, or
             numbers have commas.
     """
-    read = _read_parquet if path.suffix == ".parquet" else _read_csv
-    return read(path, keys, numeric, rest)
+    from pyarrow import ArrowException, csv, parquet, string
+
+    columns = Columns(path)
+    is_csv = path.suffix == ".csv"
+    try:
+        heading = next(read_rows(path), (0, []))[1] if is_csv else list(parquet.read_schema(path).names)
+        optional, columns.row_indices = _rest(path, heading, keys, numeric, rest)
+        names = [*keys, *numeric, *optional]
+        if is_csv:
+            table = csv.read_csv(
+                path,
+                csv.ReadOptions(block_size=_BLOCK),
+                csv.ParseOptions(newlines_in_values=True),
+                csv.ConvertOptions(column_types=dict.fromkeys(names, string()), include_columns=names),
+            )
+        else:
+            table = parquet.read_table(path, columns=names)
+    except (ArrowException, OSError) as error:
+        if is_csv:
+            _check_rows(path)
+        kind = "CSV" if is_csv else "Parquet"
+        raise FederatedError(f"{path} is no {kind} file that can be read: {error}.") from error
+    for name in keys:
+        columns.add_key(name, table.column(name))
+    for name in (*numeric, *optional):
+        columns.add_numbers(name, table.column(name))
+        if name in numeric and name in columns.left_out:
+            raise FederatedError(f"{path}: column {name!r} must hold finite numbers; {columns.left_out[name]}.")
+    return columns
 
 
-def _read_csv(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: bool) -> Columns:
+def _check_rows(path: Path) -> None:
+    """Refuse a CSV file that has no rows, rows of different length, or no UTF-8 text, with the line."""
     rows = read_rows(path)
     _, heading = next(rows, (0, []))
-    optional, row_indices = _rest(path, heading, keys, numeric, rest)
-    left_out: dict[str, str] = {}
-    truths: dict[str, bool] = {}  # whether a column holds truth values, once a value has shown it
-    place = {name: heading.index(name) for name in (*keys, *numeric, *optional)}
-    texts: dict[str, list[Any]] = {name: [] for name in keys}
-    numbers = {name: array("d") for name in (*numeric, *optional)}
-    lines = array("q")
+    line = 0
     for line, row in rows:
         if len(row) != len(heading):
             raise FederatedError(f"{path}, line {line}: {len(row)} fields under a heading of {len(heading)}.")
-        lines.append(line)
-        for name, values in texts.items():
-            if not row[place[name]].strip():
-                raise _missing(path, f"line {line}", name)
-            values.append(sys.intern(row[place[name]]))
-        for name in list(numbers):
-            text = row[place[name]].strip()
-            number = as_number(text)
-            if number is None and _WITH_COMMA.fullmatch(text):
-                raise FederatedError(
-                    f"{path}, line {line}: column {name!r} holds {text!r}. Write numbers with a decimal point and"
-                    " without commas, or name the columns to use in features."
-                )
-            is_truth = number is None and text.lower() in _TRUTHS
-            if is_truth:
-                number = _TRUTHS[text.lower()]
-            if number is None or (not math.isnan(number) and truths.setdefault(name, is_truth) != is_truth):
-                left_out[name] = f"line {line} holds {text!r}"
-                del numbers[name]
-            else:
-                numbers[name].append(number)
-    for name in numeric:
-        if name in left_out:
-            raise FederatedError(f"{path}: column {name!r} must hold finite numbers; {left_out[name]}.")
-    found: dict[str, npt.NDArray[np.float32]] = {}
-    for name, read in numbers.items():
-        column = np.frombuffer(read, dtype=np.float64)
-        if (empty := np.isnan(column)).any():
-            raise _missing(path, f"line {lines[int(empty.argmax())]}", name)
-        found[name] = _float32(column)
-        if (large := ~np.isfinite(found[name])).any():
-            raise _too_large(path, f"line {lines[int(large.argmax())]}", name)
-    return Columns(texts, found, row_indices, left_out, lines)
-
-
-def _read_parquet(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: bool) -> Columns:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise FederatedError(
-            f"{path}: reading Parquet takes pyarrow, which is missing: pip install 'lightning_fed[tables]'."
-        ) from error
-    try:
-        heading = list(parquet.read_schema(path).names)
-        optional, row_indices = _rest(path, heading, keys, numeric, rest)
-        table = parquet.read_table(path, columns=[*keys, *numeric, *optional])
-    except (pyarrow.ArrowException, OSError) as error:
-        raise FederatedError(f"{path} is no Parquet file that can be read: {error}.") from error
-    left_out: dict[str, str] = {}
-    texts: dict[str, list[Any]] = {}
-    numbers: dict[str, npt.NDArray[np.float32]] = {}
-    for name in (*keys, *numeric, *optional):
-        column = table.column(name)
-        types = pyarrow.types
-        is_exact = types.is_boolean(column.type) or types.is_decimal(column.type)
-        is_number = types.is_integer(column.type) or types.is_floating(column.type) or is_exact
-        if name not in keys and not is_number:
-            left_out[name] = f"its type is {column.type}"
-            continue
-        if name in keys and pyarrow.types.is_nested(column.type):
-            raise FederatedError(f"{path}: column {name!r} must hold texts or numbers; its type is {column.type}.")
-        empty = np.asarray(column.is_null(nan_is_null=True))
-        if empty.any():
-            raise _missing(path, f"row {int(empty.argmax()) + 1}", name)
-        if name in keys:
-            texts[name] = column.to_pylist()
-            for row, value in enumerate(texts[name], start=1):
-                if isinstance(value, str) and not value.strip():
-                    raise _missing(path, f"row {row}", name)
-        else:
-            numbers[name] = _float32(np.asarray(column.cast(pyarrow.float64()) if is_exact else column))
-            if (large := ~np.isfinite(numbers[name])).any():
-                raise _too_large(path, f"row {int(large.argmax()) + 1}", name)
-    for name in numeric:
-        if name in left_out:
-            raise FederatedError(f"{path}: column {name!r} must hold finite numbers; {left_out[name]}.")
-    return Columns(texts, numbers, row_indices, left_out)
+    if not line:
+        raise FederatedError(f"{path} has no rows.")
 
 
 def _rest(
@@ -194,20 +209,6 @@ def as_number(text: str) -> float | None:
     return None if "_" in text or math.isinf(number) else number  # Python reads 1_000
 
 
-def _missing(path: Path, place: str, name: str) -> FederatedError:
-    return FederatedError(f"{path}, {place}: column {name!r} has no value. Fill it in, or drop the row.")
-
-
-def _too_large(path: Path, place: str, name: str) -> FederatedError:
-    return FederatedError(f"{path}, {place}: column {name!r} must hold finite numbers that float32 can represent.")
-
-
-def _float32(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """Return numbers as float32; those too large for it become infinite, without numpy's warning."""
-    with np.errstate(over="ignore"):
-        return values.astype(np.float32)
-
-
 Parts: TypeAlias = dict[ClientId, tuple[Tensor, Tensor]]
 """Inputs [n_i, features] and targets of each client that has any."""
 
@@ -219,8 +220,8 @@ _VAL_FRACTION = 0.2
 class ClientTable(StoredDataModule):
     """One row an example, one column the client: a federation in a CSV or a Parquet file.
 
-    A CSV file is UTF-8 with a heading and commas; its clients are named as they are written. Parquet needs pyarrow
-    (``pip install lightning_fed[tables]``), and its whole numbers are clients' names as numbers. Inputs are float32
+    pyarrow reads the file (``pip install lightning_fed[tables]``). A CSV file is UTF-8 with a heading and commas; its
+    clients are named as they are written. Whole numbers in Parquet are clients' names as numbers. Inputs are float32
     [n, features], in the order of the columns; they are not standardised. True and false are 1 and 0. Numbers in a CSV
     file need a decimal point; a column of numbers with commas is refused.
 
@@ -241,8 +242,8 @@ class ClientTable(StoredDataModule):
         seed: Draws other validation rows.
 
     Raises:
-        FederatedError: If an argument is not allowed; in ``setup``, if the file, a column or a value is missing, or
-            a feature is not a number.
+        FederatedError: If an argument is not allowed, or pyarrow is missing; in ``setup``, if the file, a column or a
+            value is missing, or a feature is not a number.
     """
 
     classes: list[Any]
@@ -264,6 +265,10 @@ class ClientTable(StoredDataModule):
         check_texts("ClientTable", client=client, target=target, **({} if split is None else {"split": split}))
         if Path(path).suffix not in _SUFFIXES:
             raise FederatedError(f"ClientTable(path={path!r}): path must end in {' or '.join(_SUFFIXES)}.")
+        if find_spec("pyarrow") is None:
+            raise FederatedError(
+                f"{path}: reading tables takes pyarrow, which is missing: pip install 'lightning_fed[tables]'."
+            )
         named = features is None or (isinstance(features, list | tuple) and all(isinstance(f, str) for f in features))
         if not named or (features is not None and len(features) == 0):
             raise FederatedError(f"ClientTable(features={features!r}): features must be a list of columns, or None.")
@@ -304,7 +309,7 @@ class ClientTable(StoredDataModule):
         if not features or not len(table.keys[self.client]):
             raise FederatedError(f"{path} has no rows, or no column of numbers that could be a feature.")
         x = torch.from_numpy(np.stack(list(features.values()), axis=1))
-        y = self._labels(path, table) if self.targets == "classes" else self._values(table.numbers)
+        y = self._labels(table) if self.targets == "classes" else torch.from_numpy(table.numbers[self.target])[:, None]
         train, val, test = self._divide(path, table, x, y)
         if not train:
             raise FederatedError(f"{path}: column {self.split!r} leaves no row for training.")
@@ -313,10 +318,7 @@ class ClientTable(StoredDataModule):
         self.client_val = {key: TensorDataset(*tensors) for key, tensors in val.items() if key in train}
         self.set_clients({key: TensorDataset(*tensors) for key, tensors in train.items()})
 
-    def _values(self, numbers: Mapping[str, npt.NDArray[np.float32]]) -> Tensor:
-        return torch.from_numpy(numbers[self.target])[:, None]
-
-    def _labels(self, path: Path, table: Columns) -> Tensor:
+    def _labels(self, table: Columns) -> Tensor:
         """Return the position of each value among the sorted distinct ones; numbers sort as numbers."""
         values = table.keys[self.target]
         key: dict[Any, Any] = {value: _exact(str(value).strip()) for value in dict.fromkeys(values)}
@@ -325,8 +327,8 @@ class ClientTable(StoredDataModule):
             if None not in key.values() and len(missing) < len(key):
                 row = next(row for row, value in enumerate(values) if value in missing)
                 raise FederatedError(
-                    f"{path}, {table.place(row)}: column {self.target!r} has no value ({values[row]!r}), and numbers"
-                    " elsewhere. Fill it in, or drop the row."
+                    f"{table.path}, {table.place(row)}: column {self.target!r} has no value ({values[row]!r}), and"
+                    " numbers elsewhere. Fill it in, or drop the row."
                 )
             key = {value: str(value).strip() for value in key}
         self.classes = sorted(set(key.values()))

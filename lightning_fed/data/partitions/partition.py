@@ -1,23 +1,26 @@
 """Partitions deal one data set out to clients: labels in, each client's indices out."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Sized
 from numbers import Integral
 from typing import Any, TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lightning_fed.core.arguments import check_count, check_number, check_seed, kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.partitions.draws import Ints, cut_by, log_gamma, random_state
 
 __all__ = [
     "ByKey",
     "Dirichlet",
+    "Floats",
     "Iid",
+    "Ints",
     "Partition",
     "PartitionFunction",
     "Parts",
@@ -26,8 +29,15 @@ __all__ = [
     "by_class",
     "check_client_id",
     "check_client_ids",
+    "cut_by",
+    "equal_shares",
+    "log_gamma",
+    "random_state",
+    "seed_words",
 ]
 
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
 Parts: TypeAlias = Sequence[Tensor] | Mapping[ClientId, Tensor]
 """Each client's indices [n_i], int64: a sequence gives the clients the ids 0, ..., N - 1, a mapping names them."""
 
@@ -332,3 +342,54 @@ def by_class(labels: Tensor, random: np.random.RandomState) -> tuple[Ints, list[
         codes = codes.astype(np.uint16)  # NumPy sorts 16-bit integers by radix, ten times as fast
     shuffled = random.permutation(len(codes))
     return shuffled[np.argsort(codes[shuffled], kind="stable")], sizes.tolist()
+
+
+# Random draws behind clients and partitions, vectorised over clients, classes and examples
+
+
+def seed_words(seed: int, *key: int | str) -> list[int]:
+    """Return what ``RandomState`` is seeded with: 64 bits of a seed, then integers, and 128 bits of a name's hash."""
+    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
+    for part in key:
+        words += [part] if isinstance(part, int) else _hash(part)
+    return words
+
+
+def random_state(seed: int, *key: int | str) -> np.random.RandomState:
+    """Return a stream of random numbers that a seed and a key decide.
+
+    The streams of ``RandomState`` are frozen: they are the same on every machine and with every version of NumPy.
+    """
+    return np.random.RandomState(seed_words(seed, *key))
+
+
+def _hash(name: str) -> list[int]:
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    words: list[int] = np.frombuffer(digest, dtype="<u4").tolist()
+    return words
+
+
+def equal_shares(size: int, parts: int) -> Ints:
+    """Return the sizes of equal parts; the first ones get one more where it does not come out even."""
+    return size // parts + (np.arange(parts) < size % parts).astype(np.int64)
+
+
+def cut_by(log_weights: Floats, size: int, least: int) -> Ints:
+    """Return shares that sum to ``size``: ``least`` for everybody, and the rest in proportion to the weights."""
+    cumulative = np.cumsum(np.exp(log_weights - log_weights.max()))
+    cuts = np.rint(cumulative / cumulative[-1] * (size - least * len(log_weights))).astype(np.int64)
+    shares: Ints = least + np.diff(cuts, prepend=0)
+    return shares
+
+
+def log_gamma(alpha: Floats, shape: tuple[int, ...], random: np.random.RandomState) -> Floats:
+    """Return logarithms of Gamma(alpha) variables: normalised over the last axis, they are a Dirichlet draw.
+
+    Gamma(alpha) is Gamma(alpha + 1) U^(1 / alpha). In logarithms it neither vanishes nor ties when alpha is tiny.
+    """
+    limits = np.finfo(np.float64)
+    drawn = np.log(random.standard_gamma(alpha + 1, shape))
+    with np.errstate(over="ignore"):
+        drawn += np.log1p(-random.random_sample(shape)) / np.maximum(alpha, limits.tiny)
+    clamped: Floats = np.maximum(drawn, limits.min)
+    return clamped

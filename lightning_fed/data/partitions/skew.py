@@ -4,21 +4,21 @@ from abc import abstractmethod
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lightning_fed.core.arguments import check_count, check_number, check_one_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.partitions.draws import (
+from lightning_fed.data.partitions.partition import (
     Floats,
     Ints,
+    SeededPartition,
+    by_class,
     cut_by,
-    deal_classes,
-    draw_classes,
     equal_shares,
     log_gamma,
 )
-from lightning_fed.data.partitions.partition import SeededPartition, by_class
 
 __all__ = ["BalancedDirichlet", "ClassesPerClient", "LogNormalSizes", "PowerLaw", "QuantitySkew", "Similarity"]
 
@@ -70,7 +70,7 @@ class BalancedDirichlet(SeededPartition):
         places = random.permutation(n) % self.num_clients  # the clients that wait for an example, in random order
         owners = np.empty(n, dtype=np.int64)
         while len(places):
-            wishes = draw_classes(log_mixtures, next_free < ends, places, random)
+            wishes = _draw_classes(log_mixtures, next_free < ends, places, random)
             asked = np.bincount(wishes, minlength=len(ends))
             queue = np.argsort(wishes.astype(np.uint16) if len(ends) <= 2**16 else wishes, kind="stable")
             ranks = np.arange(len(queue)) - np.repeat(np.cumsum(asked) - asked, asked)
@@ -152,7 +152,7 @@ class ClassesPerClient(SeededPartition):
         random = self._random()
         order, class_sizes = by_class(labels, random)
         self._check_classes(len(class_sizes))
-        hands = deal_classes(self.num_clients, len(class_sizes), self.classes_per_client, random)
+        hands = _deal_classes(self.num_clients, len(class_sizes), self.classes_per_client, random)
         num_viewers = np.bincount(hands.ravel(), minlength=len(class_sizes))
         by_hand = np.argsort(hands.ravel(), kind="stable") // self.classes_per_client
         viewers = np.split(by_hand, np.cumsum(num_viewers)[:-1])
@@ -301,3 +301,35 @@ class QuantitySkew(_SizeSkew):
 
     def _log_weights(self, random: np.random.RandomState) -> Floats:
         return log_gamma(np.array(self.alpha), (self.num_clients,), random)
+
+
+def _draw_classes(
+    log_mixtures: Floats, is_open: npt.NDArray[np.bool_], clients: Ints, random: np.random.RandomState
+) -> Ints:
+    """Draw a class for each of ``clients`` from its row of ``log_mixtures`` [N, C], among the open classes only."""
+    classes = np.flatnonzero(is_open)
+    waiting = np.bincount(clients, minlength=len(log_mixtures)) > 0
+    rows = (np.cumsum(waiting) - 1)[clients]
+    weights = log_mixtures[np.ix_(np.flatnonzero(waiting), classes)]
+    weights = np.exp(weights - weights.max(axis=1, keepdims=True))
+    cumulative = np.cumsum(weights, axis=1)
+    cumulative /= cumulative[:, -1:]
+    cumulative += np.arange(len(cumulative))[:, None]  # row r ascends from r to r + 1: one search serves all rows
+    points = np.minimum(rows + random.random_sample(len(rows)), np.nextafter(rows + 1.0, 0))
+    found = np.searchsorted(cumulative.ravel(), points, side="right")
+    drawn: Ints = classes[found - rows * len(classes)]
+    return drawn
+
+
+def _deal_classes(num_clients: int, num_classes: int, each: int, random: np.random.RandomState) -> Ints:
+    """Deal every client ``each`` different classes [N, each] from one shuffled deck of all classes after another."""
+    hands = np.empty((num_clients, each), dtype=np.int64)
+    deck = np.empty(0, dtype=np.int64)
+    for hand in hands:
+        if len(deck) < each:
+            fresh = random.permutation(num_classes)
+            held = np.isin(fresh, deck)
+            deck = np.concatenate([deck, fresh[~held], fresh[held]])  # what the client holds already goes to the end
+        hand[:] = deck[:each]
+        deck = deck[each:]
+    return hands

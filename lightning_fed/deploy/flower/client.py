@@ -12,12 +12,24 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from lightning_fed.deploy.flower.lifetime import STARTED_BY, end_with
-from lightning_fed.deploy.flower.names import Maker, named
-from lightning_fed.deploy.flower.node import clients_of, state_dir_of
 from lightning_fed.deploy.flower.records import packed, unpacked, who
-from lightning_fed.deploy.flower.resident import log_of, spec_of
-from lightning_fed.deploy.flower.sockets import READY, REPLY, SPEC, TASK, receive, send, socket_of
+from lightning_fed.deploy.flower.resident import (
+    READY,
+    REPLY,
+    SPEC,
+    STARTED_BY,
+    TASK,
+    Maker,
+    clients_of,
+    end_with,
+    log_of,
+    named,
+    receive,
+    send,
+    socket_of,
+    spec_of,
+    state_dir_of,
+)
 
 __all__ = ["SiteProcess", "client_app"]
 
@@ -87,11 +99,7 @@ class SiteProcess:
         self._paths = paths
 
     def answer(self, tasks: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, str]]:
-        """Return the replies to some tasks, and why others have none.
-
-        Args:
-            tasks: The tasks, by keys of the caller's.
-        """
+        """Return the replies to some tasks, and why others have none."""
         replies: dict[str, bytes] = {}
         refused: dict[str, str] = {}
         for tried in range(1, _TRIES + 1):
@@ -145,7 +153,7 @@ class SiteProcess:
             os.replace(log, log.with_suffix(".log.1"))
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "lightning_fed.deploy.flower.resident"],
+                [sys.executable, "-c", "from lightning_fed.deploy.flower.resident import main; main()"],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=out,

@@ -1,26 +1,34 @@
-"""Trainer, model and data of a configuration, for the app that ``lightning-fed deploy`` writes."""
+"""A configuration's app for Flower: ``lightning-fed deploy`` writes it, and it makes trainer, model and data."""
 
+import shutil
+import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import yaml
+from jsonargparse import ArgumentParser
 
 from lightning_fed.cli.configuration import CellParts
 from lightning_fed.cli.parser import LightningCLI, refusal_in
 from lightning_fed.compat.package import pl
+from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.deploy.flower.local import LocalFlower
 
-__all__ = ["Configured"]
+__all__ = ["Configured", "deploy", "write_app"]
+
+_TEMPLATES = Path(__file__).parent / "app"
+_NAME = "federated_app"
 
 
 class Configured:
     """What a configuration describes, made anew at every call.
 
     Server and sites make all of it: each site uses the data of its own clients, the server the validation set alone.
-
-    Args:
-        file: The configuration.
     """
 
     def __init__(self, file: Path) -> None:
@@ -69,3 +77,92 @@ class _Parts(CellParts):
         quiet = {"enable_progress_bar": False, "enable_model_summary": False}
         trainer: pl.Trainer = LightningCLI.instantiate_trainer(self, **{**kwargs, **quiet})
         return trainer
+
+
+def deploy(args: list[str] | None = None) -> None:
+    """Write the app of a configuration, start Flower on this machine, and run it.
+
+    Args:
+        args: What follows ``lightning-fed deploy`` on the command line.
+
+    Raises:
+        FederatedError: If Flower is missing, the configuration cannot be run, or the run fails.
+        SystemExit: If the arguments are not understood.
+    """
+    parser = ArgumentParser(
+        prog="lightning-fed deploy",
+        description="Write a configuration's app for Flower, and run it with SuperLink and SuperNodes on this machine.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("transport", choices=["flower"], help="What carries the messages.")
+    parser.add_argument("--config", "-c", type=str, required=True, help="A configuration of `lightning-fed fit`.")
+    parser.add_argument(
+        "--sites", type=int, default=3, help="The number of SuperNodes; each has a share of the clients."
+    )
+    parser.add_argument("--out", type=str, default=_NAME, help="A new folder, for the app and all that the run writes.")
+    parser.add_argument("--run", type=bool, default=True, help="Whether to run the app, or to write it alone.")
+    said = parser.parse_args(args)
+    if find_spec("flwr") is None:
+        raise FederatedError('deploy flower: Flower is missing: pip install "lightning_fed[flower]".')
+    out = Path(said.out).absolute()
+    clients = write_app(Path(said.config), out)
+    shares = share_clients(clients, check_count("deploy flower", "--sites", said.sites, least=1))
+    nodes = [
+        f'client-id="{",".join(map(str, share))}" state-dir="{out / "sites" / str(number)}"'
+        for number, share in enumerate(shares)
+    ]
+    print(f"Made {out}: the app, which `flwr run {out}` starts where a SuperLink is.")
+    if said.run:
+        _try(out, nodes)
+
+
+def write_app(config: Path, out: Path) -> list[ClientId]:
+    """Write an app for Flower from a configuration.
+
+    Returns:
+        The ids of its clients.
+
+    Raises:
+        FederatedError: If the configuration cannot be run, or the folder is there.
+    """
+    clients = Configured(config).client_ids()
+    if wrong := [client for client in clients if {*str(client)} & {",", '"'}]:
+        raise FederatedError(f"deploy flower: the id of client {wrong[0]!r} has a comma or a quotation mark.")
+    package = out / _NAME
+    try:
+        package.mkdir(parents=True)
+        for template in sorted(_TEMPLATES.glob("*.in")):
+            folder = out if template.name.startswith("pyproject") else package
+            text = Template(template.read_text(encoding="utf-8")).substitute(name=_NAME)
+            (folder / template.name.removesuffix(".in")).write_text(text, encoding="utf-8")
+        (package / "__init__.py").touch()
+        kept = yaml.safe_load(config.read_text(encoding="utf-8"))
+        (package / "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
+    except FileExistsError as error:
+        raise FederatedError(f"deploy flower: {out} has an app already. Give another folder by --out.") from error
+    except OSError as error:
+        shutil.rmtree(package, ignore_errors=True)
+        raise FederatedError(f"deploy flower: {out} cannot be written: {error.strerror}.") from error
+    return clients
+
+
+def share_clients(clients: list[ClientId], sites: int) -> list[list[ClientId]]:
+    """Return the clients of each site, which differ in number by one at most.
+
+    Raises:
+        FederatedError: If there are more sites than clients.
+    """
+    if sites > len(clients):
+        raise FederatedError(f"deploy flower: --sites {sites} is more than the {len(clients)} clients there are.")
+    return [clients[number::sites] for number in range(sites)]
+
+
+def _try(out: Path, nodes: list[str]) -> None:
+    print(f"SuperLink and {len(nodes)} SuperNodes start on this machine; their logs are in {out / 'logs'}.", flush=True)
+    with LocalFlower(out, nodes) as flower:
+        run = flower.submit(out)
+        flower.follow(run, sys.stdout)
+        status = flower.status(run)
+    if status != "finished:completed":
+        raise FederatedError(f"deploy flower: the run is {status}. Its log is above, those of Flower in {flower.logs}.")
+    print(f"The run is complete: {out / 'last.ckpt'}")

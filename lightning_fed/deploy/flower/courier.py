@@ -81,11 +81,7 @@ class Courier:
         self._sent = {key: sent for key, sent in self._sent.items() if not sent.clients}
 
     def exchange(self, tasks: Mapping[ClientId, Message]) -> Iterator[Message | Refusal]:
-        """Send what can be sent by now, and yield what has come; call it again and again, with what is still missing.
-
-        Args:
-            tasks: The tasks that have no reply yet.
-        """
+        """Send the tasks that can be sent now, and yield what has come; call it again with the tasks still missing."""
         self._look()
         self._send(tasks)
         yield from self._pull()

@@ -76,11 +76,7 @@ class LocalFlower:
         raise FederatedError(f"flower-superlink has ended: {self.log('superlink')[-_SHOWN:]}")
 
     def start_supernode(self, number: int) -> None:
-        """Start a SuperNode.
-
-        Args:
-            number: Which one, from 0.
-        """
+        """Start a SuperNode."""
         where = ["--superlink", f"127.0.0.1:{self.port}", "--port", str(_free_port())]
         config = ["--node-config", self.nodes[number]]
         command = ["flower-supernode", *where, *config, *self._supernode[number]]
@@ -111,12 +107,7 @@ class LocalFlower:
         return done.stdout
 
     def submit(self, app: Path, *options: str) -> str:
-        """Start a run of an app, and return its id.
-
-        Args:
-            app: The folder of the app.
-            options: Further words of ``flwr run``.
-        """
+        """Start a run of an app, and return its id."""
         shown = self.flwr("run", str(app), "here", *options)
         found = re.search(r"started run (\d+)", shown)
         if found is None:
@@ -124,12 +115,7 @@ class LocalFlower:
         return found[1]
 
     def follow(self, run: str, out: IO[str]) -> None:
-        """Copy the log of a run until its end.
-
-        Args:
-            run: Its id.
-            out: Where to.
-        """
+        """Copy the log of a run until its end."""
         command = ["flwr", "log", run, "here"]
         process = subprocess.Popen(  # noqa: S603
             command, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

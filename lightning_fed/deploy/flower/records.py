@@ -22,30 +22,18 @@ def packed(messages: Mapping[str, bytes], refused: Mapping[str, str] | None = No
 
 
 def unpacked(record: RecordDict) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return the messages of a record, and why others are missing. A record of something else has neither.
-
-    Args:
-        record: What has come.
-    """
+    """Return the messages of a record, and why others are missing. A record of something else has neither."""
     arrays = record.array_records.get(_MESSAGES) or ArrayRecord()
     refused = record.config_records.get(_REFUSED) or ConfigRecord()
     return {str(key): array.data for key, array in arrays.items()}, {str(k): str(why) for k, why in refused.items()}
 
 
 def who(clients: Sequence[int | str]) -> RecordDict:
-    """Return a record that says which clients a node has.
-
-    Args:
-        clients: Their ids.
-    """
+    """Return a record that says which clients a node has."""
     return RecordDict({_WHO: ConfigRecord({_CLIENTS: [str(client) for client in clients]})})
 
 
 def clients_in(record: RecordDict) -> list[str]:
-    """Return the clients that a node says it has, as text.
-
-    Args:
-        record: What it has answered.
-    """
+    """Return the clients that a node says it has, as text."""
     said = (record.config_records.get(_WHO) or ConfigRecord()).get(_CLIENTS)
     return [str(client) for client in said] if isinstance(said, list) else []

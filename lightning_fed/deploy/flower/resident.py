@@ -1,26 +1,67 @@
 """The process that stays on a site, with PyTorch, the model and the data; ClientApps hand it tasks one by one.
 
 It is started by the first task, and ends with the SuperNode or after an hour without a task; the next one starts it.
+Importing this file imports no PyTorch: Flower starts an interpreter for every message.
 """
 
+import hashlib
+import importlib
 import json
 import os
+import select
 import socket
+import stat
+import struct
 import sys
+import tempfile
+import threading
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from lightning_fed.deploy.flower.lifetime import end_with
-from lightning_fed.deploy.flower.names import called
-from lightning_fed.deploy.flower.node import clients_of, state_dir_of
-from lightning_fed.deploy.flower.sockets import NOT_MINE, READY, REFUSED, REPLY, SPEC, TASK, receive, send, socket_of
-
-__all__ = ["Resident", "main"]
+__all__ = [
+    "NOT_MINE",
+    "READY",
+    "REFUSED",
+    "REPLY",
+    "SPEC",
+    "STARTED_BY",
+    "TASK",
+    "Maker",
+    "Resident",
+    "called",
+    "clients_of",
+    "end_with",
+    "log_of",
+    "main",
+    "named",
+    "receive",
+    "send",
+    "socket_of",
+    "spec_of",
+    "state_dir_of",
+]
 
 _IDLE = 3600.0  # seconds without a task after which it ends
 _PATIENCE = 60.0  # seconds in which a predecessor is to end
+
+STARTED_BY = os.getppid()
+"""The process that has started this one; of an orphan, the system's first one, if it was one already."""
+
+_LOOK = 1.0  # seconds between two looks at the other process, where the system does not tell of its end
+
+SPEC, READY, NOT_MINE = b"S", b"Y", b"N"
+"""What a ClientApp asks first: is this the process of my app? And the two answers; after the second one it ends."""
+
+TASK, REPLY, REFUSED = b"T", b"R", b"E"
+"""A task, and its answers: a message, or why there is none."""
+
+_HEAD = struct.Struct(">cQ")
+
+Maker: TypeAlias = Callable[..., Any] | str
+"""A function of the user's, or its name, ``"module:function"``."""
 
 
 class Resident:
@@ -82,11 +123,7 @@ class Resident:
         return True
 
     def answer(self, task: bytes) -> tuple[bytes, bytes]:
-        """Return what to send back for a task: a reply, or why there is none.
-
-        Args:
-            task: The bytes of a :class:`lightning_fed.deploy.Message`.
-        """
+        """Return what to send back for a task: a reply, or why there is none."""
         try:
             site = self._made()
             from lightning_fed.deploy.message import Message
@@ -134,5 +171,146 @@ def main() -> None:
     Resident(json.load(sys.stdin)).serve()
 
 
-if __name__ == "__main__":
-    main()
+# What a node says: its clients, their folder, the user's functions
+
+
+def clients_of(node_config: Mapping[str, Any]) -> list[int | str]:
+    """Return the ids of a node's clients: ``client-id=3``, ``client-id="clinic"``, or several, ``client-id="0,1,2"``.
+
+    Raises:
+        ValueError: If it names none.
+
+    Example:
+        >>> clients_of({"client-id": "0, 12,north"})
+        [0, 12, 'north']
+    """
+    said = node_config.get("client-id")
+    words = [word.strip() for word in str(said).split(",")]
+    if said is None or isinstance(said, bool) or not all(words):
+        raise ValueError(
+            f"This SuperNode's client-id is {said!r}. Start flower-supernode with --node-config 'client-id=\"clinic\"',"
+            " or with several ids and commas between them."
+        )
+    return [int(word) if word.isdecimal() and word == str(int(word)) else word for word in words]
+
+
+def state_dir_of(node_config: Mapping[str, Any]) -> Path:
+    """Return the folder of what a node's clients keep: ``state-dir``, or one of the user's own by their ids."""
+    said = node_config.get("state-dir")
+    if said is not None:
+        return Path(str(said)).expanduser().absolute()
+    safe = "".join(c if c.isalnum() or c in "-." else "_" for c in "-".join(map(str, clients_of(node_config))))
+    return Path.home() / ".lightning_fed" / "sites" / safe[:100]
+
+
+def named(what: str, maker: Maker) -> str:
+    """Return the name of a function, ``"module:function"``.
+
+    Raises:
+        FederatedError: If another process could not find it by a name.
+    """
+    if isinstance(maker, str):
+        module, _, attribute = maker.partition(":")
+        is_good = all(part.isidentifier() for part in (*module.split("."), attribute))
+    else:
+        module, attribute = getattr(maker, "__module__", ""), getattr(maker, "__qualname__", "")
+        is_good = attribute.isidentifier() and module != "__main__"
+    if not is_good:
+        from lightning_fed.core.errors import FederatedError
+
+        raise FederatedError(
+            f"{what}={maker!r} is made in another process, which finds it by its name: give a function at the top of a"
+            f' module of the app, or its name, such as {what}="hospital.task:{what}".'
+        )
+    return f"{module}:{attribute}"
+
+
+def called(maker: Maker) -> Callable[..., Any]:
+    """Return the function itself, imported if it is given by name.
+
+    Raises:
+        FederatedError: If there is no function of that name.
+    """
+    if not isinstance(maker, str):
+        return maker
+    module, _, attribute = maker.partition(":")
+    function = getattr(importlib.import_module(module), attribute, None)
+    if not callable(function):
+        from lightning_fed.core.errors import FederatedError
+
+        raise FederatedError(f"The module {module} has no function {attribute}.")
+    found: Callable[..., Any] = function
+    return found
+
+
+# The local socket between a ClientApp and the resident process
+
+
+def send(connection: socket.socket, kind: bytes, content: bytes = b"") -> None:
+    """Send one frame."""
+    connection.sendall(_HEAD.pack(kind, len(content)))
+    connection.sendall(content)
+
+
+def receive(connection: socket.socket) -> tuple[bytes, bytes] | None:
+    """Return the next frame as its kind and what it holds; None at the end of the connection.
+
+    Raises:
+        ConnectionError: If it ends in the middle of a frame.
+    """
+    head = connection.recv(_HEAD.size, socket.MSG_WAITALL)
+    if not head:
+        return None
+    if len(head) < _HEAD.size:
+        raise ConnectionError("The connection has ended in the middle of a message.")
+    kind, length = _HEAD.unpack(head)
+    content = bytearray(length)
+    view, done = memoryview(content), 0
+    while done < length:
+        count = connection.recv_into(view[done:])
+        if not count:
+            raise ConnectionError("The connection has ended in the middle of a message.")
+        done += count
+    return kind, bytes(content)
+
+
+def socket_of(state_dir: Path) -> Path:
+    """Return the path of a site's socket, in a folder that only this user can open.
+
+    It is not in the site's own folder, since the path of a socket may have about 100 characters.
+
+    Raises:
+        OSError: If somebody else can open the folder, or could have made it.
+    """
+    if os.name != "posix":
+        raise OSError("Sites need the local sockets of Linux or macOS.")
+    folder = Path(tempfile.gettempdir()) / f"lightning_fed-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise OSError(f"{folder} must be a folder of this user's with mode 0700, for the sockets of sites. Remove it.")
+    return folder / f"{hashlib.blake2b(str(state_dir).encode(), digest_size=8).hexdigest()}.sock"
+
+
+# A process that does not outlive another one
+
+
+def end_with(other: int) -> None:
+    """End this process, whatever it does, as soon as another one has ended.
+
+    What is kept is not harmed: states of clients and checkpoints are on the disk as a whole or not at all.
+    """
+    threading.Thread(target=_wait_and_end, args=(other,), daemon=True).start()
+
+
+def _wait_and_end(other: int) -> None:
+    try:
+        if hasattr(os, "pidfd_open"):  # Linux tells at once, and of no other process that has got the same number
+            select.select([os.pidfd_open(other)], [], [])
+        else:
+            while True:
+                os.kill(other, 0)
+                time.sleep(_LOOK)
+    except ProcessLookupError:
+        pass
+    os._exit(0)

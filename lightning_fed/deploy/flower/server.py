@@ -15,8 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flower.courier import Courier, Refusal
-from lightning_fed.deploy.flower.lifetime import STARTED_BY, end_with
-from lightning_fed.deploy.flower.names import Maker, called
+from lightning_fed.deploy.flower.resident import STARTED_BY, Maker, called, end_with
 from lightning_fed.deploy.server import FederatedServer
 
 __all__ = ["server_app"]
@@ -99,12 +98,6 @@ def options_of(run_config: Any) -> Options:
 
 def run_server(server: FederatedServer, grid: Grid, checkpoint: Path, options: Options) -> None:
     """Run all rounds.
-
-    Args:
-        server: The server.
-        grid: Flower's.
-        checkpoint: Where its checkpoint is, or goes.
-        options: The run's.
 
     Raises:
         FederatedError: If clients do not answer and are not to be dropped. The checkpoint is that of the last round.

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_fed import callbacks
-from lightning_fed.callbacks.measure import WeightedMeasure, Weighting
+from lightning_fed.callbacks.measures import WeightedMeasure, Weighting
 from lightning_fed.checkpoints.search import best_of_newest_run, check_is_there, last_of_newest_run
 from lightning_fed.cli.configuration import CellParts, Config, Configurations, overlay
 from lightning_fed.cli.parser import refusal_in

@@ -20,9 +20,14 @@ from lightning_fed.models import MLPClassifier
 SPLITS = {"byclass": 62, "bymerge": 47, "balanced": 47, "letters": 26, "digits": 10, "mnist": 10}
 
 
-def write_idx(path, values, packed):
+def idx(values):
+    """Return an array as an IDX file of bytes."""
     sizes = b"".join(size.to_bytes(4, "big") for size in values.shape)
-    content = bytes([0, 0, 8, values.ndim]) + sizes + values.astype(np.uint8).tobytes()
+    return bytes([0, 0, 8, values.ndim]) + sizes + values.astype(np.uint8).tobytes()
+
+
+def write_idx(path, values, packed):
+    content = idx(values)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_name(path.name + ".gz" * packed).write_bytes(gzip.compress(content) if packed else content)
 
@@ -234,6 +239,51 @@ def test_images_of_another_size_are_refused(tmp_path):
     write_part(tmp_path / "MNIST" / "raw", "train", 10, 10, side=27)
     with pytest.raises(FederatedError, match=r"train-images-idx3-ubyte.*27x27.*28x28"):
         MNIST(tmp_path).setup("fit")
+
+
+WHOLE = idx(np.zeros((60, 28, 28)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        WHOLE[:9],
+        b"<html>" + WHOLE,
+        idx(np.zeros(3)),
+        WHOLE[:2] + b"\x0b" + WHOLE[3:],
+        WHOLE[:-1],
+        WHOLE + b"0",
+        WHOLE[:4] + b"\xff" * 12 + WHOLE[16:],
+    ],
+    ids=["empty", "short header", "a page", "other dimensions", "other numbers", "short", "long", "huge"],
+)
+def test_a_damaged_file_is_named(tmp_path, content, packed):
+    write_mnist(tmp_path, packed)
+    path = tmp_path / "MNIST" / "raw" / f"t10k-images-idx3-ubyte{'.gz' * packed}"
+    path.write_bytes(gzip.compress(content) if packed else content)
+    with pytest.raises(FederatedError, match=f"{path.name} is damaged or no IDX file .*Download it again"):
+        MNIST(tmp_path).setup("fit")
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda c: c[:-12], lambda c: c[:20] + bytes([c[20] ^ 1]) + c[21:], lambda c: c[:-5] + b"0" * 5]
+)
+def test_a_damaged_archive_is_named(tmp_path, spoil):
+    write_mnist(tmp_path, packed=True)
+    path = tmp_path / "MNIST" / "raw" / "train-labels-idx1-ubyte.gz"
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(FederatedError, match="train-labels-idx1-ubyte.gz is damaged"):
+        MNIST(tmp_path).setup("fit")
+
+
+def test_the_unpacked_file_comes_first(tmp_path):
+    (images, _), _ = write_mnist(tmp_path)
+    (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte.gz").touch()  # torchvision leaves both
+    data = MNIST(tmp_path)
+    data.setup("fit")
+    assert data.train.tensors[0].equal(images[:, None])
 
 
 # The published files

@@ -1,4 +1,4 @@
-"""Next-character prediction: windows in the right places, out of one text, and none over the cut."""
+"""Speeches are read by role, and windows lie in the right places: in one text, and none over the cut."""
 
 import gzip
 import json
@@ -17,20 +17,21 @@ from lightning_fed import FederatedTrainer
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import Shakespeare
 from lightning_fed.data.batches.batches import TensorBatches
-from lightning_fed.data.datasets.shakespeare import SYMBOLS, Windows, count_windows, encode
+from lightning_fed.data.datasets.shakespeare import SYMBOLS, Windows, count_windows, encode, read_plays, speeches
 from lightning_fed.models import CharLSTM
 
-ROLES = {
-    "hamlet": {"HAMLET": ["To be, or not to be:", "that is"], "GHOST": ["Mark me, Hamlet"]},
-    "lear": {"FOOL": ["No"]},
+PLAYS = {
+    "hamlet": "ACT I\n\nHAMLET\tTo be, or not to be:\n\nGHOST\tMark me, Hamlet\n\nHAMLET\tthat is\n",
+    "lear": "ACT I\n\nFOOL\tNo\n",
 }
 
 
 @pytest.fixture
 def root(tmp_path):
-    folder = tmp_path / "shakespeare"
-    folder.mkdir()
-    (folder / "by_role.json.gz").write_bytes(gzip.compress(json.dumps(ROLES).encode()))
+    folder = tmp_path / "shakespeare" / "plays"
+    folder.mkdir(parents=True)
+    for name, text in PLAYS.items():
+        (folder / f"{name}.txt").write_text(text)
     return str(tmp_path)
 
 
@@ -45,6 +46,64 @@ def windows(dataset):
 def expected(text, length, stride, sequence=False):
     starts = range(0, len(text) - length, stride)
     return [(text[i : i + length], text[i + 1 : i + length + 1] if sequence else text[i + length]) for i in starts]
+
+
+PLAY = """\tA PLAY
+
+HAMLET\ta prince, not a speech.
+
+ACT I
+
+SCENE I\tElsinore.
+
+\t[Enter HAMLET and
+\tothers]
+
+HAMLET\tWords,  words, [Aside] words.
+\tThe second line.
+
+\t[Exit]
+
+Ghost
+of King Hamlet\tMark me.
+
+HAMLET:\tI will.
+'\tAnd this is a line of his.
+
+Somebody: a line without a tab
+\tand its continuation, which belong to nobody.
+
+ALL\t| O wonder!
+
+ACT II
+
+HAMLET\tTo be.
+"""
+
+
+def test_a_speech_is_its_lines_without_stage_directions():
+    assert speeches(PLAY.splitlines()) == {
+        "HAMLET": ["Words, words, words. The second line.", "I will. And this is a line of his.", "To be."],
+        "GHOST OF KING HAMLET": ["Mark me."],
+        "ALL": ["O wonder!"],
+    }
+
+
+def test_roles_are_named_by_play_and_poems_have_none(tmp_path):
+    (tmp_path / "hamlet.txt").write_text(PLAY)
+    (tmp_path / "sonnets.txt").write_text("\tSONNETS\n\nI.\n\nFROM fairest creatures we desire increase,\n")
+    texts = read_plays("Shakespeare", tmp_path)
+    assert list(texts) == ["hamlet/HAMLET", "hamlet/GHOST OF KING HAMLET", "hamlet/ALL"]
+    assert texts["hamlet/HAMLET"].endswith("line of his. To be.")
+
+
+def test_files_that_hold_no_play_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("HAMLET\tNo act.\n")
+    with pytest.raises(FederatedError, match=r"no play in .* has a role. A play has a line 'ACT I'"):
+        read_plays("Shakespeare", tmp_path)
+    (tmp_path / "a.txt").write_bytes(b"ACT I\n\nHAMLET\t\xff\xfe\n")
+    with pytest.raises(FederatedError, match=r"a.txt is no UTF-8 text"):
+        read_plays("Shakespeare", tmp_path)
 
 
 def test_the_vocabulary_is_leafs():
@@ -69,7 +128,7 @@ def test_windows_are_what_slicing_the_text_gives(text, length, stride, sequence)
 @pytest.mark.parametrize("targets", ["next", "sequence"])
 @pytest.mark.parametrize("stride", [1, 3, 7])
 def test_clients_and_test_parts_are_cut_in_time(root, stride, targets):
-    data = Shakespeare(root, "roles", length=4, stride=stride, targets=targets, test_fraction=0.4)
+    data = Shakespeare(root, length=4, stride=stride, targets=targets, test_fraction=0.4)
     data.setup("fit")
     text = "To be, or not to be: that is"
     cut = len(text) - round(0.4 * len(text))
@@ -82,7 +141,7 @@ def test_clients_and_test_parts_are_cut_in_time(root, stride, targets):
 
 
 def test_a_clients_windows_are_a_view_on_the_fast_path(root):
-    data = Shakespeare(root, "roles", length=4)
+    data = Shakespeare(root, length=4)
     dataset = data.client_dataset("hamlet/HAMLET")
     assert isinstance(dataset, TensorDataset)
     assert isinstance(data.client_batches("hamlet/HAMLET"), TensorBatches)
@@ -92,7 +151,7 @@ def test_a_clients_windows_are_a_view_on_the_fast_path(root):
 
 
 def test_loaders_fetch_whole_batches(root, monkeypatch):
-    data = Shakespeare(root, "roles", length=4)
+    data = Shakespeare(root, length=4)
     data.setup("fit")
     monkeypatch.setattr(Windows, "__getitem__", None)  # one by one would take ten times as long
     batches = list(data.val_dataloader())
@@ -109,21 +168,21 @@ def test_an_index_beyond_the_windows_is_an_index_error(root):
 
 def test_small_roles_and_strange_characters_are_announced(root, caplog):
     with caplog.at_level(logging.INFO):
-        data = Shakespeare(root, "roles", length=4)
+        data = Shakespeare(root, length=4)
         assert list(data.client_ids) == ["hamlet/HAMLET", "hamlet/GHOST"]
     assert "leaves out 1 of 3 roles, with 2 characters" in caplog.text
     assert "not among" not in caplog.text
-    path = Path(root) / "shakespeare" / "by_role.json.gz"
-    path.write_bytes(gzip.compress(json.dumps({"p": {"R": ["$10 | $20 now"]}}).encode()))
+    for path in Path(root, "shakespeare", "plays").iterdir():
+        path.write_text("ACT I\nR\t$10 # $20 now\n" if path.stem == "hamlet" else "")
     with caplog.at_level(logging.INFO):
-        assert decode(Shakespeare(root, "roles", length=4).client_dataset("p/R").tensors[0][0]) == "}10 "
-    assert "['$', '|'], 3 of 13 characters" in caplog.text
+        assert decode(Shakespeare(root, length=4).client_dataset("hamlet/R").tensors[0][0]) == "}10 "
+    assert "['#', '$'], 3 of 13 characters" in caplog.text
     with pytest.raises(FederatedError, match="none of the 1 roles has min_examples=99 windows"):
-        Shakespeare(root, "roles", length=4, min_examples=99).setup("fit")
+        Shakespeare(root, length=4, min_examples=99).setup("fit")
 
 
 def test_small_roles_are_not_tested_on_either(root):
-    data = Shakespeare(root, "roles", length=4, min_examples=12, test_fraction=0.4)
+    data = Shakespeare(root, length=4, min_examples=12, test_fraction=0.4)
     data.setup("fit")
     assert list(data.client_ids) == ["hamlet/HAMLET"]
     assert len(data.val) == len(data.client_val["hamlet/HAMLET"])
@@ -181,9 +240,9 @@ def test_leafs_windows_of_another_length_are_refused(leaf_root):
         Shakespeare(leaf_root, "leaf", length=4).setup("fit")
 
 
-def test_missing_files_name_what_is_there(root, tmp_path):
-    with pytest.raises(FederatedError, match=r"there is no .*plays .*set source='roles', whose files are there"):
-        Shakespeare(root).setup("fit")
+def test_missing_files_name_what_is_there(leaf_root, tmp_path):
+    with pytest.raises(FederatedError, match=r"there is no .*plays .*set source='leaf', whose files are there"):
+        Shakespeare(leaf_root).setup("fit")
     with pytest.raises(FederatedError, match=r"there is no .*https://github.com.*Or set root"):
         Shakespeare(str(tmp_path / "none")).setup("fit")
 
@@ -191,7 +250,7 @@ def test_missing_files_name_what_is_there(root, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"source": "tiny"}, "source must be 'plays' or 'roles' or 'leaf'"),
+        ({"source": "tiny"}, "source must be 'plays' or 'leaf'"),
         ({"length": 0}, "length=0"),
         ({"stride": 0}, "stride=0"),
         ({"eval_stride": 0}, "eval_stride=0"),
@@ -209,17 +268,30 @@ def test_impossible_options_are_refused_at_once(options, message):
 
 def test_an_unknown_role_is_named(root):
     with pytest.raises(FederatedError, match="There is no client 'hamlet/YORICK' among the 2 roles"):
-        Shakespeare(root, "roles", length=4).client_dataset("hamlet/YORICK")
+        Shakespeare(root, length=4).client_dataset("hamlet/YORICK")
 
 
 @pytest.mark.parametrize("targets", ["next", "sequence"])
 def test_a_run_trains_on_them(root, targets):
-    data = Shakespeare(root, "roles", length=4, targets=targets)
+    data = Shakespeare(root, length=4, targets=targets)
     model = CharLSTM(hidden_size=4, num_layers=1)
     trainer = FederatedTrainer(max_rounds=2, local_epochs=1, seed=0, logger=False, enable_progress_bar=False)
     trainer.fit(model, data)
     assert trainer.callback_metrics["val_loss"] > 0
     assert isinstance(model, nn.Module)
+
+
+def test_the_published_plays_agree_with_their_roles():
+    folder = os.environ.get("LIGHTNING_FED_DATA")
+    if not folder or not Path(folder, "shakespeare", "plays").exists():
+        pytest.skip("LIGHTNING_FED_DATA names no folder with shakespeare/plays and shakespeare/by_role.json.gz")
+    plays = read_plays("Shakespeare", Path(folder, "shakespeare", "plays"))
+    with gzip.open(Path(folder, "shakespeare", "by_role.json.gz")) as file:  # as another program splits them
+        by_role = json.load(file)
+    roles = {f"{play}/{role}": " ".join(said) for play, own in by_role.items() for role, said in own.items()}
+    assert (len(plays), len(roles)) == (1334, 1334)
+    same = [name for name in roles if plays.get(name, "").split() == [w for w in roles[name].split() if w != "|"]]
+    assert len(same) > 1300  # the rest are names on two lines, and lines of several roles at once
 
 
 def test_the_published_plays():

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sys
 import warnings
 from decimal import Decimal
 
@@ -63,6 +64,16 @@ def test_the_other_columns_of_numbers_are_features_and_a_warning_names_the_rest(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tensors(ClientTable(write(tmp_path, TABLE), "person", "label", features=["age"], val_fraction=0), "ann")
+
+
+def test_a_quoted_field_holds_commas_quotes_and_lines(tmp_path):
+    path = write(tmp_path, 'who,note,x\r\n"a, ""b""","two\nlines",1\r\n\r\n\u00e9,,2\r\n')
+    with pytest.raises(FederatedError, match="line 5: column 'note' has no value"):
+        ClientTable(path, "who", "note").setup("fit")
+    path = write(tmp_path, 'who,note,x\r\n"a, ""b""","two\nlines",1\r\n\r\n\u00e9,-,2')
+    data = ClientTable(path, "who", "note", val_fraction=0)
+    assert list(data.client_ids) == ['a, "b"', "\u00e9"]
+    assert data.classes == ["-", "two\nlines"]
 
 
 def test_truth_values_are_numbers(tmp_path):
@@ -195,6 +206,7 @@ DAMAGED = [
     ("who,z,y\na,1,0\n", r"has no column 'x'; its columns are \['who', 'z', 'y'\]"),
     ("who,x,x,y\na,1,1,0\n", "more than one column 'x'"),
     ("who,x,y\n", "has no rows"),
+    ("who,x,y", "has no rows"),
     ("", "has no column 'who'"),
     (b"who,x,y\n\xff,1,0\n", "is no utf-8-sig text"),
 ]
@@ -323,7 +335,8 @@ def test_a_folder_is_no_table(tmp_path):
         ClientTable(str(tmp_path / "table.csv"), "who", "y").setup("fit")
 
 
-def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(FederatedError, match=r"pip install 'lightning_fed\[tables\]'"):
-        ClientTable(write(tmp_path, "", "table.parquet"), "who", "y").setup("fit")
+@pytest.mark.parametrize("name", ["table.csv", "table.parquet"])
+def test_a_table_without_pyarrow_names_the_extra_at_once(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(FederatedError, match=rf"{name}: .*pip install 'lightning_fed\[tables\]'"):
+        ClientTable(name, "who", "y")

@@ -1,4 +1,4 @@
-"""Dissimilarity of gradients and Hessians in a run, against closed forms and exact Hessians."""
+"""Measures: each is what its definition says, on the clients and in the rounds asked for."""
 
 from functools import partial
 from typing import Any
@@ -9,15 +9,183 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, hessian
 from torch.utils.data import TensorDataset
+from torchmetrics import SumMetric
 
-from lightning_fed import FederatedDataModule, FederatedError
-from lightning_fed.callbacks import GradientDissimilarity, HessianDissimilarity
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
+from lightning_fed.algorithms import FedAvg, FedDyn, Scaffold
+from lightning_fed.callbacks import ControlVariateError, GradientDissimilarity, HessianDissimilarity, TrainingLoss
 from lightning_fed.data import Quadratics
 from lightning_fed.models import Quadratic
 from tests.helpers.training import Net, clients, data, fit, parameters, seeded, trainer
 
+# Training loss
 
-def measure(callback: Any, model: Any, datamodule: Any, **kwargs: Any) -> dict[str, float]:
+
+class WithDropout(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
+class Remembers(Net):
+    """Adds to the loss its mode and what its buffer and its metric have counted, and draws in eval mode, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.steps = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) + float(self.training)
+        self.count += 1
+        self.steps.update(1.0)
+        self.train()
+        return loss + self.count + self.steps.compute() + torch.rand(())
+
+
+class LossesInTwoOrders(FederatedCallback):
+    """Measures all clients at once, in two orders, and each by itself."""
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        loop, ids = trainer.fit_loop, [0, 1, 2]
+        self.all = loop.training_losses(ids)
+        self.backwards = loop.training_losses(ids[::-1])
+        self.alone = {i: loop.training_loss(i) for i in ids}
+
+
+def losses(model: nn.Module, datasets: Any) -> list[float]:
+    """Return each client's mean loss in eval mode."""
+    model.eval()
+    with torch.no_grad():
+        return [F.cross_entropy(model(d.tensors[0]), d.tensors[1]).item() for d in datasets]
+
+
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+def test_it_is_the_weighted_mean_of_the_clients_losses_in_eval_mode(weighting: Any) -> None:
+    sizes = (3, 11, 30)
+    datasets = clients(sizes)
+    model = WithDropout()
+    run = trainer(callbacks=[TrainingLoss(weighting=weighting)], max_rounds=2, clients_per_round=2)
+    run.fit(model, data(sizes))
+    f = losses(model, datasets)
+    weights = sizes if weighting == "examples" else (1, 1, 1)
+    expected = sum(w * v for w, v in zip(weights, f, strict=True)) / sum(weights)
+    assert float(run.callback_metrics["population/train_loss"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_clients_loss_is_the_same_whoever_is_measured_before_it() -> None:
+    seen = LossesInTwoOrders()
+    run = trainer(callbacks=[seen], max_rounds=1)
+    run.fit(Remembers(), data((3, 11, 30)))
+    assert len(set(seen.all.values())) == 3
+    assert seen.all == seen.backwards == seen.alone
+
+
+class LossOfOne(FederatedCallback):
+    """Measures one client, which is on a site that says what it is given."""
+
+    def __init__(self, answers: dict[int, Any] | None = None) -> None:
+        self.answers = answers
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        if self.answers is not None:
+            trainer.fit_loop.clients.measure_on_sites = lambda *_: self.answers
+        self.loss = trainer.fit_loop.training_loss(0)
+
+
+def test_a_client_without_examples_has_no_loss_and_is_named() -> None:
+    with pytest.raises(FederatedError, match="Client 0 has no training examples"):
+        trainer(callbacks=[LossOfOne()], max_rounds=1, clients_per_round=2).fit(seeded(), data((0, 11, 30)))
+
+
+def test_a_client_whose_site_does_not_answer_is_named() -> None:
+    answered, silent = LossOfOne({0: {"loss": 2.0}}), LossOfOne({})
+    trainer(callbacks=[answered], max_rounds=1).fit(seeded(), data())
+    assert answered.loss == 2.0
+    with pytest.raises(FederatedError, match="site of client 0 has not answered"):
+        trainer(callbacks=[silent], max_rounds=1).fit(seeded(), data())
+
+
+def test_only_the_clients_asked_for_are_measured_and_only_in_the_rounds_asked_for() -> None:
+    callback = TrainingLoss(clients=2, every_n_rounds=3)
+    run = trainer(callbacks=[callback], max_rounds=2)
+    run.fit(seeded(), data())
+    assert len(callback.measured) == 2
+    assert "population/train_loss" not in run.callback_metrics
+
+
+def test_a_weighting_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(FederatedError, match="weighting"):
+        TrainingLoss(weighting="sizes")  # type: ignore[arg-type]
+
+
+# Control variates
+
+
+A, G = (3.0, 1.0), 10.0
+
+
+def control_errors(server_lr: float = 1.0, model: Any = None, datamodule: Any = None, **kwargs: Any) -> Any:
+    """Return a callback after a run, and what was logged last."""
+    callback = ControlVariateError(clients=kwargs.pop("clients", None))
+    who = {} if "sampler" in kwargs else {"clients_per_round": 1.0}
+    options = {"max_rounds": 1, "local_steps": 1, **who, "algorithm": Scaffold(option="i"), **kwargs}
+    run = trainer(callbacks=callback, server_optimizer=partial(torch.optim.SGD, lr=server_lr), **options)
+    run.fit(model or Quadratic(x0=2.0, lr=0.1), datamodule or Quadratics(a=A, G=G))
+    return callback, {k: float(v) for k, v in run.callback_metrics.items() if k.startswith("control/")}
+
+
+@pytest.mark.parametrize("option", ["i", "ii"])
+def test_control_variates_of_the_same_point_are_exact(option: Any) -> None:
+    # the server stands still, and with one step option ii's c_i is the gradient at x as well
+    callback, found = control_errors(server_lr=0.0, algorithm=Scaffold(option=option))
+    assert list(callback.errors.values()) == pytest.approx([0, 0], abs=1e-12)
+    assert found == {
+        "control/error": pytest.approx(0, abs=1e-12),
+        "control/relative_error": pytest.approx(0, abs=1e-12),
+        "control/server_error": pytest.approx(0, abs=1e-12),
+    }
+
+
+def test_exact_control_variates_of_a_network_are_exact_to_the_last_bit() -> None:
+    callback, found = control_errors(0.0, seeded(dropout=0.0), data())
+    assert set(callback.errors.values()) == {0.0}
+    assert found["control/server_error"] < 1e-6
+
+
+def test_the_error_is_how_far_the_gradients_have_moved_with_the_server() -> None:
+    model = Quadratic(x0=2.0, lr=0.1)
+    callback, found = control_errors(model=model)
+    x = model.x.item()
+    moved = abs(x - 2.0)
+    assert callback.errors == {0: pytest.approx(3 * moved), 1: pytest.approx(moved)}
+    assert found["control/error"] == pytest.approx(2 * moved)
+    assert found["control/server_error"] == pytest.approx(2 * moved)
+    squares = (3 * x + 10) ** 2 + (x - 10) ** 2
+    assert found["control/relative_error"] == pytest.approx((10 * moved**2 / squares) ** 0.5)
+
+
+def test_a_client_that_never_took_part_misses_its_whole_gradient() -> None:
+    callback, found = control_errors(0.0, sampler=lambda seed, round, population: [0])
+    assert callback.errors == {0: 0.0, 1: pytest.approx(abs(2.0 - 10))}
+    mean = (16 - 8) / 2
+    assert found["control/server_error"] == pytest.approx(abs(16 / 2 - mean))
+
+
+def test_a_sample_says_nothing_of_the_servers_control_variate() -> None:
+    _, found = control_errors(clients=1)
+    assert set(found) == {"control/error", "control/relative_error"}
+
+
+@pytest.mark.parametrize("method", [FedAvg(), FedDyn(alpha=0.1)], ids=repr)
+def test_methods_without_control_variates_are_refused(method: Any) -> None:
+    with pytest.raises(FederatedError, match=f"Scaffold; found {type(method).__name__}"):
+        fit(algorithm=method, callbacks=ControlVariateError())
+
+
+# Dissimilarity
+
+
+def measured(callback: Any, model: Any, datamodule: Any, **kwargs: Any) -> dict[str, float]:
     """Return what is logged after one round, with full participation unless told otherwise."""
     run = trainer(callbacks=callback, **{"max_rounds": 1, "clients_per_round": 1.0, **kwargs})
     run.fit(model, datamodule)
@@ -30,7 +198,7 @@ def test_at_the_optimum_of_quadratics_the_measures_are_the_constants_of_the_prob
     G: float,  # noqa: N803
 ) -> None:
     problem = Quadratics(a=a, G=G)
-    found = measure([GradientDissimilarity(), HessianDissimilarity()], Quadratic(x0=0.0), problem, local_steps=1)
+    found = measured([GradientDissimilarity(), HessianDissimilarity()], Quadratic(x0=0.0), problem, local_steps=1)
     assert found["gradient/G2"] == pytest.approx(problem.G**2, rel=1e-12)
     assert found["gradient/mean_square"] == pytest.approx(problem.G**2, rel=1e-12)
     assert found["gradient/norm"] == pytest.approx(0, abs=1e-12)
@@ -40,7 +208,7 @@ def test_at_the_optimum_of_quadratics_the_measures_are_the_constants_of_the_prob
 
 def test_elsewhere_gradients_are_those_of_the_quadratics() -> None:
     model, callback = Quadratic(x0=3.0, lr=0.05), GradientDissimilarity()
-    found = measure(callback, model, Quadratics(a=(3.0, 1.0), G=10.0), local_steps=2)
+    found = measured(callback, model, Quadratics(a=(3.0, 1.0), G=10.0), local_steps=2)
     x = model.x.item()
     g = torch.tensor([3 * x + 10, x - 10], dtype=torch.float64)
     assert found["gradient/G2"] == pytest.approx(float((g - g.mean()).square().mean()))
@@ -51,14 +219,14 @@ def test_elsewhere_gradients_are_those_of_the_quadratics() -> None:
 
 
 def test_a_gradient_that_vanishes_has_no_finite_B_to_log() -> None:  # noqa: N802
-    assert "gradient/B" not in measure(GradientDissimilarity(), Quadratic(x0=0.0), Quadratics(), local_steps=1)
+    assert "gradient/B" not in measured(GradientDissimilarity(), Quadratic(x0=0.0), Quadratics(), local_steps=1)
 
 
 def test_examples_as_weights_follow_the_sizes() -> None:
     rows = [torch.tensor([[3.0, 1.0]]).double().repeat(n, 1) * (i + 1) for i, n in enumerate((1, 4))]
     problem = FederatedDataModule(clients=[TensorDataset(r[:, 0], r[:, 1]) for r in rows])
     model = Quadratic(x0=1.0, lr=0.01)
-    found = measure(
+    found = measured(
         [GradientDissimilarity(weighting="examples"), HessianDissimilarity(weighting="examples")],
         model, problem, local_steps=1,
     )  # fmt: skip
@@ -87,7 +255,7 @@ def exact_hessians(model: Net, datasets: list[TensorDataset], decay: float) -> l
 def test_hessian_dissimilarity_of_a_network_is_that_of_its_exact_hessians() -> None:
     model, sizes = seeded(dropout=0.0), (13, 8, 21)
     callback = HessianDissimilarity(tolerance=1e-4, max_iterations=100)
-    found = measure(callback, model, data(sizes, full_batch_size=5), local_epochs=2)
+    found = measured(callback, model, data(sizes, full_batch_size=5), local_epochs=2)
     exact = exact_hessians(model, clients(sizes), decay=0.0)
     mean = torch.stack(exact).mean(0)
     norms = [float(torch.linalg.matrix_norm(h - mean, 2)) for h in exact]
@@ -107,7 +275,7 @@ def test_products_are_those_of_the_exact_hessian_with_coupled_decay() -> None:
             basis = torch.eye(len(loop.state.x))
             products.extend(torch.stack([loop.hessian_vector(i, loop.state.x, v) for v in basis]) for i in range(2))
 
-    measure(Multiply(), model, data(sizes, full_batch_size=4))
+    measured(Multiply(), model, data(sizes, full_batch_size=4))
     exact = exact_hessians(model, clients(sizes), decay=0.5)
     for product, h in zip(products, exact, strict=True):
         assert torch.allclose(product.double(), h, atol=1e-5)
@@ -127,12 +295,12 @@ def test_products_are_derivatives_of_the_full_gradient_with_its_dropout_masks() 
 
     rows = [TensorDataset(d.tensors[0].double(), d.tensors[1]) for d in clients((13, 8))]
     problem = FederatedDataModule(clients=rows, batch_size=4, full_batch_size=3)
-    measure(Differentiate(), seeded(dropout=0.5), problem, precision="64-true")
+    measured(Differentiate(), seeded(dropout=0.5), problem, precision="64-true")
     assert errors[0] < 1e-8
 
 
 def test_the_dropout_masks_are_the_same_for_every_product() -> None:
-    found = measure(HessianDissimilarity(max_iterations=60), seeded(dropout=0.5), data((13, 8)))
+    found = measured(HessianDissimilarity(max_iterations=60), seeded(dropout=0.5), data((13, 8)))
     assert found["hessian/residual"] <= 1e-2 * found["hessian/delta"]
 
 
@@ -229,4 +397,4 @@ def test_a_linear_loss_has_no_curvature() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.head.bias.sum() * batch[0].mean()
 
-    assert measure(HessianDissimilarity(), seeded(Linear), data((5, 6)))["hessian/delta"] == 0
+    assert measured(HessianDissimilarity(), seeded(Linear), data((5, 6)))["hessian/delta"] == 0

@@ -1,4 +1,4 @@
-"""JPEG files end to end in a NumPy archive."""
+"""CIFAR-10 from JPEG copies in a NumPy archive, which the published results of FedCM are made with."""
 
 import io
 import zipfile
@@ -11,8 +11,39 @@ import torch
 from torch import Tensor
 
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.data.datasets.cifar import CIFAR10
 
-__all__ = ["read_jpegs"]
+__all__ = ["JpegCIFAR10", "read_jpegs"]
+
+
+class JpegCIFAR10(CIFAR10):
+    """:class:`CIFAR10` from lossy JPEG copies of the photographs.
+
+    They are good for comparing methods with each other. Accuracies are not comparable with published ones.
+
+    The file is ``cifar10_jpeg.npz`` in ``root`` or in ``root/cifar10_jpeg``; :func:`read_jpegs` describes it. The
+    arguments are those of :class:`CIFAR10`; the file cannot be downloaded.
+    """
+
+    def _file(self) -> Path:
+        name = "cifar10_jpeg.npz"
+        direct, nested = self.root / name, self.root / "cifar10_jpeg" / name
+        return nested if nested.is_file() else direct
+
+    def _missing_file(self) -> Path | None:
+        file = self._file()
+        return None if file.is_file() else file
+
+    def _fetch(self) -> None:
+        raise FederatedError(f"JpegCIFAR10(download=True): only the originals can be downloaded. {self._remedy()}.")
+
+    def _remedy(self) -> str:
+        return "Put it there, or use lightning_fed.data.CIFAR10 for the originals"
+
+    def _read(self, train: bool) -> tuple[Tensor, Tensor]:
+        images, labels = read_jpegs(self._file(), "train" if train else "test", size=32)
+        self._check(images, labels, str(self._file()))
+        return images, labels
 
 
 def read_jpegs(path: Path, part: str, size: int) -> tuple[Tensor, Tensor]:
