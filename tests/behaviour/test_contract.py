@@ -254,7 +254,7 @@ def public(kind: type) -> list[type]:
 @pytest.mark.parametrize("cls", public(Algorithm))
 def test_the_table_holds_every_method_and_option(cls: type[Algorithm]) -> None:
     if cls.needs_everyone:
-        pytest.skip("most tests here have cohorts, which it refuses: see tests/algorithms/test_newer_methods.py")
+        pytest.skip("most tests here have cohorts, which it refuses: see tests/algorithms/test_scaffnew.py")
     if cls is FedBN:
         pytest.skip("the model here has no layer that it keeps with the clients: see tests/engines/test_personal.py")
     rows = [method.algorithm for method in METHODS.values() if type(method.algorithm) is cls]
