@@ -6,7 +6,7 @@ A new method joins by one line of :data:`METHODS`; the first test fails until it
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import combinations as combinations_of
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -295,6 +295,11 @@ NEUTRAL: dict[str, tuple[Method, dict[str, Any], bool]] = {
 NOT_IN_TEST_ROUNDS = [name for name in NEUTRAL if name not in ("FedProx(0)", "FedCM(1)", "MimeLite", "MimeLite SGD")]
 
 
+@cache
+def fedavg(**settings: Any) -> Tensor:
+    return fit(METHODS["FedAvg"], classifier(METHODS["FedAvg"]), data(), **settings)
+
+
 @pytest.mark.parametrize("name", few(NEUTRAL, NOT_IN_TEST_ROUNDS))
 def test_neutral_settings_are_fedavg(name: str) -> None:
     method, changes, exact = NEUTRAL[name]
@@ -302,7 +307,7 @@ def test_neutral_settings_are_fedavg(name: str) -> None:
     settings |= {} if exact else {"precision": "64-true"}
     got = fit(method, classifier(method), data(), **{**settings, **changes})
     changes = {k: v for k, v in changes.items() if k in ("max_rounds", "local_steps")}
-    want = fit(METHODS["FedAvg"], classifier(method), data(), **{**settings, **changes})
+    want = fedavg(**{**settings, **changes})
     if exact:
         assert torch.equal(got, want)
     else:
