@@ -127,7 +127,7 @@ def main() -> None:
             print(f"{name}, engine={engine!r}: trained and resumed")
     assert Hooked.batches > 0
     lazy = runpy.run_path(str(Path(__file__).parents[1] / "tests" / "package" / "test_lazy_imports.py"))
-    lazy["test_the_package_and_its_help_import_nothing_that_they_do_not_need"]()
+    lazy["test_nothing_is_imported_before_it_is_needed_and_the_package_is_ready_when_pytorch_comes"]()
 
 
 if __name__ == "__main__":

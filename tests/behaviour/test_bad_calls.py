@@ -173,8 +173,12 @@ def test_junk_is_refused(name: str) -> None:
 LIGHT = [
     name for name in CALLS if not name.startswith(("fit.", "validate.", "test.", "predict.", "save_", "evaluate_"))
 ]
-simple = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=3))
-anything = st.one_of(simple, st.lists(simple, max_size=3), st.dictionaries(st.text(max_size=3), simple, max_size=2))
+simple = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text("a1 _é\x00", max_size=5), st.binary(max_size=3)
+)
+anything = st.one_of(
+    simple, st.lists(simple, max_size=3), st.dictionaries(st.text("a1_", max_size=3), simple, max_size=2)
+)
 
 
 @given(name=st.sampled_from(LIGHT), value=anything)

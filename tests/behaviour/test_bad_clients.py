@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedDyn, FedProx
 from lightning_fed.callbacks import RunSummary
 from lightning_fed.cli.main import main
 from lightning_fed.rounds.cohort import Faults
+from tests.helpers.command_line import one_stage
 from tests.helpers.engines import Ordinary, Record, assert_close, assert_plain_agree, plain, results_of, run, state_of
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import covering, few
@@ -172,6 +173,12 @@ def sound(engine: str, cause: str, **options: Any) -> tuple[Any, Record]:
     return outcome(engine, cause, **{"sampler": REST, **options})
 
 
+@cache
+def never_drawn(engine: str, kind: str) -> tuple[Any, Record]:
+    """Return the sound run, which is the same for all causes that leave the other clients as they are."""
+    return sound(engine, kind)
+
+
 def assert_left_no_trace(dropped: tuple[Any, Record], never: tuple[Any, Record], rtol: float = 1e-12) -> None:
     """Compare a run that dropped a client with one that never drew it."""
     assert_close(state_of(dropped[0]), state_of(never[0]), rtol)
@@ -205,7 +212,8 @@ def test_a_chunk_that_fails_is_searched_for_who_did() -> None:
 
 @pytest.mark.parametrize(("cause", "engine"), covering([*CAUSES], ENGINES))
 def test_a_client_that_fails_leaves_no_trace(cause: str, engine: str) -> None:
-    assert_left_no_trace(outcome(engine, cause, **DROP), sound(engine, cause))
+    kind = cause if cause in ("empty batch", "no data") else "nan loss"
+    assert_left_no_trace(outcome(engine, cause, **DROP), never_drawn(engine, kind))
 
 
 METHODS: dict[str, Algorithm] = {
@@ -654,7 +662,7 @@ def test_two_processes_end_where_one_does(runs: Sequence[tuple[str, str, str]], 
             assert_plain_agree(one["rounds"], other["rounds"])
 
 
-@settings(max_examples=8)
+@settings(max_examples=settings().max_examples // 6)
 @given(
     bad=st.dictionaries(st.integers(0, 5), st.sampled_from(sorted(set(CAUSES) - {"empty batch"})), max_size=3),
     cohort=st.lists(st.integers(0, 5), min_size=4, max_size=6, unique=True),
@@ -698,13 +706,14 @@ def test_the_command_line_shows_the_users_part_of_the_trace_and_one_line(capsys:
     words = ["fit", "--model", f"{__name__}.Misspelt", "--data", f"{__name__}.Spoiled", "--data.causes", "{}"]
     words += ["--trainer.max_rounds", "1", "--trainer.local_epochs", "1", "--trainer.accelerator", "cpu"]
     words += [f"--trainer.{what}=false" for what in ("logger", "enable_checkpointing", "enable_progress_bar")]
-    with pytest.raises(SystemExit, match="^lightning-fed: Client 0 failed in its local work in round 0, local step 1"):
+    message = "^lightning-fed: Client 0 failed in its local work in round 0, local step 1"
+    with one_stage("fit"), pytest.raises(SystemExit, match=message):
         main(words)
     shown = capsys.readouterr().err
     trace = shown[shown.index("Traceback") :]
     assert trace.startswith("Traceback (from the user's own code on):")
     assert re.search(r'test_bad_clients.py", line \d+, in training_step\n', trace.splitlines(keepends=True)[1])
     assert trace.rstrip().endswith("AttributeError: 'Misspelt' object has no attribute 'forwards'")
-    with pytest.raises(SystemExit, match="6 of 6 clients failed in round 0:"):
+    with one_stage("fit"), pytest.raises(SystemExit, match="6 of 6 clients failed in round 0:"):
         main([*words, "--trainer.on_client_error", "drop", "--trainer.max_failed_share", "0.3"])
     assert "in training_step" in capsys.readouterr().err

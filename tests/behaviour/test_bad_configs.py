@@ -13,6 +13,7 @@ from lightning_fed import FederatedTrainer
 from lightning_fed.cli.main import main
 from lightning_fed.data import Digits
 from lightning_fed.models import MLPClassifier
+from tests.helpers.command_line import one_stage
 from tests.helpers.selection import few
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -21,11 +22,13 @@ MODULES = {"trainer": FederatedTrainer, "model": MLPClassifier, "data": Digits}
 
 
 @pytest.fixture(autouse=True)
-def _no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_training(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def training_step(*_: Any) -> None:
         pytest.fail("a client was trained")
 
     monkeypatch.setattr(MLPClassifier, "training_step", training_step)
+    with one_stage("fit"):
+        yield
 
 
 def refusal(config: Path, *args: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -18,6 +18,7 @@ from lightning_fed.cli.main import FederatedCLI
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import Digits
 from lightning_fed.models import MLPClassifier
+from tests.helpers.command_line import built
 from tests.helpers.selection import few
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -37,15 +38,9 @@ def read(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text())
 
 
-def built(*paths: Path) -> FederatedCLI:
-    """Return trainer, model and data as the command line makes them, without running anything."""
-    configs = [word for path in (QUICKSTART, *paths) for word in ("--config", str(path))]
-    return FederatedCLI(
-        model_class=pl.LightningModule,
-        datamodule_class=pl.LightningDataModule,
-        run=False,
-        args=[*configs, "--trainer.accelerator", "cpu", "--trainer.logger", "false"],
-    )
+def stacked(*paths: Path) -> FederatedCLI:
+    """Return what the quickstart's configuration makes with others on top."""
+    return built(*(word for path in (QUICKSTART, *paths) for word in ("--config", str(path))))
 
 
 def check(value: Any, config: Any) -> None:
@@ -115,7 +110,7 @@ MADE = [CONFIGS / f"{name}.yaml" for name in ("algorithm/mime_sgdm", "aggregatio
 )
 def test_what_a_config_names_is_what_is_made(path: Path) -> None:
     config = read(path)
-    cli = built(path)
+    cli = stacked(path)
     settings = cli.trainer.fit_loop.settings
     for name, value in (("model", cli.model), ("data", cli.datamodule)):
         if name in config:
@@ -148,21 +143,21 @@ ALGORITHMS = sorted((CONFIGS / "algorithm").glob("*.yaml"))
     ids=lambda p: p.stem,
 )
 def test_every_method_trains_on_the_quickstart_as_it_is(path: Path) -> None:
-    cli = built(path)
-    cli.trainer.fit_loop.max_epochs = 3
+    cli = stacked(path)
+    cli.trainer.fit_loop.max_epochs = 1
     cli.trainer.fit(cli.model, cli.datamodule)
-    assert cli.trainer.fit_loop.epoch_progress.current.completed == 3
+    assert cli.trainer.fit_loop.epoch_progress.current.completed == 1
     assert torch.isfinite(cli.trainer.callback_metrics["val_loss"])
 
 
 def test_fedbn_says_that_the_quickstart_has_no_batch_norm() -> None:
-    cli = built(CONFIGS / "algorithm" / "fedbn.yaml")
+    cli = stacked(CONFIGS / "algorithm" / "fedbn.yaml")
     with pytest.raises(FederatedError, match="BatchNorm layers .* MLPClassifier has none"):
         cli.trainer.fit(cli.model, cli.datamodule)
 
 
 def test_a_logistic_regression_has_one_layer() -> None:
-    assert [p.shape for p in built(CONFIGS / "model" / "logistic.yaml").model.parameters()] == [(10, 64), (10,)]
+    assert [p.shape for p in stacked(CONFIGS / "model" / "logistic.yaml").model.parameters()] == [(10, 64), (10,)]
 
 
 def test_the_quickstart_model_and_data_train_without_federation() -> None:

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fed import FederatedError
 from lightning_fed.algorithms import FedAvg, FedDane, Mime, Scaffold
+from tests.helpers.selection import covering
 from tests.helpers.training import Net, data, fit, seeded, trainer
 
 METHODS = {"FedAvg": FedAvg, "SCAFFOLD": Scaffold, "Mime": Mime, "FedDANE": lambda: FedDane(mu=0.1)}
@@ -41,8 +42,7 @@ class Checkpointed(Net):
         return self.body(x)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("method", "reentrant"), covering([*METHODS], [False, True]))
 def test_results_are_those_without_it(method: str, reentrant: bool) -> None:
     ends, models = [], []
     for made in (reentrant, None):

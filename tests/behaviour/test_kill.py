@@ -37,7 +37,7 @@ from tests.helpers.kills import EXITS, KINDS, WHERE, Places, Strike, killed_when
 from tests.helpers.selection import few
 from tests.helpers.training import QUIET, rounds_in, same
 
-ROUNDS, BLOWS = 12, 8
+ROUNDS, BLOWS = 8, 8
 WHEREABOUTS = ("dirpath", "best_model_path", "best_k_models", "kth_best_model_path", "last_model_path")
 
 
@@ -158,9 +158,9 @@ def test_a_run_struck_again_and_again_ends_with_the_same_bits(name: str, tmp_pat
 def test_a_run_killed_from_outside_at_any_time_ends_with_the_same_bits(tmp_path: Path) -> None:
     digits()
     whole, hurt, stream, kills = tmp_path / "whole", tmp_path / "hurt", random.Random(0), 0
-    options, started = {"client_states": "disk", "max_rounds": 16}, time.perf_counter()
+    options, started = {"client_states": "disk", "max_rounds": 12}, time.perf_counter()
     assert killed_when(partial(work, whole, **options), lambda: False) == 0
-    round_seconds = (time.perf_counter() - started) / 16
+    round_seconds = (time.perf_counter() - started) / 12
 
     def rounds() -> int:
         return max((int(file.name[len("epoch=") :].split("-")[0]) for file in hurt.glob("epoch=*")), default=-1)
@@ -194,17 +194,17 @@ class KilledAt(FederatedCallback):
 LONG_AGO = [pytest.param(how, n, id=f"{how}, {n}") for how in (True, "link") for n in (1, 2)]
 
 
-@pytest.mark.parametrize(("save_last", "processes"), few(LONG_AGO, ["True, 1", "link, 2"]))
+@pytest.mark.parametrize(("save_last", "processes"), few(LONG_AGO, ["True, 1"]))
 def test_a_run_killed_long_after_its_best_round_loses_nothing(save_last: Any, processes: int, tmp_path: Path) -> None:
     digits()
     whole, hurt, nothing = tmp_path / "whole", tmp_path / "hurt", [None] * processes
     keep = {"monitor": "val_loss", "mode": "max", "save_last": save_last}  # the first round is the best
     options = {"keep": keep, **({"devices": processes, "strategy": "clients"} if processes > 1 else {})}
     assert {code for code, _ in struck_together(lambda _: work(whole, **options), nothing, tmp_path)} == {0}
-    ends = struck_together(lambda _: work(hurt, KilledAt(8), **options), nothing, tmp_path)
+    ends = struck_together(lambda _: work(hurt, KilledAt(ROUNDS - 3), **options), nothing, tmp_path)
     assert {code for code, _ in ends} == {-signal.SIGKILL}
     assert [file.name for file in hurt.glob("epoch=*")] == ["epoch=0-step=1.ckpt"]
-    assert rounds_in(hurt / "last.ckpt") == 8
+    assert rounds_in(hurt / "last.ckpt") == ROUNDS - 3
     assert {code for code, _ in struck_together(lambda _: work(hurt, **options), nothing, tmp_path)} == {0}
     assert rounds_in(hurt / "last.ckpt") == ROUNDS
     assert same(end(hurt), end(whole))

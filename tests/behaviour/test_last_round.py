@@ -91,8 +91,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int]]] = {
     "states on disk": ({"save_last": "link"}, {"client_states": "disk"}, EVERY),
 }
 FEW = [
-    "file",
-    "link",
     "by the clock",
     "no best",
     "every second, link",

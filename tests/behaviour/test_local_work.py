@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
+from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedProx, Mime, Scaffold
-from lightning_fed.callbacks import Inexactness
 from tests.helpers.training import Net, data, fit, seeded, trainer
 
 
@@ -129,32 +128,6 @@ def test_a_rate_of_zero_moves_nothing_and_keeps_the_control_variates_finite() ->
     run.fit(model, points(1.0, 3.0))
     assert float(model.x) == 0.0
     assert float(run.fit_loop.server["c"]) == pytest.approx(-2.0)  # the mean gradient at x = 0
-
-
-@pytest.mark.parametrize(("mu", "steps", "gamma"), [(0.0, 1, 0.5), (0.0, 2, 0.25), (1.0, 1, 0.0)])
-def test_inexactness_of_the_local_solution(mu: float, steps: int, gamma: float) -> None:
-    measure = Inexactness()
-    heard: dict[str, float] = {}
-
-    class Listen(FederatedCallback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            heard.update({k: float(v) for k, v in trainer.callback_metrics.items() if "gamma" in k})
-
-    model = Line(lr=0.5)
-    line(
-        points(2.0, 2.0),
-        model,
-        algorithm=FedProx(mu=mu),
-        local_steps=steps,
-        max_rounds=1,
-        callbacks=[measure, Listen()],
-    )
-    assert measure.gamma == {0: pytest.approx(gamma), 1: pytest.approx(gamma)}
-    assert heard == {"client/gamma": pytest.approx(gamma), "client/gamma_max": pytest.approx(gamma)}
-
-
-def test_measuring_changes_no_bit() -> None:
-    assert torch.equal(fit(algorithm=FedProx(mu=0.1), callbacks=Inexactness()), fit(algorithm=FedProx(mu=0.1)))
 
 
 def test_server_rate_follows_its_schedule_by_round() -> None:

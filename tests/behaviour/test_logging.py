@@ -1,7 +1,6 @@
 """What loggers and callbacks hear of a run: counted in rounds, under the user's own names."""
 
 import csv
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -10,13 +9,12 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import LearningRateMonitor, RichProgressBar, TQDMProgressBar
-from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.callbacks import LearningRateMonitor
+from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fed import FederatedCallback
-from lightning_fed.algorithms import FedAvg, FedDyn, Mime, Scaffold, SGDm
+from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from tests.helpers.training import Net, data, fit, seeded, trainer
 
@@ -104,36 +102,6 @@ def test_batch_hooks_come_once_per_local_batch(method: Any) -> None:
     count = Steps()
     fit(algorithm=method, callbacks=count)
     assert count.batches == count.steps > 0
-
-
-def test_tensorboard_shows_rounds(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(tmp_path)
-    fit(logger=logger, max_rounds=4, check_val_every_n_epoch=2, algorithm=Scaffold())
-    events = EventAccumulator(logger.log_dir)
-    events.Reload()
-    for tag in (
-        "train_loss", "client/loss", "client/update_norm", "client/drift", "server/update_norm", "comm/bytes_up",
-        "comm/bytes_down", "round/clients", "round/local_steps", "round/seconds",
-    ):  # fmt: skip
-        assert [e.step for e in events.Scalars(tag)] == [1, 2, 3, 4], tag
-    for tag in ("val_loss", "val_acc"):
-        assert [e.step for e in events.Scalars(tag)] == [2, 4], tag
-
-
-def test_bytes_are_those_of_the_messages(tmp_path: Path) -> None:
-    model, logger = seeded(), CSVLogger(tmp_path)
-    vector = 4 * sum(p.numel() for p in model.parameters())
-    fit(model, logger=logger, max_rounds=1, algorithm=Scaffold())
-    assert column(logger, "comm/bytes_up") == {1: 3 * 2 * vector}
-    assert column(logger, "comm/bytes_down") == {1: 3 * 2 * vector}
-    logger = CSVLogger(tmp_path, "mime")
-    fit(seeded(), logger=logger, max_rounds=1, algorithm=Mime(base=SGDm()))
-    assert column(logger, "comm/bytes_up") == {1: 3 * 2 * vector}  # the full gradient, the change of the model
-    assert column(logger, "comm/bytes_down") == {1: 3 * 3 * vector}  # x, m and c
-    logger = CSVLogger(tmp_path, "feddyn")
-    fit(seeded(), logger=logger, max_rounds=1, algorithm=FedDyn(alpha=0.1))
-    assert column(logger, "comm/bytes_up") == {1: 3 * vector}  # two messages, one tensor
-    assert column(logger, "comm/bytes_down") == {1: 3 * vector}  # d stays on the server
 
 
 class Reports(FederatedCallback):
@@ -234,21 +202,6 @@ def test_validation_metrics_are_those_of_the_server_model(tmp_path: Path) -> Non
     last = float(run.callback_metrics["val_loss"])
     (metrics,) = run.validate(model, data(), verbose=False)
     assert metrics["val_loss"] == pytest.approx(last)
-
-
-@pytest.mark.parametrize("bar", [None, TQDMProgressBar(), RichProgressBar()], ids=lambda b: type(b).__name__)
-def test_progress_bars(bar: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    run = trainer(enable_progress_bar=True, callbacks=bar, max_rounds=2, enable_model_summary=True)
-    run.fit(seeded(), data())
-    out = capsys.readouterr().out
-    if bar is None:
-        assert "Rounds: 100%" in out
-        assert "2/2" in out
-        assert "val_acc=" in out
-        assert "Validation" not in out
-        assert "Federated run finished" in out
-        assert re.search(r"val_loss +\d\.\d+ \(lowest .*, highest .*\)", out)
-    run.validate(run.lightning_module, data())
 
 
 @pytest.mark.parametrize("profiler", ["simple", None])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,12 @@ from lightning_fed.algorithms import FedAvg, FedDyn, FedNova, Mime, Scaffold, SG
 from lightning_fed.data import Dirichlet, Iid
 from lightning_fed.models import MLPClassifier
 from lightning_fed.server import RoundRobinSampler
+from tests.helpers.ids import spelled
 from tests.helpers.selection import covering
 from tests.helpers.training import FEATURES, Net, classification, clients, data, parameters, trainer
 
 METHODS = [FedAvg(), Scaffold(), FedDyn(0.1), FedNova(), Mime(SGDm())]
 ENGINES = ["sequential", "vectorized"]
-every = pytest.mark.parametrize(
-    ("algorithm", "engine"), covering(METHODS, ENGINES), ids=lambda a: a if isinstance(a, str) else type(a).__name__
-)
 
 
 class Slope(pl.LightningModule):
@@ -55,25 +54,26 @@ def works(datamodule: FederatedDataModule, model: Any = None, **options: Any) ->
 # ------------------------------------------------------------------ odd but legal
 
 
-@every
-def test_one_client(algorithm: Any, engine: str) -> None:
-    works(data(sizes=(7,)), algorithm=algorithm, engine=engine)
+def pairs() -> FederatedDataModule:
+    clients = [TensorDataset(torch.ones(4), torch.full((4,), float(k + 1))) for k in range(3)]
+    return FederatedDataModule(clients=clients, batch_size=2)
 
 
-@every
-def test_one_sample_each(algorithm: Any, engine: str) -> None:
-    works(data(sizes=(1, 1, 1)), algorithm=algorithm, engine=engine)
+SMALL: dict[str, tuple[Callable[[], FederatedDataModule], type[pl.LightningModule]]] = {
+    "one client": (partial(data, (7,)), Net),
+    "one sample each": (partial(data, (1, 1, 1)), Net),
+    "one client with one sample": (partial(data, (1,)), Net),
+    "one parameter": (pairs, Slope),
+}
 
 
-@every
-def test_one_client_with_one_sample(algorithm: Any, engine: str) -> None:
-    works(data(sizes=(1,)), algorithm=algorithm, engine=engine)
-
-
-@every
-def test_a_model_with_one_parameter(algorithm: Any, engine: str) -> None:
-    pairs = [TensorDataset(torch.ones(4), torch.full((4,), float(k + 1))) for k in range(3)]
-    works(FederatedDataModule(clients=pairs, batch_size=2), Slope(), algorithm=algorithm, engine=engine)
+@pytest.mark.parametrize(
+    ("what", "algorithm"), covering([(name, e) for name in SMALL for e in ENGINES], METHODS), ids=spelled
+)
+def test_the_smallest_runs_work(what: tuple[str, str], algorithm: Any) -> None:
+    (datamodule, module), engine = SMALL[what[0]], what[1]
+    model = module(dropout=0.0) if module is Net else module()
+    works(datamodule(), model, algorithm=algorithm, engine=engine)
 
 
 @pytest.mark.parametrize(("everyone", "engine"), covering([6, 1.0, None], ENGINES), ids=str)

@@ -38,7 +38,7 @@ class Plateau(Ordinary):
 
 
 def told(path: Path, first: dict[str, Any], then: dict[str, Any]) -> list[str]:
-    """Run two rounds, resume with other settings, and return the warnings that speak of the checkpoint."""
+    """Run a round, resume with other settings, and return the warnings that speak of the checkpoint."""
     whole: dict[str, Any] = {"module": Ordinary, "optimizer": SGD, "sizes": (13, 8, 21, 5, 16, 9), "batch_size": 4}
 
     def start(rounds: int, ckpt_path: Path | None, **settings: Any) -> Any:
@@ -49,10 +49,10 @@ def told(path: Path, first: dict[str, Any], then: dict[str, Any]) -> list[str]:
         t.fit(chosen["module"](chosen["optimizer"]), datamodule, ckpt_path=ckpt_path, weights_only=False)
         return t
 
-    start(2, None, **{**whole, **first}).save_checkpoint(path / "half.ckpt")
+    start(1, None, **{**whole, **first}).save_checkpoint(path / "half.ckpt")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        start(4, path / "half.ckpt", **{**whole, **first, **then})
+        start(2, path / "half.ckpt", **{**whole, **first, **then})
     return [
         str(w.message) for w in caught if "checkpoint" in str(w.message).lower() and "dirpath" not in str(w.message)
     ]

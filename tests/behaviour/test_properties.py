@@ -170,7 +170,7 @@ def test_every_client_and_round_has_random_streams_of_its_own() -> None:
     assert len({tuple(sorted(order)) for order in model.orders}) == 1
 
 
-@few(40)
+@few(24)
 @given(plan=plans(), method=methods, data=st.data())
 def test_the_order_of_a_cohort_does_not_matter(plan: Plan, method: Method, data: st.DataObject) -> None:
     shuffled = tuple(tuple(data.draw(st.permutations(cohort))) for cohort in plan.cohorts)
@@ -228,7 +228,7 @@ def test_the_servers_variate_is_the_mean_over_the_population(plan: Plan, algorit
 # ---------------------------------------------------------------------- resume
 
 
-@few(30)
+@few(18)
 @given(
     plan=plans(losses=True),
     method=methods,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -134,17 +134,25 @@ def options_of(change: Change) -> dict[str, Any]:
     return {"algorithm": change.algorithm(), "limit_val_batches": 0, "num_sanity_val_steps": 0}
 
 
+@cache
+def straight_to_the_end(first: Callable[[], FederatedDataModule], algorithm: Callable[[], Algorithm]) -> Tensor:
+    """Return the parameters after three rounds in one fit."""
+    model = seeded(Changing)
+    trainer(**options_of(Change("", first=first, algorithm=algorithm)), max_rounds=3).fit(model, first())
+    return parameters(model)
+
+
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_second_fit_refuses_another_run_and_continues_its_own(name: str) -> None:
+def test_a_second_fit_and_a_resume_refuse_another_run_and_continue_their_own(name: str, tmp_path: Path) -> None:
     change = CHANGES[name]
-    model, straight = seeded(Changing), seeded(Changing)
-    trainer(**options_of(change), max_rounds=4).fit(straight, change.first())
+    model = seeded(Changing)
     run = trainer(**options_of(change), max_rounds=2)
     run.fit(model, change.first())
+    run.save_checkpoint(tmp_path / "run.ckpt")
     kept = model.state_dict(), model.build, run.fit_loop.settings, [p.requires_grad for p in model.parameters()]
     before = {key: value.clone() for key, value in kept[0].items()}
     mu = getattr(run.fit_loop.settings.algorithm, "mu", None)
-    run.max_rounds = 4
+    run.max_rounds = 3
     change.edit(model, run)
     with pytest.raises(FederatedError, match=rf"^The earlier fit.*{change.message}") as refusal:
         run.fit(model, change.then())
@@ -158,19 +166,12 @@ def test_a_second_fit_refuses_another_run_and_continues_its_own(name: str) -> No
     if mu is not None:
         run.fit_loop.settings.algorithm.mu = mu
     run.fit(model, change.first())
-    assert torch.equal(parameters(model), parameters(straight))
-
-
-@pytest.mark.parametrize("name", [name for name, change in CHANGES.items() if change.resumed is not None])
-def test_a_resume_refuses_the_same(name: str, tmp_path: Path) -> None:
-    change = CHANGES[name]
-    run = trainer(**options_of(change), max_rounds=2)
-    run.fit(seeded(Changing), change.first())
-    run.save_checkpoint(tmp_path / "run.ckpt")
-    again, model = trainer(**options_of(change), max_rounds=4), seeded(Changing)
-    change.edit(model, again)
-    with pytest.raises(FederatedError, match=rf"^The checkpoint.*{change.resumed or change.message}"):
-        again.fit(model, change.then(), ckpt_path=tmp_path / "run.ckpt")
+    assert torch.equal(parameters(model), straight_to_the_end(change.first, change.algorithm))
+    if change.resumed is not None:
+        again, model = trainer(**options_of(change), max_rounds=3), seeded(Changing)
+        change.edit(model, again)
+        with pytest.raises(FederatedError, match=rf"^The checkpoint.*{change.resumed or change.message}"):
+            again.fit(model, change.then(), ckpt_path=tmp_path / "run.ckpt")
 
 
 def test_another_model_is_refused_and_stays_as_it_is() -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import yaml
 
-from lightning_fed.cli.main import FederatedCLI
 from lightning_fed.data import FederatedDataModule, skew_table, split_figure
+from tests.helpers.command_line import built
 from tests.helpers.selection import few
 
 TASKS = sorted((Path(__file__).parents[2] / "configs" / "tasks").glob("*.yaml"))
@@ -24,17 +23,6 @@ ALSO = {
 REGRESSION = {"concrete", "least_squares", "quadratics"}
 SMALL = {"concrete", "femnist", "least_squares", "mnist", "quadratics"}  # the others take seconds to read
 NOT_PUBLISHED = {"sentiment140"}  # tested where somebody has a folder of that name
-
-
-def built(path: Path, *words: str) -> FederatedCLI:
-    """Return trainer, model and data as the command line makes them, without running anything."""
-    fast = ["--trainer.accelerator", "cpu", "--trainer.logger", "false", "--trainer.enable_progress_bar", "false"]
-    return FederatedCLI(
-        model_class=pl.LightningModule,
-        datamodule_class=pl.LightningDataModule,
-        run=False,
-        args=["--config", str(path), *fast, *words],
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +51,7 @@ def test_a_task_is_complete_and_reads_nothing_until_it_runs(path: Path) -> None:
     assert set(config) == {"seed_everything", "model", "data", "trainer"}
     assert root_in(path) in ("data", None)
     assert {"algorithm", "max_rounds"} <= set(config["trainer"])
-    cli = built(path)  # in an empty folder
+    cli = built("--config", str(path))  # in an empty folder
     for name, value in (("model", cli.model), ("data", cli.datamodule)):
         assert type(value).__name__ == config[name]["class_path"].rpartition(".")[2]
 
@@ -81,7 +69,7 @@ def test_a_task_trains_and_shows_its_clients_where_its_files_are(path: Path) -> 
         if path.stem in NOT_PUBLISHED and not Path(folder, path.stem).exists():
             pytest.skip(f"LIGHTNING_FED_DATA has no folder {path.stem}")
         words += ["--data.init_args.root", folder, *ALSO.get(path.stem, [])]
-    cli = built(path, *words)
+    cli = built("--config", str(path), "--trainer.enable_progress_bar", "false", *words)
     cli.trainer.fit(cli.model, cli.datamodule)
     assert cli.trainer.current_epoch == 2
     assert "train_loss" in cli.trainer.callback_metrics

@@ -125,7 +125,7 @@ def test_the_trainers_own_metrics_are_the_same_with_and_without_the_measure(tmp_
     logged = []
     for callbacks in ([], [ClientAccuracy(), PersonalizedAccuracy(local_steps=2)]):
         logger = CSVLogger(tmp_path, version=len(logged))
-        run(callbacks, seeded(Measured), logger=logger, max_rounds=3)
+        run(callbacks, seeded(Measured), logger=logger, max_rounds=2)
         with (Path(logger.log_dir) / "metrics.csv").open() as file:
             rows = list(csv.DictReader(file))
         own = ("train_acc", "train_loss", "val_acc", "f1", "examples", "largest_batch", "client/loss")
@@ -221,7 +221,7 @@ def test_personalisation_clips_as_the_run_does(corrected: bool) -> None:
 def test_more_steps_than_batches_go_on_with_another_epoch() -> None:
     tuned = PersonalizedAccuracy("val_loss", mode="min", on="train", local_steps=200)
     plain = ClientAccuracy("val_loss", mode="min", on="train")
-    run([tuned, plain], seeded(dropout=0.0), data())
+    run([tuned, plain], seeded(dropout=0.0), data((8, 5)), clients_per_round=2)
     assert all(tuned.table[i]["val_loss"] < 0.5 * plain.table[i]["val_loss"] for i in tuned.table)
 
 
@@ -302,7 +302,7 @@ class Built(FederatedDataModule):
     "make",
     [
         GradientDissimilarity,
-        HessianDissimilarity,
+        partial(HessianDissimilarity, max_iterations=3),
         TrainingLoss,
         partial(ClientAccuracy, on="train"),
         partial(PersonalizedAccuracy, on="train"),

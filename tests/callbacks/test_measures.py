@@ -272,13 +272,13 @@ def test_products_are_those_of_the_exact_hessian_with_coupled_decay() -> None:
     class Multiply(GradientDissimilarity):
         def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
             loop = trainer.fit_loop
-            basis = torch.eye(len(loop.state.x))
+            basis = torch.eye(len(loop.state.x))[::9]
             products.extend(torch.stack([loop.hessian_vector(i, loop.state.x, v) for v in basis]) for i in range(2))
 
     measured(Multiply(), model, data(sizes, full_batch_size=4))
     exact = exact_hessians(model, clients(sizes), decay=0.5)
     for product, h in zip(products, exact, strict=True):
-        assert torch.allclose(product.double(), h, atol=1e-5)
+        assert torch.allclose(product.double(), h[::9], atol=1e-5)
 
 
 def test_products_are_derivatives_of_the_full_gradient_with_its_dropout_masks() -> None:
@@ -316,7 +316,7 @@ def test_a_sample_is_fixed_by_the_seed_and_its_mean_is_the_samples() -> None:
     assert rounds[0] == rounds[1] == other.measured
     assert len(set(one.measured)) == 3
     drawn = set()
-    for seed in range(6):
+    for seed in range(3):
         callback = GradientDissimilarity(clients=3)
         fit(callbacks=callback, max_rounds=1, seed=seed)
         drawn.add(tuple(callback.measured))
@@ -333,7 +333,7 @@ def test_it_measures_every_n_rounds_only() -> None:
             if self.last is not None:
                 seen.append(trainer.fit_loop.round)
 
-    fit(callbacks=Count(every_n_rounds=2), max_rounds=5)
+    fit(callbacks=Count(every_n_rounds=2), max_rounds=4)
     assert seen == [2, 4]
 
 

@@ -11,6 +11,7 @@ from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_fed import FederatedError
 from lightning_fed.cli.main import main
+from tests.helpers.command_line import one_stage
 from tests.helpers.training import Net, data, fit, parameters, rounds_in, seeded, trainer
 
 
@@ -91,7 +92,7 @@ def test_the_command_line_ends_with_the_message_alone(tmp_path: Path, monkeypatc
     args = ["--trainer.max_rounds", "2", "--trainer.local_epochs", "1", "--trainer.enable_progress_bar", "false"]
     args += ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val_acc", "--data.batch_size", "4"]
     project = ["--model", f"{__name__}.Unlogged", "--data", f"{__name__}.Data"]
-    with pytest.raises(SystemExit, match="lightning-fed: EarlyStopping follows the metric 'val_acc'"):
+    with one_stage("fit"), pytest.raises(SystemExit, match="lightning-fed: EarlyStopping follows the metric 'val_acc'"):
         main(["fit", *project, *args])
 
 

@@ -17,8 +17,12 @@ def picture():
     return module
 
 
-def test_all_arrows_of_the_house_point_down(picture):
-    house = picture.rooms(picture.PACKAGE)
+@pytest.fixture(scope="module")
+def house(picture):
+    return picture.rooms(picture.PACKAGE)
+
+
+def test_all_arrows_of_the_house_point_down(picture, house):
     level, arrows = picture.floors(house), picture.arrows(house)
     assert {"core", "engines", "rounds", "server", "tracing", "trainer"} <= house.keys()
     assert all(level[upper] > level[lower] for upper, lower in arrows)
@@ -43,6 +47,6 @@ def test_imports_are_read_from_the_code(picture, tmp_path):
     assert picture.rooms(package) == {"core": set(), "data": {"core"}, "loop": {"data"}}
 
 
-def test_the_picture_is_drawn_from_the_imports_of_today(picture):
-    drawn = picture.draw(picture.rooms(picture.PACKAGE))
+def test_the_picture_is_drawn_from_the_imports_of_today(picture, house):
+    drawn = picture.draw(house)
     assert (DOCS / "images" / "architecture.svg").read_text() == drawn, "run python docs/architecture_picture.py"

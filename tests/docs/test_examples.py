@@ -21,6 +21,7 @@ import torch
 from lightning_fed.algorithms import FedAvg
 from lightning_fed.cli.main import main as command_line
 from tests.helpers import Round, play, quadratic
+from tests.helpers.command_line import one_stage
 from tests.helpers.selection import few
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -122,9 +123,9 @@ def test_classes_of_ones_own_on_the_command_line(
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     monkeypatch.chdir(FOLDER / "cli")
-    command_line(
-        ["fit", "--config", "run.yaml", "--trainer.max_rounds", "2", "--trainer.default_root_dir", str(tmp_path)]
-    )
+    options = ["--trainer.max_rounds", "2", "--trainer.default_root_dir", str(tmp_path)]
+    with one_stage("fit"):
+        command_line(["fit", "--config", "run.yaml", *options])
     shown = capsys.readouterr().out
     assert re.search(r"^  rounds +2$", shown, re.MULTILINE)
     assert "val_acc" in shown

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -19,6 +20,7 @@ from lightning_fed.cli.data import _parser as data_parser
 from lightning_fed.cli.main import FederatedCLI, main
 from lightning_fed.lab.diagnosis.command import _split
 from tests.docs.test_docs import PAGES, ROOT
+from tests.helpers.command_line import one_stage
 
 SITE = ROOT / "mkdocs.yml"
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -120,8 +122,22 @@ class Parsed(FederatedCLI):
         pass
 
 
+@cache
+def command_line(stage: str | None) -> Parsed:
+    """Return the command line with one of Lightning's commands, or, without one, with those of a configuration."""
+    args = [*([] if stage is None else [stage]), "--config", QUICKSTART]
+    with nullcontext() if stage is None else one_stage(stage):
+        return Parsed(
+            model_class=pl.LightningModule,
+            datamodule_class=pl.LightningDataModule,
+            args=args,
+            run=stage is not None,
+        )
+
+
 def parse(args: list[str], run: bool = True) -> None:
-    Parsed(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args, run=run)
+    made = command_line(args[0] if run else None)
+    made.parse_arguments(made.parser, args)
 
 
 def line_of(text: str, position: int) -> int:
@@ -156,12 +172,12 @@ def test_a_configuration_with_a_name_that_there_is_not_is_found(wrong: str, tmp_
 STARTS = ("lightning-fed ", "python ", "srun ", "torchrun ", "pytest ", "pip ")
 
 
-def commands() -> list[Any]:
-    """Return the commands of indented blocks and of code within a line, each with where it stands.
+def commands(every: bool) -> Iterator[tuple[str, str]]:
+    """Yield the commands of indented blocks and of code within a line, each after where it stands.
 
-    Of the runs, which take long to parse, the default run takes those with an option that none before them has.
+    Of the runs, which take long to parse, those with an option that none before them has, or every one.
     """
-    found, options = [], set()
+    options: set[str] = set()
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", lambda m: "\n" * m[0].count("\n"), page.read_text(), flags=re.M | re.S)
         joined = re.sub(r" *\\\n +", " ", text)
@@ -172,14 +188,12 @@ def commands() -> list[Any]:
             line = re.sub(r"\s+", " ", re.sub(r"\s+#.*$", "", match[1]))
             parts = [part for part in line.split(" && ") if part.startswith(STARTS) and "..." not in part]
             for part in parts:
-                of_runs = (
-                    set(re.findall(r"--[\w.]+", part)) if re.match(r"lightning-fed (fit|test|val|pred)", part) else None
-                )
-                known = of_runs is not None and of_runs <= options
-                options |= of_runs or set()
-                marks = pytest.mark.thorough if known else ()
-                found.append(pytest.param(part, id=f"{place}:{part[:40]}", marks=marks))
-    return found
+                if re.match(r"lightning-fed (fit|test|val|pred)", part):
+                    of_run = set(re.findall(r"--[\w.]+", part))
+                    if of_run <= options and not every:
+                        continue
+                    options |= of_run
+                yield place, part
 
 
 def check(command: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,9 +255,16 @@ def check_installation(words: list[str]) -> None:
     assert "-c" not in words or (ROOT / words[words.index("-c") + 1]).exists()
 
 
-@pytest.mark.parametrize("command", commands())
-def test_a_command_that_is_shown_is_a_real_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    check(command, capsys)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_command_that_is_shown_is_a_real_one(every: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    shown, faults = list(commands(every)), []
+    assert len(shown) > 100
+    for place, command in shown:
+        try:
+            check(command, capsys)
+        except (AssertionError, SystemExit) as error:
+            faults.append(f"{place}: {command}: {error}")
+    assert not faults, "\n".join(faults)
 
 
 @pytest.mark.parametrize(

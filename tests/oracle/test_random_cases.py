@@ -122,8 +122,7 @@ def test_methods_with_client_states(method: tuple[str, dict[str, Any]], kind: st
     agree(algorithm, hp, Variant(decay_in_optimizer=True), seed=1, kind=kind, l2=0.2, equal_sizes=True)
 
 
-@pytest.mark.parametrize("client_lr", [0.1, 1.5])
-@pytest.mark.parametrize("patience", [1, 2])
+@pytest.mark.parametrize(("patience", "client_lr"), covering([1, 2], [0.1, 1.5]))
 def test_adaptive_mu(patience: int, client_lr: float) -> None:
     # at the large rate the loss rises as well as falls
     adaptive = {"step": 0.2, "patience": patience}
@@ -147,21 +146,25 @@ FEDBUFF: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("hp", "kind"), covering(FEDBUFF, KINDS), ids=label)
-def test_fedbuff(hp: dict[str, Any], kind: str, tmp_path: Path) -> None:
+AT_ONCE = Variant(engine="vectorized", decay_in_optimizer=True)
+
+
+@pytest.mark.parametrize(("hp", "kind", "variant"), covering(FEDBUFF, KINDS, [PLAIN, AT_ONCE]), ids=label)
+def test_fedbuff(hp: dict[str, Any], kind: str, variant: Variant, tmp_path: Path) -> None:
     """Clients that occur twice, from one server model or several, and models that nobody starts from."""
     seed = FEDBUFF.index(hp)
     drawn = reference.make_case("fedbuff", hp, seed=seed, kind=kind, l2=0.2 * (seed % 2), n_rounds=8)
     reference.write_case(tmp_path, drawn)
     case = load_case(tmp_path, *load_index(tmp_path))
-    for variant in (PLAIN, Variant(engine="vectorized", decay_in_optimizer=True)):
-        compare(case, translate(case), variant)
+    compare(case, translate(case), variant)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-@pytest.mark.parametrize(("options", "algorithm"), [({"mu": 0.6}, FedProx), ({"alpha": 0.3}, FedCM)])
-def test_fedbuff_over_other_methods(options: dict[str, float], algorithm: Any, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "engine"), covering([(FedProx, {"mu": 0.6}), (FedCM, {"alpha": 0.3})], ["sequential", "vectorized"])
+)
+def test_fedbuff_over_other_methods(method: tuple[Any, dict[str, float]], engine: str) -> None:
     """FedBuff over methods with which the format does not have it."""
+    algorithm, options = method
     case = Case(**vars(reference.make_case("fedbuff", {"client_lr": 0.1, **options}, n_rounds=6)))
     setup = translate(replace(case, hp={"client_lr": 0.1}))
     compare(case, replace(setup, algorithm=lambda: algorithm(**options)), Variant(engine=engine))

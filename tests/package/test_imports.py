@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "lightning_fed"
@@ -13,11 +14,15 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute | ast.ImportFrom)]
+
+
 def private_names(path: Path) -> Iterator[str]:
     """Yield the private names of Lightning that a file reads as attributes of ``pl``."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("pl."):
-            name = ast.unparse(node)
+    for node in nodes(path):
+        if isinstance(node, ast.Attribute) and (name := ast.unparse(node)).startswith("pl."):
             private_part = re.match(r"pl(\.[a-z]\w*)*\._(?!_)", name)
             if private_part or name.startswith(("pl.loops", "pl.trainer", "pl.utilities", "pl.overrides")):
                 yield name
@@ -37,7 +42,7 @@ def test_imports_give_the_full_name() -> None:
     relative = [
         f"{name_of(path)}:{node.lineno}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.ImportFrom) and node.level
     ]
     assert not relative, relative

@@ -5,7 +5,6 @@ import re
 import resource
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fed.strategies import shared_memory
-from lightning_fed.strategies.clients import ClientsStrategy
-from lightning_fed.strategies.processes import Ranks
 from lightning_fed.strategies.shared_memory import SharedMemory
-from tests.engines.test_clients_strategy import TWO, assert_one_result, end
+from tests.helpers.memory import message, shared
 from tests.helpers.processes import HANGS, in_processes, wait_until
-
-Work = Callable[[SharedMemory | None, int, int], Any]
-
-
-def shared(work: Work, folder: Path, count: int = 2, timeout: float = HANGS) -> list[Any]:
-    """Run a function in several processes that have memory in common."""
-
-    def run() -> Any:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group("gloo", rank=rank, world_size=size)
-        return work(SharedMemory.open(rank, size, timeout), rank, size)
-
-    return in_processes(run, folder, count)
-
-
-def message(rank: int, length: int) -> Tensor:
-    return torch.arange(length, dtype=torch.int64).add(7 * rank).to(torch.uint8)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -90,9 +70,11 @@ def test_no_message_is_overwritten_before_it_is_read(tmp_path: Path) -> None:
     assert [outcome.value for outcome in shared(work, tmp_path, 3)] == [0, 0, 0]
 
 
-def test_what_has_begun_arrives_while_its_sender_does_other_work(tmp_path: Path) -> None:
+def test_what_has_begun_arrives_while_its_sender_does_other_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "PIECE", 2**16)
     length = 3 * shared_memory.PIECE + 5  # however much it is
-
     has_arrived = tmp_path / "arrived"
 
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
@@ -181,46 +163,3 @@ def test_processes_that_cannot_share_memory_do_not(fault: str, tmp_path: Path) -
         return SharedMemory.open(rank, 3, HANGS) is None
 
     assert [outcome.value for outcome in in_processes(run, tmp_path, 3)] == [True] * 3
-
-
-def test_ranks_exchange_the_same_with_and_without(tmp_path: Path) -> None:
-    def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
-        assert memory is not None
-        found = []
-        for ranks in (Ranks(rank, size, torch.device("cpu"), memory), Ranks(rank, size, torch.device("cpu"))):
-            large = [torch.arange(10_000.0).view(100, 100) * (rank + 1), torch.full((8192,), rank + 0.5)]
-            totals = [torch.full((2, 3), rank + 0.25), large[0], torch.arange(5.0) * rank, large[1]]
-            ranks.sum(totals)
-            ranks.sum(large[:1])
-            sent = [[message(rank, 16 * (to + 1)), message(rank + to, 16)] for to in range(size)]
-            received = [(record, part.tolist()) for record, part in ranks.deliver(f"from {rank}", sent)()]
-            found.append(([t.tolist() for t in totals], received, ranks.gather({"rank": rank})))
-        return found
-
-    for outcome in shared(work, tmp_path, 3):
-        assert not outcome.error, outcome.trace
-        assert outcome.value[0] == outcome.value[1]
-
-
-def test_what_was_sent_before_another_exchange_is_not_taken_for_something_else(tmp_path: Path) -> None:
-    def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
-        ranks = Ranks(rank, size, torch.device("cpu"), memory)
-        deliver = ranks.deliver("first", [[message(rank, 16)]] * size)
-        ranks.gather("second")
-        deliver()
-
-    for outcome in shared(work, tmp_path):
-        assert "FederatedError: Processes have exchanged something else" in outcome.error
-
-
-def test_a_fit_ends_the_same_with_and_without(tmp_path: Path) -> None:
-    alone = end()
-    for name, work in {
-        "with": lambda: end(**TWO),
-        "without": lambda: end(strategy=ClientsStrategy(share_memory=False), devices=2),
-    }.items():
-        (tmp_path / name).mkdir()
-        outcomes = in_processes(work, tmp_path / name)
-        for outcome in outcomes:
-            assert not outcome.error, outcome.trace
-        assert_one_result(alone, [{"run": outcome.value} for outcome in outcomes], "run")

@@ -66,7 +66,7 @@ def in_a_forked_python(script: str, arguments: list[str], folder: Path) -> None:
     ("end", "arguments", "after"),
     [
         ("", [], "parted"),
-        ("raise SystemExit(2)", [], "parted"),
+        pytest.param("raise SystemExit(2)", [], "parted", marks=pytest.mark.thorough),
         ("1 / 0", [], "in a group"),
         ("", ["own"], "in a group"),
     ],

@@ -1,5 +1,6 @@
-"""A run with measures is the run without them, bit for bit, and so is what is resumed."""
+"""Measures leave no trace in a run, resumed or not, and several processes measure what one does."""
 
+import json
 import random
 from collections.abc import Callable
 from functools import cache
@@ -19,6 +20,7 @@ from lightning_fed.callbacks import (
     ControlVariateError,
     GradientDissimilarity,
     HessianDissimilarity,
+    Inexactness,
     LocalDrift,
     PersonalizedAccuracy,
     TargetMetric,
@@ -143,14 +145,12 @@ def test_a_resumed_run_is_the_same_bit_for_bit(method: Any, tmp_path: Path) -> N
     def measures() -> list[Callback]:
         return [make() for name, make in MEASURES.items() if name != "controls" or isinstance(method, Scaffold)]
 
-    without = run([], method, max_rounds=4)
+    without = run([], method, max_rounds=3)
     saving = {"callbacks": [ModelCheckpoint(tmp_path, save_last=True)], "enable_checkpointing": True}
     run(measures(), method, max_rounds=2, **saving)
-    resumed = run(measures(), method, max_rounds=4, ckpt_path=tmp_path / "last.ckpt")
+    resumed = run(measures(), method, max_rounds=3, ckpt_path=tmp_path / "last.ckpt")
     assert torch.equal(without[0], resumed[0])
     assert all(torch.equal(a, b) for a, b in zip(without[2].models[2:], resumed[2].models, strict=True))
-    whole = run(measures(), method, max_rounds=4)
-    assert torch.equal(whole[0], resumed[0])
 
 
 def test_the_vectorized_engine_goes_on_as_if_nobody_measured() -> None:
@@ -189,8 +189,52 @@ def test_a_client_may_be_evaluated_in_the_middle_of_anothers_work() -> None:
 
 def test_measuring_again_gives_the_same_numbers() -> None:
     def measured() -> dict[str, float]:
-        fitted = trainer(callbacks=[make() for make in MEASURES.values()], algorithm=Scaffold(), max_rounds=2)
+        fitted = trainer(callbacks=[make() for make in MEASURES.values()], algorithm=Scaffold(), max_rounds=1)
         fitted.fit(seeded(Moody), data(client_val=VAL, drop_last=True))
         return {k: float(v) for k, v in fitted.callback_metrics.items() if k.split("/")[0] != "round"}
 
     assert measured() == measured()
+
+
+# Several processes
+
+FAMILIES = {"gradient", "population", "hessian", "drift", "update", "control", "clients_train", "personalized_train"}
+
+
+class Write(FederatedCallback):
+    """Writes what was logged last, since the processes' own memory is gone afterwards."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        values = {
+            k: float(v) for k, v in trainer.callback_metrics.items() if k.split("/")[0] in FAMILIES or "gamma" in k
+        }
+        if trainer.is_global_zero:
+            self.path.write_text(json.dumps(values))
+
+
+def measured(path: Path, **kwargs: Any) -> dict[str, float]:
+    measures = [
+        GradientDissimilarity(),
+        TrainingLoss(),
+        HessianDissimilarity(clients=2, max_iterations=2),
+        LocalDrift(),
+        UpdateCosine(),
+        ControlVariateError(),
+        Inexactness(),
+        ClientAccuracy(on="train"),
+        PersonalizedAccuracy(on="train", local_steps=2),
+    ]
+    run = trainer(callbacks=[*measures, Write(path)], algorithm=Scaffold(), max_rounds=1, clients_per_round=4, **kwargs)
+    run.fit(seeded(), data())
+    found: dict[str, float] = json.loads(path.read_text())
+    return found
+
+
+def test_two_processes_measure_what_one_does(tmp_path: Path) -> None:
+    alone = measured(tmp_path / "alone.json")
+    assert {name.split("/")[0] for name in alone} == {*FAMILIES, "client"}
+    together = measured(tmp_path / "together.json", strategy="clients_fork", devices=2)
+    assert together == {name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in alone.items()}

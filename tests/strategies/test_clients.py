@@ -17,10 +17,10 @@ from torch import nn
 
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import Mime, Scaffold, SGDm
-from lightning_fed.cli.main import FederatedCLI
 from lightning_fed.server import TrimmedMean
 from lightning_fed.strategies import ClientsStrategy
 from tests.engines.test_clients_strategy import UNEVEN, end
+from tests.helpers.command_line import built
 from tests.helpers.engines import Ordinary, assert_close
 from tests.helpers.hosts import Host, two_hosts
 from tests.helpers.processes import Outcome, in_processes
@@ -62,6 +62,7 @@ RUNS: dict[str, Callable[..., dict[str, Any]]] = {
     "states that move": partial(end, algorithm=Scaffold(), precision="32-true", **UNEVEN),
     "momentum at once": partial(end, "vectorized", algorithm=Mime(base=SGDm()), clients_per_round=5),
     "a larger model": partial(end, make=Wide, precision="32-true", clients_per_round=5, max_rounds=2),
+    "states that move, of a larger model": partial(end, make=Wide, algorithm=Scaffold(), precision="32-true", **UNEVEN),
     "columns": partial(end, aggregator=TrimmedMean(0.2), clients_per_round=5),
 }
 
@@ -95,14 +96,14 @@ def test_a_configuration_turns_shared_memory_off(tmp_path: Path) -> None:
     strategy = {"class_path": "lightning_fed.strategies.ClientsStrategy", "init_args": {"share_memory": False}}
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({"trainer": {"accelerator": "cpu", "devices": 2, "strategy": strategy}}))
-    cli = FederatedCLI(args=["--config", str(quickstart), "--config", str(config)], run=False)
+    cli = built("--config", str(quickstart), "--config", str(config))
     assert isinstance(cli.trainer.strategy, ClientsStrategy)
     assert cli.trainer.strategy.share_memory is False
 
 
 @pytest.mark.parametrize("count", few([2, 3, 4], [3]))
 def test_what_does_not_share_memory_has_the_same_bits(count: int, tmp_path: Path) -> None:
-    names = ["states that move", "a larger model"] if count == 3 else list(RUNS)
+    names = ["states that move, of a larger model"] if count == 3 else list(RUNS)
 
     def work() -> Any:
         return [of_all(count, share_memory, names=names) for share_memory in (True, False)]

@@ -1,0 +1,34 @@
+"""APFL at the ends of its mixture, and what it refuses; the given cases are in tests/oracle."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_fed import FederatedError
+from lightning_fed.algorithms import APFL, FedAvg
+from tests.helpers.personal import close, kept, one_client, run
+
+
+def test_the_averaged_model_is_fedavgs_whatever_the_mixture() -> None:
+    averaged = run(FedAvg(), weighting="uniform").fit_loop.state.x
+    for alpha in (0.0, 0.6):
+        assert torch.equal(run(APFL(alpha), weighting="uniform").fit_loop.state.x, averaged), alpha
+
+
+def test_one_client_of_its_own_model_alone_trains_on_the_path_of_the_server() -> None:
+    fitted = run(APFL(1.0), one_client(), clients_per_round=1)
+    close(kept(fitted)[0]["v"], fitted.fit_loop.state.x)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: APFL(1.5), r"alpha must be a finite number in \[0, 1\]"),
+        (lambda: run(APFL(0.5), accumulate_grad_batches=2), "accumulate_grad_batches=2 does not go with APFL"),
+        (lambda: run(APFL(0.5), personal=["head.*"]), "do not go with APFL.*whole model of its own"),
+    ],
+)
+def test_wrong_hyper_parameters_are_named(make: Any, message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        make()

@@ -1,0 +1,57 @@
+"""FedRep by hand; the given cases are in tests/oracle."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_fed import FederatedError
+from lightning_fed.algorithms import FedRep
+from tests.helpers.engines import Ordinary
+from tests.helpers.personal import close, kept, run
+from tests.helpers.training import clients, data, parameters, seeded
+
+HEAD = ["head.*"]
+
+
+def test_the_head_is_trained_and_then_the_body_under_it() -> None:
+    (dataset,) = clients((8,))
+    x, y = dataset.tensors[0].double(), dataset.tensors[1]
+    model = seeded(dropout=0.0).double()
+    fitted = run(FedRep(HEAD, head_epochs=3), data((8,), batch_size=8), clients_per_round=1, max_rounds=1)
+    for part, rate, times in ((model.head, 0.05, 3), (model.body, 0.1, 1)):
+        for _ in range(times):
+            loss = F.cross_entropy(model(x), y)
+            for p, g in zip(part.parameters(), torch.autograd.grad(loss, list(part.parameters())), strict=True):
+                p.data -= rate * g
+    close(fitted.fit_loop.state.x, parameters(model.body))
+    close(kept(fitted)[0]["personal.parameters"], parameters(model.head))
+
+
+def test_no_optimizer_moves_the_part_that_rests() -> None:
+    def make(**options: Any) -> Any:
+        model = seeded(partial(Ordinary, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.5)))
+        return run(FedRep(HEAD, head_epochs=1), model=model, clients_per_round=6, max_rounds=1, **options)
+
+    start = parameters(seeded(Ordinary).head).double()
+    heads = [state["personal.parameters"] for state in kept(make()).values()]
+    # decay of 0.005 a step would show as a shrunken head after the body's steps; the head's own steps are Adam's
+    steps = [-(-size // 4) for size in (13, 8, 21, 5, 16, 9)]
+    for head, taken in zip(heads, steps, strict=True):
+        assert float((head - start * 0.995**taken).abs().max()) <= 0.01 * taken * 1.01
+    with pytest.raises(FederatedError, match="FedRep lets parameters rest that the weight decay of AdamW would move"):
+        make(engine="vectorized")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FedRep(HEAD, head_epochs=0), "head_epochs"),
+        (lambda: FedRep([]), "must be a list of names"),
+    ],
+)
+def test_wrong_hyper_parameters_are_named(make: Any, message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        make()

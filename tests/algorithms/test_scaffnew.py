@@ -1,0 +1,42 @@
+"""Scaffnew by hand, and the cohorts that it refuses; the given cases are in tests/oracle."""
+
+import pytest
+import torch
+
+from lightning_fed import FederatedDataModule
+from lightning_fed.algorithms import Scaffnew
+from lightning_fed.core.errors import FederatedError
+from tests.helpers import Round, play, quadratic
+from tests.helpers.training import Net, clients, trainer
+
+X = torch.zeros(1, dtype=torch.float64)
+GRAD = quadratic((1.0, 2.0), (-2.0, 4.0))
+ROUNDS = [Round({0: (0, 1), 1: (0, 1)}), Round({0: (0,), 1: (0,)})]
+
+
+def test_h_is_renewed_with_the_next_x():
+    played = play(Scaffnew(prob=0.5), GRAD, (1, 3), X, ROUNDS)
+    # y = 0.875 and -1.5, and their plain mean; h_i = 0.5 / 0.25 (x - y_i)
+    assert played.x[0].item() == -0.3125
+    h = 2 * (-0.3125 - 0.875), 2 * (-0.3125 + 1.5)
+    ends = (-0.3125 - 0.25 * (-0.3125 - 2 - h[0]), -0.3125 - 0.25 * (-0.625 + 4 - h[1]))
+    assert played.x[1].item() == pytest.approx(sum(ends) / 2, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"clients_per_round": 2}, "there are 2 of 3"),
+        ({"clients_per_round": 1.0, "local_steps": None, "local_epochs": 1}, "3 of 3, with 2 to 3 steps"),
+        ({"clients_per_round": 1.0, "on_client_error": "drop"}, "leave on_client_error at 'raise'"),
+    ],
+)
+def test_a_cohort_that_is_not_everybody_alike_is_refused(options, why):
+    fitted = trainer(algorithm=Scaffnew(0.5), **{"local_steps": 2, "local_epochs": None, **options})
+    with pytest.raises(FederatedError, match=f"Scaffnew needs all clients in every round.*{why}"):
+        fitted.fit(Net(), FederatedDataModule(clients=clients((4, 6, 4)), batch_size=2))
+
+
+def test_a_probability_that_is_none_is_refused():
+    with pytest.raises(FederatedError, match=r"prob must be a finite number in \(0, 1\]"):
+        Scaffnew(0)

@@ -1,0 +1,43 @@
+"""Which hooks a callback has, and how those of rounds are called."""
+
+from typing import Any
+
+from pytorch_lightning.callbacks import Callback, LambdaCallback
+
+from lightning_fed import FederatedCallback
+from lightning_fed.callbacks.base import hears, uses_hook
+from tests.helpers.training import data, seeded, trainer
+
+
+class Logs(FederatedCallback):
+    """Logs in both hooks of a round."""
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        pl_module.log("started", float(round))
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        pl_module.log("ended", float(round_report.round))
+
+
+def test_a_hook_counts_if_it_is_overridden_in_the_class_or_on_the_instance() -> None:
+    assert uses_hook(LambdaCallback(on_fit_start=print), "on_fit_start")
+    assert not uses_hook(LambdaCallback(on_fit_end=print), "on_fit_start")
+    assert uses_hook(Logs(), "on_round_end", FederatedCallback)
+    assert not uses_hook(Logs(), "on_client_end", FederatedCallback)
+
+
+def test_lightnings_own_callbacks_hear_nothing_of_rounds() -> None:
+    class Named(Callback):
+        def on_round_end(self, *_: Any) -> None:
+            raise AssertionError
+
+    run = trainer(callbacks=[Named(), Logs()], max_rounds=1)
+    assert hears(run, "on_round_start")
+    assert not hears(run, "on_round_restart")
+    run.fit(seeded(), data())
+
+
+def test_values_may_be_logged_when_a_round_starts_and_when_it_ends() -> None:
+    run = trainer(callbacks=Logs(), max_rounds=2)
+    run.fit(seeded(), data())
+    assert {name: float(run.callback_metrics[name]) for name in ("started", "ended")} == {"started": 1.0, "ended": 1.0}

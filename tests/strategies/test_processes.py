@@ -1,0 +1,48 @@
+"""What processes exchange: sums, records and messages."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_fed.strategies.processes import Ranks
+from lightning_fed.strategies.shared_memory import SharedMemory
+from tests.helpers.memory import message, shared
+
+
+def test_a_process_alone_exchanges_nothing() -> None:
+    alone, total = Ranks(), torch.arange(3.0)
+    alone.sum([total])
+    assert total.tolist() == [0.0, 1.0, 2.0]
+    assert alone.gather("mine") == ["mine"]
+    assert alone.exchange(lambda: 5) == [5]
+
+
+def test_ranks_exchange_the_same_with_and_without(tmp_path: Path) -> None:
+    def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
+        assert memory is not None
+        found = []
+        for ranks in (Ranks(rank, size, torch.device("cpu"), memory), Ranks(rank, size, torch.device("cpu"))):
+            large = [torch.arange(10_000.0).view(100, 100) * (rank + 1), torch.full((8192,), rank + 0.5)]
+            totals = [torch.full((2, 3), rank + 0.25), large[0], torch.arange(5.0) * rank, large[1]]
+            ranks.sum(totals)
+            ranks.sum(large[:1])
+            sent = [[message(rank, 16 * (to + 1)), message(rank + to, 16)] for to in range(size)]
+            received = [(record, part.tolist()) for record, part in ranks.deliver(f"from {rank}", sent)()]
+            found.append(([t.tolist() for t in totals], received, ranks.gather({"rank": rank})))
+        return found
+
+    for outcome in shared(work, tmp_path, 3):
+        assert not outcome.error, outcome.trace
+        assert outcome.value[0] == outcome.value[1]
+
+
+def test_what_was_sent_before_another_exchange_is_not_taken_for_something_else(tmp_path: Path) -> None:
+    def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
+        ranks = Ranks(rank, size, torch.device("cpu"), memory)
+        deliver = ranks.deliver("first", [[message(rank, 16)]] * size)
+        ranks.gather("second")
+        deliver()
+
+    for outcome in shared(work, tmp_path):
+        assert "FederatedError: Processes have exchanged something else" in outcome.error
