@@ -210,7 +210,10 @@ def check_call(
     """
     owner = f"FederatedTrainer.{stage}"
     refuse_foreign(model, dataloaders, datamodule)
-    _check_model(owner, model if model is not None or stage == "fit" else trainer.lightning_module)
+    asked = model if model is not None or stage == "fit" else trainer.lightning_module
+    if not isinstance(asked, (pl.LightningModule, OptimizedModule)):
+        made = f"; write {asked.__name__}()" if isinstance(asked, type) else ""
+        raise FederatedError(f"{owner}(model={_shown(asked)}): model must be a LightningModule{made}.")
     if datamodule is not None and not isinstance(datamodule, pl.LightningDataModule):
         raise FederatedError(f"{owner}(datamodule={_shown(datamodule)}): datamodule must be a LightningDataModule.")
     if ckpt_path is not None:
@@ -226,10 +229,3 @@ def check_call(
     has_own = model is not None and getattr(type(model), hook, None) is not getattr(pl.LightningModule, hook)
     if dataloaders is None and datamodule is None and model is not None and not has_own:
         raise FederatedError(f"{owner} has no data. Pass a data module: trainer.{stage}(model, datamodule).")
-
-
-def _check_model(owner: str, model: Any) -> None:
-    if isinstance(model, (pl.LightningModule, OptimizedModule)):
-        return
-    made = f"; write {model.__name__}()" if isinstance(model, type) else ""
-    raise FederatedError(f"{owner}(model={_shown(model)}): model must be a LightningModule{made}.")
