@@ -81,25 +81,13 @@ class Configurations:
         self._parser = _Parser({}).parser
         self._made: set[str] = set()
 
-    def complete(self, name: str, config: Config) -> Config:
-        """Return a configuration with the default of everything that it does not say.
+    def complete(self, name: str, config: Config, args: Sequence[str] = ()) -> Config:
+        """Return a configuration with the default of everything that it leaves out.
 
         Args:
             name: Whose it is, for messages.
             config: The configuration.
-
-        Raises:
-            FederatedError: If a key is unknown, or a value has the wrong type.
-        """
-        return self.override(name, config, ())
-
-    def override(self, name: str, config: Config, args: Sequence[str]) -> Config:
-        """Return the same, with what is said on a command line of ``lightning-fed fit`` on top.
-
-        Args:
-            name: Whose it is, for messages.
-            config: The configuration.
-            args: What is said, such as ``["--model.lr", "0.1"]``.
+            args: Options of ``lightning-fed fit`` to put on top, such as ``["--model.lr", "0.1"]``.
 
         Raises:
             FederatedError: If a key is unknown, or a value has the wrong type.

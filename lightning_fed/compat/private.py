@@ -41,31 +41,3 @@ except AttributeError as error:
 
 # Lightning 2.6 asks PyTorch's tree specs in a way that newer releases call deprecated: nothing a user could change
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-
-__all__ = [
-    "Closure",
-    "ClosureResult",
-    "DummyLogger",
-    "MisconfigurationException",
-    "PassThroughProfiler",
-    "SIGTERMException",
-    "Tqdm",
-    "TrainerFn",
-    "TrainerState",
-    "_AutomaticOptimization",
-    "_CheckpointConnector",
-    "_DataFetcher",
-    "_EvaluationLoop",
-    "_FitLoop",
-    "_LoggerConnector",
-    "_MultiProcessingLauncher",
-    "_ResultCollection",
-    "_SignalConnector",
-    "_TrainingEpochLoop",
-    "_sync_module_states",
-    "call",
-    "is_overridden",
-    "is_param_in_hook_signature",
-    "rank_zero_info",
-    "rank_zero_warn",
-]

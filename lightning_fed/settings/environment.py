@@ -30,7 +30,7 @@ def arguments_of_environment(own: Mapping[str, Parameter]) -> dict[str, Any]:
         own: The arguments of the federated trainer, which are read besides those of Lightning's.
     """
     names = {**own, **signature(pl.Trainer.__init__).parameters}
-    found = {name: _value(text) for name in names if (text := os.environ.get(_variable(name)))}
+    found = {name: _value(text) for name in names if (text := os.environ.get(_PREFIX + name.upper()))}
     if "max_epochs" in found:
         found = {"max_rounds": found.pop("max_epochs"), **found}
     return found
@@ -59,10 +59,6 @@ def defaults_of_environment(make: Init) -> Init:
         rank_zero_info(f"Arguments of the trainer from the environment ({_PREFIX}...): {told}.")
 
     return cast(Init, call)
-
-
-def _variable(name: str) -> str:
-    return _PREFIX + name.upper()
 
 
 def _value(text: str) -> Any:

@@ -48,52 +48,38 @@ def check_method(algorithm: Algorithm) -> None:
     if tried := [hook for hook in ("start", "second_gradient_at", "correct") if hook in hooks]:
         with preserved_random_state(), torch.no_grad():
             for hook in tried:
-                _check_correct(algorithm) if hook == "correct" else _check_point(algorithm, hook)
+                _check_vector(algorithm, hook)
 
 
-def _check_point(algorithm: Algorithm, hook: str) -> None:
-    """Try a hook that returns a point on a few numbers."""
+def _check_vector(algorithm: Algorithm, hook: str) -> None:
+    """Try a hook that returns a vector on a few numbers; ``correct`` also on parts of them."""
     x = torch.linspace(0.5, 1.0, _SIZE, dtype=torch.float64)
+    g, y, name = x.flip(0).square(), x + 0.1, type(algorithm).__name__
+
+    def found_on(part: slice) -> Any:
+        step = _step(algorithm, x, server, client, local, part)
+        given = (x[part],) if hook == "start" else (g[part].clone(), y[part].clone())
+        return getattr(algorithm, hook)(*given, step)
+
     try:
         server, client = algorithm.init_server(x.clone()), algorithm.init_client(x.clone())
-        step = _step(algorithm, x, server, client, algorithm.init_local(x, server, client), slice(None))
-        at_y = (x.flip(0), x + 0.1)
-        found = algorithm.start(x, step) if hook == "start" else algorithm.second_gradient_at(*at_y, step)
-    except Exception:  # see _check_correct
-        return
-    if not isinstance(found, Tensor) or found.shape != x.shape:
-        raise FederatedError(
-            f"{type(algorithm).__name__}.{hook}() must return a point, a tensor of the shape of x, found {_kind(found)}"
-            f" for x of shape {tuple(x.shape)}."
-        )
-
-
-def _kind(found: Any) -> str:
-    return f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-
-
-def _check_correct(algorithm: Algorithm) -> None:
-    """Try ``correct`` on a few numbers, on all at once and on parts of them."""
-    x = torch.linspace(0.5, 1.0, _SIZE, dtype=torch.float64)
-    g, y = x.flip(0).square(), x + 0.1
-    try:
-        server, client = algorithm.init_server(x.clone()), algorithm.init_client(x.clone())
-        local = algorithm.init_local(x, server, client)
-        before = random_state()
-        found = algorithm.correct(g.clone(), y.clone(), _step(algorithm, x, server, client, local, slice(None)))
+        local, before = algorithm.init_local(x, server, client), random_state()
+        found = found_on(slice(None))
     except Exception:  # it may read what only a round makes, or hold vectors of the model's own size
         return
-    name = type(algorithm).__name__
-    if not isinstance(found, Tensor) or found.shape != g.shape:
+    if not isinstance(found, Tensor) or found.shape != x.shape:
+        what, of, remedy = "a point", "x", ""
+        if hook == "correct":
+            what, of, remedy = "the direction of a local step", "g", " Return g to leave a gradient as it is."
+        kind = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise FederatedError(
-            f"{name}.correct() must return the direction of a local step, a tensor of the shape of g, found"
-            f" {_kind(found)} for g of shape {tuple(g.shape)}. Return g to leave a gradient as it is."
+            f"{name}.{hook}() must return {what}, a tensor of the shape of {of}, found {kind} for {of} of shape"
+            f" {tuple(x.shape)}.{remedy}"
         )
-    if before != random_state():
+    if hook != "correct" or before != random_state():
         return
-    parts = [slice(0, _SIZE // 2), slice(_SIZE // 2, _SIZE)]
-    cut = [algorithm.correct(g[p], y[p], _step(algorithm, x, server, client, local, p)) for p in parts]
-    if not torch.allclose(torch.cat(cut), found, rtol=1e-9, atol=1e-12):
+    parts = [found_on(slice(0, _SIZE // 2)), found_on(slice(_SIZE // 2, _SIZE))]
+    if not torch.allclose(torch.cat(parts), found, rtol=1e-9, atol=1e-12):
         raise FederatedError(
             f"{name}.correct() is not elementwise: on a part of the coordinates it gives something else than on all of"
             " them. It is called parameter by parameter, so a norm or a mean in it would be that of one parameter. Clip"

@@ -281,7 +281,8 @@ class Settings:
         if self.asynchronous is not None:
             self._check_asynchronous()
             aggregator = sampler = self.asynchronous
-        sampler = sampler or UniformSampler(1.0 if self.clients_per_round is None else self.clients_per_round)
+        if sampler is None:
+            sampler = UniformSampler(1.0 if self.clients_per_round is None else self.clients_per_round)
         weighting = resolve_weighting(self.algorithm, self.weighting)
         if aggregator is not None:
             if not isinstance(aggregator, Aggregator):
@@ -292,7 +293,7 @@ class Settings:
             weighting = weighting if aggregator.weighted else "uniform"
             sampler = aggregator if isinstance(aggregator, Asynchronous) else sampler
         self._set(aggregator=aggregator, sampler=sampler, weighting=weighting)
-        self._set(gradient_sampler=self.gradient_sampler or sampler)
+        self._set(gradient_sampler=sampler if self.gradient_sampler is None else self.gradient_sampler)
         if self.is_private:
             self._check_private()
         if self.compression is not None and not isinstance(self.compression, Compressor):

@@ -5,7 +5,6 @@ from typing import Any
 from lightning_fed.callbacks import Inexactness, Measure, PersonalizedAccuracy, SplitPicture
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.strategies import WithinClientStrategy
 from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 
@@ -92,15 +91,18 @@ def check_local_options(trainer: pl.Trainer) -> None:
                 f"{name}={value!r} does not apply to {type(algorithm).__name__}, whose clients take no local steps."
                 " Leave it unset."
             )
-    for callback in trainer.callbacks:
-        if (
-            isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
-            and callback.going_to_accumulate_grad_batches()
-        ):
-            raise FederatedError(
-                f"The callback {type(callback).__name__} does not apply to {type(algorithm).__name__}, whose clients"
-                " take no local steps. Remove it."
-            )
+    if (accumulating := _accumulating(trainer)) is not None:
+        raise FederatedError(
+            f"The callback {accumulating} does not apply to {type(algorithm).__name__}, whose clients take no local"
+            " steps. Remove it."
+        )
+
+
+def _accumulating(trainer: pl.Trainer) -> str | None:
+    """Return the name of a callback that accumulates gradients over batches, None if there is none."""
+    kind = pl.callbacks.GradientAccumulationScheduler
+    schedulers = (callback for callback in trainer.callbacks if isinstance(callback, kind))
+    return next((type(one).__name__ for one in schedulers if one.going_to_accumulate_grad_batches()), None)
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -126,7 +128,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
         )
     if settings.algorithm.steps_per_batch > 1 or settings.algorithm.looks_ahead:
         _check_second_gradients(trainer)
-    if isinstance(settings.aggregator, DifferentialPrivacy):
+    if settings.is_private:
         _check_private(trainer)
     for callback in trainer.callbacks:
         interval = callback._train_time_interval if isinstance(callback, pl.callbacks.ModelCheckpoint) else None
@@ -155,14 +157,13 @@ def _check_second_gradients(trainer: pl.Trainer) -> None:
         )
     if not algorithm.looks_ahead:
         return
-    found = None
-    if trainer.accumulate_grad_batches != 1:
-        found = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
-    for callback in trainer.callbacks:
-        is_scheduler = isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
-        if is_scheduler and callback.going_to_accumulate_grad_batches():
-            found = f"the callback {type(callback).__name__}"
-    if found is not None:
+    accumulating = _accumulating(trainer)
+    if accumulating is not None or trainer.accumulate_grad_batches != 1:
+        found = (
+            f"the callback {accumulating}"
+            if accumulating
+            else f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+        )
         raise FederatedError(
             f"{found} does not go with {type(algorithm).__name__}, which takes a second gradient on the batch of every"
             " step, at a point made of the first one: there must be one batch a step. Raise batch_size instead."

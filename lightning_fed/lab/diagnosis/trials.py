@@ -152,7 +152,7 @@ def read_config(paths: Sequence[str], overrides: Sequence[str] = ()) -> tuple[Co
             raise unknown(path, "key of a configuration", name, PARTS)
         config = overlay(config, {name: part for name, part in found.items() if name in PARTS and part is not None})
     configurations, name = Configurations(), " ".join([*paths, *overrides])
-    config, left_out = _for_trials(configurations.override(name, config, overrides))
+    config, left_out = _for_trials(configurations.complete(name, config, overrides))
     configurations.check(name, config)
     return config, left_out
 
