@@ -1,6 +1,7 @@
 """Traces of functions of tensors, by what decides them: what PyTorch does, without the Python around it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -177,6 +178,8 @@ class Trace:
         self.graph, self.notes = graph, notes
         self.checked: dict[Any, dict[str, Any] | None] = {}
         self._names = graph.names
+        _call_directly(graph.once)
+        _call_directly(graph.call)
         self._once = _under(dtype, fx.GraphModule(graph.owner, graph.once).forward)
         self._call = _under(dtype, fx.GraphModule(graph.owner, graph.call).forward)
 
@@ -195,6 +198,17 @@ class Trace:
         results = self._call(*arguments)
         start = len(results) - len(self._names) - 1
         return results[:start], results[start], dict(zip(self._names, results[start + 1 :], strict=True))
+
+
+def _call_directly(graph: fx.Graph) -> None:
+    """Call operators without the Python function around each of them, which takes half a microsecond."""
+    for node in graph.nodes:
+        if (operator := getattr(node.target, "_op", None)) is not None:
+            direct = partial(operator)
+            vars(direct).update(
+                __name__=str(node.target), __module__=__name__
+            )  # for the code that is made of the graph
+            node.target = direct
 
 
 def _under(dtype: torch.dtype, function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:

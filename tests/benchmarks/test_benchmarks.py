@@ -444,8 +444,8 @@ def test_a_mechanism_is_patched_away(scripts, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--without", "stagger"], "no such mechanism(.|\n)*  staggered "),
-        (["--without", "staggered+lean"], "lean: that is a mechanism of the sequential engine"),
+        (["--without", "stagger"], "no such mechanism(.|\n)*  interleaved "),
+        (["--without", "interleaved+lean"], "lean: that is a mechanism of the sequential engine"),
         (
             ["--without", "interleaved", "--engine", "sequential"],
             "a mechanism of the vectorized engine",
@@ -461,7 +461,7 @@ def test_mechanisms_are_looked_up_before_anything_runs(run, arguments, message):
 def test_a_run_without_mechanisms_is_compared_with_one_that_has_them(run):
     status, found, _ = run("--without", "interleaved", "tracing+lookups")
     assert status == 0
-    assert [line["variant"] for line in found] == ["without staggered", "without tracing+lookups"]
+    assert [line["variant"] for line in found] == ["without interleaved", "without tracing+lookups"]
     assert all(line["loss_differs"] < 1e-5 and line["cpu_ratio"] > 0 for line in found)
 
 

@@ -241,9 +241,9 @@ class Normed(Ordinary):
 def test_backward_passes_are_not_made_to_be_differentiated_again(chunk_size: int) -> None:
     traced = run("vectorized", Normed, chunk_size=chunk_size, algorithm=Scaffold())
     steps = [trace for trace in traces_of(traced)._traces.values() if trace is not None]
-    operators = [{node.target for node in trace.graph.call.nodes} for trace in steps]
+    operators = [{getattr(node.target, "__name__", "") for node in trace.graph.call.nodes} for trace in steps]
     assert steps
-    assert all(torch.ops.aten.native_group_norm_backward.default in found for found in operators)
+    assert all("aten.native_group_norm_backward.default" in found for found in operators)
     assert_agree(run("sequential", Normed, algorithm=Scaffold()), traced)
 
 

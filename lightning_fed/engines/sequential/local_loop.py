@@ -27,6 +27,8 @@ from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
 
 __all__ = ["ClientEpochLoop", "ClientFetcher"]
 
+_NO_CONTEXT = nullcontext()
+
 
 class ClientFetcher(_DataFetcher):
     """Hand the batches of one local epoch of one client to the training loop."""
@@ -152,6 +154,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         """Find out, once a fit, which hooks anybody uses."""
         trainer, module = self.trainer, self.trainer.lightning_module
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        self._precision = trainer.precision_plugin  # a property that takes several calls a step
         self._profiles = not isinstance(trainer.profiler, PassThroughProfiler)
         self._uses = {
             hook: self._profiles
@@ -211,7 +214,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
             self.own_examples += examples
         is_idle = batch is NO_EXAMPLES  # then nothing happens here but this process's part in the exchange
         if not is_idle:
-            batch = trainer.precision_plugin.convert_input(batch)
+            batch = self._precision.convert_input(batch)
             if self._transfers:
                 batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
                 batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
@@ -225,7 +228,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
             raise StopIteration
         self.batch_progress.increment_started()
         kwargs = OrderedDict(batch=batch, batch_idx=batch_idx) if self._takes_index else OrderedDict(batch=batch)
-        with trainer.profiler.profile("run_training_batch") if self._profiles else nullcontext():
+        with trainer.profiler.profile("run_training_batch") if self._profiles else _NO_CONTEXT:
             output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
         self.batch_progress.increment_processed()
         loss = output.get("loss")

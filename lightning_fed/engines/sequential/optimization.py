@@ -30,6 +30,8 @@ from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
 
 __all__ = ["ClientOptimization"]
 
+_NO_CONTEXT = nullcontext()
+
 
 class ClientOptimization(_AutomaticOptimization):
     """Lightning's automatic optimization, with a second gradient on the same batch where the method asks for one.
@@ -56,6 +58,7 @@ class ClientOptimization(_AutomaticOptimization):
     def prepare(self, callbacks: Sequence[pl.Callback]) -> None:
         """Find out, once a fit, whether anything happens between batch and step but forward and backward."""
         trainer, module = self.trainer, self.trainer.lightning_module
+        self._module, self._precision = module, trainer.precision_plugin  # properties that take several calls a step
         self.split = split_of(trainer)
         self._has_context = any(
             getattr(type(trainer.precision_plugin), name) is not getattr(pl.plugins.precision.Precision, name)
@@ -91,13 +94,13 @@ class ClientOptimization(_AutomaticOptimization):
         return super().run(optimizer, batch_idx, kwargs)
 
     def _run_lean(self, optimizer: Optimizer, kwargs: OrderedDict) -> dict[str, Any]:  # type: ignore[type-arg]
-        module, precision = self.trainer.lightning_module, self.trainer.precision_plugin
+        module, precision = self._module, self._precision
         results: list[ClosureResult] = []
 
         def closure() -> Tensor | None:
             attributes = module.__dict__  # an assignment would go through the slow nn.Module.__setattr__
             previous, attributes["_current_fx_name"] = attributes["_current_fx_name"], "training_step"
-            with precision.train_step_context() if self._has_context else nullcontext():
+            with precision.train_step_context() if self._has_context else _NO_CONTEXT:
                 output = module.training_step(*kwargs.values())
             attributes["_current_fx_name"] = previous
             if isinstance(output, Tensor) and output.is_floating_point():

@@ -212,9 +212,8 @@ class VectorizedEngine(Engine):
         if self.settings.is_needed:
             self.settings.worked()
         seconds = (time.perf_counter() - started) / len(plans)
-        reports = self._reports(participants, means, delta, seconds)
         asked = sorted(range(len(plans)), key=order.__getitem__)
-        faults = self._faults(reports, asked, means, inputs.round)
+        reports, faults = self._reports(inputs.round, participants, asked, means, delta, seconds)
         means.add_to(self._logged, faults)
         return ChunkResult(
             participants=participants,
@@ -259,27 +258,28 @@ class VectorizedEngine(Engine):
         ) from cause
 
     def _reports(
-        self, participants: Sequence[Participant], means: ChunkMeans, delta: Tensor, seconds: float
-    ) -> list[ClientReport]:
-        """Return what each client did, given the changes [S, P]."""
+        self,
+        round: int,
+        participants: Sequence[Participant],
+        asked: Sequence[int],
+        means: ChunkMeans,
+        delta: Tensor,
+        seconds: float,
+    ) -> tuple[list[ClientReport], dict[int, ClientError]]:
+        """Return what each client did, given the changes [S, P], and what is wrong with the clients of some rows."""
         loss, metrics = means.of_clients()
-        norms = torch.linalg.vector_norm(delta, dim=1).tolist()
-        return [
+        norms, faults = torch.linalg.vector_norm(delta, dim=1).tolist(), dict[int, ClientError]()
+        reports = [
             ClientReport(who.client_id, who.size, who.steps, loss[row], metrics[row], norms[row], seconds)
             for row, who in enumerate(participants)
         ]
-
-    def _faults(
-        self, reports: Sequence[ClientReport], asked: Sequence[int], means: ChunkMeans, round: int
-    ) -> dict[int, ClientError]:
-        """Return what is wrong with the clients of some rows."""
-        faults = {}
         for row in asked:
-            is_finite = math.isfinite(reports[row].update_norm + reports[row].loss)
-            fault = None if is_finite else fault_of(reports[row], means.losses_of(row), round)
+            if math.isfinite(norms[row] + loss[row]):
+                continue
+            fault = fault_of(reports[row], means.losses_of(row), round)
             if fault is not None:
                 faults[row] = fault
-        return faults
+        return reports, faults
 
     def each_full_gradients(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan]
