@@ -189,10 +189,6 @@ class _LazyLabels(Tensor):
 def _lazy_labels(size: int, look_up: Callable[[], Tensor]) -> _LazyLabels:
     """Return labels that are looked up when their values are used.
 
-    Args:
-        size: Their number n.
-        look_up: Returns the labels [n].
-
     Example:
         >>> labels = _lazy_labels(3, lambda: torch.tensor([5, 7, 5]))
         >>> len(labels), labels.values_used is None, (labels == 5).tolist()

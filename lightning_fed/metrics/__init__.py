@@ -1,9 +1,8 @@
 """How much clients differ: pure functions of gradients, Hessian-vector products, updates and per-client metrics."""
 
-from lightning_fed.metrics.gradients import GradientDissimilarities, gradient_dissimilarity
+from lightning_fed.metrics.gradients import GradientDissimilarities, PairwiseCosine, gradient_dissimilarity
 from lightning_fed.metrics.hessians import Eigenvalue, extreme_eigenvalue, hessian_dissimilarity
 from lightning_fed.metrics.spread import Spread, spread
-from lightning_fed.metrics.updates import PairwiseCosine
 
 __all__ = [
     "Eigenvalue",

@@ -174,12 +174,7 @@ class TensorBatches(_IndexedBatches):
         return TensorBatches(dataset.tensors, indices, settings)
 
     def part(self, indices: Tensor, settings: BatchSettings) -> "TensorBatches":
-        """Return the batches of some of these examples.
-
-        Args:
-            indices: Their positions among these [n], int64, on the CPU.
-            settings: How they become batches.
-        """
+        """Return the batches of some of these examples."""
         return TensorBatches(self.tensors, indices if self.indices is None else self.indices[indices], settings)
 
     @property
@@ -218,12 +213,7 @@ class TensorBatches(_IndexedBatches):
 
 
 class LoaderBatches(_IndexedBatches):
-    """Batches of any map-style data set, through a PyTorch ``DataLoader``.
-
-    Args:
-        dataset: A map-style data set.
-        settings: How the examples become batches.
-    """
+    """Batches of any map-style data set, through a PyTorch ``DataLoader``."""
 
     def __init__(self, dataset: Dataset[Any], settings: BatchSettings) -> None:
         super().__init__(size_of(dataset), settings)
@@ -269,12 +259,7 @@ class LoaderBatches(_IndexedBatches):
 
 
 def misfit(dataset: Any, error: Exception) -> str | None:
-    """Return what to say of examples that ``default_collate`` makes no batch of, or None for any other error.
-
-    Args:
-        dataset: The examples.
-        error: What a loader raised, in this process or a worker's.
-    """
+    """Return what to say of examples that ``default_collate`` makes no batch of, or None for any other error."""
     text = str(error)
     if isinstance(error, TypeError) and "default_collate" in text:
         remedy = (
@@ -311,12 +296,7 @@ def _reads_like(dataset: Dataset[Any], kind: type[Dataset[Any]]) -> bool:
 
 
 class RepeatedBatches(ClientBatches):
-    """A client's batches, each several times in a row.
-
-    Args:
-        batches: The client's batches.
-        times: How often each comes.
-    """
+    """A client's batches, each several times in a row."""
 
     def __init__(self, batches: ClientBatches, times: int) -> None:
         self.batches, self.times, self.size = batches, times, batches.size

@@ -34,10 +34,6 @@ def has_index_lists(loader: Any) -> bool:
 def sampled_length(loader: Any, batch_idx: int) -> int | None:
     """Return the number of examples in a batch of a loader, as far as its batch sampler tells without being iterated.
 
-    Args:
-        loader: Any loader.
-        batch_idx: The position of the batch in a pass.
-
     Example:
         >>> loader = DataLoader(range(5), batch_size=2)
         >>> [sampled_length(loader, k) for k in range(3)]
@@ -58,9 +54,6 @@ class NotedBatches:
     """A batch sampler that notes the length of every list of indices it gives.
 
     A loader with workers draws lists ahead of the batches it returns, in the same order.
-
-    Args:
-        batches: The batch sampler.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
@@ -133,13 +126,7 @@ def possible_counts(batch: Any) -> list[int]:
 
 
 def _lengths(part: Any, is_outermost: bool, deep: bool) -> Iterator[int]:
-    """Yield the number of examples that each part of a batch has.
-
-    Args:
-        part: The batch, or a part of it.
-        is_outermost: Whether it is the batch.
-        deep: Whether lists within a batch hold columns, and not one entry per example.
-    """
+    """Yield the number of examples in each part of a batch; ``deep`` takes the lists within a batch for columns."""
     columns = _columns(part)
     graphs = getattr(part, "num_graphs", None)
     if isinstance(part, Tensor):

@@ -229,12 +229,7 @@ class CustomBatches(ClientBatches):
 
 
 def _watched(loader: DataLoader[Any], seed: int | None) -> tuple[DataLoader[Any], NotedBatches | None]:
-    """Return a copy of a loader that seeds its workers, and what notes the lengths of its batches, if they are known.
-
-    Args:
-        loader: The user's loader, which stays as it is.
-        seed: Seeds the workers' generators if the loader has no generator of its own.
-    """
+    """Return a copy of a loader that seeds its workers (by ``seed``, if it has no generator) and notes its batches."""
     watched, noted = copy.copy(loader), None
     watched._iterator = None
     inside: dict[str, Any] = watched.__dict__  # a DataLoader refuses to have these attributes set

@@ -91,10 +91,6 @@ def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoa
 
     A ``TensorDataset``, or a ``Subset`` of one, is indexed a batch at a time, which gives the same batches many times
     as fast; the loader's ``dataset.source`` is then what was given.
-
-    Args:
-        dataset: The examples.
-        settings: How they become batches.
     """
     direct = TensorBatches.of(dataset, settings) if hasattr(dataset, "__len__") else None
     if direct is not None:
@@ -118,10 +114,6 @@ def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoa
 
 def transformed_loader(loader: DataLoader[Any], transform: BatchTransform) -> DataLoader[Any]:
     """Return a loader of the same batches, transformed.
-
-    Args:
-        loader: A loader, which stays as it is.
-        transform: What to do with a batch.
 
     Raises:
         FederatedError: If the loader makes its batches in a way of its own.

@@ -80,11 +80,7 @@ class RandomStates:
         return bool(self._seeders)
 
     def seed(self, *key: int) -> None:
-        """Seed every state by the key, each one differently.
-
-        Args:
-            key: Numbers that name the stream.
-        """
+        """Seed every state by the key, each one differently."""
         for position, seeder in enumerate(self._seeders):
             text = "/".join(map(str, (*key, position))).encode()
             seeder(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
@@ -101,10 +97,6 @@ class WorkerSeeds:
 
     PyTorch seeds a worker's global generators by the loader's generator and the worker's number; these states get
     seeds of the same kind.
-
-    Args:
-        collate_fn: The loader's collate function, which may own states too.
-        then: The user's own function of the worker's number.
     """
 
     def __init__(self, collate_fn: Any = None, then: Callable[[int], Any] | None = None) -> None:

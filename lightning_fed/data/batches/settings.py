@@ -73,9 +73,6 @@ class BatchSettings:
 
         One number is taken from ``generator`` before anything else is, so that the stream does not depend on how the
         batches are loaded, and two epochs differ even if neither draws an order. Without augmentation nothing is drawn.
-
-        Args:
-            generator: The generator of the client's epochs.
         """
         if self.augment is None:
             return None
@@ -92,11 +89,7 @@ class BatchSettings:
 
 
 class Chain:
-    """Functions of a batch, applied one after another.
-
-    Args:
-        functions: The functions in order; each is also given the generator, if there is one.
-    """
+    """Functions of a batch, applied one after another."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
         self.functions = list(functions)
@@ -165,9 +158,6 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the arguments of a :class:`lightning_fed.FederatedDataModule` that a loader stands for.
 
     The loader's ``generator`` and ``persistent_workers`` have no counterpart; a warning says so.
-
-    Args:
-        loader: A ``DataLoader`` that visits a map-style data set once, in stored or in random order.
 
     Raises:
         FederatedError: If it is another loader, or one that chooses or repeats examples, as clients could not.

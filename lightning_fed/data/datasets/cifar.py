@@ -28,13 +28,16 @@ class _Cifar(ImageDataModule):
 
     def __init__(
         self,
-        root: str | Path,
-        download: bool,
-        partition: Partition | PartitionFunction,
-        batch_size: int,
-        val_fraction: float,
-        transform: Sequence[BatchTransform] | BatchTransform | None,
-        augment: bool | Sequence[BatchAugmentation] | BatchAugmentation,
+        root: str | Path = "data",
+        download: bool = False,
+        num_clients: int = 100,
+        alpha: float = 0.6,
+        partition: Partition | PartitionFunction | None = None,
+        batch_size: int = 50,
+        val_fraction: float = 0.0,
+        seed: int = 0,
+        transform: Sequence[BatchTransform] | BatchTransform | None = None,
+        augment: bool | Sequence[BatchAugmentation] | BatchAugmentation = True,
     ) -> None:
         if augment is None:
             raise FederatedError(f"{type(self).__name__}(augment=None): augment must be False for none at all.")
@@ -43,7 +46,7 @@ class _Cifar(ImageDataModule):
         super().__init__(
             root=root,
             download=download,
-            partition=partition,
+            partition=BalancedDirichlet(num_clients, alpha, seed=seed) if partition is None else partition,
             batch_size=batch_size,
             val_fraction=val_fraction,
             flatten=False,
@@ -122,29 +125,6 @@ class CIFAR10(_Cifar):
     _mean = [0.4914, 0.4822, 0.4465]
     _std = [0.2470, 0.2435, 0.2616]
 
-    def __init__(
-        self,
-        root: str | Path = "data",
-        download: bool = False,
-        num_clients: int = 100,
-        alpha: float = 0.6,
-        partition: Partition | PartitionFunction | None = None,
-        batch_size: int = 50,
-        val_fraction: float = 0.0,
-        seed: int = 0,
-        transform: Sequence[BatchTransform] | BatchTransform | None = None,
-        augment: bool | Sequence[BatchAugmentation] | BatchAugmentation = True,
-    ) -> None:
-        super().__init__(
-            root=root,
-            download=download,
-            partition=BalancedDirichlet(num_clients, alpha, seed=seed) if partition is None else partition,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            transform=transform,
-            augment=augment,
-        )
-
 
 class CIFAR100(_Cifar):
     """The 60,000 photographs of Krizhevsky, 2009, in 100 classes; by default on the clients of FedCM and FedDyn.
@@ -176,26 +156,3 @@ class CIFAR100(_Cifar):
     _folder = "cifar-100-python"
     _mean = [0.5071, 0.4865, 0.4409]
     _std = [0.2673, 0.2564, 0.2762]
-
-    def __init__(
-        self,
-        root: str | Path = "data",
-        download: bool = False,
-        num_clients: int = 100,
-        alpha: float = 0.6,
-        partition: Partition | PartitionFunction | None = None,
-        batch_size: int = 50,
-        val_fraction: float = 0.0,
-        seed: int = 0,
-        transform: Sequence[BatchTransform] | BatchTransform | None = None,
-        augment: bool | Sequence[BatchAugmentation] | BatchAugmentation = True,
-    ) -> None:
-        super().__init__(
-            root=root,
-            download=download,
-            partition=BalancedDirichlet(num_clients, alpha, seed=seed) if partition is None else partition,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            transform=transform,
-            augment=augment,
-        )

@@ -44,10 +44,6 @@ def read_leaf(owner: str, path: Path) -> Iterator[LeafUser]:
     ``user_data``, which holds ``x`` and ``y`` for each user; other keys, such as ``hierarchies``, are not read. One
     file is in memory at a time, and of that no user who has been yielded.
 
-    Args:
-        owner: The data module, for messages.
-        path: A file or a folder that exists.
-
     Raises:
         FederatedError: If a file is no such object, its parts disagree, or a user comes twice.
     """

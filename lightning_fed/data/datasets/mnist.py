@@ -73,7 +73,7 @@ def _packed_or_not(path: Path) -> Path | None:
     return next((file for file in (path, path.with_name(path.name + ".gz")) if file.is_file()), None)
 
 
-def _read_with(read: Callable[[Path], Any], path: Path) -> Tensor:
+def _read_with(read: Callable[[Any], Tensor], path: Path) -> Tensor:
     """Read an IDX file with one of torchvision's functions, which take unpacked files."""
     try:
         if path.suffix != ".gz":

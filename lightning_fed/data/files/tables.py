@@ -118,7 +118,8 @@ class Columns:
                 self.left_out[name] = f"{self.place(int(np.argmax(rows == position)))} holds {text!r}"
                 return None
             numbers.append(number)
-        return np.array(numbers, np.float64)[rows]
+        values: npt.NDArray[np.float64] = np.array(numbers, np.float64)[rows]
+        return values
 
     def _refuse(self, rows: npt.NDArray[np.bool_], name: str, problem: str) -> None:
         if rows.any():

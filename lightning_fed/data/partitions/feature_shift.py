@@ -225,11 +225,6 @@ class FeatureShift(Partition):
 class ShiftedClients:
     """The clients' shifted data sets, made when asked for; the latest ones are kept, up to 256 MiB.
 
-    Args:
-        dataset: The data set that is cut into clients.
-        shift: How clients see it.
-        num_clients: The number of clients N.
-
     Raises:
         FederatedError: If the inputs cannot be shifted as asked.
     """
