@@ -1,6 +1,7 @@
 """Where a run keeps its clients' states, how checkpoints refer to them, and when they are deleted."""
 
 import os
+import re
 import secrets
 import shutil
 import sqlite3
@@ -17,15 +18,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State
-from lightning_fed.server.client_states.disk_store import (
-    DiskClientStore,
-    Index,
-    Shard,
-    forget_store,
-    is_shard,
-    live_store,
-    read_version,
-)
+from lightning_fed.server.client_states.disk_store import DiskClientStore, Index, Shard, read_version
 from lightning_fed.server.client_states.store import ClientStore
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
@@ -37,7 +30,9 @@ MEMORY_LIMIT = 2**30  # bytes of all clients' states from which on client_states
 FOLDER = "client_states"
 _FORMAT = 2  # of the store on disk
 _GARBAGE = 8  # at most one in so many versions is garbage when a checkpoint has been saved
+_SHARD = re.compile(r"[0-9a-f]{16}-\d{4,}")  # run and rank
 _RUNS: set[str] = set()  # whose shards this process or its peers clean up
+_LIVE: "weakref.WeakValueDictionary[Path, DiskClientStore]" = weakref.WeakValueDictionary()  # by shard
 Result = TypeVar("Result")
 Reference = Mapping[str, Any]
 
@@ -124,7 +119,7 @@ class StoreFolder:
 
         These are the process's own. The first process also cleans up those of other runs, which may have been killed.
         """
-        names = [path.name for path in self.path.iterdir() if is_shard(path.name)]
+        names = [path.name for path in self.path.iterdir() if _SHARD.fullmatch(path.name)]
         indices = {name: _index(self.path / name) for name in names if _is_cleaned_here(name, rank)}
         known: dict[str, set[tuple[str, str]]] = {}
         with ExitStack() as opened:
@@ -139,7 +134,7 @@ class StoreFolder:
             wanted = self._wanted(set().union(*known.values()))
             self._written, self._kept = 0, len(wanted)
             for name, versions in known.items():
-                is_live = live_store(self.path / name) is not None
+                is_live = self.path / name in _LIVE
                 if is_live or not wanted.isdisjoint(version for version, _ in versions):
                     with suppress(sqlite3.Error):
                         if indices[name].path.exists():
@@ -179,7 +174,7 @@ class StoreFolder:
 
 def _index(shard: Path) -> Index:
     """Return the index of a shard: that of the store which uses it in this process, if there is one."""
-    store = live_store(shard)
+    store = _LIVE.get(shard)
     return Index(shard, patience=0.0) if store is None else store.index
 
 
@@ -196,6 +191,7 @@ def _clean_after(store: DiskClientStore, rank: int, is_shared: bool) -> None:
         rank: This process.
         is_shared: Whether other processes of the run have stores in the folder too, which may end at the same time.
     """
+    _LIVE[store.index.folder] = store
     weakref.finalize(store, _clean, store.folder, store.index, rank, 1.0 if is_shared else 0.0, os.getpid())
 
 
@@ -203,7 +199,7 @@ def _clean(path: Path, index: Index, rank: int, patience: float, process: int) -
     if process != os.getpid():  # a forked child drops its copy of the store: the parent's may live on
         return
     index.close()
-    forget_store(index.folder)
+    _LIVE.pop(index.folder, None)
     folder = StoreFolder(path)
     folder.patience = patience
     if path.is_dir():
@@ -224,10 +220,12 @@ def shards_of(reference: Reference) -> list[Shard]:
     Raises:
         FederatedError: If it refers to anything else.
     """
-    try:
-        return [Shard.parse(saved) for saved in reference["shards"]]
-    except (LookupError, TypeError, ValueError) as error:
-        raise FederatedError(f"The checkpoint's reference to client states is damaged: {error}.") from error
+    saved = reference.get("shards")
+    for shard in saved if isinstance(saved, list) else [saved]:
+        kinds = [type(part) for part in shard] if isinstance(shard, list) else []
+        if kinds != [str, int, int, int] or not _SHARD.fullmatch(shard[0]):
+            raise FederatedError(f"The checkpoint's reference to client states is damaged: {shard!r} is not a shard.")
+    return [Shard(*shard) for shard in saved]
 
 
 def _find_store(reference: Reference, checkpoint: Path) -> Path:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from lightning_fed import FederatedCallback
 from lightning_fed.checkpoints import files as checkpoint_io
+from lightning_fed.core import disk
 from lightning_fed.server.client_states import disk_store
 from lightning_fed.strategies import stopping
 from tests.helpers.processes import HANGS, environment, free_port
@@ -164,18 +166,18 @@ class _Moments:
 
         moments = self
         disk_store._write = counted_append
-        disk_store.Index.connection = CountedConnection
-        checkpoint_io.os = disk_store.os = _Os(counted_fsync, counted_replace)
+        disk_store.sqlite3 = _Module(sqlite3, connect=partial(sqlite3.connect, factory=CountedConnection))
+        checkpoint_io.os = disk_store.os = disk.os = _Module(os, fsync=counted_fsync, replace=counted_replace)
 
 
-class _Os:
-    """The module ``os`` with two functions of its own."""
+class _Module:
+    """A module with some functions replaced."""
 
-    def __init__(self, fsync: Callable[[int], None], replace: Callable[[Any, Any], None]) -> None:
-        self.fsync, self.replace = fsync, replace
+    def __init__(self, module: Any, **functions: Callable[..., Any]) -> None:
+        self.__dict__.update(functions, module=module)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
+        return getattr(self.module, name)
 
 
 def struck(work: Callable[[Places], Any], strike: Strike | None, folder: Path) -> tuple[int, str]:

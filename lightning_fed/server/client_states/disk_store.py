@@ -7,14 +7,13 @@ shards of its version. What it needs of them stays as long as it exists.
 
 import ctypes
 import os
-import re
 import shutil
 import sqlite3
 import tempfile
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,31 +22,23 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from lightning_fed.core.disk import flush_folder
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State
 from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore
 
-__all__ = [
-    "INDEX",
-    "DiskClientStore",
-    "Index",
-    "Shard",
-    "forget_store",
-    "is_shard",
-    "live_store",
-    "read_version",
-    "sync_folder",
-]
+__all__ = ["DiskClientStore", "Index", "Shard", "read_version"]
 
-INDEX = "index.sqlite"
-_NAME = re.compile(r"[0-9a-f]{16}-\d{4,}")
 _SMALL_FILES = 256  # so many are merged
-_PRAGMAS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL", "wal_autocheckpoint = 8192")
 _COMPLETE, _TRIMMED = 0, 1  # user_version of an index: whether it still has the newest state of every client
 
 # A state belongs to the versions from `since` until just before `until`, which is NULL for the newest one.
 # `live`, `clients` and `total` add up lengths, numbers and checksums of a file's newest states.
 _SCHEMA = """
+PRAGMA locking_mode = EXCLUSIVE;
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = NORMAL;
+PRAGMA wal_autocheckpoint = 8192;
 BEGIN;
 CREATE TABLE IF NOT EXISTS files (id INTEGER PRIMARY KEY, bytes INTEGER, live INTEGER DEFAULT 0,
     clients INTEGER DEFAULT 0, total INTEGER DEFAULT 0);
@@ -60,8 +51,6 @@ CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON states BEGIN UPDATE files SET
     clients = clients + 1, total = total + new.client + new.checksum WHERE id = new.file; END;
 CREATE TRIGGER IF NOT EXISTS replaced AFTER UPDATE OF until ON states BEGIN UPDATE files SET live = live - old.length,
     clients = clients - 1, total = total - old.client - old.checksum WHERE id = old.file; END;
-CREATE TRIGGER IF NOT EXISTS deleted AFTER DELETE ON states WHEN old.until IS NULL BEGIN UPDATE files SET
-    live = live - old.length, clients = clients - 1, total = total - old.client - old.checksum WHERE id = old.file; END;
 COMMIT;
 """
 
@@ -81,24 +70,6 @@ class Shard(NamedTuple):
     clients: int
     total: int
 
-    @classmethod
-    def parse(cls, saved: Any) -> "Shard":
-        """Return a shard that a checkpoint holds as a list.
-
-        Raises:
-            ValueError: If it is anything else, or names a folder elsewhere.
-        """
-        if not isinstance(saved, (list, tuple)) or len(saved) != 4 or not all(type(n) is int for n in saved[1:]):
-            raise ValueError(f"{saved!r} is not a shard")
-        if not isinstance(saved[0], str) or not is_shard(saved[0]):
-            raise ValueError(f"{saved[0]!r} is not the name of a shard")
-        return cls(*saved)
-
-
-def is_shard(name: str) -> bool:
-    """Whether this is the name of a shard."""
-    return bool(_NAME.fullmatch(name))
-
 
 class Index:
     """The SQLite file of a shard.
@@ -111,10 +82,8 @@ class Index:
         patience: How many seconds to wait for a process that has it open.
     """
 
-    connection: type[sqlite3.Connection] = sqlite3.Connection
-
     def __init__(self, folder: Path, patience: float = 5.0) -> None:
-        self.folder, self.path, self.patience = folder, folder / INDEX, patience
+        self.folder, self.path, self.patience = folder, folder / "index.sqlite", patience
         self._db: sqlite3.Connection | None = None
 
     @property
@@ -123,21 +92,10 @@ class Index:
         return self._db is not None
 
     def connect(self, create: bool = False) -> sqlite3.Connection:
-        """Return the connection; it is opened if it is not open.
-
-        Raises:
-            sqlite3.Error: If that is not possible.
-        """
+        """Return the connection; it is opened if it is not open."""
         if self._db is None:
             uri = f"{self.path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
-            db = self.connection(uri, self.patience, isolation_level=None, check_same_thread=False, uri=True)
-            for pragma in (
-                "locking_mode = EXCLUSIVE",
-                "journal_mode = WAL",
-                "synchronous = NORMAL",
-                "wal_autocheckpoint = 8192",
-            ):
-                db.execute(f"PRAGMA {pragma}")
+            db = sqlite3.connect(uri, self.patience, isolation_level=None, check_same_thread=False, uri=True)
             db.executescript(_SCHEMA)
             self._db = db
             _OPEN.add(self)
@@ -158,7 +116,11 @@ class Index:
 
     def file(self, number: int) -> Path:
         """Return the path of a file of states."""
-        return self.folder / f"{int(number)}.states"
+        return self.folder / f"{number}.states"
+
+    def is_trimmed(self) -> bool:
+        """Whether the newest states were deleted, because no store seemed to use the shard."""
+        return bool(self.connect().execute("PRAGMA user_version").fetchone()[0] == _TRIMMED)
 
     def versions(self) -> set[tuple[str, str]]:
         """Return the names of versions, each with a checkpoint that refers to it."""
@@ -173,8 +135,7 @@ class Index:
         """
         db = self.connect()
         gone = [name for (name,) in db.execute("SELECT DISTINCT name FROM versions") if name not in wanted]
-        (trimmed,) = db.execute("PRAGMA user_version").fetchone()
-        if not gone and (is_live or trimmed == _TRIMMED):
+        if not gone and (is_live or self.is_trimmed()):
             return
         with self.transaction():
             db.executemany("DELETE FROM versions WHERE name = ?", [(name,) for name in gone])
@@ -196,8 +157,8 @@ class Index:
 
     def drop_files(self, db: sqlite3.Connection) -> list[Path]:
         """Drop the files without a state from the index, and return their paths."""
-        unused = "WHERE clients = 0 AND NOT EXISTS (SELECT 1 FROM states WHERE file = files.id)"
-        numbers = db.execute(f"SELECT id FROM files {unused}").fetchall()  # noqa: S608
+        unused = "SELECT id FROM files WHERE NOT EXISTS (SELECT 1 FROM states WHERE file = files.id)"
+        numbers = db.execute(unused).fetchall()
         db.executemany("DELETE FROM files WHERE id = ?", numbers)
         return [self.file(number) for (number,) in numbers]
 
@@ -221,18 +182,6 @@ def _leave_connections_to_parent() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_connections_to_parent)
-
-_LIVE: "weakref.WeakValueDictionary[Path, DiskClientStore]" = weakref.WeakValueDictionary()
-
-
-def live_store(shard: Path) -> "DiskClientStore | None":
-    """Return this process's store that uses a shard, if there is one."""
-    return _LIVE.get(shard)
-
-
-def forget_store(shard: Path) -> None:
-    """Let a shard be deleted, whose store is going."""
-    _LIVE.pop(shard, None)
 
 
 class DiskClientStore(ClientStore):
@@ -261,7 +210,6 @@ class DiskClientStore(ClientStore):
         self._end = 0  # of what was written to it
         self._unsynced: list[Path] = []  # files that may not be on the disk yet
         self._rests = False  # until the next state is staged: files are closed when they have been read
-        _LIVE[self.index.folder] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy holds the states in memory: it outlives the files, which are this store's alone."""
@@ -277,27 +225,25 @@ class DiskClientStore(ClientStore):
         """Yield the connection, None before the first commit.
 
         Raises:
-            FederatedError: If the index cannot be used.
+            FederatedError: If the index cannot be used, or another run has removed what it held.
         """
+        if not self._number:
+            yield None
+            return
         with _named(self.index.path):
-            if self._number and not self.index.is_open and (not self.index.path.exists() or self._is_trimmed()):
-                raise self._gone()
-            try:
-                yield self.index.connect() if self._number else None
-            finally:
-                if self._rests:
-                    self.index.close()
-
-    def _is_trimmed(self) -> bool:
-        return bool(self.index.connect().execute("PRAGMA user_version").fetchone()[0] == _TRIMMED)
-
-    def _gone(self) -> FederatedError:
-        return FederatedError(
+            is_there, was_open = self.index.path.exists(), self.index.is_open
+            if is_there and (was_open or not self.index.is_trimmed()):
+                try:
+                    yield self.index.connect()
+                finally:
+                    if self._rests:
+                        self.index.close()
+                return
+        self.index.close()
+        raise FederatedError(
             f"Client states of this run are gone: {self.index.folder} is not what it was. Another run that was started"
             " there since has removed what no checkpoint needed."
         )
-
-    # ------------------------------------------------------------------ states
 
     def get(self, index: int) -> State | None:
         """Read a client's committed state, None if it has none yet.
@@ -305,20 +251,17 @@ class DiskClientStore(ClientStore):
         Raises:
             FederatedError: If its file is damaged.
         """
-        newest = "SELECT file, offset, length, checksum FROM states WHERE client = ? AND until IS NULL"
+        newest = "SELECT client, file, offset, length, checksum FROM states WHERE client = ? AND until IS NULL"
         with self._open() as db:
             row = None if db is None else db.execute(newest, (index,)).fetchone()
-        return None if row is None else self._load(index, *row)
-
-    def _load(self, index: int, file: int, offset: int, length: int, checksum: int) -> State:
-        path = self.index.file(file)
-        return _tensors(_read(path, index, offset, length, checksum), path, index, self.device)
+        return None if row is None else _tensors(self.index, self.device, *row)
 
     def state_dict(self) -> dict[int, State]:
         """Return all committed states, in memory."""
-        query = "SELECT client, file, offset, length, checksum FROM states WHERE until IS NULL ORDER BY client"
+        newest = "SELECT client, file, offset, length, checksum FROM states WHERE until IS NULL ORDER BY client"
         with self._open() as db:
-            return {} if db is None else {row[0]: self._load(*row) for row in db.execute(query)}
+            rows = [] if db is None else db.execute(newest)
+            return {row[0]: _tensors(self.index, self.device, *row) for row in rows}
 
     def stage(self, index: int, state: State) -> None:
         """Write a client's new state, which is not to be seen until the round is complete."""
@@ -355,17 +298,12 @@ class DiskClientStore(ClientStore):
         with _named(self.index.path):
             self.index.connect(create=self._number == 0)
             self._rewrite()
-            number, clients = self._number + 1, list(self._staged)
+            number = self._number + 1
             with self.index.transaction() as db:
                 needed = db.execute("SELECT COALESCE(MAX(number), -1) FROM versions").fetchone()[0]
                 db.execute("INSERT INTO files (id, bytes) VALUES (?, ?)", (number, self._end))
-                db.executemany(
-                    "DELETE FROM states WHERE client = ? AND until IS NULL AND since > ?",
-                    [(c, needed) for c in clients],
-                )
-                db.executemany(
-                    "UPDATE states SET until = ? WHERE client = ? AND until IS NULL", [(number, c) for c in clients]
-                )
+                older = [(number, client) for client in self._staged]
+                db.executemany("UPDATE states SET until = ? WHERE client = ? AND until IS NULL", older)
                 db.executemany(
                     "INSERT INTO states VALUES (?, ?, NULL, ?, ?, ?, ?)",
                     [(client, number, number, *place) for client, place in self._staged.items()],
@@ -378,8 +316,7 @@ class DiskClientStore(ClientStore):
 
     def _rewrite(self) -> None:
         """Copy the newest states out of files that are mostly out of date, and out of small ones if there are many."""
-        small = self.rewrite_bytes // 64
-        budget = max(self.rewrite_bytes, self._end)
+        budget, small = max(self.rewrite_bytes, self._end), self.rewrite_bytes // 64
         files = self.index.connect().execute(
             "SELECT id, live FROM files WHERE live > 0 AND (2 * live <= bytes OR bytes < :small AND"
             " (SELECT COUNT(*) FROM files WHERE live > 0 AND bytes < :small) >= :many) ORDER BY live",
@@ -442,26 +379,19 @@ class DiskClientStore(ClientStore):
         Raises:
             FederatedError: If the disk fails, or the files are gone.
         """
-        if not self._number:
-            return None
-        if not self.index.path.exists():
-            raise self._gone()
         with self._open() as db:
-            assert db is not None
-            self.sync()
+            if db is None:
+                return None
+            while self._unsynced:
+                with suppress(FileNotFoundError), open(self._unsynced[-1], "rb") as file:
+                    os.fsync(file.fileno())
+                self._unsynced.pop()
+            flush_folder(self.index.folder)
+            flush_folder(self.folder)
             db.execute("INSERT INTO versions VALUES (?, ?, ?)", (name, checkpoint, self._number))
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             clients, total = db.execute("SELECT SUM(clients), SUM(total) FROM files").fetchone()
         return Shard(self.name, self._number, clients or 0, total or 0)
-
-    def sync(self) -> None:
-        """Wait until the files of all commits are on the disk."""
-        while self._unsynced:
-            with _named(self._unsynced[-1]), suppress(FileNotFoundError), open(self._unsynced[-1], "rb") as file:
-                os.fsync(file.fileno())
-            self._unsynced.pop()
-        sync_folder(self.index.folder)
-        sync_folder(self.folder)
 
     def load_version(
         self, folder: Path, shards: Sequence[Shard], is_mine: Callable[[int], bool] = lambda index: True
@@ -476,34 +406,26 @@ class DiskClientStore(ClientStore):
         Raises:
             FederatedError: If a file is missing or damaged.
         """
-        assert self._number == 0
-        of_version = "FROM old.states WHERE since <= :number AND (until IS NULL OR until > :number) AND is_mine(client)"
+        number = 0
         with _named(self.index.path):
             self.index.folder.mkdir(exist_ok=True)
-            db = self.index.connect(create=True)
-            db.create_function("is_mine", 1, is_mine)
-            db.execute("CREATE TEMP TABLE linked (old INTEGER PRIMARY KEY, new INTEGER)")
-            for shard in shards:
-                with _attached(db, folder, shard, self.num_clients), self.index.transaction():
-                    source, at = Index(folder / shard.name), {"number": shard.number}
-                    for (file,) in db.execute(f"SELECT DISTINCT file {of_version}", at).fetchall():
-                        self._number += 1
-                        size = db.execute("SELECT bytes FROM old.files WHERE id = ?", (file,)).fetchone()
-                        self._link(source.file(file), self.index.file(self._number), *(size or (None,)))
-                        db.execute("INSERT INTO files (id, bytes) VALUES (?, ?)", (self._number, *size))
-                        db.execute("INSERT INTO linked VALUES (?, ?)", (file, self._number))
-                    db.execute(
-                        "INSERT INTO states SELECT client, 0, NULL, (SELECT new FROM linked WHERE old = file),"  # noqa: S608
-                        f" offset, length, checksum {of_version} ORDER BY client",
-                        at,
-                    )
-                    db.execute("DELETE FROM linked")
+            self.index.connect(create=True)
+            with self.index.transaction() as db:
+                for shard in shards:
+                    source, linked = Index(folder / shard.name), dict[int, int]()
+                    for client, file, *place, size in _rows(source, shard, self.num_clients, is_mine):
+                        if file not in linked:
+                            linked[file] = number = number + 1
+                            self._link(source.file(file), self.index.file(number), size)
+                            db.execute("INSERT INTO files (id, bytes) VALUES (?, ?)", (number, size))
+                        db.execute("INSERT INTO states VALUES (?, 0, NULL, ?, ?, ?, ?)", (client, linked[file], *place))
+        self._number = number
 
-    def _link(self, source: Path, target: Path, size: int | None) -> None:
+    def _link(self, source: Path, target: Path, size: int) -> None:
         """Give a file of another shard a second name in this one, or copy it if the file system has no such links."""
         try:
             if (found := source.stat().st_size) != size:
-                raise FederatedError(f"{source} is damaged: it has {found:,} bytes, and {size or 0:,} were written.")
+                raise FederatedError(f"{source} is damaged: it has {found:,} bytes, and {size:,} were written.")
             try:
                 os.link(source, target)
             except OSError:
@@ -517,51 +439,58 @@ def read_version(
     folder: Path, shards: Sequence[Shard], num_clients: int, is_mine: Callable[[int], bool] = lambda index: True
 ) -> dict[int, State]:
     """Return a version's states, in memory; see :meth:`DiskClientStore.load_version`."""
-    query = (
-        "SELECT client, file, offset, length, checksum FROM old.states WHERE since <= :number"
-        " AND (until IS NULL OR until > :number)"
-    )
     states = {}
     for shard in shards:
         index = Index(folder / shard.name)
-        with _named(index.path), _attached(sqlite3.connect(":memory:"), folder, shard, num_clients) as db:
-            for client, file, *place in db.execute(query, {"number": shard.number}):
-                if is_mine(client):
-                    path = index.file(file)
-                    states[client] = _tensors(_read(path, client, *place), path, client, torch.device("cpu"))
+        for client, *place, _ in _rows(index, shard, num_clients, is_mine):
+            states[client] = _tensors(index, torch.device("cpu"), client, *place)
     return dict(sorted(states.items()))
 
 
-@contextmanager
-def _attached(db: sqlite3.Connection, folder: Path, shard: Shard, num_clients: int) -> Iterator[sqlite3.Connection]:
-    """Attach a copy of a shard's index as ``old``, when it holds what the checkpoint says.
+def _rows(index: Index, shard: Shard, num_clients: int, is_mine: Callable[[int], bool]) -> Iterator[tuple[int, ...]]:
+    """Yield client, file, offset, length, checksum and size of the file of a version's states.
 
-    A copy, because the folder may be read-only, and because opening an index that a killed process left changes it.
+    They are read from a copy: the folder may be read-only, and opening an index that a killed process left changes it.
+
+    Raises:
+        FederatedError: At the end, if the index is not what the checkpoint says.
     """
-    source = folder / shard.name / INDEX
-    with tempfile.TemporaryDirectory() as temporary:
-        for name in (INDEX, f"{INDEX}-wal"):
-            try:
-                shutil.copyfile(source.with_name(name), Path(temporary, name))
-            except OSError as error:
-                if name == INDEX:
-                    raise _missing(source, error) from error
-        db.execute("ATTACH ? AS old", (str(Path(temporary, INDEX)),))
+    query = (
+        "SELECT client, file, offset, length, checksum, bytes FROM states JOIN files ON id = file"
+        " WHERE since <= :number AND (until IS NULL OR until > :number)"
+    )
+    count = total = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, index.path.name)
         try:
-            try:
-                found = db.execute(
-                    "SELECT COUNT(*), COALESCE(SUM(client + checksum), 0), COALESCE(MIN(client), 0),"
-                    " COALESCE(MAX(client), 0) FROM old.states WHERE since <= ? AND (until IS NULL OR until > ?)",
-                    (shard.number, shard.number),
-                ).fetchone()
-            except sqlite3.Error as error:
-                raise FederatedError(f"{source} is damaged: {error}.") from error
-            inside = all(type(client) is int and 0 <= client < num_clients for client in found[2:])
-            if found[:2] != (shard.clients, shard.total) or not inside:
-                raise FederatedError(f"{source} is damaged: it is not what was written there.")
-            yield db
-        finally:
-            db.execute("DETACH old")
+            shutil.copyfile(index.path, copy)
+            with suppress(FileNotFoundError):
+                shutil.copyfile(f"{index.path}-wal", f"{copy}-wal")
+        except OSError as error:
+            raise _missing(index.path, error) from error
+        try:
+            with closing(sqlite3.connect(copy)) as db:
+                for row in db.execute(query, {"number": shard.number}):
+                    if not all(type(number) is int for number in row) or not 0 <= row[0] < num_clients:
+                        raise TypeError(f"{row} is not the place of a client's state")
+                    count, total = count + 1, total + row[0] + row[4]
+                    if is_mine(row[0]):
+                        yield row
+        except (sqlite3.Error, TypeError) as error:
+            raise FederatedError(f"{index.path} is damaged: {error}.") from error
+    if (count, total) != (shard.clients, shard.total):
+        raise FederatedError(f"{index.path} is damaged: it is not what was written there.")
+
+
+def _tensors(
+    index: Index, device: torch.device, client: int, file: int, offset: int, length: int, checksum: int
+) -> State:
+    path = index.file(file)
+    data = _read(path, client, offset, length, checksum)
+    try:
+        return {name: value.to(device) for name, value in sorted(load(data).items())}  # which has no order
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise FederatedError(f"{path} holds no tensors for the client with index {client}: {error}.") from error
 
 
 def _read(path: Path, client: int, offset: int, length: int, checksum: int) -> bytes:
@@ -575,7 +504,7 @@ def _read(path: Path, client: int, offset: int, length: int, checksum: int) -> b
     """
     data = b""
     try:
-        with open(path, "rb", buffering=0) as file, suppress(TypeError, ValueError, OverflowError):
+        with open(path, "rb", buffering=0) as file:
             if 0 <= offset < offset + length <= os.fstat(file.fileno()).st_size:
                 file.seek(offset)
                 while len(data) < length and (part := file.read(length - len(data))):
@@ -585,13 +514,6 @@ def _read(path: Path, client: int, offset: int, length: int, checksum: int) -> b
     if not data or len(data) != length or zlib.crc32(data, client) != checksum:
         raise FederatedError(f"{path} is damaged: what it holds of the client with index {client} was changed.")
     return data
-
-
-def _tensors(data: bytes, path: Path, index: int, device: torch.device) -> State:
-    try:
-        return {name: value.to(device) for name, value in sorted(load(data).items())}  # which has no order
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise FederatedError(f"{path} holds no tensors for the client with index {index}: {error}.") from error
 
 
 def _write(file: FileIO, data: bytes, offset: int) -> None:
@@ -614,7 +536,7 @@ def _named(path: Path) -> Iterator[None]:
             f"Client states cannot be written to {str(path)!r}: {getattr(error, 'strerror', error)}. Checkpoints"
             " written so far keep their states; make room, and resume from the last one."
         ) from error
-    except (sqlite3.Error, ValueError) as error:
+    except sqlite3.Error as error:
         raise FederatedError(f"{path} is damaged: {error}.") from error
 
 
@@ -629,17 +551,6 @@ def _unlink(paths: Sequence[Path]) -> None:
     for path in paths:
         with suppress(OSError):
             path.unlink()
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until names made or changed in a folder are on the disk, where the system can say so."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            with suppress(OSError):
-                os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _in_memory(states: Mapping[int, State], device: torch.device) -> MemoryClientStore:
