@@ -1,39 +1,278 @@
-"""Where a run keeps its clients' states, and how checkpoints refer to them."""
+"""Where a run keeps its clients' states, how checkpoints refer to them, and when they are deleted."""
 
 import os
+import re
+import secrets
+import shutil
+import sqlite3
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from filelock import FileLock, Timeout
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.types import State
-from lightning_fed.server.client_states.disk_store import DiskClientStore
-from lightning_fed.server.client_states.leftovers import clean_after, needed_here, note_run
-from lightning_fed.server.client_states.segments import Segment, owner
+from lightning_fed.server.client_states.disk_store import DiskClientStore, Index, Shard, read_version
 from lightning_fed.server.client_states.store import ClientStore
-from lightning_fed.server.client_states.versions import (
-    Reference,
-    StoreFolder,
-    Version,
-    find_store,
-    is_reference,
-    relative,
-)
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks
 
-__all__ = ["MEMORY_LIMIT", "ClientStatesPlace"]
+__all__ = ["MEMORY_LIMIT", "ClientStatesPlace", "StoreFolder", "is_reference", "shards_of"]
 
 MEMORY_LIMIT = 2**30  # bytes of all clients' states from which on client_states="auto" keeps them on disk
 FOLDER = "client_states"
+_FORMAT = 2  # of the store on disk
+_GARBAGE = 8  # at most one in so many versions is garbage when a checkpoint has been saved
+_SHARD = re.compile(r"[0-9a-f]{16}-\d{4,}")  # run and rank
+_RUNS: set[str] = set()  # whose shards this process or its peers clean up
+_LIVE: "weakref.WeakValueDictionary[Path, DiskClientStore]" = weakref.WeakValueDictionary()  # by shard
 Result = TypeVar("Result")
+Reference = Mapping[str, Any]
+
+
+class StoreFolder:
+    """A folder of shards that one run at a time uses.
+
+    Args:
+        path: The folder.
+    """
+
+    patience = 10.0  # seconds to wait for another run; a killed one may leave data loaders that hold the lock that long
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = FileLock(path / "lock", thread_local=False)
+        self._awaited: set[str] = set()  # versions whose checkpoint was not seen yet
+        self._read: dict[Path, tuple[tuple[int, ...], str | None]] = {}
+        self._written = self._kept = 0  # versions since the garbage was collected, and that were left then
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy locks the folder for itself."""
+        return type(self), (self.path,)
+
+    def acquire(self) -> None:
+        """Make the folder if it is missing, and keep other runs out.
+
+        Raises:
+            FederatedError: If it cannot be made, another run uses it, or an earlier version of the package wrote it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=self.patience)
+        except Timeout:
+            raise FederatedError(
+                f"Another run keeps its client states in {self.path}. Wait for its end, or give this run a folder of"
+                " its own: client_states_dir=..."
+            ) from None
+        except OSError as error:
+            raise FederatedError(
+                f"client_states_dir={str(self.path)!r} cannot be used: {error.strerror}. Give a folder on a local disk."
+            ) from error
+        if next(self.path.glob("round-*.json"), None) or next(self.path.glob("*.states"), None):
+            self.release()
+            raise _old_format(self.path)
+
+    def release(self) -> None:
+        """Let other runs in."""
+        self._lock.release(force=True)
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether other runs are kept out."""
+        return bool(self._lock.is_locked)
+
+    def await_checkpoint(self, version: str) -> None:
+        """Keep a version whose checkpoint is about to be written."""
+        self._awaited.add(version)
+        self._written += 1
+
+    def register(self, reference: Reference, checkpoint: Path) -> None:
+        """Note where a version's checkpoint is, if it is a copy, or if it or the folder was moved."""
+        found = relative(checkpoint, self.path)
+        for shard in shards_of(reference):
+            index = _index(self.path / shard.name)
+            with suppress(sqlite3.Error), index.transaction() as db:
+                row = (reference["version"], found, shard.number)
+                db.execute("INSERT OR IGNORE INTO versions VALUES (?, ?, ?)", row)
+            index.close()
+
+    # ------------------------------------------------------------------ garbage
+
+    def collect_if_due(self, rank: int) -> None:
+        """Call :meth:`collect`, unless only few of the versions can have become garbage since it was last called.
+
+        It looks at all versions and checkpoints there are. A run that keeps thousands of checkpoints would spend more
+        time there with every one that it adds.
+        """
+        if _GARBAGE * self._written >= self._kept:
+            self.collect(rank)
+
+    def collect(self, rank: int) -> None:
+        """Delete what neither checkpoints nor stores of this process need of the shards that it cleans up.
+
+        These are the process's own. The first process also cleans up those of other runs, which may have been killed.
+        """
+        names = [path.name for path in self.path.iterdir() if _SHARD.fullmatch(path.name)]
+        indices = {name: _index(self.path / name) for name in names if _is_cleaned_here(name, rank)}
+        known: dict[str, set[tuple[str, str]]] = {}
+        with ExitStack() as opened:
+            for name, index in indices.items():
+                if not index.path.exists():
+                    known[name] = set()
+                    continue
+                if not index.is_open:
+                    opened.callback(index.close)
+                with suppress(sqlite3.Error):  # a shard that is damaged, or in use after its fit, is left alone
+                    known[name] = index.versions()
+            wanted = self._wanted(set().union(*known.values()))
+            self._written, self._kept = 0, len(wanted)
+            for name, versions in known.items():
+                is_live = self.path / name in _LIVE
+                if is_live or not wanted.isdisjoint(version for version, _ in versions):
+                    with suppress(sqlite3.Error):
+                        if indices[name].path.exists():
+                            indices[name].trim(wanted, is_live)
+                else:
+                    indices[name].close()
+                    shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def _wanted(self, versions: set[tuple[str, str]]) -> set[str]:
+        """Return the versions that a checkpoint refers to, or may refer to.
+
+        Checkpoints are asked themselves: one may have been renamed, or replaced by another of the same name.
+
+        Args:
+            versions: The versions, each with a checkpoint that referred to it, relative to the folder.
+        """
+        known = {(name, os.path.normpath(self.path / checkpoint)) for name, checkpoint in versions}
+        files = {path for _, path in known}
+        kinds = {Path(file).suffix for file in files}
+        for folder in {Path(file).parent for file in files}:
+            if folder.is_dir():
+                files.update(str(f) for f in folder.iterdir() if f.suffix in kinds and f.is_file())
+        referred = {file: self._refers_to(Path(file)) for file in files if os.path.exists(file)}
+        self._read = {path: found for path, found in self._read.items() if str(path) in referred}
+        self._awaited.difference_update(name for name in referred.values() if name)
+        wanted = {name for name in referred.values() if name} | self._awaited
+        return {name for name, path in known if name in wanted or referred.get(path, "") is None}
+
+    def _refers_to(self, checkpoint: Path) -> str | None:
+        """Return the version that a checkpoint refers to, "" if to none, None if it cannot be read."""
+        about = checkpoint.stat()
+        stamp = (about.st_mtime_ns, about.st_size, about.st_ino)
+        if self._read.get(checkpoint, ((), None))[0] != stamp:
+            self._read[checkpoint] = (stamp, _referred_version(checkpoint))
+        return self._read[checkpoint][1]
+
+
+def _index(shard: Path) -> Index:
+    """Return the index of a shard: that of the store which uses it in this process, if there is one."""
+    store = _LIVE.get(shard)
+    return Index(shard, patience=0.0) if store is None else store.index
+
+
+def _is_cleaned_here(shard: str, rank: int) -> bool:
+    run, writer = shard.rsplit("-", 1)
+    return int(writer) == rank if run in _RUNS else rank == 0
+
+
+def _clean_after(store: DiskClientStore, rank: int, is_shared: bool) -> None:
+    """Collect garbage when a store is gone. Nothing is deleted while a run is at work in the folder.
+
+    Args:
+        store: A store of this process.
+        rank: This process.
+        is_shared: Whether other processes of the run have stores in the folder too, which may end at the same time.
+    """
+    _LIVE[store.index.folder] = store
+    weakref.finalize(store, _clean, store.folder, store.index, rank, 1.0 if is_shared else 0.0, os.getpid())
+
+
+def _clean(path: Path, index: Index, rank: int, patience: float, process: int) -> None:
+    if process != os.getpid():  # a forked child drops its copy of the store: the parent's may live on
+        return
+    index.close()
+    _LIVE.pop(index.folder, None)
+    folder = StoreFolder(path)
+    folder.patience = patience
+    if path.is_dir():
+        with suppress(FederatedError):
+            folder.acquire()
+            folder.collect(rank)
+            folder.release()
+
+
+def is_reference(client_states: Any) -> bool:
+    """Whether a checkpoint's client states are in a store beside it, and not in the checkpoint."""
+    return isinstance(client_states, Mapping) and "version" in client_states
+
+
+def shards_of(reference: Reference) -> list[Shard]:
+    """Return the shards that a checkpoint refers to.
+
+    Raises:
+        FederatedError: If it refers to anything else.
+    """
+    saved = reference.get("shards")
+    for shard in saved if isinstance(saved, list) else [saved]:
+        kinds = [type(part) for part in shard] if isinstance(shard, list) else []
+        if kinds != [str, int, int, int] or not _SHARD.fullmatch(shard[0]):
+            raise FederatedError(f"The checkpoint's reference to client states is damaged: {shard!r} is not a shard.")
+    return [Shard(*shard) for shard in saved]
+
+
+def _find_store(reference: Reference, checkpoint: Path) -> Path:
+    """Return the folder that a checkpoint refers to.
+
+    Raises:
+        FederatedError: If it is missing, with what to copy along, or if an earlier version of the package wrote it.
+    """
+    path = Path(str(reference.get("path")))
+    beside = [checkpoint.parent / path, checkpoint.parent / path.name]
+    linked = [folder.resolve() for folder in (*beside, checkpoint.resolve().parent / path)]
+    folders = [folder for f in (*beside, *linked) if (folder := Path(os.path.abspath(f))).is_dir()]
+    if reference.get("format") != _FORMAT:
+        raise _old_format(next(iter(folders), path))
+    names = [shard.name for shard in shards_of(reference)]
+    whole = [folder for folder in folders if all((folder / name).is_dir() for name in names)]
+    for folder in (*whole, *folders):
+        return folder
+    raise FederatedError(
+        f"{checkpoint} keeps its client states in the folder {str(path)!r} beside it, and there is none. Copy that"
+        f" folder along with the checkpoint: it is expected at {os.path.abspath(beside[0])}."
+    )
+
+
+def _old_format(folder: Path) -> FederatedError:
+    return FederatedError(
+        f"The client states in {folder} were written by another version of lightning_fed, in a format that this version"
+        " does not read. Start a new run with another folder (client_states_dir=...), or finish this one with the"
+        " version that wrote it."
+    )
+
+
+def _referred_version(checkpoint: Path) -> str | None:
+    try:
+        saved = torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)
+    except Exception:  # whatever a damaged file leads to
+        return None
+    try:
+        states = saved["loops"]["fit_loop"]["state_dict"]["client_states"]
+    except (KeyError, TypeError, IndexError):
+        return ""
+    return str(states["version"]) if is_reference(states) else ""
+
+
+def relative(path: Path, folder: Path) -> str:
+    """Return a path as it is seen from a folder."""
+    return Path(os.path.relpath(path.absolute(), folder.absolute())).as_posix()
 
 
 class ClientStatesPlace:
@@ -52,33 +291,27 @@ class ClientStatesPlace:
         self.checkpoint: Path | None = None  # that is being written
         self._folder: StoreFolder | None = None
         self._held = ExitStack()  # folders, while a checkpoint is written
-        self._prefix = ""
-        self._run: dict[str, str] = {}
-        self._size = 1  # processes that share the clients
+        self._run, self._versions = "", 0  # the name of this run, and the number of versions it has written
         self._fits = False
-        self._unused: set[str] | None = None  # segments that no process uses, at the checkpoint that is written
+        self._has_recorded = False  # a version, for the checkpoint that is being written
         self._is_copy = False  # of a fitted trainer's place, whose states are in memory until a fit
 
     def __getstate__(self) -> dict[str, Any]:
         """Return a place of its own for a copy of the trainer, which may use no file of this one."""
-        return {**self.__dict__, "_folder": None, "_prefix": "", "_held": ExitStack(), "_is_copy": True}
+        return {**self.__dict__, "_folder": None, "_held": ExitStack(), "_is_copy": True}
 
-    def open(
-        self, server: Server, ranks: Ranks, kept: ClientStore | None, flat: FlatParameters, settings: Settings
-    ) -> None:
+    def open(self, server: Server, kept: ClientStore | None, settings: Settings) -> None:
         """Give the server a store: the previous fit's if there was one, else an empty one.
 
         Args:
             server: The server's side.
-            ranks: The processes that share the clients.
             kept: The store of this trainer's previous fit.
-            flat: The trained parameters.
             settings: How rounds are run.
 
         Raises:
             FederatedError: If the folder cannot be used.
         """
-        self._size, self._fits = ranks.size, True
+        self._fits = True
         if kept is None or self._is_copy:
             on_disk = self._choose(server, settings) == "disk"
             self._folder = StoreFolder(self._choose_folder()) if on_disk else None
@@ -91,10 +324,6 @@ class ClientStatesPlace:
             if kept is not None:
                 server.clients.load_state_dict(kept.state_dict(), server.x.device)
         self._is_copy = False
-        named = zip(flat.names, flat.params, strict=True)
-        model = {f"parameter {name}": f"{list(p.shape)} of {p.dtype}" for name, p in named}
-        method = f"{type(server.algorithm).__name__} {server.algorithm.options()}"
-        self._run = {"method": method, **model, "seed": str(server.seed)}
 
     def _choose(self, server: Server, settings: Settings) -> str:
         """Return "memory" or "disk", by what the states of all clients that may take part come to."""
@@ -130,16 +359,16 @@ class ClientStatesPlace:
         return Path(os.path.abspath(trainer.strategy.broadcast(chosen)))
 
     def _make_store(self, server: Server, folder: StoreFolder) -> DiskClientStore:
-        self._prefix = prefix = self._from_rank_zero(folder.new_prefix)
-        note_run(prefix)
+        self._run = self._from_rank_zero(lambda: secrets.token_hex(8))
+        _RUNS.add(self._run)
         if not folder.path.is_dir():
             raise FederatedError(
                 f"client_states_dir={str(folder.path)!r} is not seen by all processes. Give a folder on a file system"
                 " that they share."
             )
         rank = self.trainer.global_rank
-        store = DiskClientStore(folder.path, prefix, len(server.ids), server.x.device, rank, rank < self._size)
-        clean_after(store, is_shared=self.trainer.world_size > 1)
+        store = DiskClientStore(folder.path, f"{self._run}-{rank:04d}", len(server.ids), server.x.device)
+        _clean_after(store, rank, is_shared=self.trainer.world_size > 1)
         return store
 
     def _from_rank_zero(self, work: Callable[[], Result]) -> Result:
@@ -165,39 +394,15 @@ class ClientStatesPlace:
         if not is_reference(saved):
             clients.load_state_dict(saved, device, is_mine)
             return
-        source = Path(saved["path"])
-        version = StoreFolder(source).read(saved["version"])
-        self._check(version, source, len(server.ids))
-        segments = list(version.segments)
+        source, shards = Path(saved["path"]), shards_of(saved)
         if not isinstance(clients, DiskClientStore):
-            clients.load_state_dict(_read_all(source, version, is_mine), device)
+            clients.load_state_dict(read_version(source, shards, len(server.ids), is_mine), device)
             return
         folder = self._folder
         assert folder is not None
-
-        def take_over() -> str:
-            if source.samefile(folder.path):
-                folder.register(saved["version"], Path(saved["checkpoint"]))
-            else:
-                folder.adopt(source, segments)
-            return folder.new_prefix(segments)
-
-        self._prefix = clients.prefix = self._from_rank_zero(take_over)
-        note_run(self._prefix)
-        clients.load_segments(segments, is_mine)
-
-    def _check(self, version: Version, folder: Path, clients: int) -> None:
-        """Refuse states of another run, or of another number of clients."""
-        for name in sorted({*version.run, *self._run}):
-            if version.run.get(name) != self._run.get(name):
-                raise FederatedError(
-                    f"The client states in {folder} belong to another run: their {name} is {version.run.get(name)},"
-                    f" this run's is {self._run.get(name)}. Resume with what they were made with."
-                )
-        if version.clients != clients:
-            raise FederatedError(
-                f"The client states in {folder} are of {version.clients:,} clients, this run has {clients:,}."
-            )
+        if source.samefile(folder.path):
+            self._from_rank_zero(lambda: folder.register(saved, Path(saved["checkpoint"])))
+        clients.load_version(source, shards, is_mine)
 
     def resolved(self, saved: Any) -> Any:
         """Return a checkpoint's client states, or where they are whatever is the working directory.
@@ -208,37 +413,24 @@ class ClientStatesPlace:
         if not is_reference(saved):
             return saved
         path = Path(os.path.abspath(str(self.trainer.ckpt_path)))
-        folder = find_store(saved, path)
-        return {"path": str(folder), "version": str(saved["version"]), "checkpoint": str(path)}
+        return {**saved, "path": str(_find_store(saved, path)), "checkpoint": str(path)}
 
     def record(self, server: Server, ranks: Ranks) -> Any:
         """Return what a checkpoint holds of the client states, on rank zero: a reference, or all of them."""
-        clients = server.clients
+        clients, folder = server.clients, self._folder
         if not isinstance(clients, DiskClientStore) or self.checkpoint is None:
             parts = ranks.gather_at_zero(clients.state_dict())
             return dict(sorted((i, state) for part in parts for i, state in part.items()))
         if not self.trainer.is_global_zero and ranks.size == 1:
             return {}  # all processes have the same states, and the first one writes
-        parts = ranks.gather_at_zero((clients.segments(), clients.needed))
+        assert folder is not None
+        self._versions += 1
+        self._has_recorded, name = True, f"{self._run}-{self._versions:06d}"  # the same in all processes
+        folder.await_checkpoint(name)
+        shards = ranks.gather_at_zero(clients.record(name, relative(self.checkpoint, folder.path)))
         if not self.trainer.is_global_zero:
             return {}
-        segments = {segment for of_rank, _ in parts for segment in of_rank}
-        # also those that hold nothing yet but what is staged: no version refers to them, and they are being written
-        needed = {name for _, of_rank in parts for name in of_rank}
-        folder = self._folder
-        assert folder is not None
-        if missing := [s.name for s in segments if not (folder.path / f"{s.name}.states").exists()]:
-            raise FederatedError(
-                f"Client states of this run are gone: {missing[0]}.states is missing in {folder.path}. Another run that"
-                " was started there since has removed what no checkpoint needed."
-            )
-        ordered = tuple(sorted(segments, key=lambda segment: segment.name))
-        reference = self._write(folder, server.round, self._run, len(server.ids), ordered)
-        # asked here, where all processes wait for the checkpoint: later, others may be at the next round's segments
-        # segments of a process that keeps states for itself are of no version, and are its own
-        owners = {name: owner(name) for name in folder.segments() - needed - needed_here(folder.path)}
-        self._unused = {n for n, (run, rank) in owners.items() if run != self._prefix or rank < self._size}
-        return reference
+        return self._refer_to(folder, {"version": name, "shards": [list(shard) for shard in shards if shard]})
 
     def copied(self, saved: Mapping[str, Any]) -> Any:
         """Return for another checkpoint of the same round what a loaded one holds of the client states."""
@@ -246,32 +438,31 @@ class ClientStatesPlace:
         if not is_reference(states) or not self.trainer.is_global_zero:
             return states
         folder = StoreFolder(Path(states["path"]))
-        version = folder.read(states["version"])
         if self.checkpoint is None:
-            return _read_all(folder.path, version)
+            ids = saved["clients"]
+            return read_version(folder.path, shards_of(states), ids if isinstance(ids, int) else len(ids))
         self._hold(folder)
-        return self._write(folder, saved["round"], version.run, version.clients, version.segments)
+        folder.register(states, self.checkpoint)
+        return self._refer_to(folder, states)
 
-    def _write(
-        self, folder: StoreFolder, round: int, run: Mapping[str, str], clients: int, segments: tuple[Segment, ...]
-    ) -> Reference:
-        """Write a version for the checkpoint that is being written, and return the reference to it."""
+    def _refer_to(self, folder: StoreFolder, version: Reference) -> Reference:
+        """Return the reference to a version for the checkpoint that is being written."""
         assert self.checkpoint is not None
-        version = Version((relative(self.checkpoint, folder.path),), run, clients, segments)
-        return {"path": relative(folder.path, self.checkpoint.parent), "version": folder.write(round, version)}
+        path = relative(folder.path, self.checkpoint.parent)
+        return {"format": _FORMAT, "path": path, "version": version["version"], "shards": version["shards"]}
 
     @contextmanager
     def writing(self, checkpoint: str | os.PathLike[str]) -> Iterator[None]:
         """Let a checkpoint that is written inside refer to its states, and afterwards let go what none needs."""
         folder, path = self._folder, os.fspath(checkpoint)
-        self.checkpoint, self._unused = None if "://" in path else Path(os.path.abspath(path)), None
+        self.checkpoint, self._has_recorded = None if "://" in path else Path(os.path.abspath(path)), False
         try:
             with self._held:
                 if folder is not None and not self._fits and self.trainer.is_global_zero:
                     self._hold(folder)
                 yield
-                if folder is not None and self._unused is not None:
-                    folder.collect_if_due(self._unused)
+                if folder is not None and self._has_recorded:
+                    folder.collect_if_due(self.trainer.global_rank)
         finally:
             self.checkpoint = None
 
@@ -290,16 +481,9 @@ class ClientStatesPlace:
         if folder is None or not folder.is_mine:
             return
         if self.trainer.world_size == 1 and isinstance(clients, DiskClientStore):
-            folder.collect(folder.segments() - needed_here(folder.path))
+            folder.collect(rank=0)
         folder.release()
 
 
 def _nbytes(state: State) -> int:
     return sum(value.nbytes for value in state.values())
-
-
-def _read_all(folder: Path, version: Version, is_mine: Callable[[int], bool] = lambda index: True) -> dict[int, State]:
-    """Return a version's states, in memory."""
-    store = DiskClientStore(folder, "", version.clients, torch.device("cpu"))
-    store.load_segments(list(version.segments), is_mine)
-    return store.state_dict()

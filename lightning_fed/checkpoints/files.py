@@ -18,6 +18,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
+from lightning_fed.core.disk import flush_folder
 from lightning_fed.core.errors import FederatedError
 
 try:
@@ -69,7 +70,7 @@ class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
                 _lock(stream)
                 _write(checkpoint, stream)
             os.replace(part, file)
-            _flush_folder(file.parent)
+            flush_folder(file.parent)
         except OSError as error:
             reason = error.strerror or str(error)
             raise FederatedError(
@@ -183,7 +184,7 @@ def link(file: Path, name: Path) -> None:
         _copy(file, part)
         rank_zero_warn(f"{name.parent} cannot hold symbolic links: {name.name} is a copy of the checkpoint instead.")
     os.replace(part, name)
-    _flush_folder(name.parent)
+    flush_folder(name.parent)
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
@@ -237,19 +238,6 @@ def _copy(file: Path, part: Path) -> None:
         shutil.copyfileobj(source, stream)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make a rename last, where the system lets a folder be flushed."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        with suppress(OSError):
-            os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _lock(stream: IO[bytes]) -> None:

@@ -298,7 +298,7 @@ def start_server(
     elif earlier is not None:
         earlier.continue_in(server, prepared, ranks, notes)
         kept = earlier.server.clients
-    place.open(server, ranks, kept, flat, s)
+    place.open(server, kept, s)
     if restored is not None:
         with restored_from(trainer.ckpt_path, "client states"):
             place.load(server, restored["client_states"], ranks.is_home_of)

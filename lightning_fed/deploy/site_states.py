@@ -9,6 +9,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from lightning_fed.core.disk import flush_folder
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 
@@ -125,9 +126,4 @@ class SiteStates:
             file.flush()
             os.fsync(file.fileno())
         os.replace(work, path)
-        if os.name == "posix":  # the new name, too, is there after a power cut
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        flush_folder(path.parent)  # the new name, too, is there after a power cut

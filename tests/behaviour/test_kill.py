@@ -17,6 +17,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, algorithms
+from lightning_fed.checkpoints.client_states import is_reference, shards_of
 from lightning_fed.checkpoints.files import fault_of
 from lightning_fed.data import Dirichlet
 from lightning_fed.models import MLPClassifier
@@ -31,8 +32,7 @@ from lightning_fed.server import (
     TopK,
     UniformSampler,
 )
-from lightning_fed.server.client_states.disk_store import DiskClientStore
-from lightning_fed.server.client_states.versions import StoreFolder, is_reference
+from lightning_fed.server.client_states.disk_store import read_version
 from tests.helpers.kills import EXITS, KINDS, WHERE, Places, Strike, killed_when, struck_together
 from tests.helpers.selection import few
 from tests.helpers.training import QUIET, rounds_in, same
@@ -90,10 +90,8 @@ def end(folder: Path) -> dict[str, Any]:
             state.pop(name, None)
     run = found["loops"]["fit_loop"]["state_dict"]
     if is_reference(run["client_states"]):
-        version = StoreFolder(folder / "client_states").read(run["client_states"]["version"])
-        store = DiskClientStore(folder / "client_states", "", version.clients, torch.device("cpu"))
-        store.load_segments(list(version.segments))
-        run["client_states"] = store.state_dict()
+        shards = shards_of(run["client_states"])
+        run["client_states"] = read_version(folder / "client_states", shards, run["clients"])
     run["metrics"] = {name: value for name, value in run["metrics"].items() if "seconds" not in name}
     return {**found, "loops": run}
 

@@ -13,6 +13,7 @@ from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import Scaffold
 from lightning_fed.callbacks import RunSummary
 from lightning_fed.checkpoints.files import AtomicCheckpointIO
+from lightning_fed.server.client_states.disk_store import Index
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import few
 from tests.helpers.training import Net, data, parameters, rounds_in, seeded, trainer
@@ -139,7 +140,9 @@ def test_a_round_is_written_no_more_often_than_needed(
     monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", counted)
     run(tmp_path, saver(tmp_path, save_last=save_last), client_states="disk")
     assert [rounds.count(n) for n in EVERY] == writes
-    assert len(list((tmp_path / "client_states").glob("*.json"))) == 2  # what the best and the last one refer to
+    (index,) = map(Index, (tmp_path / "client_states").glob("*-0000"))
+    assert len({name for name, _ in index.versions()}) == 2  # what the best and the last one refer to
+    index.close()
 
 
 def resumed(folder: Path, save_last: Any) -> Sequence[float]:

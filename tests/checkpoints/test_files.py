@@ -16,11 +16,11 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from torch.utils.data import DataLoader
 
-from lightning_fed.checkpoints import files as checkpoint_io
 from lightning_fed.algorithms import Scaffold
+from lightning_fed.checkpoints import files as checkpoint_io
 from lightning_fed.checkpoints.files import AtomicCheckpointIO, fault_of, link, newest_sound, remove_leftovers
-from lightning_fed.core.errors import FederatedError
 from lightning_fed.checkpoints.restoring import restored_from
+from lightning_fed.core.errors import FederatedError
 from tests.helpers.selection import few
 from tests.helpers.training import Net, classification, data, fit, parameters, same, seeded, trainer
 

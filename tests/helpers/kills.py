@@ -5,10 +5,12 @@ import json
 import multiprocessing
 import os
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ import torch
 
 from lightning_fed import FederatedCallback
 from lightning_fed.checkpoints import files as checkpoint_io
-from lightning_fed.server.client_states import segments, versions
+from lightning_fed.core import disk
+from lightning_fed.server.client_states import disk_store
 from lightning_fed.strategies import stopping
 from tests.helpers.processes import HANGS, environment, free_port
 
@@ -109,7 +112,7 @@ class _Moments:
     def listen(self) -> None:
         """Let everything that is a moment call this, in this process."""
         check, write = stopping.RoundSignalConnector.check, checkpoint_io._Stream.write
-        append, fsync, replace = segments._write, os.fsync, os.replace
+        append, fsync, replace = disk_store._write, os.fsync, os.replace
 
         def counted_check(connector: Any) -> None:
             self("step")
@@ -130,7 +133,7 @@ class _Moments:
             if self.strike and self.falls("write"):
                 append(file, data[: int(len(data) * self.strike.share)], offset)
             if self("write"):
-                raise segments._failure(file, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             append(file, data, offset)
 
         def counted_fsync(handle: int) -> None:
@@ -145,18 +148,36 @@ class _Moments:
 
         stopping.RoundSignalConnector.check = counted_check
         checkpoint_io._Stream.write = counted_write
-        segments._write = counted_append
-        checkpoint_io.os = segments.os = versions.os = _Os(counted_fsync, counted_replace)
+
+        class CountedConnection(sqlite3.Connection):
+            """Every statement that changes an index is a moment, so a kill falls between any two of them."""
+
+            def execute(self, statement: str, *args: Any) -> sqlite3.Cursor:
+                self._strike(statement)
+                return super().execute(statement, *args)
+
+            def executemany(self, statement: str, *args: Any) -> sqlite3.Cursor:
+                self._strike(statement)
+                return super().executemany(statement, *args)
+
+            def _strike(self, statement: str) -> None:
+                if not statement.startswith(("SELECT", "ROLLBACK")) and moments("write"):
+                    raise sqlite3.OperationalError("database or disk is full")
+
+        moments = self
+        disk_store._write = counted_append
+        disk_store.sqlite3 = _Module(sqlite3, connect=partial(sqlite3.connect, factory=CountedConnection))
+        checkpoint_io.os = disk_store.os = disk.os = _Module(os, fsync=counted_fsync, replace=counted_replace)
 
 
-class _Os:
-    """The module ``os`` with two functions of its own."""
+class _Module:
+    """A module with some functions replaced."""
 
-    def __init__(self, fsync: Callable[[int], None], replace: Callable[[Any, Any], None]) -> None:
-        self.fsync, self.replace = fsync, replace
+    def __init__(self, module: Any, **functions: Callable[..., Any]) -> None:
+        self.__dict__.update(functions, module=module)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
+        return getattr(self.module, name)
 
 
 def struck(work: Callable[[Places], Any], strike: Strike | None, folder: Path) -> tuple[int, str]:
