@@ -218,7 +218,7 @@ def attempt(name: str, parameter: str, value: Any) -> FederatedError | None:
     return refusal
 
 
-def test_what_is_required_makes_one() -> None:
+def test_required_arguments_are_enough() -> None:
     has_matplotlib = find_spec("matplotlib") is not None
     for name, make in PUBLIC.items():
         if name != "split_figure" or has_matplotlib:

@@ -234,7 +234,9 @@ FEW_BLOWS = ("SIGTERM to one", "an exception in one", "SIGKILL of one", "a full 
         pytest.param("ddp", tuple(BOTH), id="ddp, all blows", marks=pytest.mark.thorough),
     ],
 )
-def test_of_two_processes_none_hangs_and_both_go_on(strategy: str, names: Sequence[str], tmp_path: Path) -> None:
+def test_two_processes_end_together_when_one_is_struck_and_resume_exactly(
+    strategy: str, names: Sequence[str], tmp_path: Path
+) -> None:
     digits()
     stream = random.Random(3)
 
