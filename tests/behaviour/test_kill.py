@@ -223,7 +223,7 @@ BOTH = {
 }
 
 
-FEW_BLOWS = ("SIGTERM to one", "an exception in one", "SIGKILL of one", "a full disk")
+FEW_BLOWS = ("SIGTERM to one", "SIGKILL of one", "a full disk")
 
 
 @pytest.mark.parametrize(
