@@ -43,12 +43,6 @@ def test_inverse_size_scales_alpha():
     assert {i: s["d_i"].item() for i, s in played.clients[0].items()} == pytest.approx({0: y_0, 1: y_1}, rel=1e-14)
 
 
-def test_the_joint_optimum_is_reached():
-    # F_0 + F_1 = 2 x^2 - 4 x
-    grad, rounds = quadratic((1.0, 3.0), (-4.0, 0.0)), [Round({0: (0,) * 40, 1: (0,) * 40})] * 200
-    assert play(FedDyn(alpha=1.0), grad, (1, 1), X, rounds).x[-1].item() == pytest.approx(1.0, rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -38,7 +38,7 @@ def test_m_starts_at_the_first_cohorts_gradient():
     assert played.server[0]["m"].item() == 1.0
 
 
-def test_a_one_at_the_current_point_is_mime():
+def test_a_equal_to_one_at_the_current_point_is_mime():
     rounds = [*ROUNDS, Round({1: (0, 1)})]
     ours, theirs = (play(a, GRAD, (1, 3), X, rounds).x for a in (MimeMVR(a=1, anchor="current"), Mime(SGD())))
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=0)

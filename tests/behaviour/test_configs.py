@@ -108,7 +108,7 @@ MADE = [CONFIGS / f"{name}.yaml" for name in ("algorithm/mime_sgdm", "aggregatio
 @pytest.mark.parametrize(
     "path", few([QUICKSTART, *STACKED], [QUICKSTART, *MADE]), ids=lambda p: f"{p.parent.name}/{p.stem}"
 )
-def test_what_a_config_names_is_what_is_made(path: Path) -> None:
+def test_a_config_makes_the_parts_that_it_names(path: Path) -> None:
     config = read(path)
     cli = stacked(path)
     settings = cli.trainer.fit_loop.settings

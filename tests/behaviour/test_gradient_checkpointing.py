@@ -43,7 +43,7 @@ class Checkpointed(Net):
 
 
 @pytest.mark.parametrize(("method", "reentrant"), covering([*METHODS], [False, True]))
-def test_results_are_those_without_it(method: str, reentrant: bool) -> None:
+def test_results_equal_those_without_gradient_checkpointing(method: str, reentrant: bool) -> None:
     ends, models = [], []
     for made in (reentrant, None):
         models.append(seeded(Checkpointed, reentrant=made))
@@ -61,7 +61,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_torch_has_no_form_of_it_for_several_clients_at_once(reentrant: bool) -> None:
+def test_gradient_checkpointing_cannot_run_for_several_clients_at_once(reentrant: bool) -> None:
     class Stateless(Checkpointed):
         training_step = Net.training_step
 

@@ -37,7 +37,7 @@ from tests.helpers.kills import EXITS, KINDS, WHERE, Places, Strike, killed_when
 from tests.helpers.selection import few
 from tests.helpers.training import QUIET, rounds_in, same
 
-ROUNDS, BLOWS = 8, 8
+ROUNDS, BLOWS = 8, 6
 WHEREABOUTS = ("dirpath", "best_model_path", "best_k_models", "kth_best_model_path", "last_model_path")
 
 
@@ -221,7 +221,7 @@ BOTH = {
 }
 
 
-FEW_BLOWS = ("SIGTERM to one", "an exception in one", "SIGKILL of one", "a full disk")
+FEW_BLOWS = ("SIGTERM to one", "SIGKILL of one", "a full disk")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,9 @@ FEW_BLOWS = ("SIGTERM to one", "an exception in one", "SIGKILL of one", "a full 
         pytest.param("ddp", tuple(BOTH), id="ddp, all blows", marks=pytest.mark.thorough),
     ],
 )
-def test_of_two_processes_none_hangs_and_both_go_on(strategy: str, names: Sequence[str], tmp_path: Path) -> None:
+def test_two_processes_end_together_when_one_is_struck_and_resume_exactly(
+    strategy: str, names: Sequence[str], tmp_path: Path
+) -> None:
     digits()
     stream = random.Random(3)
 

@@ -108,7 +108,7 @@ def test_last_is_the_last_round_at_which_a_checkpoint_was_due(name: str, tmp_pat
     assert len(list(tmp_path.glob("*last*.ckpt"))) == 1
 
 
-@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize("save_last", few([True, "link"], ["link"]))
 def test_the_best_stays_what_it_is(save_last: Any, tmp_path: Path) -> None:
     keep = saver(tmp_path, save_last=save_last)
     run(tmp_path, keep)
@@ -157,13 +157,13 @@ def resumed(folder: Path, save_last: Any) -> Sequence[float]:
 
 
 @pytest.mark.parametrize("save_last", few([True, "link"], ["link"]))
-def test_a_run_goes_on_from_it_exactly(save_last: Any, tmp_path: Path) -> None:
+def test_a_run_resumes_exactly_from_last(save_last: Any, tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", saver(tmp_path / "whole"))
     assert resumed(tmp_path / "parts", save_last) == parameters(whole.lightning_module).tolist()
 
 
 @pytest.mark.parametrize("save_last", few([True, "link"], ["link"]))
-def test_two_processes_keep_it_too(save_last: Any, tmp_path: Path) -> None:
+def test_two_processes_keep_last_alike(save_last: Any, tmp_path: Path) -> None:
     def work() -> list[int]:
         keep = saver(tmp_path / "kept", save_last=save_last)
         return held(tmp_path, keep, strategy="clients", devices=2)
@@ -173,7 +173,7 @@ def test_two_processes_keep_it_too(save_last: Any, tmp_path: Path) -> None:
         assert outcome.value == EVERY
 
 
-def test_a_callback_can_be_copied_after_a_run(tmp_path: Path) -> None:
+def test_a_checkpoint_callback_can_be_copied_after_a_run(tmp_path: Path) -> None:
     keep = saver(tmp_path / "first")
     run(tmp_path, keep, max_rounds=1)
     copied = pickle.loads(pickle.dumps(keep))

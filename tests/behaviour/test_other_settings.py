@@ -73,7 +73,7 @@ def told(path: Path, first: dict[str, Any], then: dict[str, Any]) -> list[str]:
         {"sampler": lambda seed, round, population: population[:2]},
     ],
 )
-def test_the_same_settings_are_nothing_to_tell(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_unchanged_settings_cause_no_warning(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert told(tmp_path, settings, {}) == []
 
 
@@ -94,7 +94,7 @@ def test_the_same_settings_are_nothing_to_tell(tmp_path: Path, settings: dict[st
         ({}, {"sizes": (13, 8, 21, 5, 16, 8)}, "other numbers of examples per client. The run goes on"),
     ],
 )
-def test_other_settings_are_told_of(tmp_path: Path, first: Any, then: Any, message: str) -> None:
+def test_changed_settings_are_warned_of(tmp_path: Path, first: Any, then: Any, message: str) -> None:
     (text,) = told(tmp_path, first, then)
     before, _, after = message.partition(".*")
     assert before in text
@@ -110,7 +110,9 @@ def test_other_settings_are_told_of(tmp_path: Path, first: Any, then: Any, messa
         ({"algorithm": FedAvg()}, {"algorithm": Scaffold()}, "method is 'FedAvg', this run's is 'Scaffold'"),
     ],
 )
-def test_what_cannot_go_on_is_refused(tmp_path: Path, first: Any, then: Any, message: str) -> None:
+def test_settings_that_a_run_cannot_resume_with_are_refused(
+    tmp_path: Path, first: Any, then: Any, message: str
+) -> None:
     with pytest.raises(FederatedError, match=message):
         told(tmp_path, first, then)
 

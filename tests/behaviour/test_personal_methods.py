@@ -24,7 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", few(WAYS, ["FedRep", "Ditto, own batches", "APFL", "pFedMe"]))
+@pytest.mark.parametrize("way", few(WAYS, ["FedRep", "Ditto, own batches", "pFedMe"]))
 def test_engines_agree(way: str) -> None:
     def fit(**options: Any) -> Any:
         chosen = {**WAYS[way], **options}

@@ -177,14 +177,14 @@ class PerBatch(pl.Callback):
 OPTIONS: dict[str, Any] = {"engine": "auto", "make": Ordinary, "datamodule": EVEN}
 
 
-def test_what_auto_took_is_taken_again(tmp_path: Path) -> None:
+def test_a_resumed_auto_run_keeps_its_engine(tmp_path: Path) -> None:
     with_hook = {**OPTIONS, "callbacks": [PerBatch()]}
     found = resumed(tmp_path, 1, 3, with_hook, OPTIONS)  # without the reason for the choice
     assert engines_of(found) == ["sequential"]
     assert same(state_of(found), state_of(run(**with_hook, max_rounds=3)))
 
 
-def test_what_auto_cannot_take_again_is_told(tmp_path: Path) -> None:
+def test_a_resumed_auto_run_that_must_change_its_engine_warns(tmp_path: Path) -> None:
     text = r"goes on with 'sequential', though this run was trained with 'vectorized'.*PerBatch.on_train_batch_end"
     with pytest.warns(UserWarning, match=text):
         found = resumed(tmp_path, 1, 3, OPTIONS, {**OPTIONS, "callbacks": [PerBatch()]})
@@ -206,7 +206,9 @@ def test_what_auto_cannot_take_again_is_told(tmp_path: Path) -> None:
         ["sequential-auto"],
     ),
 )
-def test_an_engine_that_is_named_is_no_choice_of_autos(first: str, second: str, taken: str, tmp_path: Path) -> None:
+def test_an_engine_given_by_name_is_not_taken_for_autos_choice(
+    first: str, second: str, taken: str, tmp_path: Path
+) -> None:
     found = resumed(tmp_path, 1, 2, {**OPTIONS, "engine": first}, {**OPTIONS, "engine": second})
     assert engines_of(found) == [taken]
 

@@ -214,7 +214,7 @@ WARNINGS: dict[str, tuple[str, Callable[[Any], None], Callable[[], FederatedData
 
 
 @pytest.mark.parametrize("name", WARNINGS)
-def test_what_a_second_fit_does_not_refuse_it_says(name: str) -> None:
+def test_a_second_fit_warns_of_changes_that_it_accepts(name: str) -> None:
     message, edit, then = WARNINGS[name]
     run, model = trainer(algorithm=FedAvg(), max_rounds=2), seeded(Changing)
     run.fit(model, data())

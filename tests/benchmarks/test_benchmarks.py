@@ -78,9 +78,8 @@ def test_a_peer_that_is_not_installed_is_skipped_with_a_message(run, scripts, mo
     assert "fluke is skipped" in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_a_command_line_that_makes_no_sense_is_refused(run, capsys):
+    for arguments, message in [
         ([], "--system is required"),
         (["--system", "pfl", "--algorithm", "Mime"], "for lightning_fed alone"),
         (["--system", "pfl", "--accelerator", "gpu"], "lightning_fed and torch alone"),
@@ -89,12 +88,10 @@ def test_a_peer_that_is_not_installed_is_skipped_with_a_message(run, scripts, mo
         (["--system", "torch", "--in-turns", "4"], "only one run"),
         (["--system", "torch", "--without", "interleaved"], "they take no --system"),
         (["--against", ".", "--without", "interleaved"], "not allowed with"),
-    ],
-)
-def test_a_command_line_that_makes_no_sense_is_refused(run, capsys, arguments, message):
-    with pytest.raises(SystemExit):
-        run(*arguments)
-    assert message in capsys.readouterr().err
+    ]:
+        with pytest.raises(SystemExit):
+            run(*arguments)
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.thorough)])
@@ -441,20 +438,17 @@ def test_a_mechanism_is_patched_away(scripts, monkeypatch):
         ablations.switch_off("elsewhere")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_mechanisms_are_looked_up_before_anything_runs(run):
+    for arguments, message in [
         (["--without", "stagger"], "no such mechanism(.|\n)*  interleaved "),
         (["--without", "interleaved+lean"], "lean: that is a mechanism of the sequential engine"),
         (
             ["--without", "interleaved", "--engine", "sequential"],
             "a mechanism of the vectorized engine",
         ),
-    ],
-)
-def test_mechanisms_are_looked_up_before_anything_runs(run, arguments, message):
-    with pytest.raises(SystemExit, match=message):
-        run(*arguments)
+    ]:
+        with pytest.raises(SystemExit, match=message):
+            run(*arguments)
 
 
 @pytest.mark.thorough

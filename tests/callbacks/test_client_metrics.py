@@ -249,7 +249,7 @@ def test_clients_start_from_the_servers_buffers_and_have_their_own_when_measured
         (ClientAccuracy("val_f1", on="train"), Net, r"logs \['val_acc', 'val_loss'\]"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_by_name(callback: Any, model: Any, words: str) -> None:
+def test_modules_that_cannot_be_measured_are_refused_by_name(callback: Any, model: Any, words: str) -> None:
     with pytest.raises(FederatedError, match=words):
         run(callback, seeded(model), data())
 

@@ -72,7 +72,7 @@ def test_a_resumed_fit_writes_them_at_its_round(tmp_path):
 
 
 @pytest.mark.parametrize("make", [data, lambda: Careless(batch_size=3)], ids=["given", "on demand"])
-def test_the_run_stays_the_same(tmp_path, make):
+def test_drawing_the_split_does_not_change_the_run(tmp_path, make):
     ends = []
     for callbacks in ([], [SplitPicture()]):
         torch.manual_seed(1)

@@ -40,7 +40,7 @@ def test_the_first_round_that_reaches_the_target_counts_with_all_bytes_so_far(tm
 
 
 @pytest.mark.parametrize(("mode", "target", "rounds"), [("max", 0.5, 1), ("min", 0.5, 4), ("max", 9.0, None)])
-def test_the_mode_says_from_which_side(mode: Any, target: float, rounds: int | None) -> None:
+def test_the_mode_decides_from_which_side_the_target_is_reached(mode: Any, target: float, rounds: int | None) -> None:
     callback = TargetMetric("val_distance", target, mode=mode)
     trainer(callbacks=callback, max_rounds=6, **PROBLEM).fit(model(), problem())
     assert (callback.reached or {}).get("rounds") == rounds

@@ -89,7 +89,7 @@ def test_the_reference_has_every_package_that_makes_names_public() -> None:
 
 
 @pytest.mark.thorough
-def test_it_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
+def test_the_site_builds_without_warnings_and_fetches_nothing(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason='no MkDocs, which builds the site: pip install -e ".[docs]"')
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(SITE), "-d", str(tmp_path)]
     done = subprocess.run(build, capture_output=True, text=True, timeout=300)
@@ -164,7 +164,7 @@ def test_a_configuration_that_is_shown_can_be_read(content: dict[str, Any], tmp_
 
 
 @pytest.mark.parametrize("wrong", ["trainer: {max_round: 3}", "data: {class_path: lightning_fed.data.Digit}"])
-def test_a_configuration_with_a_name_that_there_is_not_is_found(wrong: str, tmp_path: Path) -> None:
+def test_a_configuration_with_an_unknown_name_is_found(wrong: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         test_a_configuration_that_is_shown_can_be_read(yaml.safe_load(wrong), tmp_path)
 
@@ -279,6 +279,6 @@ def test_a_command_that_is_shown_is_a_real_one(every: bool, capsys: pytest.Captu
         "pytest tests/orakel",
     ],
 )
-def test_a_command_that_there_is_not_is_found(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_does_not_exist_is_found(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         check(command, capsys)

@@ -63,7 +63,7 @@ def data(
 ) -> FederatedDataModule:
     """Return a data module over :func:`clients` with a validation set."""
     return FederatedDataModule(
-        clients=clients(sizes), val=classification(40, 77) if val is None else val, batch_size=batch_size, **kwargs
+        clients=clients(sizes), val=classification(12, 77) if val is None else val, batch_size=batch_size, **kwargs
     )
 
 

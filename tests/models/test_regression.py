@@ -46,7 +46,7 @@ def test_settings_of_the_optimizer():
         (Quadratic(x0=3.0), ROWS, {"loss": 4.5}, None),
     ],
 )
-def test_what_validation_and_test_log(model, rows, both, distance):
+def test_validation_and_test_log_the_loss_and_the_distance(model, rows, both, distance):
     trainer = pl.Trainer(**QUIET)
     loader = DataLoader(rows, batch_size=1)
     (val,) = trainer.validate(model, loader, verbose=False)

@@ -102,7 +102,7 @@ def test_a_configuration_turns_shared_memory_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", few([2, 3, 4], [3]))
-def test_what_does_not_share_memory_has_the_same_bits(count: int, tmp_path: Path) -> None:
+def test_processes_end_with_the_same_bits_with_and_without_shared_memory(count: int, tmp_path: Path) -> None:
     names = ["states that move, of a larger model"] if count == 3 else list(RUNS)
 
     def work() -> Any:

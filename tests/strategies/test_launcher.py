@@ -62,21 +62,21 @@ class DiesAtItsBar(FederatedCallback):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_ends_a_child_is_raised_as_itself_with_its_trace() -> None:
+def test_an_exception_of_a_child_process_is_raised_as_itself_with_its_trace() -> None:
     with pytest.raises(KeyError, match="mine") as caught:
         trainer(strategy="clients_fork", callbacks=Ends(KeyError("mine")), **TWO).fit(seeded(), data())
     assert isinstance(caught.value.__cause__, ProcessRaisedException)
     assert "in on_round_end" in str(caught.value.__cause__)
 
 
-def test_what_cannot_be_pickled_is_shown_as_text() -> None:
+def test_an_exception_that_cannot_be_pickled_is_raised_as_text() -> None:
     with pytest.raises(ProcessRaisedException, match="lost words"):
         trainer(strategy="clients_fork", callbacks=Ends(TooManyWordsError("lost", "words")), **TWO).fit(
             seeded(), data()
         )
 
 
-def test_an_error_of_ones_own_goes_before_one_heard_of() -> None:
+def test_the_first_error_of_a_process_goes_before_those_it_caused_elsewhere() -> None:
     launcher = RoundLauncher.__new__(RoundLauncher)
     own, heard = FederatedError("own"), OtherProcessError("Process 1 failed: own")
     launcher._errors = multiprocessing.get_context("fork").SimpleQueue()

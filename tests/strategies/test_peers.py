@@ -33,7 +33,7 @@ def exchange(peers: Peers) -> None:
         dist.barrier()
 
 
-def test_all_are_there_until_one_ends(tmp_path: Path) -> None:
+def test_peers_report_a_process_as_missing_once_it_ends(tmp_path: Path) -> None:
     has_seen = tmp_path / "seen"
 
     def work(peers: Peers, rank: int) -> Any:
@@ -51,7 +51,7 @@ def test_all_are_there_until_one_ends(tmp_path: Path) -> None:
     assert [outcome.value for outcome in met(work, tmp_path)] == [([], [1]), [], None]
 
 
-def test_who_ends_because_of_another_says_so_and_is_not_missed(tmp_path: Path) -> None:
+def test_a_process_that_ends_because_of_another_is_not_named_as_missing(tmp_path: Path) -> None:
     exists = tmp_path / "waits"
 
     def work(peers: Peers, rank: int) -> Any:
@@ -70,7 +70,7 @@ def test_who_ends_because_of_another_says_so_and_is_not_missed(tmp_path: Path) -
         assert re.search(rf"FederatedError: Process {rank} on \S+ misses process 2 \(pid \d+\) on", outcome.error)
 
 
-def test_an_exchange_that_fails_though_all_are_there_fails_as_it_does(tmp_path: Path) -> None:
+def test_an_exchange_that_fails_with_all_processes_alive_raises_its_own_error(tmp_path: Path) -> None:
     def work(peers: Peers, rank: int) -> Any:
         if rank == 0:
             with peers.naming():
@@ -81,7 +81,7 @@ def test_an_exchange_that_fails_though_all_are_there_fails_as_it_does(tmp_path: 
     assert first.error == "RuntimeError: of another kind"
 
 
-def test_who_cannot_be_reached_is_said_at_the_start(tmp_path: Path) -> None:
+def test_a_process_that_cannot_be_reached_is_named_at_the_start(tmp_path: Path) -> None:
     def run() -> Any:
         rank = int(os.environ["RANK"])
         dist.init_process_group("gloo", rank=rank, world_size=2)

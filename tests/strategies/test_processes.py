@@ -37,7 +37,7 @@ def test_ranks_exchange_the_same_with_and_without(tmp_path: Path) -> None:
         assert outcome.value[0] == outcome.value[1]
 
 
-def test_what_was_sent_before_another_exchange_is_not_taken_for_something_else(tmp_path: Path) -> None:
+def test_a_message_read_out_of_order_is_an_error(tmp_path: Path) -> None:
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
         ranks = Ranks(rank, size, torch.device("cpu"), memory)
         deliver = ranks.deliver("first", [[message(rank, 16)]] * size)

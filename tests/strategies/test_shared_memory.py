@@ -70,9 +70,7 @@ def test_no_message_is_overwritten_before_it_is_read(tmp_path: Path) -> None:
     assert [outcome.value for outcome in shared(work, tmp_path, 3)] == [0, 0, 0]
 
 
-def test_what_has_begun_arrives_while_its_sender_does_other_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_arrives_while_its_sender_does_other_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "PIECE", 2**16)
     length = 3 * shared_memory.PIECE + 5  # however much it is
     has_arrived = tmp_path / "arrived"
@@ -140,7 +138,7 @@ def test_waiting_ends_after_the_timeout(tmp_path: Path) -> None:
     assert "ClientsStrategy(timeout=...)" in waiting.error
 
 
-def test_too_little_memory_is_said(tmp_path: Path) -> None:
+def test_too_little_shared_memory_is_an_error_that_names_the_size(tmp_path: Path) -> None:
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
         assert memory is not None
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))

@@ -106,7 +106,7 @@ def test_a_last_checkpoint_of_another_run_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "last.ckpt").read_bytes() == b"of another run"
 
 
-def test_without_checkpoints_nothing_is_saved_and_that_is_said(
+def test_a_stopped_run_without_checkpoints_saves_nothing_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(SIGTERMException):
