@@ -351,5 +351,5 @@ def start_server(
     place.open(server, ranks, kept, flat, s)
     if restored is not None:
         with restored_from(trainer.ckpt_path, "client states"):
-            place.load(server, restored["client_states"], ranks.is_home_of)
+            place.load(server, restored["client_states"], ranks.owns)
     return server

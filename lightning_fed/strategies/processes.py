@@ -111,14 +111,14 @@ class Ranks:
         Args:
             work: Returns this process's record, and the bytes that go to each process; see :meth:`deliver`.
         """
+        if self.size == 1:
+            return [(work()[0], torch.empty(0, dtype=torch.uint8))]
         record: Record | None = None
         sent: Sent = [()] * self.size
         failure = None
         try:
             record, sent = work()
         except BaseException as error:
-            if self.size == 1:
-                raise
             failure = error
         parts = self.deliver((record, Failure.of(failure)), sent)()
         Failure.raise_first([part for (_, part), _ in parts], failure)
@@ -248,19 +248,22 @@ class Ranks:
             dist.all_to_all_single(received, whole, arriving, list(records[self.rank][1]))
         return [(record, part) for (record, _), part in zip(records, received.split(arriving), strict=True)]
 
-    def home_of(self, index: int) -> int:
+    def owner_of(self, index: int) -> int:
         """The process that keeps the state of the client with this stored index."""
         return index % self.size
 
-    def is_home_of(self, index: int) -> bool:
+    def owns(self, index: int) -> bool:
         """Whether this process keeps the state of the client with this stored index."""
-        return self.home_of(index) == self.rank
+        return self.owner_of(index) == self.rank
 
 
 @contextmanager
 def metrics_alone(trainer: pl.Trainer) -> Iterator[None]:
     """Let the module's metric objects count what this process has seen, without exchanging anything with others."""
-    parts = trainer.lightning_module.modules() if trainer.world_size > 1 else ()
+    if trainer.world_size == 1:
+        yield
+        return
+    parts = trainer.lightning_module.modules()
     kept = [(part, part.distributed_available_fn) for part in parts if isinstance(part, Metric)]
     for metric, _ in kept:
         metric.distributed_available_fn = _is_alone

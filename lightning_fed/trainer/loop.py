@@ -14,7 +14,7 @@ from lightning_fed.compat.private import (
 )
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.seeds import Purpose, derive_seed, seed_global
-from lightning_fed.rounds.cohort import warn_of
+from lightning_fed.rounds.failures import warn_of
 from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings.module_checks import check_batch_statistics
 from lightning_fed.strategies.stopping import Stop, exception_of, stop_of

@@ -220,7 +220,7 @@ class Inspection(ShownModel):
         if not own:
             return {client_id: self.evaluate_client(client_id, on, steps) for client_id in client_ids}
         assert self.population is not None
-        here = [i for i in client_ids if self._ranks.is_home_of(self.population.index_of(i))]
+        here = [i for i in client_ids if self._ranks.owns(self.population.index_of(i))]
         parts = self._ranks.gather({i: self.evaluate_client(i, on, steps, own=True) for i in here})
         found = {client_id: logged for part in parts for client_id, logged in part.items()}
         return {client_id: found[client_id] for client_id in client_ids}
@@ -265,7 +265,7 @@ class Inspection(ShownModel):
         """Return what a client keeps after the last completed round; None where another process holds it."""
         assert self.population is not None
         index = self.population.index_of(client_id)
-        return self.state.client_state(index) if self._ranks.is_home_of(index) else None
+        return self.state.client_state(index) if self._ranks.owns(index) else None
 
     def _client(self, client_id: ClientId) -> tuple[ClientBatches, int]:
         assert self.population is not None
@@ -303,7 +303,7 @@ class Inspection(ShownModel):
                 "showing_client_model works while a fit is running: use it in a callback's on_round_end."
             )
         index = self.population.index_of(client_id)
-        if self.ask_sites is not None or not self._ranks.is_home_of(index):
+        if self.ask_sites is not None or not self._ranks.owns(index):
             raise FederatedError(f"What client {client_id!r} keeps, its own model included, is not in this process.")
         with self._leaving_the_module():
             x, buffers = self._own_model(index)

@@ -235,7 +235,7 @@ class RunState(Inspection, _FitLoop):
         """Return what this process tells the others of a round beside its clients' part."""
         trainer = self.trainer
         return {
-            "logged": self.epoch_loop._results.outline() if trainer.world_size > 1 else {},
+            "logged": self.epoch_loop._results.partial() if trainer.world_size > 1 else {},
             "stop": trainer._signal_connector.asked,
             "edit": self._edit,
             "gave_up": self.clients is not None and self.clients.have_given_up,

@@ -8,8 +8,8 @@ import torch
 
 from lightning_fed import FederatedError
 from lightning_fed.algorithms import Algorithm, FedCM, Scaffold
-from lightning_fed.rounds.collect import CollectedMessages
 from lightning_fed.rounds.messages import Reply
+from lightning_fed.rounds.totals import RoundTotals
 from lightning_fed.server import TopK
 from tests.helpers.engines import Ordinary, Record, run
 from tests.helpers.training import parameters
@@ -42,25 +42,25 @@ def test_the_server_has_the_clients_bits(
     algorithm: Algorithm, engine: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, _ = outcome(engine, algorithm, precision=precision)
-    add, left_out = CollectedMessages.add_reply, list[str]()
+    add, left_out = RoundTotals.update, list[str]()
 
-    def without(self: CollectedMessages, reply: Reply, *args: Any) -> Any:
+    def without(self: RoundTotals, reply: Reply, *args: Any) -> Any:
         left_out.extend(reply.implied)
         return add(self, replace(reply, send={k: v for k, v in reply.send.items() if k not in reply.implied}), *args)
 
-    monkeypatch.setattr(CollectedMessages, "add_reply", without)
+    monkeypatch.setattr(RoundTotals, "update", without)
     derived, _ = outcome(engine, algorithm, precision=precision)
     assert left_out
     assert all(torch.equal(a, b) for a, b in zip(plain, derived, strict=True))
 
 
 def test_a_reply_without_either_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = CollectedMessages.add_reply
+    add = RoundTotals.update
 
-    def bare(self: CollectedMessages, reply: Reply, *args: Any) -> Any:
+    def bare(self: RoundTotals, reply: Reply, *args: Any) -> Any:
         return add(self, replace(reply, send={"delta": reply.send["delta"]}), *args)
 
-    monkeypatch.setattr(CollectedMessages, "add_reply", bare)
+    monkeypatch.setattr(RoundTotals, "update", bare)
     with pytest.raises(FederatedError, match=r"leaves out \['delta_c'\], and 'lr_sum' as well, .* Scaffold would"):
         outcome("sequential", Scaffold())
 

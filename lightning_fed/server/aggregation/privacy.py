@@ -156,28 +156,28 @@ class PrivateAggregation(ClippedAggregation):
         (self._name,) = self.reduces
         self._is_noisy = False
 
-    def add(self, index: int, steps: int, send: State, model: Vector | None = None) -> None:
-        """Add one client's message, clipped; see :meth:`Aggregation.add`."""
+    def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
+        """Add the messages of clients, clipped; see :meth:`Aggregation.update`."""
         self._check_names(send)
-        clipped = self._clipped(self._name, send[self._name], index)
-        self._note_steps({index: steps})
-        self._added.append(index)
-        total = self._sums.get(self._name)
-        self._sums[self._name] = clipped.clone() if total is None else total.add_(clipped)
+        for value, index in zip(send[self._name], steps, strict=True):
+            clipped, total = self._clipped(self._name, value, index), self._sums.get(self._name)
+            self._sums[self._name] = clipped.clone() if total is None else total.add_(clipped)
+        self._note_steps(steps)
+        self._added += steps
 
-    def reduce(self, outlines: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
-        """Add up what all processes have, and the noise of the first one."""
+    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
+        """Combine the sums of all processes, with the noise of the first one."""
         self._sums.setdefault(self._name, torch.zeros_like(x, dtype=accumulation_dtype(x.device)))
         self._is_noisy = True
         if ranks.rank == 0:
             self._add_noise()
-        super().reduce(outlines, ranks, x)
+        super().merge(partials, ranks, x)
 
     def _add_noise(self) -> None:
         total = self._sums[self._name]
         total.add_(gaussian_noise(total.numel(), self._std).to(total).view(total.shape))
 
-    def mean(self, x: Vector) -> tuple[State, Vector | None]:
+    def compute(self, x: Vector) -> tuple[State, Vector | None]:
         """Return the noisy sum by the expected number of clients, also where nobody took part."""
         self._sums.setdefault(self._name, torch.zeros_like(x, dtype=accumulation_dtype(x.device)))
         if not self._is_noisy:

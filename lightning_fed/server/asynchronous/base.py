@@ -12,8 +12,8 @@ from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, averaged_points
-from lightning_fed.server.aggregation.collected import HeldAggregation
 from lightning_fed.server.aggregation.mean import Exchange, accumulation_dtype
+from lightning_fed.server.aggregation.robust import CollectedAggregation
 from lightning_fed.server.asynchronous.arrivals import Arrival, Arrivals, Between
 from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.server.participation import Participant
@@ -188,7 +188,7 @@ class Asynchronous(Aggregator):
                 raise ValueError(f"client {client_id!r} of round {began} has a message of another shape, or not finite")
 
 
-class _Arriving(HeldAggregation):
+class _Arriving(CollectedAggregation):
     """The messages of the clients that begin in a round, in return for those that arrive.
 
     Args:
@@ -202,29 +202,29 @@ class _Arriving(HeldAggregation):
         super().__init__(_alone, False, *arguments)
         self._run = run
 
-    def reduce(self, outlines: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
-        """Let every process have all messages."""
-        super().reduce(outlines, ranks, x)
+    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
+        """Give every process all messages."""
+        super().merge(partials, ranks, x)
         everybody = [index for indices in self._by_rank for index in indices]
         everybodys = {index: State() for index in everybody}
         for name in sorted(self._shapes):  # processes may have learned the names in different orders
             rows = x.new_zeros(len(everybody), *self._shapes[name])
             for row, index in zip(rows, everybody, strict=True):
-                if index in self._held:
-                    row.copy_(self._held[index][name])
+                if index in self._collected:
+                    row.copy_(self._collected[index][name])
             ranks.sum([rows])
             for row, index in zip(rows, everybody, strict=True):
                 everybodys[index][name] = row.clone()
-        self._held = everybodys
+        self._collected = everybodys
 
-    def mean(self, x: Vector) -> tuple[State, Vector | None]:
+    def compute(self, x: Vector) -> tuple[State, Vector | None]:
         """Return what the server makes of the messages that arrive.
 
         Args:
             x: The server parameters [P], from which those that begin in this round have begun.
         """
         run = self._run
-        begun = {self._members[index].client_id: self._with(own, run.held, x) for index, own in self._held.items()}
+        begun = {self._members[index].client_id: self._with(own, run.held, x) for index, own in self._collected.items()}
         means = dict[str, Tensor]()
         for staleness, held in run.taken(begun):
             for name, value in self._with(held, run.applied, x).items():
