@@ -1,8 +1,8 @@
 """Clients shared among processes: which one trains whom, and the states that travel there and back."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import prod
 from typing import TypeAlias
 
 import torch
@@ -67,49 +67,33 @@ def _balanced(
     loads = [0] * size
     for index, rank in owners.items():
         loads[rank] += work[index]
-    movable = [_Movable(work, [i for i, owner in owners.items() if owner == rank]) for rank in range(size)]
+    movable = [sorted((work[i], -i) for i, owner in owners.items() if owner == rank) for rank in range(size)]
     workers, without_moves, moves = dict(owners), max(loads), 0
     while True:
         most, fewest = loads.index(max(loads)), loads.index(min(loads))
         afterwards = [
-            (max(loads[most] - work[index], loads[fewest] + work[index]) + a_move, index)
-            for index in movable[most].nearest((loads[most] - loads[fewest]) / 2)
+            (max(loads[most] - amount, loads[fewest] + amount) + a_move, -negated)
+            for amount, negated in _nearest(movable[most], (loads[most] - loads[fewest]) / 2)
         ]
         after, best = min(afterwards, default=(loads[most], -1))
         if moves == most_moves or after >= loads[most]:
             return workers if loads[most] + a_trip < without_moves else owners
         workers[best], moves = fewest, moves + 1
-        movable[most].remove(best)
+        movable[most].remove((work[best], -best))
         loads[most] += a_move - work[best]
         loads[fewest] += a_move + work[best]
 
 
-class _Movable:
-    """Clients by their work, of which there are few different amounts in large cohorts.
+def _nearest(movable: Sequence[tuple[int, int]], amount: float) -> list[tuple[int, int]]:
+    """Return the clients with the work next to an amount, below and from there up, the lowest index of each.
 
     Args:
-        work: The work of each client.
-        indices: The clients.
+        movable: Work and negated index of each client, sorted.
+        amount: The amount.
     """
-
-    def __init__(self, work: Mapping[int, int], indices: Iterable[int]) -> None:
-        self.work = work
-        self._with: dict[int, list[int]] = {}  # the lowest index last
-        for index in sorted(indices, reverse=True):
-            self._with.setdefault(work[index], []).append(index)
-        self._amounts = sorted(self._with)
-
-    def nearest(self, amount: float) -> list[int]:
-        """Return those with the work next to an amount, below and from there up, the lowest index of each."""
-        at = bisect_left(self._amounts, amount)
-        return [self._with[near][-1] for near in self._amounts[max(0, at - 1) : at + 1]]
-
-    def remove(self, index: int) -> None:
-        """Remove one of the nearest."""
-        amount = self.work[index]
-        self._with[amount].pop()
-        if not self._with[amount]:
-            del self._amounts[bisect_left(self._amounts, amount)]
+    at = bisect_left(movable, (amount, -math.inf))
+    above = [movable[bisect_left(movable, (movable[at][0], 1)) - 1]] if at < len(movable) else []
+    return [*movable[max(0, at - 1) : at], *above]
 
 
 class StateTransfer(ClientStates):
@@ -275,7 +259,7 @@ def unpack(
         for index in sorted(index for index in kinds if to[index] == rank):
             states[index] = {}
             for name, (shape, dtype) in kinds[index].items():
-                size = prod(shape) * dtype.itemsize
+                size = math.prod(shape) * dtype.itemsize
                 states[index][name] = lasting_copy(part[start : start + size].view(dtype).view(shape))
                 start += padded(size)
     return states

@@ -1,7 +1,6 @@
 """A round as its steps: the server asks, clients answer, phase by phase, until the server can take its step."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -10,7 +9,7 @@ from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.types import ClientId
 from lightning_fed.engines.base import RestartRoundError
-from lightning_fed.rounds.assignment import Kinds, StateTransfer, assign
+from lightning_fed.rounds.assignment import StateTransfer, assign
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.cohort import CohortSampling, DrawnCohort
 from lightning_fed.rounds.failures import Faults
@@ -27,23 +26,6 @@ Status: TypeAlias = dict[str, Any]
 """What a process reports to the others when its clients are done."""
 
 _MOVED_BYTES = 2**27  # of client states of one vector that may be trained by another process than their owner's
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A process's part of a phase, as the others get it.
-
-    Attributes:
-        sums: See :meth:`ServerRound.partial`.
-        restart: Why the round must start again with another engine, if it must.
-        returning: The client states that go back to their owners; see :meth:`StateTransfer.returning`.
-        status: The process's status.
-    """
-
-    sums: Mapping[str, Any] = field(default_factory=dict)
-    restart: str | None = None
-    returning: Kinds = field(default_factory=dict)
-    status: Status = field(default_factory=dict)
 
 
 class Rounds:
@@ -146,19 +128,16 @@ class Rounds:
             self.work.begin(server.round, mine)
             for task in half.phases():
                 answer = partial(self._answer, task, half, workers, states, transfer, status)
-                parts, received = zip(*ranks.exchange_and_deliver(answer), strict=True)
-                self._restart_reason = next(filter(None, [part.restart for part in parts]), None)
+                parts, received = zip(*ranks.exchange(answer), strict=True)
+                self._restart_reason = next((part["restart"] for part in parts if "restart" in part), None)
                 if self._restart_reason is not None:
                     return None
                 if task.phase == TRAIN:
                     if transfer is not None:
-                        transfer.take_back([part.returning for part in parts], received)
-                    statuses = [part.status for part in parts]
+                        transfer.take_back([part["returning"] for part in parts], received)
+                    statuses = [part["status"] for part in parts]
                     statuses = split.gather(statuses[0]) if split.size > 1 else statuses
-                is_well = (
-                    half.close_phase([part.sums for part in parts], ranks) if ranks.size > 1 else half.close_phase()
-                )
-                if not is_well:
+                if not half.close_phase(parts, ranks):
                     return None
         return statuses
 
@@ -170,7 +149,7 @@ class Rounds:
         states: ClientStates,
         transfer: StateTransfer | None,
         status: Callable[[], Status],
-    ) -> tuple[_Part, Sent]:
+    ) -> tuple[dict[str, Any], Sent]:
         """Answer a task for this process's clients, and return what other processes need of it."""
         ranks, work, trains, clients = self.ranks, self.work, task.phase == TRAIN, task.clients
         if ranks.size > 1:
@@ -189,10 +168,10 @@ class Rounds:
         except RestartRoundError as reason:
             if transfer is not None:
                 transfer.wait()
-            return _Part(restart=str(reason)), [()] * ranks.size
-        sums = half.partial() if ranks.size > 1 else {}
+            return {"restart": str(reason)}, [()] * ranks.size
+        part: dict[str, Any] = half.partial() if ranks.size > 1 else {}
         if not trains:
-            return _Part(sums), [()] * ranks.size
+            return part, [()] * ranks.size
         work.end_training()
         returning, sent = transfer.returning() if transfer is not None else ({}, [()] * ranks.size)
-        return _Part(sums, None, returning, status()), sent
+        return {**part, "returning": returning, "status": status()}, sent

@@ -58,6 +58,7 @@ class ServerRound:
         faults.ask(cohort.members, gradient_members, cohort.dropped)
         self.members = {p.index: p for p in cohort.members if p.client_id not in faults.causes}
         self.gradient_members = {p.index: p for p in gradient_members if p.client_id not in faults.causes}
+        self._steps = {i: p.steps for i, p in (*self.gradient_members.items(), *self.members.items())}
         self.state, self.cohort_grad = server.state, State()
         self._cohort = Cohort(len(self.members), size, server.round, advance_solver=server.advance_solver)
         self._totals = RoundTotals(server, settings, self.members, self.gradient_members, size)
@@ -87,7 +88,7 @@ class ServerRound:
             round=server.round,
             phase=phase,
             clients=tuple(clients),
-            steps={i: p.steps for i, p in (*self.gradient_members.items(), *self.members.items())},
+            steps=self._steps,
             x=server.x,
             server=self.state,
             cohort_grad=self.cohort_grad,
@@ -177,7 +178,7 @@ class ServerRound:
             ClientError: If too many clients failed, or if one did or has not answered, and is not to be dropped.
         """
         faults, totals, phase = self.faults, self._totals, self._complete().phase
-        if ranks is not None:
+        if ranks is not None and ranks.size > 1:
             faults.merge([partial["failed"] for partial in partials])
             totals.merge(phase, [partial["totals"] for partial in partials], ranks)
         self._task = None
@@ -245,7 +246,8 @@ class ServerRound:
         )
         norm = server.close_round(means.messages, means.models, self.state, self._cohort, means.buffers)
         server.count(list(totals.reports), bytes_up, bytes_down)
-        reports, causes, weights, failed = self._reports, self.faults.causes, totals.weights(), dict[ClientId, str]()
+        reports, causes, failed = self._reports, self.faults.causes, dict[ClientId, str]()
+        weights = dict(zip([member.client_id for member in self.members.values()], totals.weights(), strict=True))
         if causes:
             failed = {i: causes[i] for i in sorted(causes, key=self.population.index_of)}
         whole, examples = sum([weights[i] for i in done]), sum([reports[i].size for i in done])

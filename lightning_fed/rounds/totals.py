@@ -131,8 +131,9 @@ class RoundTotals:
         return counted
 
     def _update_messages(self, reply: Reply, rows: Sequence[int], failed: Failed, state: State) -> list[ClientId]:
-        reports, send, refused = reply.reports, self._averaged(reply, state), set[int]()
-        sending = rows
+        reports, send, sending, refused = reply.reports, reply.send, rows, set[int]()
+        if reply.implied or self.algorithm.aside:
+            send = self._averaged(reply, state)
         if self.algorithm.local_work:  # a client without a step has no weight
             sending = [row for row in rows if reports[row].steps]
         for some in _together(self._messages, sending):
@@ -154,8 +155,6 @@ class RoundTotals:
     def _averaged(self, reply: Reply, state: State) -> State:
         """Return the messages that are averaged; implied ones are computed if they were not sent."""
         send = reply.send
-        if not (reply.implied or self.algorithm.aside):
-            return send
         if not send.keys() >= set(reply.implied):
             try:
                 send = {**send, **self.algorithm.implied(send, state)}
@@ -264,10 +263,9 @@ class RoundTotals:
             buffers = {name: found[name] if name in self.moved_buffers else old for name, old in self._buffers.items()}
         return RoundMeans(means, models, buffers, drift)
 
-    def weights(self) -> dict[ClientId, float]:
-        """Return each client's weight in the mean of changes."""
-        weights = self._messages.weights(self.members, self._rule)
-        return {member.client_id: weight for member, weight in zip(self.members.values(), weights, strict=True)}
+    def weights(self) -> list[float]:
+        """Return the weights of all members in the mean of changes."""
+        return self._messages.weights(self.members, self._rule)
 
     def gradients_computed(self) -> int:
         """Return the number of per-example gradients computed, including full-batch and second gradients."""
@@ -400,14 +398,17 @@ class Drift:
             if not is_summed:
                 own = differences.new_tensor(weights[start : start + several]) @ differences
                 self._own = own if self._own is None else self._own.add_(own)
-        self._squares += sum([w * norm**2 for w, norm in zip(weights, torch.cat(norms).tolist(), strict=True)])
+        squares = 0.0
+        for weight, norm in zip(weights, torch.cat(norms).tolist(), strict=True):
+            squares += weight * norm**2
+        self._squares += squares
         self.weight += sum(weights)
 
     def _center(self, x: Tensor) -> None:
         """Take this process's mean as the reference."""
         if self._reference is None or self.weight == 0:
             return
-        models, models_weight = self._messages.models
+        models, models_weight = self._messages.models, self._messages.models_weight
         blocks, nothing = x.split(_BLOCK), [None] * -(-len(x) // _BLOCK)
         ys: Sequence[Tensor | None] = nothing if models is None else models.split(_BLOCK)
         owns: Sequence[Tensor | None] = nothing if self._own is None else self._own.split(_BLOCK)

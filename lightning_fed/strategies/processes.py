@@ -13,11 +13,10 @@ from torchmetrics import Metric
 
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.strategies.clients import ClientsStrategy
+from lightning_fed.strategies.ddp import ClientsStrategy, UnwrappedDDPStrategy
 from lightning_fed.strategies.peers import Peers
 from lightning_fed.strategies.shared_memory import PIECE, SharedMemory, add_up
 from lightning_fed.strategies.stopping import Failure
-from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 
 __all__ = ["Ranks", "Sent", "metrics_alone", "padded"]
 
@@ -91,25 +90,17 @@ class Ranks:
             dist.all_gather(everybodys, mine)
         return [(int.from_bytes(m[:8].cpu().numpy().tobytes(), "little"), m[8:].cpu()) for m in everybodys]
 
-    def exchange(self, work: Callable[[], Record]) -> list[Record]:
-        """Do this process's part, and return what everybody's part came to.
+    def exchange(self, work: Callable[[], tuple[Record, Sent]]) -> list[tuple[Record, Tensor]]:
+        """Do this process's part, and return each process's record and the bytes that it sent here.
 
-        What goes wrong in one process is raised in all: nobody waits for one that is gone. So is a request to stop.
+        An error in one process is raised in all, so that none waits for one that is gone. So is a request to stop.
 
         Args:
-            work: Returns this process's record.
+            work: Returns this process's record, and the bytes that go to each process; see :meth:`deliver`.
 
         Raises:
             ClientError: If another process failed.
             SIGTERMException: If one was told to stop, and no other failed; KeyboardInterrupt likewise.
-        """
-        return [record for record, _ in self.exchange_and_deliver(lambda: (work(), [()] * self.size))]
-
-    def exchange_and_deliver(self, work: Callable[[], tuple[Record, Sent]]) -> list[tuple[Record, Tensor]]:
-        """Do what :meth:`exchange` does, and return with everybody's record the bytes that came with it.
-
-        Args:
-            work: Returns this process's record, and the bytes that go to each process; see :meth:`deliver`.
         """
         if self.size == 1:
             return [(work()[0], torch.empty(0, dtype=torch.uint8))]

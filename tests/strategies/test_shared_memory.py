@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fed.strategies import shared_memory
-from lightning_fed.strategies.clients import ClientsStrategy
+from lightning_fed.strategies.ddp import ClientsStrategy
 from lightning_fed.strategies.processes import Ranks
 from lightning_fed.strategies.shared_memory import SharedMemory
 from tests.engines.test_clients_strategy import TWO, assert_one_result, end

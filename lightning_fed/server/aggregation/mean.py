@@ -10,7 +10,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.participation import Participant, no_weight, raw_weight
 
-__all__ = ["Aggregation", "Alone", "Exchange", "accumulation_dtype"]
+__all__ = ["Aggregation", "Exchange", "accumulation_dtype"]
 
 _ROWS = 128  # clients whose messages are converted at once
 _BLOCK = 2**16  # numbers that are converted at once on a CPU
@@ -42,19 +42,6 @@ class Exchange(Protocol):
         ...
 
 
-class Alone:
-    """A single process, which exchanges nothing."""
-
-    rank, size = 0, 1
-
-    def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Leave the tensors as they are."""
-
-    def columns(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return all columns."""
-        return rows
-
-
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """The dtype of sums over clients: float64 wherever the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -70,6 +57,10 @@ class Aggregation:
             work have weight zero.
         population: The number of clients, N.
         local_work: Whether the method has local work.
+
+    Attributes:
+        models: The weighted sum [P] of the models y that have been added, None if there are none.
+        models_weight: The sum of their weights.
     """
 
     sums_models: bool = True
@@ -105,10 +96,10 @@ class Aggregation:
                 raise no_weight([p.client_id for p in self._members.values()])
         self._given = dict.fromkeys(self._rules, 0.0)
         self._added: list[int] = []
-        self._models_weight = 0.0
+        self.models_weight = 0.0
         self._sums: State = {}
-        self._models: Tensor | None = None
-        self._change: Tensor | None = None  # known once everything has been added, and takes the place of the sum then
+        self.models: Tensor | None = None
+        self._change: Tensor | None = None  # replaces the sum of models once everything has been added
         self._mean_model: Tensor | None = None
         self._has_other_delta = False
 
@@ -150,8 +141,8 @@ class Aggregation:
         for name, value in send.items():
             w = weights[self.reduces[name]]
             if name == "delta" and models is not None and self.reduces[name] != "population":
-                self._models = _add(self._models, models, w)
-                self._models_weight += sum(w)
+                self.models = _add(self.models, models, w)
+                self.models_weight += sum(w)
             else:
                 self._has_other_delta |= name == "delta"
                 self._sums[name] = _add(self._sums.get(name), value, w)
@@ -168,10 +159,10 @@ class Aggregation:
         return {
             "steps": {index: self._steps[index] for index in self._added},
             "given": dict(self._given),
-            "models_weight": self._models_weight,
+            "models_weight": self.models_weight,
             "has_other_delta": self._has_other_delta,
             "shapes": {name: tuple(total.shape) for name, total in self._sums.items()},
-            "has_models": self._models is not None,
+            "has_models": self.models is not None,
         }
 
     def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
@@ -185,21 +176,16 @@ class Aggregation:
         for partial in partials:
             self._note_steps(partial["steps"])
         self._given = {rule: sum(partial["given"][rule] for partial in partials) for rule in self._given}
-        self._models_weight = sum(partial["models_weight"] for partial in partials)
+        self.models_weight = sum(partial["models_weight"] for partial in partials)
         self._has_other_delta = any(partial["has_other_delta"] for partial in partials)
         options: dict[str, Any] = {"dtype": accumulation_dtype(x.device), "device": x.device}
         for name in sorted({name for partial in partials for name in partial["shapes"]}):
             shape = next(partial["shapes"][name] for partial in partials if name in partial["shapes"])
             self._sums.setdefault(name, torch.zeros(shape, **options))
-        if any(partial["has_models"] for partial in partials) and self._models is None:
-            self._models = torch.zeros(x.shape, **options)
-        models = [] if self._models is None else [self._models]
+        if any(partial["has_models"] for partial in partials) and self.models is None:
+            self.models = torch.zeros(x.shape, **options)
+        models = [] if self.models is None else [self.models]
         ranks.sum([self._sums[name] for name in sorted(self._sums)] + models)
-
-    @property
-    def models(self) -> tuple[Tensor | None, float]:
-        """The weighted sum of the models y [P] that have been added, if any, and the sum of their weights."""
-        return self._models, self._models_weight
 
     def compute(self, x: Vector) -> tuple[State, Vector | None]:
         """Return the averages, and the mean of the client models itself where "delta" is their change.
@@ -219,12 +205,12 @@ class Aggregation:
         }
         factors = {name: scale.get(self.reduces[name], 1.0) for name in self._sums}
         means = {name: value if factors[name] == 1.0 else value * factors[name] for name, value in self._sums.items()}
-        if self._models is not None:  # in place: for large models new memory costs more than the arithmetic
-            is_whole = abs(self._models_weight - 1.0) < _ROUNDING
+        if self.models is not None:  # in place: for large models new memory costs more than the arithmetic
+            is_whole = abs(self.models_weight - 1.0) < _ROUNDING
             if is_whole and not self._has_other_delta:
-                self._mean_model = self._models.to(x.dtype, copy=True)
-            self._change = _add(self._models, x[None], [-1.0 if is_whole else -self._models_weight])
-            self._models = None
+                self._mean_model = self.models.to(x.dtype, copy=True)
+            self._change = _add(self.models, x[None], [-1.0 if is_whole else -self.models_weight])
+            self.models = None
         if self._change is not None:
             factor = scale[self.reduces["delta"]]
             moved = self._change if factor == 1.0 else self._change * factor

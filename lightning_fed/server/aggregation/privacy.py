@@ -18,7 +18,6 @@ from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, averaged_points
 from lightning_fed.server.aggregation.mean import Aggregation, Exchange, accumulation_dtype
 from lightning_fed.server.aggregation.robust import ClippedAggregation
-from lightning_fed.server.participation import Participant
 from lightning_fed.server.sampling import BernoulliSampler, Sampler
 
 __all__ = ["DifferentialPrivacy", "gaussian_noise"]
@@ -124,18 +123,10 @@ class DifferentialPrivacy(Aggregator):
             found, _ = _accountant().get_privacy_spent(orders=_ORDERS, rdp=rounds * self._rdp, delta=self.delta)
         return float(found)
 
-    def of_round(
-        self,
-        reduces: Mapping[str, str],
-        weighting: Weighting,
-        cohort: Sequence[Participant],
-        population: int,
-        local_work: bool = True,
-    ) -> Aggregation:
+    def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
         """Return what clips messages, adds them up and adds noise."""
-        std, expected = self.noise_multiplier * self.max_norm, self._probability * population
-        bounds = dict.fromkeys(reduces, self.max_norm)
-        return PrivateAggregation(std, expected, bounds, reduces, weighting, cohort, population, local_work)
+        std = self.noise_multiplier * self.max_norm
+        return PrivateAggregation(std, self._probability, self.max_norm, *arguments, **named)
 
 
 class PrivateAggregation(ClippedAggregation):
@@ -143,16 +134,16 @@ class PrivateAggregation(ClippedAggregation):
 
     Args:
         std: The standard deviation of the noise on the sum.
-        expected: The expected number of clients.
-        bounds: The largest norm of the message.
+        probability: The probability that a client takes part.
+        bound: The largest norm of the message.
         arguments: Those of :class:`Aggregation`.
     """
 
     needs_clients = False
 
-    def __init__(self, std: float, expected: float, bounds: Mapping[str, float], *arguments: Any) -> None:
-        super().__init__(bounds, *arguments)
-        self._std, self._expected = std, expected
+    def __init__(self, std: float, probability: float, bound: float, *arguments: Any, **named: Any) -> None:
+        super().__init__(bound, *arguments, **named)
+        self._std, self._expected = std, probability * self.population
         (self._name,) = self.reduces
         self._is_noisy = False
 

@@ -13,7 +13,7 @@ from lightning_fed.core.arguments import check_count, check_number
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, names_of
-from lightning_fed.server.aggregation.mean import Aggregation, Alone, Exchange, accumulation_dtype
+from lightning_fed.server.aggregation.mean import Aggregation, Exchange, accumulation_dtype
 from lightning_fed.server.participation import Participant, no_weight
 from lightning_fed.server.sampling import Sampler
 
@@ -76,33 +76,25 @@ class NormClipping(Aggregator):
             )
         return super().for_run(algorithm, weighting, sampler)
 
-    def of_round(
-        self,
-        reduces: Mapping[str, str],
-        weighting: Weighting,
-        cohort: Sequence[Participant],
-        population: int,
-        local_work: bool = True,
-    ) -> Aggregation:
+    def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
         """Return what clips the messages of a cohort and adds them up."""
-        bounds = self.max_norm if isinstance(self.max_norm, dict) else dict.fromkeys(reduces, self.max_norm)
-        return ClippedAggregation(bounds, reduces, weighting, cohort, population, local_work)
+        return ClippedAggregation(self.max_norm, *arguments, **named)
 
 
 class ClippedAggregation(Aggregation):
     """Weighted sums of clipped messages.
 
     Args:
-        bounds: The largest norm of each message.
+        bounds: The largest norm of each message, or of all.
         arguments: Those of :class:`Aggregation`.
     """
 
     sums_models = False
     is_one_by_one = True
 
-    def __init__(self, bounds: Mapping[str, float], *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.bounds = bounds
+    def __init__(self, bounds: float | Mapping[str, float], *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.bounds = bounds if isinstance(bounds, Mapping) else dict.fromkeys(self.reduces, bounds)
 
     def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
         """Add the messages of clients, clipped; see :meth:`Aggregation.update`.
@@ -137,13 +129,13 @@ class CollectedAggregation(Aggregation):
     sums_models = False
     is_one_by_one = True
 
-    def __init__(self, combine: Combine, weighted: bool, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, combine: Combine, weighted: bool, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._combine, self._weighted = combine, weighted
         self._collected: dict[int, State] = {}
         self._by_rank: list[list[int]] = []
         self._shapes: dict[str, torch.Size] = {}
-        self._ranks: Exchange = Alone()
+        self._ranks: Exchange | None = None
 
     def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
         """Collect the messages of clients; see :meth:`Aggregation.update`.
@@ -202,7 +194,7 @@ class CollectedAggregation(Aggregation):
         mine = [self._collected[index].pop(name).reshape(-1) for index in sorted(self._collected)]
         rows = torch.stack(mine).to(x.dtype) if mine else x.new_empty(0, shape.numel())
         del mine
-        columns = ranks.columns(rows, counts)
+        columns = rows if ranks is None else ranks.columns(rows, counts)
         del rows
         order = sorted(range(len(there)), key=there.__getitem__)
         if order != list(range(len(there))):
@@ -211,15 +203,16 @@ class CollectedAggregation(Aggregation):
         if max(repeats) > 1:
             columns = columns.repeat_interleave(torch.tensor(repeats, device=columns.device), dim=0)
         whole = torch.zeros(shape.numel(), dtype=accumulation_dtype(x.device), device=x.device)
-        if columns.shape[1] or ranks.size > 1:
-            part = self._combine(columns, weights.to(columns.device), self._sum)
-            whole.tensor_split(ranks.size)[ranks.rank].copy_(part)
-        ranks.sum([whole])
+        own = whole if ranks is None else whole.tensor_split(ranks.size)[ranks.rank]
+        if columns.shape[1] or ranks is not None:
+            own.copy_(self._combine(columns, weights.to(columns.device), self._sum))
+        self._sum(whole)
         scale = len(there) / self.population if self.reduces[name] == "population" else 1.0
         return (whole * scale).to(x.dtype).view(shape)
 
     def _sum(self, part: Tensor) -> Tensor:
-        self._ranks.sum([part])
+        if self._ranks is not None:
+            self._ranks.sum([part])
         return part
 
     def _weights(self, rule: str, there: Sequence[int]) -> tuple[Tensor, list[int]]:
@@ -262,16 +255,9 @@ class RobustAggregator(Aggregator):
             sum_: Returns the sum of a tensor over the processes, which see different columns.
         """
 
-    def of_round(
-        self,
-        reduces: Mapping[str, str],
-        weighting: Weighting,
-        cohort: Sequence[Participant],
-        population: int,
-        local_work: bool = True,
-    ) -> Aggregation:
+    def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
         """Return what collects the messages of a cohort and combines them."""
-        return CollectedAggregation(self.combine, self.weighted, reduces, weighting, cohort, population, local_work)
+        return CollectedAggregation(self.combine, self.weighted, *arguments, **named)
 
 
 class CoordinateMedian(RobustAggregator):
