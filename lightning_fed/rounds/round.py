@@ -129,8 +129,9 @@ class Rounds:
             for task in half.phases():
                 answer = partial(self._answer, task, half, workers, states, transfer, status)
                 parts, received = zip(*ranks.exchange(answer), strict=True)
-                self._restart_reason = next((part["restart"] for part in parts if "restart" in part), None)
-                if self._restart_reason is not None:
+                reasons = [part["restart"] for part in parts if "restart" in part]
+                self._restart_reason = reasons[0] if reasons else None
+                if reasons:
                     return None
                 if task.phase == TRAIN:
                     if transfer is not None:

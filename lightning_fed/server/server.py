@@ -159,9 +159,9 @@ class Server:
         self.clients.commit()
         self.step.end_round()
         self.round += 1
-        before, self._options = self._options, None
-        if before is not None:
-            self._check_options(before)
+        options, self._options = self._options, None
+        if options is not None:
+            self._check_options(options)
         return norm
 
     def _check_options(self, before: Mapping[str, Any]) -> None:
