@@ -301,7 +301,7 @@ def start_server(
     place.open(server, kept, s)
     if restored is not None:
         with restored_from(trainer.ckpt_path, "client states"):
-            place.load(server, restored["client_states"], ranks.is_home_of)
+            place.load(server, restored["client_states"], ranks.owns)
     if s.aggregator is not None and earlier is None:
         with restored_from(trainer.ckpt_path, "the messages on their way"):
             s.aggregator.load_state_dict((restored or {}).get("aggregator", {}), server.x)

@@ -74,7 +74,7 @@ class BufferMean:
         self._largest = (-1, 0)  # size of the client whose buffers are picked, and its index negated
         self._picked: State = {}
 
-    def add(self, buffers: State, size: int, index: int, count: int = 1) -> None:
+    def update(self, buffers: State, size: int, index: int, count: int = 1) -> None:
         """Add one client's buffers.
 
         Args:
@@ -97,9 +97,8 @@ class BufferMean:
         if size_and_index > self._largest:
             self._largest, self._picked = size_and_index, buffers
 
-    @staticmethod
-    def merged(parts: Iterable["BufferMean"]) -> "BufferMean":
-        """Return what several processes have together; in the same order in all, for sums of the same bits."""
+    def merge(self, parts: Iterable["BufferMean"]) -> None:
+        """Combine the parts of all processes, in the same order in each, so that sums have the same bits."""
         whole = BufferMean()
         for part in parts:
             whole._total += part._total
@@ -107,10 +106,10 @@ class BufferMean:
                 known = whole._sums.get(name)
                 whole._sums[name] = term if known is None else known + term.to(known.device)
             whole._pick(part._largest, part._picked)
-        return whole
+        vars(self).update(vars(whole))
 
-    def result(self, server: State) -> State:
-        """Return the mean; the server's own buffers where no client took part."""
+    def compute(self, server: State) -> State:
+        """Return the mean; the server's own buffers if no client took part."""
         if self._total == 0:
             return server
         means = {name: (value / self._total).to(server[name]) for name, value in self._sums.items()}

@@ -68,7 +68,7 @@ class SharedResults(_ResultCollection):
         flags = {k: v for k, v in kwargs.items() if k not in _SYNC}  # or values would differ from other processes'
         super().log(fx, name, value, *args, **flags)
 
-    def outline(self) -> dict[str, Logged]:
+    def partial(self) -> dict[str, Logged]:
         """Return the numbers that were logged, for other processes."""
         out = {}
         for key, item in self.valid_items():
@@ -77,14 +77,14 @@ class SharedResults(_ResultCollection):
                 out[key] = Logged(_flags_of(item.meta), float(item.value), weight, item.value.dtype)
         return out
 
-    def merge(self, outlines: Sequence[Mapping[str, Logged]]) -> None:
+    def merge(self, partials: Sequence[Mapping[str, Logged]]) -> None:
         """Put the numbers together from those of all processes.
 
         Args:
-            outlines: Everybody's :meth:`outline`.
+            partials: Everybody's :meth:`partial`.
         """
-        for key in dict.fromkeys(key for outline in outlines for key in outline):
-            parts = [outline[key] for outline in outlines if key in outline]
+        for key in dict.fromkeys(key for partial in partials for key in partial):
+            parts = [partial[key] for partial in partials if key in partial]
             if key not in self:
                 _ResultCollection.log(self, value=torch.zeros(()), batch_size=1, **parts[0].flags)
             item, values = self[key], [part.value for part in parts]
@@ -124,7 +124,7 @@ class EvaluationResults(SharedResults):
             FederatedError: If not every process logged the same metric objects, which exchange their states themselves.
         """
         metrics = [key for key, item in self.valid_items() if not item.is_tensor]
-        parts = ranks.gather((metrics, self.outline()))
+        parts = ranks.gather((metrics, self.partial()))
         first = parts[0][0]
         for rank, (keys, _) in enumerate(parts):
             if strangers := sorted(set(keys) ^ set(first)):
@@ -132,7 +132,7 @@ class EvaluationResults(SharedResults):
                     f"Process {rank} and process 0 did not log the same metric objects: {strangers[0]!r} is missing in"
                     " one of them. Log a metric object for every batch, or in on_validation_epoch_end."
                 )
-        self.merge([outline for _, outline in parts])
+        self.merge([partial for _, partial in parts])
         for key in first:  # they exchange their states in this order
             self[key] = self.pop(key)
             self[key].value._computed = None  # what this process alone would come to
@@ -233,7 +233,7 @@ class RoundResults(SharedResults):
         finally:
             del module.__dict__["log"]
 
-    def outline(self) -> dict[str, Logged]:
+    def partial(self) -> dict[str, Logged]:
         """Return what was logged in this round's local steps, for other processes.
 
         Raises:
@@ -245,7 +245,7 @@ class RoundResults(SharedResults):
                     f"self.log({item.meta.name!r}, ...) of a metric object in {item.meta.fx} is not offered with"
                     " several processes. Log its value, or train in one process."
                 )
-        return super().outline()
+        return super().partial()
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Update the round's value, unless the call only registers the value's metadata."""

@@ -1,8 +1,8 @@
-"""Clients dealt among processes: who trains whom, and the states that travel there and back."""
+"""Clients shared among processes: which one trains whom, and the states that travel there and back."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import prod
 from typing import TypeAlias
 
 import torch
@@ -17,7 +17,7 @@ from lightning_fed.server.server import Server
 from lightning_fed.strategies.processes import Ranks, Sent, padded
 from lightning_fed.strategies.stopping import Failure
 
-__all__ = ["Kinds", "TravellingStates", "assign", "pack", "unpack"]
+__all__ = ["Kinds", "StateTransfer", "assign", "pack", "unpack"]
 
 Kinds: TypeAlias = Mapping[int, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 """Shapes and types of clients' states, by stored index and name."""
@@ -32,114 +32,98 @@ _TRIP = (25, 2, 1)  # what it takes to send anything at all
 def assign(
     cohort: Iterable[Participant], ranks: Ranks, keeps_state: bool, most_moves: int = 2**31, numel: int = _MODELS[0]
 ) -> Mapping[int, int]:
-    """Return who trains whom: ranks by stored index.
+    """Return the rank that trains each client, by stored index.
 
     Args:
         cohort: The clients, with the steps planned for them.
         ranks: The processes.
-        keeps_state: Whether clients keep state from round to round. They are then trained where it is kept, but for
-            those by whose moving all are done sooner; else the largest are dealt first, each to whoever has the fewest
-            local steps so far.
-        most_moves: The most clients that are trained elsewhere than their state is kept.
+        keeps_state: Whether clients keep state from round to round. If so, the process that owns a state trains the
+            client, except for those that move because the round then ends sooner. If not, the largest clients come
+            first, and each goes to the process with the fewest local steps so far.
+        most_moves: The most clients that are trained by another process than the owner of their state.
         numel: The number of parameters.
     """
     members = {member.index: member for member in cohort}
     if ranks.size == 1:
         return dict.fromkeys(members, 0)
     if keeps_state:
-        homes = {index: ranks.home_of(index) for index in members}
+        owners = {index: ranks.owner_of(index) for index in members}
         kind = sum(numel >= least for least in _MODELS)
         work = {index: member.steps + _AROUND[kind] for index, member in members.items()}
-        return _balanced(homes, work, ranks.size, most_moves, _MOVE[kind], _TRIP[kind])
+        return _balanced(owners, work, ranks.size, most_moves, _MOVE[kind], _TRIP[kind])
     loads = [0] * ranks.size
-    owners = {}
+    workers = {}
     for member in sorted(members.values(), key=lambda m: (-m.steps, -m.size, m.index)):
         rank = loads.index(min(loads))
         loads[rank] += max(1, member.steps)
-        owners[member.index] = rank
-    return owners
+        workers[member.index] = rank
+    return workers
 
 
 def _balanced(
-    homes: Mapping[int, int], work: Mapping[int, int], size: int, most_moves: int, a_move: int, a_trip: int
+    owners: Mapping[int, int], work: Mapping[int, int], size: int, most_moves: int, a_move: int, a_trip: int
 ) -> Mapping[int, int]:
     """Move clients from the process with the most work to that with the least, as long as it gains."""
     loads = [0] * size
-    for index, rank in homes.items():
+    for index, rank in owners.items():
         loads[rank] += work[index]
-    movable = [_Movable(work, [i for i, home in homes.items() if home == rank]) for rank in range(size)]
-    owners, at_home, moves = dict(homes), max(loads), 0
+    movable = [sorted((work[i], -i) for i, owner in owners.items() if owner == rank) for rank in range(size)]
+    workers, without_moves, moves = dict(owners), max(loads), 0
     while True:
         most, fewest = loads.index(max(loads)), loads.index(min(loads))
         afterwards = [
-            (max(loads[most] - work[index], loads[fewest] + work[index]) + a_move, index)
-            for index in movable[most].nearest((loads[most] - loads[fewest]) / 2)
+            (max(loads[most] - amount, loads[fewest] + amount) + a_move, -negated)
+            for amount, negated in _nearest(movable[most], (loads[most] - loads[fewest]) / 2)
         ]
         after, best = min(afterwards, default=(loads[most], -1))
         if moves == most_moves or after >= loads[most]:
-            return owners if loads[most] + a_trip < at_home else homes
-        owners[best], moves = fewest, moves + 1
-        movable[most].remove(best)
+            return workers if loads[most] + a_trip < without_moves else owners
+        workers[best], moves = fewest, moves + 1
+        movable[most].remove((work[best], -best))
         loads[most] += a_move - work[best]
         loads[fewest] += a_move + work[best]
 
 
-class _Movable:
-    """Clients by their work, of which there are few different amounts in large cohorts.
+def _nearest(movable: Sequence[tuple[int, int]], amount: float) -> list[tuple[int, int]]:
+    """Return the clients with the work next to an amount, below and from there up, the lowest index of each.
 
     Args:
-        work: The work of each client.
-        indices: The clients.
+        movable: Work and negated index of each client, sorted.
+        amount: The amount.
     """
-
-    def __init__(self, work: Mapping[int, int], indices: Iterable[int]) -> None:
-        self.work = work
-        self._with: dict[int, list[int]] = {}  # the lowest index last
-        for index in sorted(indices, reverse=True):
-            self._with.setdefault(work[index], []).append(index)
-        self._amounts = sorted(self._with)
-
-    def nearest(self, amount: float) -> list[int]:
-        """Return those with the work next to an amount, below and from there up, the lowest index of each."""
-        at = bisect_left(self._amounts, amount)
-        return [self._with[near][-1] for near in self._amounts[max(0, at - 1) : at + 1]]
-
-    def remove(self, index: int) -> None:
-        """Remove one of the nearest."""
-        amount = self.work[index]
-        self._with[amount].pop()
-        if not self._with[amount]:
-            del self._amounts[bisect_left(self._amounts, amount)]
+    at = bisect_left(movable, (amount, -math.inf))
+    above = [movable[bisect_left(movable, (movable[at][0], 1)) - 1]] if at < len(movable) else []
+    return [*movable[max(0, at - 1) : at], *above]
 
 
-class TravellingStates(ClientStates):
-    """What the clients of a round keep, also of those that are trained in another process than it is kept in.
+class StateTransfer(ClientStates):
+    """The client states of a round in several processes, some of which are trained by another process than the owner.
 
     Args:
         server: The server's side, with this process's store.
         ranks: The processes.
-        owners: Who trains each client of the round, in whichever process: ranks by stored index. None if clients are
-            not known to keep anything.
+        workers: The rank that trains each client of the round, by stored index. None if clients are not known to keep
+            anything.
 
     Attributes:
-        moves: The same of those whose state travels.
+        moves: The same of the clients whose state travels.
     """
 
-    def __init__(self, server: Server, ranks: Ranks, owners: Mapping[int, int] | None) -> None:
+    def __init__(self, server: Server, ranks: Ranks, workers: Mapping[int, int] | None) -> None:
         super().__init__(server.new_client, server.clients, server.expected_state)
-        self.ranks, self._is_announced = ranks, owners is not None or ranks.size == 1
-        self.moves = {index: rank for index, rank in (owners or {}).items() if rank != ranks.home_of(index)}
-        self._homes = {index: ranks.home_of(index) for index in self.moves}
+        self.ranks, self._is_announced = ranks, workers is not None
+        self.moves = {index: rank for index, rank in (workers or {}).items() if rank != ranks.owner_of(index)}
+        self._owners = {index: ranks.owner_of(index) for index in self.moves}
         self._deliver: Callable[[], list[tuple[tuple[Kinds, Failure | None], Tensor]]] | None = None
         self._arrived: dict[int, State] = {}
-        self._leaving: dict[int, State] = {}
+        self._returning: dict[int, State] = {}
 
     def last(self, chunks: Iterable[Sequence[int]]) -> list[Sequence[int]]:
-        """Return chunks of clients with those last whose states travel: nobody waits for what is still to arrive."""
+        """Return chunks of clients, those whose states travel last: the others need not wait for them."""
         return sorted(chunks, key=lambda indices: not self.moves.keys().isdisjoint(indices))
 
     def send(self) -> None:
-        """Send what clients keep to the processes that train them; all processes must call it.
+        """Send states to the processes that train their clients; all processes must call it.
 
         Raises:
             FederatedError: If it cannot be read.
@@ -148,7 +132,7 @@ class TravellingStates(ClientStates):
         failure = None
         try:
             for index in sorted(self.moves):
-                if self.ranks.is_home_of(index) and (state := self.store.get(index)):
+                if self.ranks.owns(index) and (state := self.store.get(index)):
                     own[index] = state
         except BaseException as error:
             failure, own = error, {}
@@ -158,10 +142,10 @@ class TravellingStates(ClientStates):
             raise failure
 
     def _await(self, indices: Sequence[int]) -> None:
-        """Wait until what these clients keep is here, those among them whose state is kept elsewhere.
+        """Wait until the states of these clients have arrived, if another process owns any.
 
         Raises:
-            ClientError: If the process that keeps it has failed.
+            ClientError: If the owner has failed.
         """
         if self._deliver is None or self.moves.keys().isdisjoint(indices):
             return
@@ -170,10 +154,9 @@ class TravellingStates(ClientStates):
         Failure.raise_first([failure for _, failure in letters])
         self._arrived = unpack([kinds for kinds, _ in letters], received, self.moves, self.ranks.rank)
 
-    def settle(self) -> None:
-        """Wait for what has been sent, if the round ends before anybody asks for it."""
-        if self.moves:
-            self._await(list(self.moves))
+    def wait(self) -> None:
+        """Wait for the states that were sent, if the round ends before they are used."""
+        self._await(list(self.moves))
 
     def of(self, index: int) -> State | None:
         """Return what one client keeps; see :meth:`ClientStates.of`."""
@@ -197,10 +180,10 @@ class TravellingStates(ClientStates):
         return states
 
     def keep(self, index: int, state: State) -> None:
-        """Hold what a client keeps until the round is complete, to be sent home if its home is elsewhere."""
+        """Stage a client's state, or hold it until it goes back to its owner."""
         self._check_announced(state)
         if index in self.moves:
-            self._leaving[index] = state
+            self._returning[index] = state
         else:
             super().keep(index, state)
 
@@ -210,7 +193,7 @@ class TravellingStates(ClientStates):
         staying = []
         for row, index in enumerate(indices):
             if index in self.moves:
-                self._leaving[index] = {name: lasting_copy(value[row]) for name, value in states.items()}
+                self._returning[index] = {name: lasting_copy(value[row]) for name, value in states.items()}
             else:
                 staying.append(row)
         if len(staying) < len(indices):
@@ -220,10 +203,10 @@ class TravellingStates(ClientStates):
             super().keep_all(indices, states)
 
     def _check_announced(self, state: State) -> None:
-        """Refuse what a client keeps where others do not know that it keeps anything.
+        """Refuse a state if other processes do not know that clients keep any.
 
         Raises:
-            FederatedError: If there are several processes.
+            FederatedError: If so.
         """
         if not self._is_announced:
             raise FederatedError(
@@ -231,23 +214,23 @@ class TravellingStates(ClientStates):
                 " client has: several processes would not know where to look for it. Override init_client."
             )
 
-    def leaving(self) -> tuple[Kinds, Sent]:
-        """Return what goes home, and what others need to know of it before :meth:`take_home`."""
-        return pack(self._leaving, self._homes, self.ranks.size) if self.moves else ({}, [()] * self.ranks.size)
+    def returning(self) -> tuple[Kinds, Sent]:
+        """Return the states that go back to their owners: what :meth:`take_back` needs first, and the bytes."""
+        return pack(self._returning, self._owners, self.ranks.size)
 
-    def take_home(self, kinds: Sequence[Kinds], received: Sequence[Tensor]) -> None:
-        """Hold what clients keep that comes home.
+    def take_back(self, kinds: Sequence[Kinds], received: Sequence[Tensor]) -> None:
+        """Stage the states that have come back.
 
         Args:
-            kinds: What is to be known of what everybody has sent.
-            received: The bytes that came here.
+            kinds: The shapes and types of what each process has sent.
+            received: The bytes that came here from each.
         """
-        for index, state in unpack(kinds, received, self._homes, self.ranks.rank).items():
+        for index, state in unpack(kinds, received, self._owners, self.ranks.rank).items():
             self.store.stage(index, state)
 
 
 def pack(states: Mapping[int, State], to: Mapping[int, int], size: int) -> tuple[Kinds, Sent]:
-    """Return clients' states as bytes for each process, and what is to be known of them.
+    """Return clients' states as bytes for each process, with their shapes and types.
 
     Args:
         states: The states, by stored index.
@@ -265,7 +248,7 @@ def unpack(
     """Return copies of the states that have arrived, by stored index.
 
     Args:
-        everybodys: What is to be known of what each process has sent, to whomever.
+        everybodys: The shapes and types of what each process has sent, to any process.
         received: The bytes that came here from each.
         to: The rank to which each state goes.
         rank: This process.
@@ -276,7 +259,7 @@ def unpack(
         for index in sorted(index for index in kinds if to[index] == rank):
             states[index] = {}
             for name, (shape, dtype) in kinds[index].items():
-                size = prod(shape) * dtype.itemsize
+                size = math.prod(shape) * dtype.itemsize
                 states[index][name] = lasting_copy(part[start : start + size].view(dtype).view(shape))
                 start += padded(size)
     return states

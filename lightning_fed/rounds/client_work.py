@@ -19,9 +19,9 @@ from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.processor import check_lstm
 from lightning_fed.engines.vectorized.client_settings import HeldSettings, hears_clients
-from lightning_fed.rounds.before_work import ClientGradients, OwnSolve, prepared_for_own_solve
+from lightning_fed.rounds.failures import stop_at
 from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans
-from lightning_fed.rounds.local_training import LocalTraining, stop_at
+from lightning_fed.rounds.local_training import ClientGradients, LocalTraining, OwnSolve, prepared_for_own_solve
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.participation import Participant, Population

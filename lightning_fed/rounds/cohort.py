@@ -1,16 +1,13 @@
-"""Who takes part in a round: clients are drawn, by the seed, the round and what they say of themselves; some fail."""
+"""The clients of a round: drawn by the seed and the round, cut to what heterogeneity lets them complete."""
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
-
-import torch
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
-from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.core.types import ClientId
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
@@ -18,9 +15,7 @@ from lightning_fed.server.participation import Participant, Population
 from lightning_fed.server.sampling import Sampler, draw
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["CohortSampling", "DrawnCohort", "Faults", "secret_seed", "warn_of"]
-
-_SHOWN = 5  # causes that one message lists
+__all__ = ["CohortSampling", "DrawnCohort", "secret_seed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,149 +100,6 @@ class CohortSampling:
             self.seed, round, [m.index for m in members], epochs, [m.steps for m in members]
         )
         return [replace(m, steps=done) for m, done in zip(members, steps, strict=True) if done is not None]
-
-
-class Faults:
-    """The clients that failed in a round so far, and why.
-
-    A client that fails leaves the whole round: nothing of it is averaged, and what it keeps stays as it was. The round
-    is then what it would have been had the client not been drawn.
-
-    Args:
-        drops: Whether clients that fail leave the round; if not, the run stops at the first one.
-        max_share: The share of the clients asked that may fail before the run stops all the same.
-        max_ratio: The ratio of a client's update norm to the cohort's median at which the client has failed too; None
-            for no such limit.
-        round: The round, from 0.
-    """
-
-    def __init__(
-        self, drops: bool = False, max_share: float = 0.0, max_ratio: float | None = None, round: int = 0
-    ) -> None:
-        self.drops, self.max_share, self.max_ratio, self.round = drops, max_share, max_ratio, round
-        self.causes: dict[ClientId, str] = {}
-        self.refused: set[ClientId] = set()  # those of them whose messages had all been sent
-        self.asked: set[ClientId] = set()  # to train
-        self._asked_for_gradients: set[ClientId] = set()
-        self._first: ClientError | None = None
-
-    def ask(
-        self, members: Sequence[Participant], gradient_members: Sequence[Participant], dropped: Sequence[ClientId]
-    ) -> None:
-        """Take note of who is asked in the round, before it begins or begins again without those that have failed.
-
-        Args:
-            members: Those that are to train.
-            gradient_members: Those whose full-batch gradients are averaged.
-            dropped: Those that were drawn to train and left out.
-
-        Raises:
-            ClientError: If too many have failed.
-        """
-        failed = self.causes.keys()
-        self.asked = {member.client_id for member in members} | (failed & set(dropped))
-        self._asked_for_gradients = {member.client_id for member in gradient_members}
-        if self._asked_for_gradients - failed:
-            self._asked_for_gradients |= failed - self.asked
-        self.check_asked()
-
-    def check_asked(self) -> None:
-        """End the run if too many of those that are asked have failed; see :meth:`check`."""
-        self.check(self.asked)
-        self.check(self._asked_for_gradients)
-
-    def have_hit(self, members: Iterable[Participant]) -> bool:
-        """Return whether one of these has failed."""
-        return bool(self.causes) and any(member.client_id in self.causes for member in members)
-
-    def add(self, error: ClientError) -> None:
-        """Take note of a client that failed.
-
-        Raises:
-            ClientError: The error itself, if the run is to stop, or if no client is to blame for it.
-        """
-        if not self.drops or error.culprit is None:
-            raise error
-        self.causes.setdefault(error.culprit, str(error))
-        self._first = self._first or error
-
-    def merge(self, parts: Iterable[Mapping[ClientId, str]]) -> None:
-        """Take in everybody's :attr:`causes`, the same way in every process."""
-        self.causes = dict(self.causes)  # the old one is this process's part
-        for part in parts:
-            self.causes.update(part)
-
-    def check(self, asked: Collection[ClientId]) -> None:
-        """End the run if too many clients failed.
-
-        Args:
-            asked: The clients that were to do one thing together.
-
-        Raises:
-            ClientError: If all of them failed, or a larger share than allowed; it names them and the causes.
-        """
-        failed, count = sorted(self.causes.keys() & asked, key=str), len(asked)
-        if not failed or (len(failed) < count and len(failed) <= self.max_share * count):
-            return
-        causes = "".join(f"\n- {self.causes[client_id]}" for client_id in failed[:_SHOWN])
-        more = f"\n- and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
-        limit = f", more than max_failed_share={self.max_share:g} allows" if len(failed) < count else ""
-        raise ClientError(
-            f"{len(failed)} of {count} clients failed in round {self.round}{limit}:{causes}{more}"
-        ) from self._first
-
-    def add_outliers(self, norms: Mapping[ClientId, float], what: str, x: torch.Tensor) -> set[ClientId]:
-        """Take note of the clients that are out of all proportion, and return them.
-
-        The median is that of the cohort, but no less than what rounding to float32 does to the parameters.
-
-        Args:
-            norms: The norm of what each client that completed came back with.
-            what: What that is.
-            x: The server parameters [P].
-
-        Raises:
-            ClientError: Naming the first of them, if clients are not dropped.
-        """
-        if self.max_ratio is None or not norms:
-            return set()
-        middle = median(norms.values())
-        if max(norms.values()) <= self.max_ratio * middle:
-            return set()
-        # Where most clients hardly move, their median is rounding, and no measure of those that still learn. The floor
-        # is at least float32's: float64 rounds so much less that any sound step would be out of proportion to it.
-        eps = max(torch.finfo(dtype).eps for dtype in (x.dtype, torch.float32))
-        floor = eps * float(torch.linalg.vector_norm(x))
-        times = f"times the cohort's median of {middle:.3g}"
-        if middle < floor:
-            times, middle = f"times the {floor:.3g} that may be rounding, the cohort's median being less", floor
-        outliers = {client_id: norm for client_id, norm in norms.items() if norm > self.max_ratio * middle > 0}
-        for client_id, norm in outliers.items():
-            self.add(
-                ClientError(
-                    f"Client {client_id!r} came back from round {self.round} with {what} of norm {norm:.3g},"
-                    f" {norm / middle:.3g} {times}; max_update_ratio={self.max_ratio:g} allows less. Look at its data,"
-                    " clip gradients, or raise the limit.",
-                    client_id,
-                )
-            )
-        return set(outliers)
-
-
-def warn_of(failed: Mapping[ClientId, str], warned: set[ClientId]) -> None:
-    """Warn of clients that have failed in a round, once of each in a run.
-
-    Args:
-        failed: Why each has failed, by id.
-        warned: Those of whom a warning was given before; these are added.
-    """
-    for client_id, cause in failed.items():
-        if client_id not in warned:
-            warned.add(client_id)
-            rank_zero_warn(
-                f"{cause.rstrip('.')}. It has left the round, since on_client_error='drop'. From here on this client's"
-                " failures are only counted."
-            )
 
 
 def secret_seed(trainer: pl.Trainer, aggregator: DifferentialPrivacy, population: Population) -> int:

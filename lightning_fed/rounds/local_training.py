@@ -1,27 +1,187 @@
-"""Clients' local work: they are trained together, those that fail are found, and what the others keep is put away."""
+"""Clients' local work: the gradients they take first, the method's own solve, and training, a chunk at a time."""
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from lightning_fed.callbacks.base import call_round_hook, hears
-from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.core.seeds import Purpose, generator
+from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
+from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.processor import denormals_as_zero
 from lightning_fed.engines.vectorized.changes import changed, marks
-from lightning_fed.rounds.before_work import ClientGradients, OwnSolve
-from lightning_fed.rounds.local_plans import num_examples
+from lightning_fed.rounds.failures import Isolation, stop_at
+from lightning_fed.rounds.local_plans import limited, num_examples
 from lightning_fed.rounds.messages import Reply, Task
-from lightning_fed.server.aggregation.compression import Compressor, compress
-from lightning_fed.server.client_states.state import ClientState, ClientStates
-from lightning_fed.settings.settings import Settings
+from lightning_fed.rounds.outgoing import Outgoing
+from lightning_fed.server.client_states.state import ClientStates
+from lightning_fed.settings.settings import Settings, cut
 
-__all__ = ["LocalTraining", "stop_at"]
+__all__ = ["ClientGradients", "LocalTraining", "OwnSolve", "prepared_for_own_solve"]
+
+_KEPT_BYTES = 2**30  # of full-batch gradients that are kept from their average to the clients' work
+
+
+class ClientGradients:
+    """The full-batch gradients that clients take in one round, by stored index and point.
+
+    Args:
+        engine: The engine that takes them.
+
+    Attributes:
+        keeps: Whether they are kept from their average to the local work. Beyond a gigabyte they are taken anew then,
+            which takes as long again but keeps memory within bounds.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.algorithm = engine, engine.algorithm
+        self.begin_round(0)
+
+    def begin_round(self, clients: int) -> None:
+        """Forget those of the last round; so many clients are to read their own in their local work."""
+        size = clients * len(self.algorithm.full_grad_at) * self.engine.flat.y.nbytes
+        self.keeps = self.algorithm.full_grad_for == "both" and size <= _KEPT_BYTES
+        self._kept: dict[int, State] = {}
+        self._norms: dict[int, dict[str, float]] = {}
+        self._anew: set[int] = set()  # those that had to be taken for the local work
+
+    def each(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> Iterator[tuple[WorkPlan, State | ClientError]]:
+        """Yield the gradients of clients at the points that the method names, or why a client has none."""
+        for plan, answer in self.engine.each_full_gradients(inputs, plans):
+            index = plan.participant.index
+            try:
+                gradients = self._checked(plan, answer, inputs.round)
+            except ClientError as error:
+                yield plan, error
+                continue
+            if self.keeps:
+                self._kept[index] = gradients
+            yield plan, gradients
+
+    def of_workers(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> dict[int, State]:
+        """Return the gradients of clients about to work, where these are theirs to read.
+
+        Raises:
+            ClientError: If a client has none.
+        """
+        if self.algorithm.full_grad_for == "cohort":
+            return {}
+        indices = [plan.participant.index for plan in plans]
+        own = {index: self._kept[index] for index in indices if index in self._kept}
+        missing = [plan for plan in plans if plan.participant.index not in own]
+        for plan, answer in self.engine.each_full_gradients(inputs, missing):
+            index = plan.participant.index
+            own[index] = self._checked(plan, answer, inputs.round)
+            self._anew.add(index)
+        return own
+
+    def norms_of(self, indices: Iterable[int], taken_anew: bool = False) -> dict[str, dict[int, float]]:
+        """Return the norms of clients' gradients, by point and stored index.
+
+        Args:
+            indices: The clients.
+            taken_anew: Whether those that were kept from their average are left out.
+        """
+        known = [index for index in indices if index in (self._anew if taken_anew else self._norms)]
+        points = self.algorithm.full_grad_at if known else ()
+        return {point: {index: self._norms[index][point] for index in known} for point in points}
+
+    def _checked(self, plan: WorkPlan, answer: State | ClientError, round: int) -> State:
+        """Return a client's gradients, and note their norms.
+
+        Raises:
+            ClientError: If it has none, or one that is not finite.
+        """
+        if isinstance(answer, ClientError):
+            raise answer
+        client_id = plan.participant.client_id
+        norms = {point: float(torch.linalg.vector_norm(gradient)) for point, gradient in answer.items()}
+        for point, norm in norms.items():
+            if not math.isfinite(norm):
+                raise ClientError(
+                    f"Client {client_id!r} came back from round {round} with a full-batch gradient at {point} that is"
+                    " not finite. Lower the learning rate, or look at its data.",
+                    client_id,
+                )
+        self._norms[plan.participant.index] = norms
+        return answer
+
+
+def prepared_for_own_solve(prepared: PreparedModule) -> PreparedModule:
+    """Return the same module and optimizer, for an engine that runs the own solve of the method."""
+    other = copy.copy(prepared)
+    own = prepared.algorithm.own_solve
+    assert own is not None
+    other.algorithm = own
+    other.seed = derive_seed(prepared.seed, Purpose.OWN_SOLVE) if own.own_batches else prepared.seed
+    return other
+
+
+class OwnSolve:
+    """Run :attr:`Algorithm.own_solve` of clients; what it keeps is theirs when their work begins.
+
+    It leaves no other trace: what it logs is forgotten, and buffers are written anew before the work.
+
+    Args:
+        engine: Runs it.
+        settings: How rounds are run.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self.engine, self.settings, self._trainer = engine, settings, engine.trainer
+        self._epochs = engine.algorithm.own_epochs
+
+    def begin_round(self, plans: Sequence[WorkPlan]) -> None:
+        """Look at what may have changed since the last round, before any client does anything in this one."""
+        self.engine.begin_round([self.plan(plan) for plan in plans])
+
+    def plan(self, plan: WorkPlan) -> WorkPlan:
+        """Return the work of a client's own solve: as long as its work in the round, unless the method says."""
+        batches, accumulated = plan.batches.for_own_solve(), self._trainer.accumulate_grad_batches
+        if self._epochs is None and batches is plan.batches:
+            return plan
+        length = limited(batches.num_batches(), self._trainer.limit_train_batches)
+        steps = self.settings.steps(length, accumulated)
+        if self._epochs is not None:
+            steps = -(-length // accumulated) * self._epochs
+        who = replace(plan.participant, steps=steps)
+        return WorkPlan(who, batches, cut(steps, length, accumulated))
+
+    def run(
+        self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State]
+    ) -> tuple[list[State], dict[int, ClientError]]:
+        """Return what clients keep after their own solve, and those that failed, by stored index.
+
+        Args:
+            inputs: What the server hands out.
+            plans: The clients' work in the round.
+            clients: What they keep.
+        """
+        kept = {plan.participant.index: client for plan, client in zip(plans, clients, strict=True)}
+        failed: dict[int, ClientError] = {}
+        for chunk in self.engine.chunks([self.plan(plan) for plan in plans if any(plan.epochs)]):
+            undo = self.engine.undo_point()
+            try:
+                own: list[Any] = [kept[plan.participant.index] for plan in chunk]
+                result = self.engine.run(inputs, chunk, own, [{}] * len(chunk))
+                failed |= {result.participants[row].index: error for row, error in result.faults.items()}
+                for who, new in zip(result.participants, result.kept(), strict=True):
+                    kept[who.index] = {**kept[who.index], **new}
+            finally:
+                undo()
+        return [kept[plan.participant.index] for plan in plans], failed
+
+    def examples(self, plans: Iterable[WorkPlan]) -> list[int]:
+        """Return how many examples each client goes through."""
+        return [num_examples(self.plan(plan)) for plan in plans]
 
 
 class LocalTraining:
@@ -43,14 +203,14 @@ class LocalTraining:
         self.engine, self.settings, self.gradients, self.own_solve = engine, settings, gradients, own_solve
         self.engines = [engine] if own_solve is None else [engine, own_solve.engine]
         self.trainer = engine.trainer
+        self._isolation, self._outgoing = Isolation(engine, settings.drops_failed), Outgoing(engine, settings)
         self.begin_round()
-        self._has_told = False  # that clients failed together, and how it is found out who
 
     def begin_round(self) -> None:
-        """Let go of the last clients, and look at whether any callback hears of clients."""
+        """Release the last clients, and check whether any callback has hooks of clients."""
         self.result: ChunkResult | None = None
         self._ended = 0  # of its clients, whose hook has been called
-        self._before: tuple[Sequence[int], Sequence[State]] = ([], [])  # stored indices, and states before the work
+        self._before: Sequence[State] = []  # what its clients had before the work
         self._hears_start = hears(self.trainer, "on_client_start")
         self._hears_end = hears(self.trainer, "on_client_end")
         algorithm = self.engine.algorithm
@@ -85,7 +245,7 @@ class LocalTraining:
         plans: Sequence[WorkPlan],
         states: ClientStates,
     ) -> Iterator[Reply]:
-        """Train clients, put away what they keep, and yield one reply of all, or one of each that sends compressed.
+        """Train clients, and yield one reply of all, or one of each that sends compressed messages.
 
         Args:
             reply: Makes a reply of clients, given what it says beside the task.
@@ -110,7 +270,7 @@ class LocalTraining:
                 engine.check_hooks(plans)
         failed: dict[int, ClientError] = {}
         self.result = None
-        result = self._train_sound(partial(self._run, task, inputs, states), plans, failed)
+        result = self._isolation.run(partial(self._run, task, inputs, states), plans, failed)
         if result is None:
             yield reply(list(failed), failed=failed)
             return
@@ -118,25 +278,14 @@ class LocalTraining:
         for error in failed.values():
             stop_at(error, self.settings.drops_failed)
         self.result, self._ended = result, 0
-        yield from self._replies(reply, result, task.round, plans, states, failed)
-
-    def _replies(
-        self,
-        reply: Callable[..., Reply],
-        result: ChunkResult,
-        round: int,
-        plans: Sequence[WorkPlan],
-        states: ClientStates,
-        failed: dict[int, ClientError],
-    ) -> Iterator[Reply]:
         clients, work = [who.index for who in result.participants], {plan.participant.index: plan for plan in plans}
-        ordered = [work[index] for index in clients]
-        examples = list(map(num_examples, ordered))
-        own_examples = [] if self.own_solve is None else self.own_solve.examples(ordered)
-        personal = self.engine.buffers.personal  # these stay with the client
-        buffers = [{name: value for name, value in own.items() if name not in personal} for own in result.buffers]
+        examples = [num_examples(work[index]) for index in clients]
+        own_examples = [] if self.own_solve is None else self.own_solve.examples([work[index] for index in clients])
+        buffers = result.buffers
+        if personal := self.engine.buffers.personal:  # these stay with the client
+            buffers = [{name: value for name, value in own.items() if name not in personal} for own in buffers]
         norms = self.gradients.norms_of(work, taken_anew=True) if self.engine.algorithm.full_grad_at else {}
-        for at, messages in self._messages(result, round, states):
+        for at, messages in self._outgoing.of(result, self._before, task.round, states):
             others = [index for index in failed if index not in clients[at]]
             yield reply(
                 [*clients[at], *others],
@@ -151,7 +300,7 @@ class LocalTraining:
             failed = {}
 
     def call_end_hooks(self, clients: Sequence[ClientId]) -> None:
-        """Let callbacks hear of clients of the last reply; see :meth:`ClientWork.call_end_hooks`."""
+        """Call the callbacks' hook for clients of the last reply; see :meth:`ClientWork.call_end_hooks`."""
         result = self.result
         if result is None or not self._hears_end:
             return
@@ -162,39 +311,6 @@ class LocalTraining:
             self._ended += 1
             if self._ended < len(rows) - len(result.faults):  # others were trained together with it
                 self.engine.client_ended(client_id)
-
-    def _train_sound(
-        self,
-        run: Callable[[Sequence[WorkPlan]], ChunkResult],
-        plans: Sequence[WorkPlan],
-        failed: dict[int, ClientError],
-    ) -> ChunkResult | None:
-        """Train those clients that can be trained, as if the others were not there, which are added to ``failed``."""
-        drops = self.settings.drops_failed
-        undo = self.engine.undo_point() if drops else _nothing
-        try:
-            return run(plans)
-        except ClientError as error:
-            undo()
-            if error.culprit is None or (len(plans) == 1 and not drops):
-                raise
-            if len(plans) == 1:
-                failed[plans[0].participant.index] = error
-                return None
-            if drops and not self._has_told:
-                self._has_told = True
-                rank_zero_info(
-                    f"{error} Which of them it was is found out by running them one by one; the others are then run at"
-                    " once again. This is said only once."
-                )
-            sound = []
-            for plan in plans:
-                if self._train_sound(run, [plan], failed) is not None:
-                    sound.append(plan)
-                undo()
-            if len(sound) == len(plans):
-                raise  # no client alone is to blame
-        return self._train_sound(run, sound, failed) if sound else None
 
     @denormals_as_zero()
     def _run(self, task: Task, inputs: RoundInputs, states: ClientStates, plans: Sequence[WorkPlan]) -> ChunkResult:
@@ -211,78 +327,9 @@ class LocalTraining:
         if self.own_solve is not None:
             own, failed = self.own_solve.run(inputs, plans, own)
             engine.buffers.write({**task.buffers, **buffers})
-        self._before = indices, own
+        self._before = own
         if engine.algorithm.full_grad_at:
             inputs = replace(inputs, full_grad=self.gradients.of_workers(inputs, plans))
         result = engine.run(inputs, plans, own, solvers)
         faults = {row: failed[who.index] for row, who in enumerate(result.participants) if who.index in failed}
         return replace(result, faults={**result.faults, **faults}) if faults else result
-
-    def _messages(
-        self, result: ChunkResult, round: int, states: ClientStates
-    ) -> Iterator[tuple[slice, dict[str, Any]]]:
-        """Put away what clients keep, and yield the rows that a reply is of with what it says of their messages."""
-        compressor = self.settings.compression
-        sound = [row for row in result.asked if row not in result.faults]
-        sending = [row for row in sound if result.reports[row].steps or not self.engine.algorithm.local_work]
-        if compressor is None or not sound:
-            self._keep_all(result, states, sending)
-            models = result.shared if result.sends_delta else None
-            sent = {"send": result.send, "implied": result.implied, "models": models, "changes": result.delta}
-            yield slice(None), sent
-            return
-        kept = self._kept(result)
-        for row in sound:
-            send, size = State(), 0
-            if row in sending:
-                send, residuals, size = self._compressed(compressor, result, row, round, states)
-                self._keep(result, states, row, kept[row], residuals)
-            at = slice(row, row + 1)
-            yield at, {"send": send, "message_bytes": size, "changes": result.delta[at]}
-
-    def _compressed(
-        self, compressor: Compressor, result: ChunkResult, row: int, round: int, states: ClientStates
-    ) -> tuple[State, State, int]:
-        """Return what the server gets of a client's messages [1, ...], what the client keeps of them, and the bytes."""
-        algorithm, index = self.engine.algorithm, result.participants[row].index
-        send = {name: value[row] for name, value in result.send.items() if name not in algorithm.aside}
-        residuals = states.residuals(index, send) if compressor.error_feedback else {}
-        stream = generator(self.engine.seed, Purpose.COMPRESSION, round, index)
-        sent, residuals, size = compress(compressor, send, residuals, stream, algorithm.uncompressed)
-        return {name: value[None] for name, value in sent.items()}, residuals, size
-
-    def _keep_all(self, result: ChunkResult, states: ClientStates, rows: Sequence[int]) -> None:
-        """Put away what several clients keep, at once where that is their method's state alone."""
-        if len(rows) > 1 and result.keeps_states_only:
-            ordered, some = sorted(rows), len(rows) < len(result.reports)
-            keep = {name: value[ordered] if some else value for name, value in result.keep.items()}
-            states.keep_all([result.participants[row].index for row in ordered], keep)
-            return
-        kept = self._kept(result)
-        for row in rows:
-            self._keep(result, states, row, kept[row], {})
-
-    def _kept(self, result: ChunkResult) -> list[State]:
-        """Return what each client keeps: copies of what it had, which new ones share, where that is nothing new."""
-        if result.keep:
-            return result.kept()
-        had = dict(zip(*self._before, strict=True))
-        return [{name: value.clone() for name, value in had[who.index].items()} for who in result.participants]
-
-    def _keep(self, result: ChunkResult, states: ClientStates, row: int, kept: State, residuals: State) -> None:
-        """Put away what one client keeps."""
-        solver = result.solver[row] if result.solver else {}
-        names = self.engine.buffers.kept if result.buffers else ()
-        buffers = {name: result.buffers[row][name] for name in names}
-        if kept or solver or buffers or residuals:
-            states.keep(result.participants[row].index, ClientState(kept, buffers, solver, residuals).joined())
-
-
-def stop_at(error: ClientError, drops: bool) -> None:
-    """Raise an error that is not a reason to leave a client out, given whether there is any."""
-    if not drops or error.culprit is None:
-        raise error
-
-
-def _nothing() -> None:
-    """Take nothing back, where the run stops anyway."""

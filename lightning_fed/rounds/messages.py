@@ -152,6 +152,8 @@ class ReplyOrder:
 
     def missing(self) -> list[int]:
         """Return the clients that have not answered, by stored index, in order."""
+        if len(self._answered) == len(self._clients):
+            return []
         return [index for index in self._clients if index not in self._answered]
 
     def rest(self) -> list[Reply]:

@@ -1,6 +1,6 @@
-"""A round, told as its steps: the server asks, clients answer, phase by phase, until the server can take its step."""
+"""A round as its steps: the server asks, clients answer, phase by phase, until the server can take its step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -8,21 +8,24 @@ from typing import Any, TypeAlias
 from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.rounds.assignment import TravellingStates, assign
+from lightning_fed.core.types import ClientId
+from lightning_fed.rounds.assignment import StateTransfer, assign
 from lightning_fed.rounds.client_work import ClientWork
-from lightning_fed.rounds.cohort import CohortSampling, DrawnCohort, Faults
-from lightning_fed.rounds.lone_examples import check_lone_examples
+from lightning_fed.rounds.cohort import CohortSampling, DrawnCohort
+from lightning_fed.rounds.failures import Faults
+from lightning_fed.rounds.local_plans import check_lone_examples
 from lightning_fed.rounds.messages import LOSS, TRAIN, Task
 from lightning_fed.rounds.server_round import ServerRound
+from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.server import Server
 from lightning_fed.strategies.processes import Ranks, Sent, metrics_alone
 
 __all__ = ["Rounds"]
 
-Told: TypeAlias = dict[str, Any]
-"""What a process tells the others of its part in a round."""
+Status: TypeAlias = dict[str, Any]
+"""What a process reports to the others when its clients are done."""
 
-_MOVED_BYTES = 2**27  # of client states of one vector that may be elsewhere than they are kept, all held for the round
+_MOVED_BYTES = 2**27  # of client states of one vector that may be trained by another process than their owner's
 
 
 class Rounds:
@@ -38,7 +41,7 @@ class Rounds:
         ranks: The processes that share the clients.
 
     Attributes:
-        at_work: The server's half of the round at work; None between rounds.
+        at_work: The server's half of the current round; None between rounds.
     """
 
     def __init__(self, server: Server, sampling: CohortSampling, work: ClientWork, ranks: Ranks) -> None:
@@ -68,24 +71,25 @@ class Rounds:
         population, cohort = self.sampling.population, self._cohort
         is_users = not type(self.settings.sampler).__module__.startswith("lightning_fed.")
         if population.sizes_are_known and not is_users:
-            check_lone_examples(self.work, zip(population, population.sizes, strict=True))
+            sizes: Iterable[tuple[ClientId, int]] = zip(population, population.sizes, strict=True)
         else:
             drawn = {who.client_id: who.size for who in (*cohort.members, *cohort.gradient_members)}
-            check_lone_examples(self.work, drawn.items())
+            sizes = drawn.items()
+        check_lone_examples(self.work.plans, self.work.engine.flat, sizes)
 
-    def run(self, tell: Callable[[], Told]) -> tuple[ServerRound, list[Told]]:
-        """Let the clients of the cohort work; those that fail on the way are left out, if that is what is asked for.
+    def run(self, status: Callable[[], Status]) -> tuple[ServerRound, list[Status]]:
+        """Run the clients of the cohort. Those that fail on the way are left out, if that is what is asked for.
 
         Args:
-            tell: Returns what this process tells the others when its clients are done.
+            status: Returns the status of this process; called when its clients are done.
 
         Returns:
-            The server's half, ready to be closed, and what all processes have told.
+            The server's half, ready to be closed, and the status of each process.
         """
         work, faults = self.work, self._faults
         undo = work.engine.undo_point() if self.settings.drops_failed or work.may_restart else None
         failed_before = dict(faults.causes)
-        while (told := self._try(tell)) is None:
+        while (statuses := self._try(status)) is None:
             assert undo is not None
             undo()
             self.server.clients.discard()
@@ -94,72 +98,82 @@ class Rounds:
                 work.restart(self.server.round, self._restart_reason)
             call_round_hook(self.trainer, "on_round_restart", self.server.round)
         assert self.at_work is not None
-        return self.at_work, told
+        return self.at_work, statuses
 
     def leave(self) -> None:
-        """Let go of the round at work."""
+        """Release the current round."""
         self.at_work, self._cohort = None, DrawnCohort()
         self.work.end()
 
-    def _try(self, tell: Callable[[], Told]) -> list[Told] | None:
-        """Let the clients work; return None if the round must start again.
+    def _try(self, status: Callable[[], Status]) -> list[Status] | None:
+        """Run the clients; return None if the round must start again.
 
-        That is so if some failed whose part others depend on, or if the engine cannot run them and another one can.
+        That is so if some failed that others depend on, or if the engine cannot run them and another one can.
         """
-        ranks, split, told = self.ranks, self.work.engine.split, [Told()]
-        if self.settings.drops_failed:  # data may have failed to load in some processes only
+        ranks, server, split, statuses = self.ranks, self.server, self.work.engine.split, [Status()]
+        if self.settings.drops_failed and ranks.size > 1:  # data may have failed to load in some processes only
             self._faults.merge(ranks.gather(self._faults.causes))
-        server_round = ServerRound(self.server, self.settings, self.sampling.population, self._cohort, self._faults)
-        self.at_work, members, x = server_round, server_round.members, self.server.x
-        asked = [*members.values(), *server_round.gradient_members.values()]
-        keeps_state, most_moves = self.settings.clients_keep_state, max(1, _MOVED_BYTES // x.nbytes)
-        owners = assign(asked, ranks, keeps_state, most_moves, x.numel())
-        states = TravellingStates(self.server, ranks, {i: owners[i] for i in members} if keeps_state else None)
+        half = self.at_work = ServerRound(server, self.settings, self.sampling.population, self._cohort, self._faults)
+        mine, states, transfer, workers = list(half.members.values()), None, None, dict[int, int]()
+        if ranks.size > 1:
+            keeps_state, most_moves = self.settings.clients_keep_state, max(1, _MOVED_BYTES // server.x.nbytes)
+            asked = [*mine, *half.gradient_members.values()]
+            workers = dict(assign(asked, ranks, keeps_state, most_moves, server.x.numel()))
+            mine = [member for member in mine if workers[member.index] == ranks.rank]
+            states = StateTransfer(server, ranks, {i: workers[i] for i in half.members} if keeps_state else None)
+            transfer = states if states.moves else None
+        states = states or ClientStates(server.new_client, server.clients, server.expected_state)
         with split.in_step(), metrics_alone(self.trainer):
-            self.work.begin(self.server.round, [m for i, m in members.items() if owners[i] == ranks.rank])
-            for task in server_round.phases():
-                answers = ranks.exchange_and_deliver(partial(self._answer, task, server_round, owners, states, tell))
-                outlines = [outline for outline, _ in answers]
-                self._restart_reason = next((o["restart"] for o in outlines if "restart" in o), None)
-                if self._restart_reason is not None:
+            self.work.begin(server.round, mine)
+            for task in half.phases():
+                answer = partial(self._answer, task, half, workers, states, transfer, status)
+                parts, received = zip(*ranks.exchange(answer), strict=True)
+                reasons = [part["restart"] for part in parts if "restart" in part]
+                self._restart_reason = reasons[0] if reasons else None
+                if reasons:
                     return None
                 if task.phase == TRAIN:
-                    if states.moves:
-                        states.take_home([outline["travelling"] for outline in outlines], [part for _, part in answers])
-                    told = [outline["told"] for outline in outlines]
-                    told = split.gather(told[0]) if split.size > 1 else told
-                if not server_round.close_phase(outlines, ranks):
+                    if transfer is not None:
+                        transfer.take_back([part["returning"] for part in parts], received)
+                    statuses = [part["status"] for part in parts]
+                    statuses = split.gather(statuses[0]) if split.size > 1 else statuses
+                if not half.close_phase(parts, ranks):
                     return None
-        return told
+        return statuses
 
     def _answer(
         self,
         task: Task,
-        server_round: ServerRound,
-        owners: Mapping[int, int],
-        states: TravellingStates,
-        tell: Callable[[], Told],
-    ) -> tuple[Told, Sent]:
+        half: ServerRound,
+        workers: Mapping[int, int],
+        states: ClientStates,
+        transfer: StateTransfer | None,
+        status: Callable[[], Status],
+    ) -> tuple[dict[str, Any], Sent]:
         """Answer a task for this process's clients, and return what other processes need of it."""
-        ranks, work, trains = self.ranks, self.work, task.phase == TRAIN
-        owner = ranks.home_of if task.phase == LOSS else owners.__getitem__
-        if trains and states.moves:
-            states.send()
-        chunks = work.chunks(task, [index for index in task.clients if owner(index) == ranks.rank])
-        if trains and states.moves:
-            chunks = states.last(chunks)
-        server_round.expect(chain.from_iterable(chunks))
+        ranks, work, trains, clients = self.ranks, self.work, task.phase == TRAIN, task.clients
+        if ranks.size > 1:
+            worker = ranks.owner_of if task.phase == LOSS else workers.__getitem__
+            clients = [index for index in clients if worker(index) == ranks.rank]
+        if trains and transfer is not None:
+            transfer.send()
+        chunks = work.chunks(task, clients)
+        if trains and transfer is not None:
+            chunks = transfer.last(chunks)
+        half.expect(chain.from_iterable(chunks))
         try:
-            for clients in chunks:
-                for reply in work.answer(task, clients, states):
-                    work.call_end_hooks(server_round.receive(reply))
+            for some in chunks:
+                for reply in work.answer(task, some, states):
+                    work.call_end_hooks(half.receive(reply))
         except FederatedError as error:
             if (reason := work.reason_to_restart(error)) is None:
                 raise
-            states.settle()
+            if transfer is not None:
+                transfer.wait()
             return {"restart": reason}, [()] * ranks.size
+        part: dict[str, Any] = half.partial() if ranks.size > 1 else {}
         if not trains:
-            return server_round.outline(), [()] * ranks.size
+            return part, [()] * ranks.size
         work.end_training()
-        travelling, sent = states.leaving()
-        return {**server_round.outline(), "travelling": travelling, "told": tell()}, sent
+        returning, sent = transfer.returning() if transfer is not None else ({}, [()] * ranks.size)
+        return {**part, "returning": returning, "status": status()}, sent

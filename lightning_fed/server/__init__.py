@@ -12,8 +12,7 @@ from lightning_fed.server.aggregation.robust import (
 )
 from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.asynchronous.client_clock import ClientClock
-from lightning_fed.server.asynchronous.fedasync import FedAsync
-from lightning_fed.server.asynchronous.fedbuff import FedBuff
+from lightning_fed.server.asynchronous.methods import FedAsync, FedBuff
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedRMSProp, FedYogi
 from lightning_fed.server.sampling import (

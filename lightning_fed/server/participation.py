@@ -12,7 +12,7 @@ import torch
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, Weighting
 
-__all__ = ["WEIGHTINGS", "Participant", "Population", "Seen", "no_weight", "raw_weight"]
+__all__ = ["WEIGHTINGS", "Participant", "Participation", "Population", "no_weight", "raw_weight"]
 
 
 class Population(Sequence[ClientId]):
@@ -124,16 +124,16 @@ class Population(Sequence[ClientId]):
         return self._mean
 
 
-class Seen:
-    """A set of clients' stored indices. Memory is an eighth of a byte for every client there is.
+class Participation:
+    """The set of clients that have taken part, by stored index. Memory is one bit for every client there is.
 
     Args:
         num_clients: The number of clients, N.
 
     Example:
-        >>> seen = Seen(10)
-        >>> seen.add([3, 9, 3])
-        >>> len(seen), seen.bits()
+        >>> taken_part = Participation(10)
+        >>> taken_part.add([3, 9, 3])
+        >>> len(taken_part), taken_part.bits()
         (2, tensor([8, 2], dtype=torch.uint8))
     """
 
@@ -147,7 +147,7 @@ class Seen:
         return self._count
 
     def add(self, indices: Sequence[int]) -> None:
-        """Add clients, those that are in it included.
+        """Add clients; some may be in the set already.
 
         Raises:
             IndexError: If there is no such client.
@@ -167,9 +167,7 @@ class Seen:
         """Return a copy of the set in its smaller form: :meth:`bits`, or the stored indices of few clients, int64."""
         if 64 * self._count >= self._num_clients:
             return self.bits()
-        filled = np.flatnonzero(self._bits)
-        row, bit = np.nonzero(np.unpackbits(self._bits[filled, None], axis=1, bitorder="little"))
-        return torch.from_numpy((8 * filled[row] + bit).astype(np.int64))
+        return torch.from_numpy(np.flatnonzero(np.unpackbits(self._bits, bitorder="little")))
 
     def load(self, saved: torch.Tensor) -> None:
         """Replace the set by one that :meth:`saved` or :meth:`bits` has returned.
@@ -177,7 +175,7 @@ class Seen:
         Raises:
             ValueError: If it is not a set of as many clients.
         """
-        loaded = Seen(self._num_clients)
+        loaded = Participation(self._num_clients)
         if saved.dtype == torch.int64 and saved.ndim == 1:
             if bool((saved.diff() <= 0).any()) or (len(saved) and not 0 <= saved[0] <= saved[-1] < self._num_clients):
                 raise ValueError(f"these are not the ascending indices of some of {self._num_clients} clients")
@@ -187,16 +185,13 @@ class Seen:
             used = self._num_clients % 8
             if used and loaded._bits[-1] >> used:
                 raise ValueError(f"bits beyond the {self._num_clients} clients are set")
-            loaded._count = int(_ONES[loaded._bits].sum(dtype=np.int64))
+            loaded._count = int(np.count_nonzero(np.unpackbits(loaded._bits)))
         else:
             raise ValueError(
                 f"{self._num_clients} clients take {len(self._bits)} bytes of bits, found {list(saved.shape)} of"
                 f" {saved.dtype}"
             )
         self._bits, self._count = loaded._bits, loaded._count
-
-
-_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)  # in each byte
 
 
 WEIGHTINGS = ("examples", "uniform", "steps")

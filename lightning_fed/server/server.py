@@ -16,7 +16,7 @@ from lightning_fed.core.rounds import AdvanceSolver, Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.client_states.state import PERSONAL, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore
-from lightning_fed.server.participation import WEIGHTINGS, Seen
+from lightning_fed.server.participation import WEIGHTINGS, Participation
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, ServerStep
 
 __all__ = ["FORMAT", "Server", "resolve_weighting"]
@@ -89,8 +89,8 @@ class Server:
         self.bytes_up = 0
         self.bytes_down = 0
         self.advance_solver: AdvanceSolver | None = None  # of the local optimizer, for methods that mimic it
-        self._seen = Seen(len(ids))
-        self._options: dict[str, Any] | None = algorithm.options()  # until they have been looked at again
+        self._participation = Participation(len(ids))
+        self._options: dict[str, Any] | None = algorithm.options()  # until they are compared after the first round
 
     @property
     def x(self) -> Vector:
@@ -100,7 +100,7 @@ class Server:
     @property
     def seen(self) -> int:
         """The number of clients that have taken part."""
-        return len(self._seen)
+        return len(self._participation)
 
     def shown(self) -> Vector:
         """The parameters [P] that validation and checkpoints show."""
@@ -154,22 +154,22 @@ class Server:
             self.step.step(direction, models if direction is mean.get("delta") else None)
             norm = _distance(self.x, before)
         self.state = {name: value.detach() for name, value in state.items()}
-        self.take_buffers(buffers)
+        if buffers is not self.buffers:
+            self.take_buffers(buffers)
         self.clients.commit()
         self.step.end_round()
         self.round += 1
-        self._check_options()
+        options, self._options = self._options, None
+        if options is not None:
+            self._check_options(options)
         return norm
 
-    def _check_options(self) -> None:
+    def _check_options(self, before: Mapping[str, Any]) -> None:
         """Refuse a method whose attributes change as it runs: a checkpoint of it could not be resumed.
 
         Raises:
             FederatedError: Naming an attribute, after the first round.
         """
-        before, self._options = self._options, None
-        if before is None:
-            return
         now = self.algorithm.options()
         for name in now.keys() | before.keys():
             if repr(now.get(name)) != repr(before.get(name)):
@@ -180,13 +180,13 @@ class Server:
                 )
 
     def take_buffers(self, buffers: State) -> None:
-        """Let buffers be the server's, and note which of them are new."""
+        """Replace the buffers, and record which of them have changed."""
         self.moved_buffers |= {name for name, old in self.buffers.items() if not torch.equal(buffers[name], old)}
         self.buffers = buffers
 
     def count(self, indices: Sequence[int], bytes_up: int, bytes_down: int) -> None:
         """Add a round to the run's totals: clients seen, bytes up and down."""
-        self._seen.add(indices)
+        self._participation.add(indices)
         self.bytes_up += bytes_up
         self.bytes_down += bytes_down
 
@@ -216,7 +216,7 @@ class Server:
             "personal": self.personal,
             "start": self.start,
             "moved_buffers": sorted(self.moved_buffers),
-            "seen": self._seen.saved(),
+            "seen": self._participation.saved(),
             "bytes": [self.bytes_up, self.bytes_down],
         }
 
@@ -270,7 +270,7 @@ class Server:
         self.personal = saved.get("personal", self.personal).to(device)
         self.start = saved.get("start", self.start).to(device)
         self.moved_buffers = {name for name in saved["moved_buffers"] if name in self.buffers}
-        self._seen.load(saved["seen"])
+        self._participation.load(saved["seen"])
         self.bytes_up, self.bytes_down = saved["bytes"]
 
 

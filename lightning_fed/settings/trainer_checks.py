@@ -6,7 +6,7 @@ from lightning_fed.callbacks import Inexactness, Measure, PersonalizedAccuracy, 
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies import WithinClientStrategy
-from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
+from lightning_fed.strategies.ddp import UnwrappedDDPStrategy
 
 __all__ = ["check_local_options", "check_strategy", "check_trainer"]
 

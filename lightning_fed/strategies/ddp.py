@@ -1,19 +1,122 @@
-"""Several processes, all training the same client at once."""
+"""Lightning's DDP without its wrapper: processes that share the clients of a round, or the batches of each client."""
 
+import atexit
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import _sync_module_states
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.strategies.peers import Peers, kept_under_test
+from lightning_fed.strategies.shared_memory import SharedMemory
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
-from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 
-__all__ = ["WithinClientStrategy", "adopt", "split_of"]
+__all__ = ["ClientsStrategy", "UnwrappedDDPStrategy", "WithinClientStrategy", "adopt", "split_of"]
+
+
+class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
+    """Processes that start and find each other as Lightning's DDP does it, each with the module itself.
+
+    The wrapper ``DistributedDataParallel`` expects one backward for every forward, in every process; here
+    ``training_step`` is also called at other points than the current one.
+    """
+
+    peers = Peers()
+
+    def setup_distributed(self) -> None:
+        """Find the other processes, and leave them before Python ends."""
+        was_there = dist.is_initialized()
+        with kept_under_test():
+            super().setup_distributed()
+        if not was_there:
+            atexit.register(_leave_group)
+        self.peers = Peers.meet(self.global_rank, self.world_size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the connections to other processes, which a copy makes for itself."""
+        connections = ("peers", "shared_memory")
+        return {name: value for name, value in super().__getstate__().items() if name not in connections}
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all processes; raise a FederatedError if there are some that are gone."""
+        with self.peers.naming():
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what one process has; raise a FederatedError if there are some that are gone."""
+        with self.peers.naming():
+            return super().broadcast(*args, **kwargs)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the sum or mean of a number; raise a FederatedError if there are processes that are gone."""
+        with self.peers.naming():
+            return super().reduce(*args, **kwargs)
+
+    def configure_ddp(self) -> None:
+        """Give every process the same initial model, and no wrapper."""
+        assert self.model is not None
+        _sync_module_states(self.model)
+
+
+def _leave_group() -> None:
+    # A thread of gloo's may let go of a tensor only after the exchange it was for, and aborts the process if Python is
+    # ending by then, with all results written. After an error, others are to miss this process at once.
+    if dist.is_initialized() and getattr(sys, "last_type", None) is None:
+        dist.destroy_process_group()
+
+
+class ClientsStrategy(UnwrappedDDPStrategy):
+    """Share the clients of every round among processes: ``FederatedTrainer(devices=4, strategy="clients")``.
+
+    Each process trains its own clients on its own device, without any exchange between local steps; their messages are
+    summed once a round. Processes start and find each other as Lightning's DDP does it, on CPUs with gloo and on GPUs
+    with nccl, on one machine or several. "clients_spawn" and "clients_fork" start them from within Python, as
+    "ddp_spawn" and "ddp_fork" do.
+
+    Args:
+        *args: Those of :class:`pytorch_lightning.strategies.DDPStrategy`.
+        share_memory: Whether processes on the CPUs of one Linux machine exchange through memory that they share, which
+            is faster; False: through the process group, as if they were on several machines. The bits are the same.
+        **kwargs: Those of :class:`pytorch_lightning.strategies.DDPStrategy`.
+    """
+
+    strategy_name = "clients"
+
+    def __init__(self, *args: Any, share_memory: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.share_memory = share_memory
+
+    @cached_property
+    def shared_memory(self) -> SharedMemory | None:
+        """What processes on the CPUs of one machine share; all processes must ask for it together at first."""
+        if not self.share_memory or self.root_device.type != "cpu" or self.world_size == 1:
+            return None
+        timeout = default_pg_timeout if self._timeout is None else self._timeout
+        return SharedMemory.open(self.global_rank, self.world_size, timeout.total_seconds())
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make the strategy known by name."""
+        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork")):
+            strategy_registry.register(
+                f"{cls.strategy_name}{suffix}",
+                cls,
+                description=f"Clients shared among processes ({start_method})",
+                override=True,
+                start_method=start_method,
+            )
+
+
+ClientsStrategy.register_strategies(pl.strategies.StrategyRegistry)
 
 
 class WithinClientStrategy(UnwrappedDDPStrategy):

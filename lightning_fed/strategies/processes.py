@@ -13,11 +13,10 @@ from torchmetrics import Metric
 
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.strategies.clients import ClientsStrategy
+from lightning_fed.strategies.ddp import ClientsStrategy, UnwrappedDDPStrategy
 from lightning_fed.strategies.peers import Peers
 from lightning_fed.strategies.shared_memory import PIECE, SharedMemory, add_up
 from lightning_fed.strategies.stopping import Failure
-from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 
 __all__ = ["Ranks", "Sent", "metrics_alone", "padded"]
 
@@ -91,34 +90,26 @@ class Ranks:
             dist.all_gather(everybodys, mine)
         return [(int.from_bytes(m[:8].cpu().numpy().tobytes(), "little"), m[8:].cpu()) for m in everybodys]
 
-    def exchange(self, work: Callable[[], Record]) -> list[Record]:
-        """Do this process's part, and return what everybody's part came to.
+    def exchange(self, work: Callable[[], tuple[Record, Sent]]) -> list[tuple[Record, Tensor]]:
+        """Do this process's part, and return each process's record and the bytes that it sent here.
 
-        What goes wrong in one process is raised in all: nobody waits for one that is gone. So is a request to stop.
+        An error in one process is raised in all, so that none waits for one that is gone. So is a request to stop.
 
         Args:
-            work: Returns this process's record.
+            work: Returns this process's record, and the bytes that go to each process; see :meth:`deliver`.
 
         Raises:
             ClientError: If another process failed.
             SIGTERMException: If one was told to stop, and no other failed; KeyboardInterrupt likewise.
         """
-        return [record for record, _ in self.exchange_and_deliver(lambda: (work(), [()] * self.size))]
-
-    def exchange_and_deliver(self, work: Callable[[], tuple[Record, Sent]]) -> list[tuple[Record, Tensor]]:
-        """Do what :meth:`exchange` does, and return with everybody's record the bytes that came with it.
-
-        Args:
-            work: Returns this process's record, and the bytes that go to each process; see :meth:`deliver`.
-        """
+        if self.size == 1:
+            return [(work()[0], torch.empty(0, dtype=torch.uint8))]
         record: Record | None = None
         sent: Sent = [()] * self.size
         failure = None
         try:
             record, sent = work()
         except BaseException as error:
-            if self.size == 1:
-                raise
             failure = error
         parts = self.deliver((record, Failure.of(failure)), sent)()
         Failure.raise_first([part for (_, part), _ in parts], failure)
@@ -248,19 +239,22 @@ class Ranks:
             dist.all_to_all_single(received, whole, arriving, list(records[self.rank][1]))
         return [(record, part) for (record, _), part in zip(records, received.split(arriving), strict=True)]
 
-    def home_of(self, index: int) -> int:
+    def owner_of(self, index: int) -> int:
         """The process that keeps the state of the client with this stored index."""
         return index % self.size
 
-    def is_home_of(self, index: int) -> bool:
+    def owns(self, index: int) -> bool:
         """Whether this process keeps the state of the client with this stored index."""
-        return self.home_of(index) == self.rank
+        return self.owner_of(index) == self.rank
 
 
 @contextmanager
 def metrics_alone(trainer: pl.Trainer) -> Iterator[None]:
     """Let the module's metric objects count what this process has seen, without exchanging anything with others."""
-    parts = trainer.lightning_module.modules() if trainer.world_size > 1 else ()
+    if trainer.world_size == 1:
+        yield
+        return
+    parts = trainer.lightning_module.modules()
     kept = [(part, part.distributed_available_fn) for part in parts if isinstance(part, Metric)]
     for metric, _ in kept:
         metric.distributed_available_fn = _is_alone

@@ -28,7 +28,7 @@ from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.rounds.client_work import ClientWork
-from lightning_fed.rounds.cohort import warn_of
+from lightning_fed.rounds.failures import warn_of
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.participation import Population
@@ -325,7 +325,7 @@ class FederatedLoop(_FitLoop):
         assert run.clients is not None
         assert run.server_model is not None
         return {
-            "logged": self.epoch_loop._results.outline() if trainer.world_size > 1 else {},
+            "logged": self.epoch_loop._results.partial() if trainer.world_size > 1 else {},
             "stop": trainer._signal_connector.asked,
             "change": run.server_model.change_digest,
             "gave_up": run.clients.have_given_up,
@@ -411,7 +411,7 @@ class FederatedLoop(_FitLoop):
         """Return a client's state after the last completed round; None if another process has it."""
         assert self.population is not None
         index = self.population.index_of(client_id)
-        return self.state.client_state(index) if self.run_state.ranks.is_home_of(index) else None
+        return self.state.client_state(index) if self.run_state.ranks.owns(index) else None
 
     @property
     def epsilon(self) -> float | None:

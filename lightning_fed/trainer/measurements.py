@@ -91,7 +91,7 @@ class Measurements:
         if not own:
             return {client_id: self.evaluate_client(client_id, on, steps, own) for client_id in client_ids}
         ranks = self._run.ranks
-        here = [i for i in client_ids if ranks.is_home_of(self._population.index_of(i))]
+        here = [i for i in client_ids if ranks.owns(self._population.index_of(i))]
         parts = ranks.gather({i: self.evaluate_client(i, on, steps, own) for i in here})
         found = {client_id: logged for part in parts for client_id, logged in part.items()}
         return {client_id: found[client_id] for client_id in client_ids}
@@ -105,7 +105,7 @@ class Measurements:
                 "showing_client_model works while a fit is running: use it in a callback's on_round_end."
             )
         index = self._population.index_of(client_id)
-        if self._ask_sites is not None or not self._run.ranks.is_home_of(index):
+        if self._ask_sites is not None or not self._run.ranks.owns(index):
             raise FederatedError(f"What client {client_id!r} keeps, its own model included, is not in this process.")
         with self._run.preserving_module():
             x, buffers = self._own_model(index)

@@ -32,9 +32,8 @@ from lightning_fed.settings.module_checks import no_federated_data
 from lightning_fed.settings.settings import MAX_FAILED_SHARE, Settings
 from lightning_fed.settings.trainer_checks import check_local_options, check_strategy, check_trainer
 from lightning_fed.strategies import ClientsStrategy
-from lightning_fed.strategies.ddp import WithinClientStrategy, adopt
+from lightning_fed.strategies.ddp import UnwrappedDDPStrategy, WithinClientStrategy, adopt
 from lightning_fed.strategies.launcher import adopt_launcher
-from lightning_fed.strategies.unwrapped import UnwrappedDDPStrategy
 from lightning_fed.trainer.connectors import RoundCheckpointConnector, install
 from lightning_fed.trainer.loop import FederatedLoop
 from lightning_fed.trainer.threads import threads_for

@@ -23,7 +23,7 @@ from lightning_fed import ClientError, FederatedCallback, FederatedDataModule, F
 from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedDyn, FedProx, Mime, Scaffold, ServerOnly
 from lightning_fed.callbacks import RunSummary
 from lightning_fed.cli.main import main
-from lightning_fed.rounds.cohort import Faults
+from lightning_fed.rounds.failures import Faults
 from tests.helpers.command_line import one_stage
 from tests.helpers.engines import Ordinary, Record, assert_close, assert_plain_agree, plain, results_of, run, state_of
 from tests.helpers.processes import in_processes

@@ -61,10 +61,10 @@ def test_a_buffer_that_the_module_assigns_anew_is_found() -> None:
 
 def test_floats_are_averaged_by_examples_and_integers_come_from_the_largest() -> None:
     mean = BufferMean()
-    mean.add(state(1.0, count=10), size=1, index=0)
-    mean.add(state(5.0, count=20), size=3, index=1)
-    mean.add(state(-2.0, count=30), size=2, index=2)
-    out = mean.result(state(99.0, count=99))
+    mean.update(state(1.0, count=10), size=1, index=0)
+    mean.update(state(5.0, count=20), size=3, index=1)
+    mean.update(state(-2.0, count=30), size=2, index=2)
+    out = mean.compute(state(99.0, count=99))
     # (1 * 1 + 3 * 5 + 2 * (-2)) / 6 = 2
     assert out["mean"].tolist() == [2.0, -2.0]
     assert int(out["count"]) == 20
@@ -74,15 +74,15 @@ def test_floats_are_averaged_by_examples_and_integers_come_from_the_largest() ->
 def test_of_equally_large_clients_that_of_the_smallest_index_gives_the_integers(order: tuple[int, ...]) -> None:
     mean = BufferMean()
     for index in order:
-        mean.add(state(0.0, count=10 * index), size=4, index=index)
-    assert int(mean.result(state(0.0))["count"]) == 0
+        mean.update(state(0.0, count=10 * index), size=4, index=index)
+    assert int(mean.compute(state(0.0))["count"]) == 0
 
 
 def test_a_client_drawn_twice_counts_twice_and_is_no_larger() -> None:
     mean = BufferMean()
-    mean.add(state(1.0, count=10), size=3, index=0, count=2)
-    mean.add(state(5.0, count=20), size=4, index=1)
-    out = mean.result(state(0.0))
+    mean.update(state(1.0, count=10), size=3, index=0, count=2)
+    mean.update(state(5.0, count=20), size=4, index=1)
+    out = mean.compute(state(0.0))
     # (2 * 3 * 1 + 4 * 5) / (2 * 3 + 4)
     assert out["mean"][0] == pytest.approx(2.6)
     assert int(out["count"]) == 20
@@ -92,8 +92,10 @@ def test_a_client_drawn_twice_counts_twice_and_is_no_larger() -> None:
 def test_it_does_not_matter_which_process_has_which_client(split: int) -> None:
     parts = [BufferMean(), BufferMean()]
     for i, size in enumerate((3, 4, 2, 4)):
-        parts[int(i < split)].add(state(float(i), count=i), size, index=i)
-    out = BufferMean.merged(parts).result(state(0.0))
+        parts[int(i < split)].update(state(float(i), count=i), size, index=i)
+    mean = BufferMean()
+    mean.merge(parts)
+    out = mean.compute(state(0.0))
     # (3 * 0 + 4 * 1 + 2 * 2 + 4 * 3) / 13
     assert out["mean"][0] == pytest.approx(20 / 13)
     assert int(out["count"]) == 1
@@ -101,22 +103,22 @@ def test_it_does_not_matter_which_process_has_which_client(split: int) -> None:
 
 def test_all_integers_of_the_largest_client_come_together() -> None:
     mean = BufferMean()
-    mean.add({"a": torch.tensor(1), "b": torch.tensor([True])}, size=1, index=0)
-    mean.add({"a": torch.tensor(2), "b": torch.tensor([False])}, size=2, index=1)
-    out = mean.result({"a": torch.tensor(0), "b": torch.tensor([True])})
+    mean.update({"a": torch.tensor(1), "b": torch.tensor([True])}, size=1, index=0)
+    mean.update({"a": torch.tensor(2), "b": torch.tensor([False])}, size=2, index=1)
+    out = mean.compute({"a": torch.tensor(0), "b": torch.tensor([True])})
     assert int(out["a"]) == 2
     assert not bool(out["b"])
 
 
 def test_without_clients_the_servers_buffers_stay() -> None:
     server = state(3.0, count=4)
-    assert BufferMean().result(server) is server
+    assert BufferMean().compute(server) is server
 
 
 def test_a_buffer_that_no_client_sent_stays() -> None:
     mean = BufferMean()
-    mean.add({"mean": torch.tensor([2.0, 2.0])}, size=1, index=0)
-    out = mean.result(state(1.0, count=4))
+    mean.update({"mean": torch.tensor([2.0, 2.0])}, size=1, index=0)
+    out = mean.compute(state(1.0, count=4))
     assert out["mean"].tolist() == [2.0, 2.0]
     assert int(out["count"]) == 4
 
@@ -125,17 +127,17 @@ def test_a_buffer_that_no_client_sent_stays() -> None:
 def test_the_mean_has_the_servers_dtype_and_is_summed_in_float64(dtype: torch.dtype) -> None:
     mean = BufferMean()
     for _ in range(3000):  # in half precision the sum would stop growing at 2048 or overflow
-        mean.add(state(1.0, dtype=dtype), size=100, index=0)
-    out = mean.result(state(0.0, dtype=dtype))["mean"]
+        mean.update(state(1.0, dtype=dtype), size=100, index=0)
+    out = mean.compute(state(0.0, dtype=dtype))["mean"]
     assert out.dtype == dtype
     assert out.tolist() == [1.0, -1.0]
 
 
 def test_what_was_sent_is_not_changed() -> None:
     first, second, mean = state(1.0), state(3.0), BufferMean()
-    mean.add(first, size=1, index=0)
-    mean.add(second, size=1, index=1)
-    assert mean.result(state(0.0))["mean"].tolist() == [2.0, -2.0]
+    mean.update(first, size=1, index=0)
+    mean.update(second, size=1, index=1)
+    assert mean.compute(state(0.0))["mean"].tolist() == [2.0, -2.0]
     assert first["mean"].tolist() == [1.0, -1.0]
     assert second["mean"].tolist() == [3.0, -3.0]
 
@@ -144,8 +146,8 @@ def test_what_was_sent_is_not_changed() -> None:
 def test_the_mean_by_examples(clients: list[tuple[float, int]]) -> None:
     mean = BufferMean()
     for i, (value, size) in enumerate(clients):
-        mean.add(state(value, count=size, dtype=torch.float64), size, index=i)
-    out = mean.result(state(0.0, dtype=torch.float64))
+        mean.update(state(value, count=size, dtype=torch.float64), size, index=i)
+    out = mean.compute(state(0.0, dtype=torch.float64))
     want = sum(v * n for v, n in clients) / sum(n for _, n in clients)
     torch.testing.assert_close(out["mean"][0], torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-9)
     assert int(out["count"]) == max(n for _, n in clients)

@@ -20,7 +20,8 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.clients import ClientsOutsideFit
 from lightning_fed.rounds import client_work, messages
 from lightning_fed.rounds.client_work import ClientWork
-from lightning_fed.rounds.cohort import CohortSampling, Faults
+from lightning_fed.rounds.cohort import CohortSampling
+from lightning_fed.rounds.failures import Faults
 from lightning_fed.rounds.messages import Reply, Task
 from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.server.client_states.state import ClientStates

@@ -139,7 +139,7 @@ def test_states_of_all_types_and_shapes_arrive_as_they_left(tmp_path: Path) -> N
         torch.distributed.init_process_group("gloo", init_method="env://")
         rank = torch.distributed.get_rank()
         ranks = Ranks(rank, 2, torch.device("cpu"))
-        mine = {index: state for index, state in STATES.items() if ranks.is_home_of(index)}
+        mine = {index: state for index, state in STATES.items() if ranks.owns(index)}
         to = {index: 1 - index % 2 for index in STATES}
         kinds, sent = pack(mine, to, 2)
         letters, received = zip(*ranks.deliver(kinds, sent)(), strict=True)

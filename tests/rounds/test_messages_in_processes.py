@@ -71,8 +71,8 @@ def noisy_mean() -> torch.Tensor:
     aggregator = DifferentialPrivacy(3.0, 0.7, 1e-5).for_run(FedAvg(), None, BernoulliSampler(0.5))
     aggregation = aggregator.of_round({"delta": "weighting"}, "uniform", [], 10)
     ranks, x = Ranks(int(torch.distributed.get_rank()), 2, torch.device("cpu")), torch.zeros(200_000)
-    aggregation.reduce(ranks.gather(aggregation.outline()), ranks, x)
-    return aggregation.mean(x)[0]["delta"]
+    aggregation.merge(ranks.gather(aggregation.partial()), ranks, x)
+    return aggregation.compute(x)[0]["delta"]
 
 
 def columns() -> list[torch.Tensor]:

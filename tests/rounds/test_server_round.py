@@ -16,7 +16,8 @@ from lightning_fed.algorithms import Algorithm, FedAvg, FedProx, Mime, Scaffold,
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.rounds import ClientReport, RoundReport
-from lightning_fed.rounds.cohort import DrawnCohort, Faults
+from lightning_fed.rounds.cohort import DrawnCohort
+from lightning_fed.rounds.failures import Faults
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.server import CoordinateMedian

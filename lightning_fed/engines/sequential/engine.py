@@ -147,8 +147,8 @@ class SequentialEngine(Engine):
         names = {name for _, part in parts for name in part}
         mean = BufferMean()
         for rank, (examples, part) in enumerate(parts):
-            mean.add({name: part.get(name, before[name].cpu()) for name in names}, examples, rank)
-        merged = {name: value.to(after[name].device) for name, value in mean.result(after).items()}
+            mean.update({name: part.get(name, before[name].cpu()) for name in names}, examples, rank)
+        merged = {name: value.to(after[name].device) for name, value in mean.compute(after).items()}
         self.buffers.write(merged)
         return merged
 

@@ -10,7 +10,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.participation import Participant, no_weight, raw_weight
 
-__all__ = ["Aggregation", "Alone", "Exchange", "accumulation_dtype"]
+__all__ = ["Aggregation", "Exchange", "accumulation_dtype"]
 
 _ROWS = 128  # clients whose messages are converted at once
 _BLOCK = 2**16  # numbers that are converted at once on a CPU
@@ -42,19 +42,6 @@ class Exchange(Protocol):
         ...
 
 
-class Alone:
-    """A single process, which exchanges nothing."""
-
-    rank, size = 0, 1
-
-    def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Leave the tensors as they are."""
-
-    def columns(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return all columns."""
-        return rows
-
-
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """The dtype of sums over clients: float64 wherever the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -70,6 +57,10 @@ class Aggregation:
             work have weight zero.
         population: The number of clients, N.
         local_work: Whether the method has local work.
+
+    Attributes:
+        models: The weighted sum [P] of the models y that have been added, None if there are none.
+        models_weight: The sum of their weights.
     """
 
     sums_models: bool = True
@@ -77,6 +68,9 @@ class Aggregation:
 
     needs_clients: bool = True
     """Whether a round in which nobody took part changes nothing."""
+
+    is_one_by_one: bool = False
+    """Whether clients are added one at a time, as it may refuse a client."""
 
     def __init__(
         self,
@@ -102,10 +96,10 @@ class Aggregation:
                 raise no_weight([p.client_id for p in self._members.values()])
         self._given = dict.fromkeys(self._rules, 0.0)
         self._added: list[int] = []
-        self._models_weight = 0.0
+        self.models_weight = 0.0
         self._sums: State = {}
-        self._models: Tensor | None = None
-        self._change: Tensor | None = None  # known once everything has been added, and takes the place of the sum then
+        self.models: Tensor | None = None
+        self._change: Tensor | None = None  # replaces the sum of models once everything has been added
         self._mean_model: Tensor | None = None
         self._has_other_delta = False
 
@@ -115,13 +109,6 @@ class Aggregation:
             return [1.0 / self.population for _ in indices]
         raw, total = self._raw[rule], self._totals[rule]
         return [raw[index] / total if index in raw else 0.0 for index in indices]
-
-    def weight(self, index: int, rule: str) -> float:
-        """Return the weight of one client; see :meth:`weights`."""
-        if rule == "population":
-            return 1.0 / self.population
-        raw = self._raw[rule]
-        return raw[index] / self._totals[rule] if index in raw else 0.0
 
     def _note_steps(self, steps: Mapping[int, int]) -> None:
         """Let weightings that look at the steps that clients take go by these, where they are others than planned."""
@@ -133,65 +120,32 @@ class Aggregation:
                 for rule, weighs in self._rules.items():
                     self._raw[rule][index] = raw_weight(weighs, self._members[index], count)
 
-    def add(self, index: int, steps: int, send: State, model: Vector | None = None) -> None:
-        """Add one client's messages.
+    def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
+        """Add the messages of clients; how many are added at once changes the sums by rounding in float64 only.
 
         Args:
-            index: The client's stored index.
-            steps: The local steps it took; a weighting that looks at steps goes by these.
-            send: Its messages.
-            model: The client's parameters y [P] where the message "delta" is ``y - x`` itself; they are summed instead.
-
-        Raises:
-            FederatedError: If the messages are not those that the method declared.
-        """
-        self._check_names(send)
-        self._note_steps({index: steps})
-        self._added.append(index)
-        for rule in self._given:
-            self._given[rule] += self.weight(index, rule)
-        for name, value in send.items():
-            w = self.weight(index, self.reduces[name])
-            if name == "delta" and model is not None and self.reduces[name] != "population":
-                self._models = _add(self._models, model, w)
-                self._models_weight += w
-            else:
-                self._has_other_delta |= name == "delta"
-                self._sums[name] = _add(self._sums.get(name), value, w)
-
-    def add_all(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
-        """Add the messages of several clients at once; the sums are those of :meth:`add` up to rounding in float64.
-
-        Of one client it is :meth:`add`.
-
-        Args:
-            steps: The local steps that each client took, by its stored index, in the order of the rows.
+            steps: The local steps that each client took, by its stored index, in the order of the rows. A weighting
+                that looks at steps uses these.
             send: Their messages, stacked [S, ...].
-            models: Their parameters y [S, P] where the message "delta" is ``y - x`` itself.
+            models: Their parameters y [S, P] where the message "delta" is ``y - x`` itself; they are summed instead.
 
         Raises:
             FederatedError: If the messages are not those that the method declared.
         """
-        if len(steps) == 1:
-            ((index, count),) = steps.items()
-            own = {name: value[0] for name, value in send.items()}
-            self.add(index, count, own, None if models is None else models[0])
-            return
         self._check_names(send)
         self._note_steps(steps)
         self._added += steps
-        rules = {*self._given, *(self.reduces[name] for name in send)}
-        weights = {rule: self.weights(steps, rule) for rule in rules}
+        weights = {rule: self.weights(steps, rule) for rule in {*self._given, *self.reduces.values()}}
         for rule in self._given:
             self._given[rule] += sum(weights[rule])
         for name, value in send.items():
             w = weights[self.reduces[name]]
             if name == "delta" and models is not None and self.reduces[name] != "population":
-                self._models = _add_rows(self._models, models, w)
-                self._models_weight += sum(w)
+                self.models = _add(self.models, models, w)
+                self.models_weight += sum(w)
             else:
                 self._has_other_delta |= name == "delta"
-                self._sums[name] = _add_rows(self._sums.get(name), value, w)
+                self._sums[name] = _add(self._sums.get(name), value, w)
 
     def _check_names(self, send: State) -> None:
         if send.keys() != self.reduces.keys():
@@ -200,56 +154,40 @@ class Aggregation:
                 " each message is averaged, and send each of them."
             )
 
-    def outline(self) -> dict[str, Any]:
-        """Return what other processes need to know before the sums are reduced: numbers and shapes."""
+    def partial(self) -> dict[str, Any]:
+        """Return what other processes need before the sums are exchanged: numbers and shapes."""
         return {
             "steps": {index: self._steps[index] for index in self._added},
             "given": dict(self._given),
-            "models_weight": self._models_weight,
+            "models_weight": self.models_weight,
             "has_other_delta": self._has_other_delta,
             "shapes": {name: tuple(total.shape) for name, total in self._sums.items()},
-            "has_models": self._models is not None,
+            "has_models": self.models is not None,
         }
 
-    def reduce(self, outlines: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
-        """Add up what all processes have.
+    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
+        """Combine the sums of all processes.
 
         Args:
-            outlines: Everybody's :meth:`outline`.
+            partials: Each process's :meth:`partial`.
             ranks: The processes.
             x: The server parameters [P].
         """
-        for outline in outlines:
-            self._note_steps(outline["steps"])
-        self._given = {rule: sum(outline["given"][rule] for outline in outlines) for rule in self._given}
-        self._models_weight = sum(outline["models_weight"] for outline in outlines)
-        self._has_other_delta = any(outline["has_other_delta"] for outline in outlines)
+        for partial in partials:
+            self._note_steps(partial["steps"])
+        self._given = {rule: sum(partial["given"][rule] for partial in partials) for rule in self._given}
+        self.models_weight = sum(partial["models_weight"] for partial in partials)
+        self._has_other_delta = any(partial["has_other_delta"] for partial in partials)
         options: dict[str, Any] = {"dtype": accumulation_dtype(x.device), "device": x.device}
-        for name in sorted({name for outline in outlines for name in outline["shapes"]}):
-            shape = next(outline["shapes"][name] for outline in outlines if name in outline["shapes"])
+        for name in sorted({name for partial in partials for name in partial["shapes"]}):
+            shape = next(partial["shapes"][name] for partial in partials if name in partial["shapes"])
             self._sums.setdefault(name, torch.zeros(shape, **options))
-        if any(outline["has_models"] for outline in outlines) and self._models is None:
-            self._models = torch.zeros(x.shape, **options)
-        models = [] if self._models is None else [self._models]
+        if any(partial["has_models"] for partial in partials) and self.models is None:
+            self.models = torch.zeros(x.shape, **options)
+        models = [] if self.models is None else [self.models]
         ranks.sum([self._sums[name] for name in sorted(self._sums)] + models)
 
-    @property
-    def models(self) -> tuple[Tensor | None, float]:
-        """The weighted sum of the models y [P] that have been added, if any, and the sum of their weights."""
-        return self._models, self._models_weight
-
-    def change(self, x: Vector) -> Vector | None:
-        """Return the weighted sum of ``y - x`` [P] over the clients whose models are summed, None if there are none."""
-        if self._change is None and self._models is not None:
-            is_whole = abs(self._models_weight - 1.0) < _ROUNDING
-            if is_whole and not self._has_other_delta:
-                self._mean_model = self._models.to(x.dtype, copy=True)
-            # in place: for large models new memory costs more than the arithmetic
-            self._change = _add(self._models, x, -1.0 if is_whole else -self._models_weight)
-            self._models = None
-        return self._change
-
-    def mean(self, x: Vector) -> tuple[State, Vector | None]:
+    def compute(self, x: Vector) -> tuple[State, Vector | None]:
         """Return the averages, and the mean of the client models itself where "delta" is their change.
 
         Args:
@@ -267,32 +205,36 @@ class Aggregation:
         }
         factors = {name: scale.get(self.reduces[name], 1.0) for name in self._sums}
         means = {name: value if factors[name] == 1.0 else value * factors[name] for name, value in self._sums.items()}
-        change = self.change(x)
-        if change is not None:
+        if self.models is not None:  # in place: for large models new memory costs more than the arithmetic
+            is_whole = abs(self.models_weight - 1.0) < _ROUNDING
+            if is_whole and not self._has_other_delta:
+                self._mean_model = self.models.to(x.dtype, copy=True)
+            self._change = _add(self.models, x[None], [-1.0 if is_whole else -self.models_weight])
+            self.models = None
+        if self._change is not None:
             factor = scale[self.reduces["delta"]]
-            moved = change if factor == 1.0 else change * factor
+            moved = self._change if factor == 1.0 else self._change * factor
             means["delta"] = means["delta"] + moved if self._has_other_delta else moved
             if self._mean_model is None and not self._has_other_delta:
                 self._mean_model = (moved + x).to(x.dtype)
         return {name: value.to(x.dtype) for name, value in means.items()}, self._mean_model
 
 
-def _add(total: Tensor | None, value: Tensor, weight: float) -> Tensor:
-    if total is None:
-        total = torch.zeros(value.shape, dtype=accumulation_dtype(value.device), device=value.device)
-    value = value.detach()
-    if total.device.type != "cpu" or total.dtype == value.dtype or total.numel() <= _BLOCK:
-        return total.add_(value, alpha=weight)
-    # numbers of another type are converted first, all of them, which takes new memory of twice the message's size
-    for block, part in zip(total.view(-1).split(_BLOCK), value.reshape(-1).split(_BLOCK), strict=True):
-        block.add_(part, alpha=weight)
-    return total
-
-
-def _add_rows(total: Tensor | None, rows: Tensor, weights: Sequence[float]) -> Tensor:
-    w = torch.tensor(weights, dtype=accumulation_dtype(rows.device), device=rows.device)
-    found = torch.zeros(rows.shape[1:], dtype=w.dtype, device=w.device) if total is None else total
-    for some, of_some in zip(rows.detach().split(_ROWS), w.split(_ROWS), strict=True):
+def _add(total: Tensor | None, rows: Tensor, weights: Sequence[float]) -> Tensor:
+    """Add rows [S, ...] times their weights to a sum."""
+    dtype = accumulation_dtype(rows.device)
+    found = torch.zeros(rows.shape[1:], dtype=dtype, device=rows.device) if total is None else total
+    rows = rows.detach()
+    if len(rows) == 1:
+        value, weight = rows[0], weights[0]
+        if found.device.type != "cpu" or found.dtype == value.dtype or found.numel() <= _BLOCK:
+            return found.add_(value, alpha=weight)
+        # numbers of another type are converted first, all of them, which takes new memory of twice the message's size
+        for block, part in zip(found.view(-1).split(_BLOCK), value.reshape(-1).split(_BLOCK), strict=True):
+            block.add_(part, alpha=weight)
+        return found
+    w = torch.tensor(weights, dtype=dtype, device=rows.device)
+    for some, of_some in zip(rows.split(_ROWS), w.split(_ROWS), strict=True):
         flat = some.reshape(len(some), -1)
         columns = max(1, _BLOCK // len(some) if flat.device.type == "cpu" else flat.shape[1])
         for block, part in zip(found.view(-1).split(columns), flat.split(columns, dim=1), strict=True):

@@ -18,7 +18,6 @@ from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, averaged_points
 from lightning_fed.server.aggregation.mean import Aggregation, Exchange, accumulation_dtype
 from lightning_fed.server.aggregation.robust import ClippedAggregation
-from lightning_fed.server.participation import Participant
 from lightning_fed.server.sampling import BernoulliSampler, Sampler
 
 __all__ = ["DifferentialPrivacy", "gaussian_noise"]
@@ -124,18 +123,10 @@ class DifferentialPrivacy(Aggregator):
             found, _ = _accountant().get_privacy_spent(orders=_ORDERS, rdp=rounds * self._rdp, delta=self.delta)
         return float(found)
 
-    def of_round(
-        self,
-        reduces: Mapping[str, str],
-        weighting: Weighting,
-        cohort: Sequence[Participant],
-        population: int,
-        local_work: bool = True,
-    ) -> Aggregation:
+    def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
         """Return what clips messages, adds them up and adds noise."""
-        std, expected = self.noise_multiplier * self.max_norm, self._probability * population
-        bounds = dict.fromkeys(reduces, self.max_norm)
-        return PrivateAggregation(std, expected, bounds, reduces, weighting, cohort, population, local_work)
+        std = self.noise_multiplier * self.max_norm
+        return PrivateAggregation(std, self._probability, self.max_norm, *arguments, **named)
 
 
 class PrivateAggregation(ClippedAggregation):
@@ -143,41 +134,41 @@ class PrivateAggregation(ClippedAggregation):
 
     Args:
         std: The standard deviation of the noise on the sum.
-        expected: The expected number of clients.
-        bounds: The largest norm of the message.
+        probability: The probability that a client takes part.
+        bound: The largest norm of the message.
         arguments: Those of :class:`Aggregation`.
     """
 
     needs_clients = False
 
-    def __init__(self, std: float, expected: float, bounds: Mapping[str, float], *arguments: Any) -> None:
-        super().__init__(bounds, *arguments)
-        self._std, self._expected = std, expected
+    def __init__(self, std: float, probability: float, bound: float, *arguments: Any, **named: Any) -> None:
+        super().__init__(bound, *arguments, **named)
+        self._std, self._expected = std, probability * self.population
         (self._name,) = self.reduces
         self._is_noisy = False
 
-    def add(self, index: int, steps: int, send: State, model: Vector | None = None) -> None:
-        """Add one client's message, clipped; see :meth:`Aggregation.add`."""
+    def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
+        """Add the messages of clients, clipped; see :meth:`Aggregation.update`."""
         self._check_names(send)
-        clipped = self._clipped(self._name, send[self._name], index)
-        self._note_steps({index: steps})
-        self._added.append(index)
-        total = self._sums.get(self._name)
-        self._sums[self._name] = clipped.clone() if total is None else total.add_(clipped)
+        for value, index in zip(send[self._name], steps, strict=True):
+            clipped, total = self._clipped(self._name, value, index), self._sums.get(self._name)
+            self._sums[self._name] = clipped.clone() if total is None else total.add_(clipped)
+        self._note_steps(steps)
+        self._added += steps
 
-    def reduce(self, outlines: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
-        """Add up what all processes have, and the noise of the first one."""
+    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
+        """Combine the sums of all processes, with the noise of the first one."""
         self._sums.setdefault(self._name, torch.zeros_like(x, dtype=accumulation_dtype(x.device)))
         self._is_noisy = True
         if ranks.rank == 0:
             self._add_noise()
-        super().reduce(outlines, ranks, x)
+        super().merge(partials, ranks, x)
 
     def _add_noise(self) -> None:
         total = self._sums[self._name]
         total.add_(gaussian_noise(total.numel(), self._std).to(total).view(total.shape))
 
-    def mean(self, x: Vector) -> tuple[State, Vector | None]:
+    def compute(self, x: Vector) -> tuple[State, Vector | None]:
         """Return the noisy sum by the expected number of clients, also where nobody took part."""
         self._sums.setdefault(self._name, torch.zeros_like(x, dtype=accumulation_dtype(x.device)))
         if not self._is_noisy:

@@ -3,24 +3,27 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import check_count, check_number
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, names_of
-from lightning_fed.server.aggregation.collected import HeldAggregation, not_finite
-from lightning_fed.server.aggregation.mean import Aggregation, accumulation_dtype
-from lightning_fed.server.participation import Participant
+from lightning_fed.server.aggregation.mean import Aggregation, Exchange, accumulation_dtype
+from lightning_fed.server.participation import Participant, no_weight
 from lightning_fed.server.sampling import Sampler
 
 __all__ = ["CoordinateMedian", "GeometricMedian", "NormClipping", "RobustAggregator", "TrimmedMean"]
 
 _BLOCK = 2**14  # columns that are sorted at once: copies of them are all that a coordinate-wise rule needs besides
+
+
+Combine: TypeAlias = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Tensor]
+"""From messages [S, P], weights [S] and a function that sums over processes to one message [P]."""
 
 
 class NormClipping(Aggregator):
@@ -73,41 +76,38 @@ class NormClipping(Aggregator):
             )
         return super().for_run(algorithm, weighting, sampler)
 
-    def of_round(
-        self,
-        reduces: Mapping[str, str],
-        weighting: Weighting,
-        cohort: Sequence[Participant],
-        population: int,
-        local_work: bool = True,
-    ) -> Aggregation:
+    def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
         """Return what clips the messages of a cohort and adds them up."""
-        bounds = self.max_norm if isinstance(self.max_norm, dict) else dict.fromkeys(reduces, self.max_norm)
-        return ClippedAggregation(bounds, reduces, weighting, cohort, population, local_work)
+        return ClippedAggregation(self.max_norm, *arguments, **named)
 
 
 class ClippedAggregation(Aggregation):
     """Weighted sums of clipped messages.
 
     Args:
-        bounds: The largest norm of each message.
+        bounds: The largest norm of each message, or of all.
         arguments: Those of :class:`Aggregation`.
     """
 
     sums_models = False
+    is_one_by_one = True
 
-    def __init__(self, bounds: Mapping[str, float], *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.bounds = bounds
+    def __init__(self, bounds: float | Mapping[str, float], *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.bounds = bounds if isinstance(bounds, Mapping) else dict.fromkeys(self.reduces, bounds)
 
-    def add(self, index: int, steps: int, send: State, model: Vector | None = None) -> None:
-        """Add one client's messages, clipped; see :meth:`Aggregation.add`.
+    def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
+        """Add the messages of clients, clipped; see :meth:`Aggregation.update`.
 
         Raises:
             ClientError: If a message is not finite.
         """
         self._check_names(send)
-        super().add(index, steps, {name: self._clipped(name, value, index) for name, value in send.items()})
+        clipped = {
+            name: torch.stack([self._clipped(name, value, index) for value, index in zip(values, steps, strict=True)])
+            for name, values in send.items()
+        }
+        super().update(steps, clipped)
 
     def _clipped(self, name: str, value: Tensor, index: int) -> Tensor:
         value = value.detach().to(accumulation_dtype(value.device))
@@ -115,6 +115,127 @@ class ClippedAggregation(Aggregation):
         if not math.isfinite(norm):
             raise not_finite(self._members[index], name)
         return value if norm <= self.bounds[name] else value * (self.bounds[name] / norm)
+
+
+class CollectedAggregation(Aggregation):
+    """The messages of a cohort, collected until all are there.
+
+    Args:
+        combine: What makes one message of them; see :meth:`RobustAggregator.combine`.
+        weighted: Whether it weights clients; else a client that was drawn twice is there twice.
+        arguments: Those of :class:`Aggregation`.
+    """
+
+    sums_models = False
+    is_one_by_one = True
+
+    def __init__(self, combine: Combine, weighted: bool, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._combine, self._weighted = combine, weighted
+        self._collected: dict[int, State] = {}
+        self._by_rank: list[list[int]] = []
+        self._shapes: dict[str, torch.Size] = {}
+        self._ranks: Exchange | None = None
+
+    def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
+        """Collect the messages of clients; see :meth:`Aggregation.update`.
+
+        Raises:
+            ClientError: If a message is not finite.
+        """
+        self._check_names(send)
+        for row, index in enumerate(steps):
+            copies: dict[tuple[int, torch.Size], Tensor] = {}  # a tensor sent under two names is stored once
+            own: State = {}
+            for name, values in send.items():
+                value = values[row]
+                if not bool(torch.isfinite(value).all()):
+                    raise not_finite(self._members[index], name)
+                self._shapes[name] = value.shape
+                key = value.data_ptr(), value.shape
+                if key not in copies:
+                    copies[key] = value.detach().clone()
+                own[name] = copies[key]
+            self._collected[index] = own
+        self._note_steps(steps)
+
+    def partial(self) -> dict[str, Any]:
+        """Return what other processes need before messages are exchanged."""
+        steps = {index: self._steps[index] for index in sorted(self._collected)}
+        return {"steps": steps, "shapes": {name: tuple(shape) for name, shape in self._shapes.items()}}
+
+    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
+        """Note which process has which messages; they are exchanged when they are combined."""
+        self._ranks = ranks
+        self._by_rank = [list(partial["steps"]) for partial in partials]
+        for partial in partials:
+            self._note_steps(partial["steps"])
+            self._shapes.update({name: torch.Size(shape) for name, shape in partial["shapes"].items()})
+
+    def compute(self, x: Vector) -> tuple[State, Vector | None]:
+        """Return what the rule makes of the messages; all processes must call it."""
+        by_rank = self._by_rank or [sorted(self._collected)]
+        there = [index for indices in by_rank for index in indices]
+        if not there:
+            return {}, None
+        counts = [len(indices) for indices in by_rank]
+        return {name: self._combined(name, there, counts, x) for name in self.reduces}, None
+
+    def _combined(self, name: str, there: Sequence[int], counts: Sequence[int], x: Vector) -> Tensor:
+        """Return the combined message.
+
+        Args:
+            name: The message.
+            there: The clients' stored indices, in the order in which processes have their messages.
+            counts: How many each process has.
+            x: The server parameters [P].
+        """
+        shape, ranks = self._shapes[name], self._ranks
+        mine = [self._collected[index].pop(name).reshape(-1) for index in sorted(self._collected)]
+        rows = torch.stack(mine).to(x.dtype) if mine else x.new_empty(0, shape.numel())
+        del mine
+        columns = rows if ranks is None else ranks.columns(rows, counts)
+        del rows
+        order = sorted(range(len(there)), key=there.__getitem__)
+        if order != list(range(len(there))):
+            columns = columns[order]
+        weights, repeats = self._weights(self.reduces[name], sorted(there))
+        if max(repeats) > 1:
+            columns = columns.repeat_interleave(torch.tensor(repeats, device=columns.device), dim=0)
+        whole = torch.zeros(shape.numel(), dtype=accumulation_dtype(x.device), device=x.device)
+        own = whole if ranks is None else whole.tensor_split(ranks.size)[ranks.rank]
+        if columns.shape[1] or ranks is not None:
+            own.copy_(self._combine(columns, weights.to(columns.device), self._sum))
+        self._sum(whole)
+        scale = len(there) / self.population if self.reduces[name] == "population" else 1.0
+        return (whole * scale).to(x.dtype).view(shape)
+
+    def _sum(self, part: Tensor) -> Tensor:
+        if self._ranks is not None:
+            self._ranks.sum([part])
+        return part
+
+    def _weights(self, rule: str, there: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Return the clients' weights [S], and how often each message counts where weights are equal."""
+        members = [self._members[index] for index in there]
+        if rule == "population":  # a sum over clients, in which nobody counts twice
+            return torch.full((len(there),), 1 / len(there), dtype=torch.float64), [1] * len(there)
+        if not self._weighted:
+            repeats = [member.count for member in members]
+            return torch.full((sum(repeats),), 1 / sum(repeats), dtype=torch.float64), repeats
+        raw = torch.tensor([self._raw[rule][index] for index in there], dtype=torch.float64)
+        if not raw.sum() > 0:
+            raise no_weight([member.client_id for member in members])
+        return raw / raw.sum(), [1] * len(there)
+
+
+def not_finite(member: Participant, name: str) -> ClientError:
+    """Return the error that a client sent a message that is not finite."""
+    return ClientError(
+        f"Client {member.client_id!r} sent a message {name!r} that is not finite. Lower the learning rate, clip"
+        " gradients, or look at its data.",
+        member.client_id,
+    )
 
 
 class RobustAggregator(Aggregator):
@@ -134,16 +255,9 @@ class RobustAggregator(Aggregator):
             sum_: Returns the sum of a tensor over the processes, which see different columns.
         """
 
-    def of_round(
-        self,
-        reduces: Mapping[str, str],
-        weighting: Weighting,
-        cohort: Sequence[Participant],
-        population: int,
-        local_work: bool = True,
-    ) -> Aggregation:
-        """Return what holds the messages of a cohort and combines them."""
-        return HeldAggregation(self.combine, self.weighted, reduces, weighting, cohort, population, local_work)
+    def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
+        """Return what collects the messages of a cohort and combines them."""
+        return CollectedAggregation(self.combine, self.weighted, *arguments, **named)
 
 
 class CoordinateMedian(RobustAggregator):

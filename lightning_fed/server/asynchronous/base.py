@@ -1,8 +1,10 @@
 """Servers that do not wait for a cohort: a step is made of whatever answers have arrived."""
 
+import heapq
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,16 +12,109 @@ from torch import Tensor
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, averaged_points
-from lightning_fed.server.aggregation.collected import HeldAggregation
 from lightning_fed.server.aggregation.mean import Exchange, accumulation_dtype
-from lightning_fed.server.asynchronous.arrivals import Arrival, Arrivals, Between
+from lightning_fed.server.aggregation.robust import CollectedAggregation
 from lightning_fed.server.asynchronous.client_clock import ClientClock
-from lightning_fed.server.participation import Participant
 from lightning_fed.server.sampling import Sampler
 
-__all__ = ["Asynchronous"]
+__all__ = ["Arrival", "Arrivals", "Asynchronous", "Between"]
+
+
+class Arrival(NamedTuple):
+    """An answer.
+
+    Attributes:
+        round: The round in which its client began: it had the model after so many steps of the server.
+        client: The client's place in the population.
+    """
+
+    round: int
+    client: int
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What happens from one step of the server to the next.
+
+    Attributes:
+        begin: The places of the clients that begin, in order of time; none is there twice.
+        arrive: The answers of which the step is made, in order of time.
+        left: Those that are still on their way after it.
+        time: When the last one arrives, in simulated seconds.
+    """
+
+    begin: list[int]
+    arrive: list[Arrival]
+    left: list[Arrival]
+    time: float
+
+
+class Arrivals:
+    """The events of an asynchronous run: a function of the seed, worked out from the start and kept nowhere.
+
+    So many clients work at any time. One that answers makes room for another, drawn uniformly among those that neither
+    work nor have begun with the same model: what a client would do twice with one model is not worth doing. If there is
+    nobody, its place stays free until the next step of the server.
+
+    Args:
+        seed: The run's seed.
+        population: The clients there are.
+        clock: How long they take.
+        size: The answers of which the server makes a step.
+        concurrency: The clients at work at a time.
+    """
+
+    def __init__(
+        self, seed: int, population: Sequence[ClientId], clock: ClientClock, size: int, concurrency: int
+    ) -> None:
+        self.seed, self.population, self.clock = seed, population, clock
+        self.size, self.concurrency = size, concurrency
+        self._restart()
+
+    def _restart(self) -> None:
+        self._round, self._time, self._begun = -1, 0.0, 0
+        self._at_work: list[tuple[float, int, Arrival]] = []  # a heap by time; the second settles ties
+        self._between: Between | None = None
+
+    def in_round(self, round: int) -> Between:
+        """Return what happens before the server's step in a round."""
+        if round < self._round:
+            self._restart()
+        while self._round < round:
+            self._round += 1
+            self._between = self._next()
+        assert self._between is not None
+        return self._between
+
+    def _next(self) -> Between:
+        begin, arrive = list[int](), list[Arrival]()
+        busy = {arrival.client for _, _, arrival in self._at_work}
+        while True:
+            while len(self._at_work) < self.concurrency and (client := self._draw(busy)) is not None:
+                busy.add(client)
+                begin.append(client)
+                done = self._time + self.clock.seconds_of(self.seed, self.population, client, self._round)
+                heapq.heappush(self._at_work, (done, self._begun, Arrival(self._round, client)))
+                self._begun += 1
+            self._time, _, arrival = heapq.heappop(self._at_work)
+            arrive.append(arrival)
+            if arrival.round < self._round:  # it may begin again, with a newer model
+                busy.remove(arrival.client)
+            if len(arrive) == self.size:
+                break
+        return Between(begin, arrive, [arrival for _, _, arrival in sorted(self._at_work)], self._time)
+
+    def _draw(self, busy: set[int]) -> int | None:
+        """Return a client that is not busy, None if there is none."""
+        if len(busy) == len(self.population):
+            return None
+        stream = generator(self.seed, Purpose.COHORT, self._begun)
+        while (client := int(torch.randint(len(self.population), (), generator=stream))) in busy:
+            pass
+        return client
 
 
 class Asynchronous(Aggregator):
@@ -127,16 +222,9 @@ class Asynchronous(Aggregator):
 
     # ------------------------------------------------------------------ what arrives
 
-    def of_round(
-        self,
-        reduces: Mapping[str, str],
-        weighting: Weighting,
-        cohort: Sequence[Participant],
-        population: int,
-        local_work: bool = True,
-    ) -> "_Arriving":
+    def of_round(self, reduces: Mapping[str, str], weighting: Weighting, *arguments: Any, **named: Any) -> "_Arriving":
         """Return what holds the messages of those that begin, and puts together those that arrive."""
-        return _Arriving(self, reduces, "uniform", cohort, population, local_work)
+        return _Arriving(self, reduces, "uniform", *arguments, **named)
 
     def key_of(self, arrival: Arrival) -> tuple[int, ClientId]:
         """Return the round and the id of the client that an arrival is of."""
@@ -188,7 +276,7 @@ class Asynchronous(Aggregator):
                 raise ValueError(f"client {client_id!r} of round {began} has a message of another shape, or not finite")
 
 
-class _Arriving(HeldAggregation):
+class _Arriving(CollectedAggregation):
     """The messages of the clients that begin in a round, in return for those that arrive.
 
     Args:
@@ -198,33 +286,33 @@ class _Arriving(HeldAggregation):
 
     needs_clients = False
 
-    def __init__(self, run: Asynchronous, *arguments: Any) -> None:
-        super().__init__(_alone, False, *arguments)
+    def __init__(self, run: Asynchronous, *arguments: Any, **named: Any) -> None:
+        super().__init__(_alone, False, *arguments, **named)
         self._run = run
 
-    def reduce(self, outlines: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
-        """Let every process have all messages."""
-        super().reduce(outlines, ranks, x)
+    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
+        """Give every process all messages."""
+        super().merge(partials, ranks, x)
         everybody = [index for indices in self._by_rank for index in indices]
         everybodys = {index: State() for index in everybody}
         for name in sorted(self._shapes):  # processes may have learned the names in different orders
             rows = x.new_zeros(len(everybody), *self._shapes[name])
             for row, index in zip(rows, everybody, strict=True):
-                if index in self._held:
-                    row.copy_(self._held[index][name])
+                if index in self._collected:
+                    row.copy_(self._collected[index][name])
             ranks.sum([rows])
             for row, index in zip(rows, everybody, strict=True):
                 everybodys[index][name] = row.clone()
-        self._held = everybodys
+        self._collected = everybodys
 
-    def mean(self, x: Vector) -> tuple[State, Vector | None]:
+    def compute(self, x: Vector) -> tuple[State, Vector | None]:
         """Return what the server makes of the messages that arrive.
 
         Args:
             x: The server parameters [P], from which those that begin in this round have begun.
         """
         run = self._run
-        begun = {self._members[index].client_id: self._with(own, run.held, x) for index, own in self._held.items()}
+        begun = {self._members[index].client_id: self._with(own, run.held, x) for index, own in self._collected.items()}
         means = dict[str, Tensor]()
         for staleness, held in run.taken(begun):
             for name, value in self._with(held, run.applied, x).items():

@@ -18,6 +18,7 @@ from lightning_fed.algorithms import FedAvg, Scaffold
 from lightning_fed.server import WeightedSampler
 from lightning_fed.server.aggregation.mean import Aggregation, accumulation_dtype
 from lightning_fed.server.participation import Participant
+from tests.helpers.aggregation import add_one
 from tests.helpers.training import trainer
 
 
@@ -112,8 +113,8 @@ def aggregate(
     aggregation = Aggregation(reduces, weighting, members, population, local_work)
     steps = {p.index: p.steps for p in members} | dict(taken or {})
     for index, send in sends.items():
-        aggregation.add(index, steps[index], dict(send), send.get("delta"))
-    return aggregation.mean(torch.zeros(1, dtype=torch.float64))
+        add_one(aggregation, index, steps[index], dict(send), send.get("delta"))
+    return aggregation.compute(torch.zeros(1, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -155,15 +156,13 @@ def test_clients_added_at_once_are_clients_added_one_by_one(weighting: Any, send
     taken = {p.index: p.steps - 1 if p.index % 5 == 0 and p.steps > 1 else p.steps for p in members}
     one_by_one, at_once = (Aggregation(reduces, weighting, members, 500) for _ in range(2))
     for i, steps in taken.items():
-        one_by_one.add(i, steps, {k: v[i] for k, v in send.items()}, y[i] if sends_model else None)
+        add_one(one_by_one, i, steps, {k: v[i] for k, v in send.items()}, y[i] if sends_model else None)
     for rows in torch.arange(300).split([1, 170, 129]):
         part = {i: taken[i] for i in rows.tolist()}
-        at_once.add_all(part, {k: v[rows] for k, v in send.items()}, y[rows] if sends_model else None)
-    assert at_once.outline()["steps"] == one_by_one.outline()["steps"]
-    assert at_once.outline()["given"] == pytest.approx(one_by_one.outline()["given"], rel=1e-12)
-    if sends_model:
-        torch.testing.assert_close(at_once.change(x), one_by_one.change(x), rtol=1e-6, atol=1e-7)
-    (means, models), (expected, expected_models) = at_once.mean(x), one_by_one.mean(x)
+        at_once.update(part, {k: v[rows] for k, v in send.items()}, y[rows] if sends_model else None)
+    assert at_once.partial()["steps"] == one_by_one.partial()["steps"]
+    assert at_once.partial()["given"] == pytest.approx(one_by_one.partial()["given"], rel=1e-12)
+    (means, models), (expected, expected_models) = at_once.compute(x), one_by_one.compute(x)
     torch.testing.assert_close(means, expected, rtol=1e-6, atol=1e-7)
     assert (models is None) == (expected_models is None) == (not sends_model)
     if sends_model:
@@ -178,8 +177,8 @@ def test_the_mean_of_one_client_is_its_very_model(dtype: torch.dtype) -> None:
     delta = y - x
     assert not torch.equal(x + delta, y)  # the sum would round
     aggregation = Aggregation({"delta": "weighting"}, "examples", cohort((3, 17, 1, 2)), 10)
-    aggregation.add(3, 2, {"delta": delta}, y)
-    means, models = aggregation.mean(x)
+    add_one(aggregation, 3, 2, {"delta": delta}, y)
+    means, models = aggregation.compute(x)
     assert models.dtype == means["delta"].dtype == dtype
     assert torch.equal(models, y)
     torch.testing.assert_close(means["delta"], delta)
@@ -191,8 +190,8 @@ def test_the_mean_of_equal_clients_is_their_very_model() -> None:
     aggregation = Aggregation({"delta": "weighting"}, "examples", members, 10)
     for i in range(4):
         delta = y - x
-        aggregation.add(i, 1, {"delta": delta}, y)
-    assert torch.equal(aggregation.mean(x)[1], y)
+        add_one(aggregation, i, 1, {"delta": delta}, y)
+    assert torch.equal(aggregation.compute(x)[1], y)
 
 
 @pytest.mark.parametrize("other", [0, 1, 2])
@@ -201,8 +200,8 @@ def test_a_delta_that_is_not_the_engines_own_gives_no_mean_model(other: int) -> 
     aggregation = Aggregation({"delta": "weighting"}, "examples", members, 10)
     for i, y in enumerate((vector(2.0), vector(5.0), vector(9.0))):
         delta = y - x
-        aggregation.add(i, 1, {"delta": delta}, None if i == other else y)
-    means, models = aggregation.mean(x)
+        add_one(aggregation, i, 1, {"delta": delta}, None if i == other else y)
+    means, models = aggregation.compute(x)
     torch.testing.assert_close(means["delta"], vector((1 + 4 + 2 * 8) / 4), rtol=1e-10, atol=0.0)
     assert models is None
 
@@ -211,8 +210,8 @@ def test_a_population_mean_of_deltas_is_no_mean_of_models() -> None:
     x, y = vector(1.0), vector(4.0)
     delta = y - x
     aggregation = Aggregation({"delta": "population"}, "examples", cohort((0, 1, 1, 1)), 6)
-    aggregation.add(0, 1, {"delta": delta}, y)
-    means, models = aggregation.mean(x)
+    add_one(aggregation, 0, 1, {"delta": delta}, y)
+    means, models = aggregation.compute(x)
     torch.testing.assert_close(means["delta"], vector(0.5), rtol=1e-10, atol=0.0)
     assert models is None
 
@@ -222,8 +221,8 @@ def test_sums_are_in_float64_and_messages_are_not_changed() -> None:
     values = [torch.tensor([v]) for v in (1e8, 1.0, -1e8)]  # in float32 the one would be lost
     aggregation = Aggregation({"m": "uniform"}, "examples", members, 3)
     for i, value in enumerate(values):
-        aggregation.add(i, 1, {"m": value})
-    means, _ = aggregation.mean(torch.zeros(1))
+        add_one(aggregation, i, 1, {"m": value})
+    means, _ = aggregation.compute(torch.zeros(1))
     assert means["m"].dtype == torch.float32
     assert float(means["m"]) == pytest.approx(1 / 3, rel=1e-6)
     assert [float(v) for v in values] == [1e8, 1.0, -1e8]
@@ -258,7 +257,7 @@ def test_means_carry_no_graph() -> None:
 def test_other_messages_than_declared_are_refused(send: dict[str, float], message: str) -> None:
     aggregation = Aggregation({"delta": "uniform", "c": "population"}, "examples", THREE, 10)
     with pytest.raises(FederatedError, match=message):
-        aggregation.add(0, 4, {k: vector(v) for k, v in send.items()})
+        add_one(aggregation, 0, 4, {k: vector(v) for k, v in send.items()})
 
 
 # ------------------------------------------------------------------ those who take no step
@@ -269,8 +268,8 @@ def test_clients_without_planned_steps_have_no_weight(weighting: str) -> None:
     members = cohort((0, 10, 1, 4), (1, 1000, 1, 0), (2, 30, 1, 4))
     aggregation = Aggregation({"delta": "weighting"}, weighting, members, 10)
     want = [0.25, 0.0, 0.75] if weighting == "examples" else [0.5, 0.0, 0.5]
-    assert [aggregation.weight(i, "weighting") for i in range(3)] == want
-    assert [aggregation.weight(i, "population") for i in range(3)] == [0.1] * 3
+    assert aggregation.weights(range(3), "weighting") == want
+    assert aggregation.weights(range(3), "population") == [0.1] * 3
 
 
 def test_methods_without_local_work_need_no_steps() -> None:
@@ -282,8 +281,8 @@ def test_methods_without_local_work_need_no_steps() -> None:
 
 def test_nobody_has_steps() -> None:
     aggregation = Aggregation({"delta": "weighting"}, "examples", cohort((0, 10, 1, 0)), 10)
-    assert aggregation.weight(0, "weighting") == 0.0
-    assert aggregation.mean(vector(1.0)) == ({}, None)
+    assert aggregation.weights([0], "weighting") == [0.0]
+    assert aggregation.compute(vector(1.0)) == ({}, None)
 
 
 def test_those_who_took_no_step_after_all_are_left_out() -> None:
@@ -319,9 +318,9 @@ def test_nothing_but_zeros_by_the_steps_taken_is_refused() -> None:
     sends = {0: {"delta": vector(1.0)}, 5: {"delta": vector(2.0)}}
     aggregation = Aggregation({"delta": "weighting"}, lambda i, size, steps: steps >= 2, THREE[:2], 10)
     for index, send in sends.items():
-        aggregation.add(index, 1, send, vector(3.0) + send["delta"])
+        add_one(aggregation, index, 1, send, vector(3.0) + send["delta"])
     with pytest.raises(FederatedError, match="not all zero"):
-        aggregation.mean(vector(3.0))
+        aggregation.compute(vector(3.0))
 
 
 def test_a_weight_may_grow_from_zero_by_the_steps_taken() -> None:

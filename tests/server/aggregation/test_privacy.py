@@ -23,6 +23,7 @@ from lightning_fed.server import (
 from lightning_fed.server.aggregation.mean import Aggregation
 from lightning_fed.server.aggregation.privacy import gaussian_noise
 from lightning_fed.server.participation import Participant
+from tests.helpers.aggregation import add_one
 from tests.helpers.engines import Ordinary, assert_close, state_of
 from tests.helpers.training import data, parameters, seeded, trainer
 
@@ -52,9 +53,9 @@ def test_messages_are_clipped_added_up_alike_and_divided_by_the_expected_number(
     aggregation = of_round(bound(probability=0.5, max_norm=2.0), clients=3)
     x = torch.zeros(2, dtype=torch.float64)
     for i, message in enumerate(([6.0, 8.0], [0.0, 1.0], [-30.0, 40.0])):  # of norms 10, 1, 50
-        aggregation.add(i, 1, {"delta": torch.tensor(message, dtype=torch.float64)})
+        add_one(aggregation, i, 1, {"delta": torch.tensor(message, dtype=torch.float64)})
     want = torch.tensor([1.2 + 0.0 - 1.2, 1.6 + 1.0 + 1.6], dtype=torch.float64) / (0.5 * 10)
-    means, models = aggregation.mean(x)
+    means, models = aggregation.compute(x)
     torch.testing.assert_close(means["delta"], want, rtol=1e-10, atol=1e-10)
     assert models is None
 
@@ -67,8 +68,8 @@ def test_no_client_moves_the_sum_by_more_than_the_bound() -> None:
         for count in (1, 2):
             aggregation = of_round(bound(probability=0.1, max_norm=0.5), clients=2)
             for i in range(count):
-                aggregation.add(i, 1, {"delta": x + 1 if i == 0 else message})
-            found.append(aggregation.mean(x)[0]["delta"] * (0.1 * 10))
+                add_one(aggregation, i, 1, {"delta": x + 1 if i == 0 else message})
+            found.append(aggregation.compute(x)[0]["delta"] * (0.1 * 10))
         assert float((found[1] - found[0]).norm()) <= 0.5 * (1 + 1e-9)
 
 
@@ -77,8 +78,8 @@ def test_the_noise_on_the_sum_is_z_times_the_bound_however_many_took_part(client
     x = torch.zeros(200_000, dtype=torch.float64)
     aggregation = of_round(bound(probability=0.25, max_norm=3.0, z=0.7), clients)
     for i in range(clients):
-        aggregation.add(i, 1, {"delta": x})
-    noise = aggregation.mean(x)[0]["delta"] * (0.25 * 10)
+        add_one(aggregation, i, 1, {"delta": x})
+    noise = aggregation.compute(x)[0]["delta"] * (0.25 * 10)
     assert float(noise.std()) == pytest.approx(0.7 * 3.0, rel=0.01)  # six standard errors
     assert abs(float(noise.mean())) < 6 * 2.1 / math.sqrt(len(x))
 
@@ -110,7 +111,7 @@ def test_the_noise_does_not_come_from_any_seed() -> None:
 
 def test_noise_is_added_once_even_if_the_mean_is_asked_for_twice() -> None:
     aggregation, x = of_round(bound(z=1.0), 0), torch.zeros(5)
-    assert torch.equal(aggregation.mean(x)[0]["delta"], aggregation.mean(x)[0]["delta"])
+    assert torch.equal(aggregation.compute(x)[0]["delta"], aggregation.compute(x)[0]["delta"])
 
 
 # ------------------------------------------------------------------ the account
@@ -370,4 +371,4 @@ def test_the_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_message_that_is_not_finite_is_refused_by_its_client() -> None:
     with pytest.raises(FederatedError, match="Client 'c0' sent a message 'delta' that is not finite"):
-        of_round(bound(), 1).add(0, 1, {"delta": torch.tensor([math.nan])})
+        add_one(of_round(bound(), 1), 0, 1, {"delta": torch.tensor([math.nan])})

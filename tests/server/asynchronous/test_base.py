@@ -25,7 +25,7 @@ from lightning_fed.server import (
     SystemsHeterogeneity,
     UniformSampler,
 )
-from lightning_fed.server.asynchronous.arrivals import Arrival, Arrivals
+from lightning_fed.server.asynchronous.base import Arrival, Arrivals
 from tests.helpers.processes import in_processes
 from tests.helpers.training import Net, clients, data, trainer
 

@@ -216,11 +216,11 @@ def test_a_resumed_run_is_looked_at_too(tmp_path: Any) -> None:
 
 
 def test_many_clients_of_few_sizes_cost_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_fed.rounds import lone_examples
+    from lightning_fed.rounds import local_plans
 
     tried: list[Any] = []
-    real = lone_examples._failing_layer
-    monkeypatch.setattr(lone_examples, "_failing_layer", lambda *given: tried.append(given) or real(*given))
+    real = local_plans._failing_layer
+    monkeypatch.setattr(local_plans, "_failing_layer", lambda *given: tried.append(given) or real(*given))
     data_set = TensorDataset(*classification(9000, 0).tensors)
     many = FederatedDataModule(train=data_set, partition=lambda labels: torch.arange(9000).split(9), batch_size=4)
     fit(seeded(Pictures), many, max_rounds=2, local_steps=3, clients_per_round=1)

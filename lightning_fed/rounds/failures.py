@@ -1,0 +1,223 @@
+"""Clients that fail: which of a chunk it was, why, and how many may fail before the run stops."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from statistics import median
+
+import torch
+
+from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
+from lightning_fed.core.errors import ClientError
+from lightning_fed.core.types import ClientId
+from lightning_fed.engines.base import ChunkResult, Engine, WorkPlan
+from lightning_fed.server.participation import Participant
+
+__all__ = ["Faults", "Isolation", "stop_at", "warn_of"]
+
+_SHOWN = 5  # causes that one message lists
+
+
+class Faults:
+    """The clients that failed in a round so far, and why.
+
+    A client that fails leaves the whole round: nothing of it is averaged, and what it keeps stays as it was. The round
+    is then what it would have been had the client not been drawn.
+
+    Args:
+        drops: Whether clients that fail leave the round; if not, the run stops at the first one.
+        max_share: The share of the clients asked that may fail before the run stops all the same.
+        max_ratio: The ratio of a client's update norm to the cohort's median at which the client has failed too; None
+            for no such limit.
+        round: The round, from 0.
+    """
+
+    def __init__(
+        self, drops: bool = False, max_share: float = 0.0, max_ratio: float | None = None, round: int = 0
+    ) -> None:
+        self.drops, self.max_share, self.max_ratio, self.round = drops, max_share, max_ratio, round
+        self.causes: dict[ClientId, str] = {}
+        self.refused: set[ClientId] = set()  # those of them whose messages had all been sent
+        self.asked: set[ClientId] = set()  # to train
+        self._asked_for_gradients: set[ClientId] = set()
+        self._first: ClientError | None = None
+
+    def ask(
+        self, members: Sequence[Participant], gradient_members: Sequence[Participant], dropped: Sequence[ClientId]
+    ) -> None:
+        """Record who is asked, before the round starts or starts again without the clients that have failed.
+
+        Args:
+            members: Those that are to train.
+            gradient_members: Those whose full-batch gradients are averaged.
+            dropped: Those that were drawn to train and left out.
+
+        Raises:
+            ClientError: If too many have failed.
+        """
+        failed = self.causes.keys()
+        self.asked = {member.client_id for member in members} | (failed & set(dropped))
+        self._asked_for_gradients = {member.client_id for member in gradient_members}
+        if self._asked_for_gradients - failed:
+            self._asked_for_gradients |= failed - self.asked
+        self.check_asked()
+
+    def check_asked(self) -> None:
+        """End the run if too many of those that are asked have failed; see :meth:`check`."""
+        if self.causes:
+            self.check(self.asked)
+            self.check(self._asked_for_gradients)
+
+    def have_hit(self, members: Iterable[Participant]) -> bool:
+        """Return whether one of these has failed."""
+        return bool(self.causes) and any(member.client_id in self.causes for member in members)
+
+    def add(self, error: ClientError) -> None:
+        """Record a client that failed.
+
+        Raises:
+            ClientError: The error itself, if the run is to stop, or if no client is to blame for it.
+        """
+        if not self.drops or error.culprit is None:
+            raise error
+        self.causes.setdefault(error.culprit, str(error))
+        self._first = self._first or error
+
+    def merge(self, parts: Iterable[Mapping[ClientId, str]]) -> None:
+        """Combine the :attr:`causes` of all processes, the same way in each."""
+        self.causes = dict(self.causes)  # the old one is this process's part
+        for part in parts:
+            self.causes.update(part)
+
+    def check(self, asked: Collection[ClientId]) -> None:
+        """End the run if too many clients failed.
+
+        Args:
+            asked: The clients that were to do one thing together.
+
+        Raises:
+            ClientError: If all of them failed, or a larger share than allowed; it names them and the causes.
+        """
+        failed, count = sorted(self.causes.keys() & asked, key=str), len(asked)
+        if not failed or (len(failed) < count and len(failed) <= self.max_share * count):
+            return
+        causes = "".join(f"\n- {self.causes[client_id]}" for client_id in failed[:_SHOWN])
+        more = f"\n- and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
+        limit = f", more than max_failed_share={self.max_share:g} allows" if len(failed) < count else ""
+        raise ClientError(
+            f"{len(failed)} of {count} clients failed in round {self.round}{limit}:{causes}{more}"
+        ) from self._first
+
+    def add_outliers(self, norms: Mapping[ClientId, float], what: str, x: torch.Tensor) -> set[ClientId]:
+        """Record the clients that are out of proportion, and return them.
+
+        The median is that of the cohort, but no less than what rounding to float32 does to the parameters.
+
+        Args:
+            norms: The norm of what each client that completed came back with.
+            what: What that is.
+            x: The server parameters [P].
+
+        Raises:
+            ClientError: Naming the first of them, if clients are not dropped.
+        """
+        if self.max_ratio is None or not norms:
+            return set()
+        middle = median(norms.values())
+        if max(norms.values()) <= self.max_ratio * middle:
+            return set()
+        # Where most clients hardly move, their median is rounding, and no measure of those that still learn. The floor
+        # is at least float32's: float64 rounds so much less that any sound step would be out of proportion to it.
+        eps = max(torch.finfo(dtype).eps for dtype in (x.dtype, torch.float32))
+        floor = eps * float(torch.linalg.vector_norm(x))
+        times = f"times the cohort's median of {middle:.3g}"
+        if middle < floor:
+            times, middle = f"times the {floor:.3g} that may be rounding, the cohort's median being less", floor
+        outliers = {client_id: norm for client_id, norm in norms.items() if norm > self.max_ratio * middle > 0}
+        for client_id, norm in outliers.items():
+            self.add(
+                ClientError(
+                    f"Client {client_id!r} came back from round {self.round} with {what} of norm {norm:.3g},"
+                    f" {norm / middle:.3g} {times}; max_update_ratio={self.max_ratio:g} allows less. Look at its data,"
+                    " clip gradients, or raise the limit.",
+                    client_id,
+                )
+            )
+        return set(outliers)
+
+
+def warn_of(failed: Mapping[ClientId, str], warned: set[ClientId]) -> None:
+    """Warn of clients that have failed in a round, once of each in a run.
+
+    Args:
+        failed: Why each has failed, by id.
+        warned: Those of whom a warning was given before; these are added.
+    """
+    for client_id, cause in failed.items():
+        if client_id not in warned:
+            warned.add(client_id)
+            rank_zero_warn(
+                f"{cause.rstrip('.')}. It has left the round, since on_client_error='drop'. From here on this client's"
+                " failures are only counted."
+            )
+
+
+class Isolation:
+    """Train clients as if those that fail were not there.
+
+    Args:
+        engine: The engine that trains them.
+        drops: Whether clients that fail leave the round.
+    """
+
+    def __init__(self, engine: Engine, drops: bool) -> None:
+        self.engine, self.drops = engine, drops
+        self._has_explained = False  # how the client that failed is found
+
+    def run(
+        self,
+        train: Callable[[Sequence[WorkPlan]], ChunkResult],
+        plans: Sequence[WorkPlan],
+        failed: dict[int, ClientError],
+    ) -> ChunkResult | None:
+        """Train the clients that can be trained; return None if there are none.
+
+        Args:
+            train: Trains some clients together.
+            plans: The work of all clients.
+            failed: Receives the clients that failed, by stored index.
+
+        Raises:
+            ClientError: If a client fails and is not to be dropped, or if something fails that is no client's own
+                fault.
+        """
+        undo = self.engine.undo_point() if self.drops else None
+        try:
+            return train(plans)
+        except ClientError as error:
+            if undo is not None:
+                undo()
+            if error.culprit is None or (len(plans) == 1 and not self.drops):
+                raise
+            if len(plans) == 1:
+                failed[plans[0].participant.index] = error
+                return None
+            if self.drops and not self._has_explained:
+                self._has_explained = True
+                rank_zero_info(
+                    f"{error} Which of them it was is found out by running them one by one; the others are then run at"
+                    " once again. This is said only once."
+                )
+            sound = []
+            for plan in plans:
+                if self.run(train, [plan], failed) is not None:
+                    sound.append(plan)
+                if undo is not None:
+                    undo()
+            if len(sound) == len(plans):
+                raise  # no client alone is to blame
+        return self.run(train, sound, failed) if sound else None
+
+
+def stop_at(error: ClientError, drops: bool) -> None:
+    """Raise an error that is not a reason to leave a client out, given whether there is any."""
+    if not drops or error.culprit is None:
+        raise error

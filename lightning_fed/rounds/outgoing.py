@@ -1,0 +1,101 @@
+"""What leaves a chunk of trained clients: messages to the server, compressed if asked for, and states to the store."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lightning_fed.core.seeds import Purpose, generator
+from lightning_fed.core.types import State
+from lightning_fed.engines.base import ChunkResult, Engine
+from lightning_fed.server.aggregation.compression import Compressor, compress
+from lightning_fed.server.client_states.state import ClientState, ClientStates, Stacked
+from lightning_fed.settings.settings import Settings
+
+__all__ = ["Outgoing"]
+
+
+class Outgoing:
+    """Hand on what a chunk of clients sends and keeps.
+
+    Args:
+        engine: The engine that trains them.
+        settings: How rounds are run.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self.engine, self.compressor = engine, settings.compression
+
+    def of(
+        self, result: ChunkResult, before: Sequence[State], round: int, states: ClientStates
+    ) -> Iterator[tuple[slice, dict[str, Any]]]:
+        """Stage the clients' new states, and yield the rows of each reply with its messages.
+
+        There is one reply for all clients, or one for each that sends compressed messages.
+
+        Args:
+            result: What the engine returned.
+            before: What the clients had before their work, in the order of :attr:`ChunkResult.asked`.
+            round: The round.
+            states: Where their states go.
+        """
+        sound = [row for row in result.asked if row not in result.faults]
+        sending = sound
+        if self.engine.algorithm.local_work:
+            sending = [row for row in sound if result.reports[row].steps]
+        if self.compressor is None or not sound:
+            self._keep_all(result, before, states, sending)
+            models = result.shared if result.sends_delta else None
+            sent = {"send": result.send, "implied": result.implied, "models": models, "changes": result.delta}
+            yield slice(None), sent
+            return
+        kept = self._kept(result, before)
+        for row in sound:
+            send, size = State(), 0
+            if row in sending:
+                send, residuals, size = self._compressed(self.compressor, result, row, round, states)
+                self._keep(result, states, row, kept[row], residuals)
+            at = slice(row, row + 1)
+            yield at, {"send": send, "message_bytes": size, "changes": result.delta[at]}
+
+    def _compressed(
+        self, compressor: Compressor, result: ChunkResult, row: int, round: int, states: ClientStates
+    ) -> tuple[State, State, int]:
+        """Return what the server gets of a client's messages [1, ...], what the client keeps of them, and the bytes."""
+        algorithm, index = self.engine.algorithm, result.participants[row].index
+        send = {name: value[row] for name, value in result.send.items() if name not in algorithm.aside}
+        residuals = states.residuals(index, send) if compressor.error_feedback else {}
+        stream = generator(self.engine.seed, Purpose.COMPRESSION, round, index)
+        sent, residuals, size = compress(compressor, send, residuals, stream, algorithm.uncompressed)
+        return {name: value[None] for name, value in sent.items()}, residuals, size
+
+    def _keep_all(
+        self, result: ChunkResult, before: Sequence[State], states: ClientStates, rows: Sequence[int]
+    ) -> None:
+        """Stage the states of several clients, at once if they are the method's alone."""
+        if len(rows) > 1 and result.keeps_states_only:
+            ordered, some = sorted(rows), len(rows) < len(result.reports)
+            keep = {name: value[ordered] if some else value for name, value in result.keep.items()}
+            states.keep_all([result.participants[row].index for row in ordered], keep)
+            return
+        had_none = not isinstance(before, Stacked) and not any(before)
+        if had_none and not (result.keep or result.solver or result.buffers):
+            return
+        kept = self._kept(result, before)
+        for row in rows:
+            self._keep(result, states, row, kept[row], {})
+
+    def _kept(self, result: ChunkResult, before: Sequence[State]) -> list[State]:
+        """Return each client's new state; a copy of what it had, which new clients share, if that has not changed."""
+        if result.keep:
+            return result.kept()
+        kept: list[State] = [{}] * len(result.reports)
+        for row, had in zip(result.asked, before, strict=True):
+            kept[row] = {name: value.clone() for name, value in had.items()}
+        return kept
+
+    def _keep(self, result: ChunkResult, states: ClientStates, row: int, kept: State, residuals: State) -> None:
+        """Stage the state of one client."""
+        solver = result.solver[row] if result.solver else {}
+        names = self.engine.buffers.kept if result.buffers else ()
+        buffers = {name: result.buffers[row][name] for name in names}
+        if kept or solver or buffers or residuals:
+            states.keep(result.participants[row].index, ClientState(kept, buffers, solver, residuals).joined())

@@ -1,0 +1,447 @@
+"""The sums of a round over its clients, each with ``update``, ``merge`` and ``compute``; ``RoundTotals`` holds all."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.buffers import BufferMean
+from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.rounds import ClientReport
+from lightning_fed.core.types import ClientId, State, Vector
+from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply
+from lightning_fed.server.aggregation.base import FULL_GRAD
+from lightning_fed.server.aggregation.mean import Aggregation, Exchange, accumulation_dtype
+from lightning_fed.server.participation import Participant
+from lightning_fed.server.server import Server
+from lightning_fed.settings.settings import Settings
+
+__all__ = ["Drift", "RoundMeans", "RoundTotals", "Traffic"]
+
+_BLOCK = 2**16  # numbers that are converted to float64 at once
+
+Failed: TypeAlias = Callable[[ClientError], None]
+"""Records a client that failed, or raises its error."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundMeans:
+    """What the server steps with.
+
+    Attributes:
+        messages: The averaged messages; empty if nobody took part, and nothing then changes.
+        models: The mean of the client models [P], where the message "delta" is their change.
+        buffers: The server's new buffers.
+        drift: How far the clients ended from their mean; nan if nobody took part.
+    """
+
+    messages: State
+    models: Vector | None
+    buffers: State
+    drift: float
+
+
+class RoundTotals:
+    """Every sum of one round.
+
+    ``update`` adds a reply. With several processes each one sends its ``partial`` to the others at the end of a phase,
+    and ``merge`` combines them; sums of vectors go through the :class:`Exchange`. ``compute`` returns the results.
+
+    Args:
+        server: The server's side of the run.
+        settings: How rounds are run.
+        members: The clients that train, by stored index.
+        gradient_members: Those whose full-batch gradients are averaged; none if the method needs no such average.
+        population: The number of clients, N.
+
+    Attributes:
+        traffic: The bytes that travel.
+        norms: Norms of full-batch gradients in this phase, by point and client.
+        reports: What each client did, by stored index.
+        moved_buffers: The names of the buffers that any client has changed. No others are sent.
+        is_invalid: Whether a client was refused whose work has left traces in other sums, such as what it logged.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        settings: Settings,
+        members: Mapping[int, Participant],
+        gradient_members: Mapping[int, Participant],
+        population: int,
+    ) -> None:
+        algorithm = self.algorithm = server.algorithm
+        self.server, self.members, self.gradient_members = server, members, gradient_members
+        self._rule = algorithm.reduces.get("delta", "examples")
+        make = Aggregation if settings.aggregator is None else settings.aggregator.of_round
+        who = list(members.values())
+        self._messages = make(algorithm.reduces, settings.weighting, who, population, algorithm.local_work)
+        if gradient_members:
+            reduces, who = {FULL_GRAD + p: "weighting" for p in algorithm.full_grad_at}, list(gradient_members.values())
+            self._gradients = make(reduces, settings.weighting, who, population, False)
+        self._loss, self._loss_examples = 0.0, 0  # of the population
+        self._buffers = State() if settings.buffers == "server" else server.buffers  # those of which the mean is taken
+        self._mean_buffers, self.moved_buffers = BufferMean(), set[str]()
+        self._drift, self.traffic = Drift(self._messages), Traffic(algorithm, server.x)
+        self._examples = self._own_examples = 0  # that clients went through in local epochs, and in own solves
+        self.norms: dict[str, dict[ClientId, float]] = {}
+        self.reports: dict[int, ClientReport] = {}
+        self.is_invalid = False
+
+    # ------------------------------------------------------------------ update
+
+    def update(self, reply: Reply, rows: Sequence[int], failed: Failed, state: State) -> list[ClientId]:
+        """Add a reply; return the clients that count.
+
+        Args:
+            reply: The reply.
+            rows: Its rows without those of clients that failed, in the order of the sum.
+            failed: Records the clients that the aggregation refuses.
+            state: The server state that clients read in the round.
+        """
+        self.traffic.server |= reply.server_read
+        self.traffic.cohort_grad |= reply.cohort_grad_read
+        ids = self.server.ids
+        for point, norms in reply.norms.items():
+            known = self.norms.setdefault(point, {})
+            known.update({ids[index]: norm for index, norm in norms.items() if index not in reply.failed})
+        if reply.phase == TRAIN:
+            return self._update_messages(reply, rows, failed, state)
+        if reply.phase == GRADIENTS:
+            return self._update_gradients(reply, rows, failed)
+        self._loss += reply.loss
+        self._loss_examples += reply.loss_examples
+        return [ids[reply.clients[row]] for row in rows]
+
+    def _update_gradients(self, reply: Reply, rows: Sequence[int], failed: Failed) -> list[ClientId]:
+        members, counted = self.gradient_members, list[ClientId]()
+        for some in _together(self._gradients, [row for row in rows if reply.clients[row] in members]):
+            who = [members[reply.clients[row]] for row in some]
+            send = {FULL_GRAD + point: _rows(some, value) for point, value in reply.send.items()}
+            try:
+                self._gradients.update({member.index: member.steps for member in who}, send)
+            except ClientError as error:
+                failed(error)
+                continue
+            counted += [member.client_id for member in who]
+        return counted
+
+    def _update_messages(self, reply: Reply, rows: Sequence[int], failed: Failed, state: State) -> list[ClientId]:
+        reports, send, sending, refused = reply.reports, reply.send, rows, set[int]()
+        if reply.implied or self.algorithm.aside:
+            send = self._averaged(reply, state)
+        if self.algorithm.local_work:  # a client without a step has no weight
+            sending = [row for row in rows if reports[row].steps]
+        for some in _together(self._messages, sending):
+            try:
+                self._add(reply, send, some)
+            except ClientError as error:
+                failed(error)
+                refused.update(some)
+        self.is_invalid |= bool(refused)
+        counted = []
+        for row in rows:
+            if row not in refused:
+                self.reports[reply.clients[row]] = reports[row]
+                self._examples += reply.examples[row]
+                self._own_examples += sum(reply.own_examples[row : row + 1])
+                counted.append(reports[row].client_id)
+        return counted
+
+    def _averaged(self, reply: Reply, state: State) -> State:
+        """Return the messages that are averaged; implied ones are computed if they were not sent."""
+        send = reply.send
+        if not send.keys() >= set(reply.implied):
+            try:
+                send = {**send, **self.algorithm.implied(send, state)}
+            except KeyError as error:
+                raise FederatedError(
+                    f"A reply leaves out {sorted(reply.implied)}, and {error} as well, from which"
+                    f" {type(self.algorithm).__name__} would work it out. Send one of them."
+                ) from error
+        return {name: value for name, value in send.items() if name not in self.algorithm.aside}
+
+    def _add(self, reply: Reply, messages: State, rows: Sequence[int]) -> None:
+        """Add the messages of some rows, and what came with them."""
+        steps = {reply.clients[row]: reply.reports[row].steps for row in rows}
+        send = {name: _rows(rows, value) for name, value in messages.items()}
+        models = None
+        if reply.models is not None and self._messages.sums_models:
+            models = _rows(rows, reply.models)
+        self._messages.update(steps, send, models)
+        self.traffic.update(reply, rows)
+        for row in rows if self._buffers and reply.buffers else ():
+            own, member = reply.buffers[row], self.members[reply.clients[row]]
+            if own:
+                self._mean_buffers.update(own, member.size, member.index, member.count)
+            for name in own.keys() - self.moved_buffers:
+                if not torch.equal(own[name].to(self._buffers[name].device), self._buffers[name]):
+                    self.moved_buffers.add(name)
+        if reply.changes is not None:
+            is_summed = models is not None and self._rule != "population"
+            self._drift.update(_rows(rows, reply.changes), self._messages.weights(steps, self._rule), is_summed)
+
+    # ------------------------------------------------------------------ merge
+
+    def partial(self, phase: str) -> dict[str, Any]:
+        """Return this process's part of a phase for the other processes, without sums of vectors."""
+        if phase == LOSS:
+            return {"loss": self._loss, "loss_examples": self._loss_examples, "norms": {}}
+        if phase == GRADIENTS:
+            return {"gradients": self._gradients.partial(), "norms": self.norms}
+        return {
+            "messages": self._messages.partial(),
+            "buffers": self._mean_buffers,
+            "moved_buffers": self.moved_buffers,
+            "drift": self._drift.weight,
+            "traffic": self.traffic,
+            "examples": self._examples,
+            "own_examples": self._own_examples,
+            "norms": self.norms,
+            "reports": self.reports,
+            "is_invalid": self.is_invalid,
+        }
+
+    def merge(self, phase: str, partials: Sequence[Mapping[str, Any]], ranks: Exchange) -> None:
+        """Combine the parts of all processes.
+
+        Args:
+            phase: The phase that ends.
+            partials: Each process's :meth:`partial`.
+            ranks: The processes.
+        """
+        x, parts = self.server.x, dict[str, list[Any]]()
+        for partial in partials:
+            for name, value in partial.items():
+                parts.setdefault(name, []).append(value)
+        norms, self.norms = parts["norms"], {}
+        for point in self.algorithm.full_grad_at:
+            self.norms[point] = {i: norm for own in norms for i, norm in own.get(point, {}).items()}
+        if phase == LOSS:
+            self._loss, self._loss_examples = sum(parts["loss"]), sum(parts["loss_examples"])
+        elif phase == GRADIENTS:
+            self._gradients.merge(parts["gradients"], ranks, x)
+        else:
+            self._drift.merge(parts["drift"], ranks, x)  # first: it reads the models that this process has summed
+            self._messages.merge(parts["messages"], ranks, x)
+            self._mean_buffers.merge(parts["buffers"])
+            self.moved_buffers = {name for own in parts["moved_buffers"] for name in own}
+            self.traffic.merge(parts["traffic"])
+            self._examples, self._own_examples = sum(parts["examples"]), sum(parts["own_examples"])
+            self.reports = {index: report for own in parts["reports"] for index, report in own.items()}
+            self.is_invalid = any(parts["is_invalid"])
+
+    # ------------------------------------------------------------------ compute
+
+    def mean_loss(self) -> Tensor:
+        """Return the mean loss of the population at x."""
+        x = self.server.x
+        return torch.tensor(self._loss / self._loss_examples, device=x.device, dtype=x.dtype)
+
+    def mean_gradients(self) -> State:
+        """Return the mean full-batch gradients [P] by point."""
+        means, _ = self._gradients.compute(self.server.x)
+        return {name.removeprefix(FULL_GRAD): value for name, value in means.items()}
+
+    def compute(self, done: Sequence[ClientId]) -> RoundMeans:
+        """Return the means that the server steps with.
+
+        Args:
+            done: The clients whose messages count.
+        """
+        x, means, models = self.server.x, State(), None
+        drift = self._drift.compute(x) if done else math.nan  # first: the aggregation overwrites the sum of models
+        if done or not self._messages.needs_clients:
+            means, models = self._messages.compute(x)
+        buffers = self.server.buffers
+        if self.moved_buffers:  # the others keep their bits
+            found = self._mean_buffers.compute(self._buffers)
+            buffers = {name: found[name] if name in self.moved_buffers else old for name, old in self._buffers.items()}
+        return RoundMeans(means, models, buffers, drift)
+
+    def weights(self) -> list[float]:
+        """Return the weights of all members in the mean of changes."""
+        return self._messages.weights(self.members, self._rule)
+
+    def gradients_computed(self) -> int:
+        """Return the number of per-example gradients computed, including full-batch and second gradients."""
+        algorithm, full = self.algorithm, 0
+        if algorithm.full_grad_at:
+            takers = dict(self.gradient_members)
+            if algorithm.full_grad_for != "cohort":
+                takers |= {index: who for index, who in self.members.items() if index in self.reports}
+            full = len(algorithm.full_grad_at) * sum(who.size for who in takers.values())
+        per_batch = 1 if algorithm.anchor_at is None and not algorithm.looks_ahead else 2
+        return per_batch * self._examples + self._own_examples + full
+
+
+def _together(aggregation: Aggregation, rows: Sequence[int]) -> list[Sequence[int]]:
+    """Return the rows of a reply that are added at once: all of them, unless the aggregation may refuse one."""
+    if not rows:
+        return []
+    return [[row] for row in rows] if aggregation.is_one_by_one else [sorted(rows)]
+
+
+def _rows(rows: Sequence[int], stacked: Tensor) -> Tensor:
+    """Return some rows, in ascending order, of a stack; adjacent ones are not copied."""
+    if len(rows) == len(stacked):
+        return stacked
+    return stacked[rows[0] : rows[-1] + 1] if rows[-1] - rows[0] < len(rows) else stacked[rows]
+
+
+class Traffic:
+    """The bytes that travel in a round: the part of the server state that clients read, and what is used of messages.
+
+    Args:
+        algorithm: The method.
+        x: The server parameters [P].
+
+    Attributes:
+        server: The entries of the server state that clients read.
+        cohort_grad: The mean gradients that clients read.
+        gradients: The mean gradients that the server reads.
+        clients: Those that are asked to train, by stored index.
+        gradient_clients: Those that send gradients.
+    """
+
+    def __init__(self, algorithm: Algorithm, x: Tensor) -> None:
+        self._vector = x.nbytes
+        self._points = set(algorithm.full_grad_at) - {"x"}
+        self._messages = 0
+        self.server, self.cohort_grad, self.gradients = set[str](), set[str](), set[str]()
+        self.clients, self.gradient_clients = set[int](), set[int]()
+
+    def update(self, reply: Reply, rows: Sequence[int]) -> None:
+        """Add the messages of some rows, all of one size; a tensor sent under two names travels once."""
+        if reply.message_bytes is not None:
+            self._messages += reply.message_bytes
+            return
+        once: dict[int | str, int] = {}
+        for name, value in reply.send.items():
+            if name not in reply.implied:
+                own = value[rows[0]]
+                once[own.data_ptr() if own.numel() > 1 else name] = own.nbytes
+        self._messages += len(rows) * sum(once.values())
+
+    def merge(self, parts: Sequence["Traffic"]) -> None:
+        """Combine the parts of all processes."""
+        self._messages = sum([part._messages for part in parts])
+        self.server = {name for part in parts for name in part.server}
+        self.cohort_grad = {name for part in parts for name in part.cohort_grad}
+
+    def compute(
+        self, state: State, buffers_up: int, buffers_down: int, completed: int, refused: int, everyone: int
+    ) -> tuple[int, int]:
+        """Return the bytes up and down.
+
+        Args:
+            state: The server state of the round.
+            buffers_up: The bytes of the buffers that any client has changed, which each one sends.
+            buffers_down: The bytes of the buffers that are no longer those of x^0, which each one is sent.
+            completed: The clients that sent something back.
+            refused: The clients whose messages, as large as the others', arrived and were not used.
+            everyone: The clients that evaluate the population's loss; 0 if none do.
+        """
+        involved = self.clients | self.gradient_clients
+        once, then = self._vector, len(self.cohort_grad) * self._vector + buffers_down
+        for name, value in state.items():
+            if name in self._points:
+                once += value.nbytes
+            elif name in self.server:
+                then += value.nbytes
+        down = len(involved) * once + len(self.clients) * then
+        down += max(0, everyone - len(involved)) * self._vector
+        gradients = len(self.gradient_clients) * len(self.gradients | self.cohort_grad) * self._vector
+        messages = self._messages + self._messages // max(1, completed) * refused
+        return messages + gradients + (completed + refused) * buffers_up + everyone * 8, down
+
+
+class Drift:
+    """How far the clients' changes d_i lie from their weighted mean: the root of the weighted mean of the squares.
+
+    Squares are those of the differences to a reference, the first client's change. From zero they would cancel where
+    clients change alike: in float32, below a thousandth of the changes, nothing but rounding would be left.
+
+    Args:
+        messages: The aggregation, whose sum of models saves a second sum where there is one.
+
+    Attributes:
+        weight: The sum of the weights of this process's clients; after :meth:`merge`, of all.
+    """
+
+    def __init__(self, messages: Aggregation) -> None:
+        self._messages = messages
+        self._reference: Tensor | None = None  # [P]; the mean of this process's clients once it is centered
+        self._own: Tensor | None = None  # the weighted sum [P] of differences that nobody else sums
+        self._squares = self.weight = 0.0
+        self._is_merged = False
+
+    def update(self, deltas: Tensor, weights: Sequence[float], is_summed: bool) -> None:
+        """Add the changes of several clients.
+
+        Args:
+            deltas: The changes [S, P].
+            weights: Their weights.
+            is_summed: Whether the aggregation sums the clients' models with these weights.
+        """
+        if self._reference is None:
+            self._reference = deltas[0].clone()
+        several = max(1, _BLOCK // len(self._reference))  # clients whose differences are computed at once
+        norms: list[Tensor] = []
+        for start in range(0, len(deltas), several):
+            differences = deltas[start : start + several] - self._reference
+            norms.append(torch.linalg.vector_norm(differences, dim=1))
+            if not is_summed:
+                own = differences.new_tensor(weights[start : start + several]) @ differences
+                self._own = own if self._own is None else self._own.add_(own)
+        squares = 0.0
+        for weight, norm in zip(weights, torch.cat(norms).tolist(), strict=True):
+            squares += weight * norm**2
+        self._squares += squares
+        self.weight += sum(weights)
+
+    def _center(self, x: Tensor) -> None:
+        """Take this process's mean as the reference."""
+        if self._reference is None or self.weight == 0:
+            return
+        models, models_weight = self._messages.models, self._messages.models_weight
+        blocks, nothing = x.split(_BLOCK), [None] * -(-len(x) // _BLOCK)
+        ys: Sequence[Tensor | None] = nothing if models is None else models.split(_BLOCK)
+        owns: Sequence[Tensor | None] = nothing if self._own is None else self._own.split(_BLOCK)
+        for r, x_, y, own in zip(self._reference.split(_BLOCK), blocks, ys, owns, strict=True):
+            dtype = accumulation_dtype(x.device)
+            offset = torch.zeros_like(r, dtype=dtype) if own is None else own.to(dtype)
+            if y is not None:
+                offset += y - models_weight * (x_.to(dtype) + r)
+            self._squares -= float(offset.square().sum()) / self.weight
+            r += offset / self.weight
+        self._own = None
+
+    def merge(self, weights: Sequence[float], ranks: Exchange, x: Tensor) -> None:
+        """Combine the parts of all processes.
+
+        Args:
+            weights: The sums of weights of all processes.
+            ranks: The processes.
+            x: The server parameters [P].
+        """
+        self._center(x)
+        total = sum(weights)
+        mine = torch.zeros_like(x) if self._reference is None else self._reference
+        mean = mine * (self.weight / total if total else 0.0)
+        ranks.sum([mean])
+        squares = self._squares + self.weight * float(torch.linalg.vector_norm(mine - mean)) ** 2
+        sums = torch.tensor([squares], dtype=accumulation_dtype(x.device), device=x.device)
+        ranks.sum([sums])
+        self._squares, self.weight, self._is_merged = float(sums), total, True
+
+    def compute(self, x: Tensor) -> float:
+        """Return the drift; nan if there are no clients."""
+        if not self._is_merged:
+            self._center(x)
+            self._is_merged = True
+        return math.sqrt(max(0.0, self._squares / self.weight)) if self.weight else math.nan
