@@ -29,6 +29,7 @@ from lightning_fed.algorithms import (
 from lightning_fed.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedRMSProp, FedYogi
 from tests.helpers import Round, play
 from tests.helpers.reference import Case, Problem, make_case, run_reference
+from tests.helpers.selection import covering
 
 BASES = {"sgd": SGD, "sgdm": SGDm, "rmsprop": RMSProp, "adam": Adam, "adagrad": Adagrad, "yogi": Yogi}
 SERVERS = {"sgdm": FedAvgM, "rmsprop": FedRMSProp, "adam": FedAdam, "adagrad": FedAdagrad, "yogi": FedYogi}
@@ -111,9 +112,13 @@ def test_server_optimizers(base):
         agree(FedAvg(pseudo_grad), "fedavg", hp, server(base, 0.3))
 
 
-@pytest.mark.parametrize("base", ALL_BASES, ids=label)
-@pytest.mark.parametrize(("cls", "name"), [(Mime, "mime"), (MimeLite, "mimelite"), (CMime, "c-mime")])
-def test_mime(cls, name, base):
+@pytest.mark.parametrize(
+    ("base", "method"),
+    covering(ALL_BASES, [(Mime, "mime"), (MimeLite, "mimelite"), (CMime, "c-mime")]),
+    ids=lambda value: label(value) if isinstance(value, dict) else value[1],
+)
+def test_mime(base, method):
+    cls, name = method
     agree(cls(rule(base)), name, {**LOCAL, "base": base}, l2=0.05)
     uniform = {**LOCAL, "weighting": "uniform", "server_lr": 0.5, "base": base}
     agree(cls(rule(base)), name, uniform, partial(torch.optim.SGD, lr=0.5), kind="quadratic", seed=1)
