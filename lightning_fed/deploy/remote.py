@@ -123,7 +123,7 @@ class RemoteClients(ClientWork):
         handoff: Handoff,
     ) -> None:
         super().__init__(
-            _NoEngine(prepared), LocalPlans(prepared.trainer, prepared.settings, population), prepared.settings
+            [_NoEngine(prepared)], LocalPlans(prepared.trainer, prepared.settings, population), prepared.settings
         )
         self._sites, self._handoff, self._attempt = sites, handoff, -1
         self._measured_in, self._measured = -1, 0  # the round, and the measurements in it

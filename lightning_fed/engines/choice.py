@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
 from lightning_fed.core.errors import ClientError, FederatedError
@@ -71,7 +72,8 @@ def make_sequential(prepared: PreparedModule) -> SequentialEngine:
     Args:
         prepared: What every engine takes.
     """
-    return SequentialEngine(prepared.trainer.fit_loop.epoch_loop, prepared)
+    trainer: Any = prepared.trainer
+    return SequentialEngine(trainer.fit_loop.epoch_loop, prepared)
 
 
 def _try_out(engine: VectorizedEngine, plans: Iterator[WorkPlan]) -> None:
