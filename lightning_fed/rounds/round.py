@@ -114,15 +114,17 @@ class Rounds:
         if self.settings.drops_failed and ranks.size > 1:  # data may have failed to load in some processes only
             self._faults.merge(ranks.gather(self._faults.causes))
         half = self.at_work = ServerRound(server, self.settings, self.sampling.population, self._cohort, self._faults)
-        mine, states, transfer, workers = list(half.members.values()), None, None, dict[int, int]()
+        mine, workers, transfer = list(half.members.values()), dict[int, int](), None
+        states = ClientStates(server.new_client, server.clients, server.expected_state)
         if ranks.size > 1:
             keeps_state, most_moves = self.settings.clients_keep_state, max(1, _MOVED_BYTES // server.x.nbytes)
             asked = [*mine, *half.gradient_members.values()]
             workers = dict(assign(asked, ranks, keeps_state, most_moves, server.x.numel()))
             mine = [member for member in mine if workers[member.index] == ranks.rank]
-            states = StateTransfer(server, ranks, {i: workers[i] for i in half.members} if keeps_state else None)
-            transfer = states if states.moves else None
-        states = states or ClientStates(server.new_client, server.clients, server.expected_state)
+            states = shared = StateTransfer(
+                server, ranks, {i: workers[i] for i in half.members} if keeps_state else None
+            )
+            transfer = shared if shared.moves else None
         with split.in_step(), metrics_alone(self.trainer):
             self.work.begin(server.round, mine)
             for task in half.phases():
