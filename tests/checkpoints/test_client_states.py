@@ -422,6 +422,127 @@ def test_a_config_file_says_where(tmp_path: Path) -> None:
     assert versions(tmp_path / "kept")
 
 
+# ------------------------------------------------------------------ garbage
+
+RUN, OTHER, KILLED = ("0" * 15 + str(number) for number in (1, 2, 3))
+
+
+def disk_store(path: Path, run: str = RUN, rank: int = 0, **kwargs: Any) -> DiskClientStore:
+    """Return a store that has committed one state; with ``is_shared`` this process cleans up after it."""
+    path.mkdir(exist_ok=True)
+    store = DiskClientStore(path, f"{run}-{rank:04d}", 9, torch.device("cpu"))
+    store.stage(rank, {"c": torch.ones(3)})
+    store.commit()
+    store.rest()
+    if kwargs:
+        client_states._clean_after(store, rank, **kwargs)
+    return store
+
+
+def checkpoint(folder: StoreFolder, store: DiskClientStore, number: int) -> Path:
+    """Write a version and a checkpoint that refers to it, as a run does, and return the checkpoint."""
+    path, name = folder.path.parent / f"{number}.ckpt", f"{RUN}-{number:06d}"
+    store.stage(0, {"c": torch.full((3,), float(number))})
+    store.commit()
+    shard = store.record(name, f"../{path.name}")
+    folder.await_checkpoint(name)
+    states = {"version": name, "shards": [list(shard or ())]}
+    torch.save({"loops": {"fit_loop": {"state_dict": {"client_states": states}}}}, path)
+    folder.collect_if_due(rank=0)
+    return path
+
+
+def recorded(store: DiskClientStore) -> int:
+    return len(store.index.versions())
+
+
+@pytest.mark.thorough
+def test_what_is_read_for_a_checkpoint_does_not_grow_with_those_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refers_to, reads, counts = StoreFolder._refers_to, [], []
+    monkeypatch.setattr(StoreFolder, "_refers_to", lambda self, path: reads.append(path) or refers_to(self, path))
+    store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
+    for number in range(400):
+        checkpoint(folder, store, number)
+        counts.append(len(reads))
+    assert recorded(store) == 400
+    early, late = counts[199] - counts[99], counts[399] - counts[299]
+    assert late < 1.5 * early < 1.5 * 100 * 12
+
+
+def test_of_many_checkpoints_few_that_are_gone_are_remembered(tmp_path: Path) -> None:
+    store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
+    for path in [checkpoint(folder, store, number) for number in range(80)][:40]:
+        path.unlink()
+    for number in range(80, 90):
+        checkpoint(folder, store, number)
+    assert 50 <= recorded(store) < 60
+    assert len(states_files(folder.path)) < 61
+
+
+def test_of_a_single_checkpoint_nothing_but_its_own_version_is_left(tmp_path: Path) -> None:
+    store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
+    for number in range(5):
+        path = checkpoint(folder, store, number)
+        assert recorded(store) == 1
+        assert len(states_files(folder.path)) == 1
+        path.unlink()
+
+
+def test_a_checkpoint_or_an_index_that_cannot_be_read_keeps_its_states(tmp_path: Path) -> None:
+    store, folder = disk_store(tmp_path / "kept"), StoreFolder(tmp_path / "kept")
+    checkpoint(folder, store, 1).write_bytes(b"damaged")
+    broken = disk_store(folder.path, OTHER)
+    broken.index.path.write_bytes(b"damaged" * 999)
+    StoreFolder(folder.path).collect(rank=0)
+    assert {file.parent.name for file in states_files(folder.path)} == {store.name, broken.name}
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder for stores of two runs of this process, and of one that was killed."""
+    monkeypatch.setattr(client_states, "_RUNS", {RUN, OTHER})
+    return tmp_path / "kept"
+
+
+def shards(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_dir()}
+
+
+def test_a_process_removes_its_own_shards_and_those_of_killed_runs(two_runs: Path) -> None:
+    first, second = disk_store(two_runs, is_shared=True), disk_store(two_runs, rank=1)  # the second is of a peer
+    disk_store(two_runs, KILLED, rank=1)
+    assert len(shards(two_runs)) == 3
+    del first
+    gc.collect()
+    assert shards(two_runs) == {second.name}
+    client_states._clean_after(second, 1, is_shared=True)
+    del second
+    gc.collect()
+    assert not shards(two_runs)
+
+
+def test_what_live_stores_of_the_process_need_stays(two_runs: Path) -> None:
+    alive, gone = disk_store(two_runs, is_shared=False), disk_store(two_runs, OTHER, is_shared=False)
+    disk_store(two_runs, KILLED, rank=1)
+    del gone
+    gc.collect()
+    assert shards(two_runs) == {alive.name}
+    assert same(alive.get(0), {"c": torch.ones(3)})
+
+
+def test_processes_that_end_together_wait_for_each_other(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, other, waited = disk_store(two_runs, rank=1), StoreFolder(two_runs), []
+    client_states._clean_after(ended, 1, is_shared=True)
+    monkeypatch.setattr("filelock._api.time.sleep", lambda seconds: (waited.append(seconds), other.release()))
+    other.acquire()
+    del ended
+    gc.collect()
+    assert waited
+    assert not shards(two_runs)
+
+
 # ------------------------------------------------------------------ several processes
 
 
