@@ -8,17 +8,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "lightning_fed", ROOT / "tests"
 ELSEWHERE = {
-    "callbacks/simulated_time.py": "tests/server/asynchronous/test_base.py",
     "compat/after_torch.py": "tests/package/test_lazy_imports.py",
-    "compat/cli.py": "tests/package/test_imports.py",
-    "compat/one_package.py": "tests/compat/test_package.py",
     "compat/private.py": "tests/package/test_imports.py",
     "compat/torchvision.py": "tests/package/test_lazy_imports.py",
 }
 """By module, the file that holds its tests."""
 
 NOT_YET = {
-    *("checkpoints", "cli", "core", "data", "deploy", "engines", "lab", "rounds", "server", "settings", "tracing"),
+    *("checkpoints", "cli", "core", "data", "deploy", "engines", "lab", "rounds", "server", "settings"),
     "trainer",
 }
 """Rooms whose tests have yet to move; each is taken out when they have."""

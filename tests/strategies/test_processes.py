@@ -15,7 +15,9 @@ def test_a_process_alone_exchanges_nothing() -> None:
     alone.sum([total])
     assert total.tolist() == [0.0, 1.0, 2.0]
     assert alone.gather("mine") == ["mine"]
-    assert alone.exchange(lambda: 5) == [5]
+    ((record, received),) = alone.exchange(lambda: ("mine", [()]))
+    assert record == "mine"
+    assert received.tolist() == []
 
 
 def test_ranks_exchange_the_same_with_and_without(tmp_path: Path) -> None:
