@@ -6,11 +6,13 @@ import signal
 import sys
 import threading
 import zlib
+from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.doctest import DoctestModule
 from tqdm import tqdm
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup, or as a shell's background job
@@ -72,6 +74,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Generator[None, Any, Any]:
+    """Collect no doctests here: of a test file that cannot be imported they would hide that, and all of its tests.
+
+    With --doctest-ignore-import-errors the failed import is skipped, and leaves an empty module behind for the tests.
+    """
+    found = yield
+    return [collector for collector in found if not isinstance(collector, DoctestModule)]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,7 +7,10 @@ import torch
 
 from lightning_fed import FederatedError
 from lightning_fed.algorithms import APFL, FedAvg
+from tests.helpers import Round, play, quadratic
 from tests.helpers.personal import close, kept, one_client, run
+
+STEPS = Round({0: (0, 1)})
 
 
 def test_the_averaged_model_is_fedavgs_whatever_the_mixture() -> None:
@@ -19,6 +22,13 @@ def test_the_averaged_model_is_fedavgs_whatever_the_mixture() -> None:
 def test_one_client_of_its_own_model_alone_trains_on_the_path_of_the_server() -> None:
     fitted = run(APFL(1.0), one_client(), clients_per_round=1)
     close(kept(fitted)[0]["v"], fitted.fit_loop.state.x)
+
+
+def test_two_steps_by_hand() -> None:
+    played = play(APFL(0.5), quadratic((1.0,), (-2.0,)), (1,), torch.zeros(1, dtype=torch.float64), [STEPS])
+    # y = 0.5, v = 0.25 after one step of 0.25, half of which moves v; then the gradient at 0.375 is -1.625
+    assert played.x[0].item() == 0.5 + 0.25 * 1.5
+    assert played.clients[0][0]["v"].item() == 0.25 + 0.25 * 0.5 * 1.625
 
 
 @pytest.mark.parametrize(

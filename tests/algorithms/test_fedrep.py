@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from lightning_fed import FederatedError
 from lightning_fed.algorithms import FedRep
 from tests.helpers.engines import Ordinary
 from tests.helpers.personal import close, kept, run
-from tests.helpers.training import clients, data, parameters, seeded
+from tests.helpers.training import Net, clients, data, parameters, seeded
 
 HEAD = ["head.*"]
 
@@ -28,6 +29,26 @@ def test_the_head_is_trained_and_then_the_body_under_it() -> None:
                 p.data -= rate * g
     close(fitted.fit_loop.state.x, parameters(model.body))
     close(kept(fitted)[0]["personal.parameters"], parameters(model.head))
+
+
+class Seen(Net):
+    """Notes the first feature of every example, batch after batch."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.order: list[tuple[float, ...]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.order.append(tuple(batch[0][:, 0].tolist()))
+        return super().training_step(batch, batch_idx)
+
+
+def test_head_and_body_see_the_examples_in_orders_of_their_own() -> None:
+    model = seeded(Seen)
+    run(FedRep(HEAD, head_epochs=1), data((13,)), model, clients_per_round=1, max_rounds=1, engine="sequential")
+    head, body = model.order[:4], model.order[4:]
+    assert sorted(sum(head, ())) == sorted(sum(body, ()))
+    assert head != body
 
 
 def test_no_optimizer_moves_the_part_that_rests() -> None:

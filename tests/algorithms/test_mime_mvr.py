@@ -45,8 +45,9 @@ def test_a_equal_to_one_at_the_current_point_is_mime():
 
 
 def test_x_prev_is_a_copy():
-    x, algorithm = X.clone(), MimeMVR(a=0.5)
+    x, algorithm = X + 3, MimeMVR(a=0.5)
     server = algorithm.init_server(x)
+    assert server["x_prev"].item() == 3.0
     assert server["x_prev"].data_ptr() != x.data_ptr()
 
 

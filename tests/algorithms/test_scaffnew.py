@@ -11,7 +11,7 @@ from tests.helpers.training import Net, clients, trainer
 
 X = torch.zeros(1, dtype=torch.float64)
 GRAD = quadratic((1.0, 2.0), (-2.0, 4.0))
-ROUNDS = [Round({0: (0, 1), 1: (0, 1)}), Round({0: (0,), 1: (0,)})]
+ROUNDS = [Round({0: (0, 1), 1: (0, 1)})] * 2
 
 
 def test_h_is_renewed_with_the_next_x():
@@ -19,7 +19,9 @@ def test_h_is_renewed_with_the_next_x():
     # y = 0.875 and -1.5, and their plain mean; h_i = 0.5 / 0.25 (x - y_i)
     assert played.x[0].item() == -0.3125
     h = 2 * (-0.3125 - 0.875), 2 * (-0.3125 + 1.5)
-    ends = (-0.3125 - 0.25 * (-0.3125 - 2 - h[0]), -0.3125 - 0.25 * (-0.625 + 4 - h[1]))
+    ends = [-0.3125, -0.3125]
+    for _ in range(2):  # the h_i add up to zero: after one step the mean would not show them
+        ends = [ends[0] - 0.25 * (ends[0] - 2 - h[0]), ends[1] - 0.25 * (2 * ends[1] + 4 - h[1])]
     assert played.x[1].item() == pytest.approx(sum(ends) / 2, rel=1e-15)
 
 

@@ -24,10 +24,14 @@ def test_option_ii_by_hand():
 
 
 def test_option_i_by_hand():
-    played = play(Scaffold(option="i"), GRAD, SIZES, X, ROUNDS[:1])
+    played = play(Scaffold(option="i"), GRAD, SIZES, X, ROUNDS)
     assert played.x[0].item() == -0.3125
     assert {i: s["c_i"].item() for i, s in played.clients[0].items()} == {0: -2.0, 1: 4.0}
     assert played.server[0]["c"].item() == 0.5
+    # round 2: v = -2.3125 + 2 + 0.5 = 0.1875; c moves by a quarter of the change of c_0, from -2 to -2.3125
+    assert played.x[1].item() == -0.3125 - 0.25 * 0.1875
+    assert {i: s["c_i"].item() for i, s in played.clients[1].items()} == {0: -2.3125, 1: 4.0}
+    assert played.server[1]["c"].item() == 0.5 - 0.3125 / 4
 
 
 def test_server_variate_is_the_mean_of_the_clients():

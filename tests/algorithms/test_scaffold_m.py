@@ -19,6 +19,19 @@ def test_it_keeps_the_mean_of_the_clients_own_gradients():
     assert played.server[0]["g"].item() == (0.5 * (-2 - 1.75) / 2 + 0.5 * (4 + 3) / 2) / 2
 
 
+@pytest.mark.parametrize(
+    ("options", "x"),
+    [
+        # y = 0.46875 and -0.875; the mean direction of the four steps is 0.40625
+        ({}, -0.203125),
+        ({"gamma": 2.0}, 2 * -0.203125),
+        ({"gamma": 0.5, "gamma_mode": "paper"}, -0.5 * 0.40625),
+    ],
+)
+def test_server_steps(options, x):
+    assert play(ScaffoldM(0.5, **options), GRAD, (1, 1), X, ROUNDS).x[0].item() == x
+
+
 def test_it_moves_as_fedcm_in_its_first_round_and_with_beta_one_as_fedavg():
     for beta, other in ((0.4, FedCM(0.4)), (1.0, FedAvg())):
         weighting = "uniform" if beta == 1 else None

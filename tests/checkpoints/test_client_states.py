@@ -456,6 +456,15 @@ def recorded(store: DiskClientStore) -> int:
     return len(store.index.versions())
 
 
+def test_a_version_whose_checkpoint_is_still_to_come_stays(tmp_path: Path) -> None:
+    store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
+    checkpoint(folder, store, 0).unlink()
+    store.record("to come", "../1.ckpt")
+    folder.await_checkpoint("to come")
+    folder.collect(rank=0)
+    assert {name for name, _ in store.index.versions()} == {"to come"}
+
+
 @pytest.mark.thorough
 def test_what_is_read_for_a_checkpoint_does_not_grow_with_those_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

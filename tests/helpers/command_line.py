@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from lightning_fed.compat.cli import LightningCLI
 
 from lightning_fed.cli.main import FederatedCLI
+from lightning_fed.cli.parser import LightningCLI
 from lightning_fed.compat.package import pl
 
 __all__ = ["built", "one_stage"]

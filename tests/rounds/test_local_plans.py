@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import ClientError, FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedDane, Mime, Scaffold
+from lightning_fed.rounds.local_plans import limited
 from tests.helpers.training import FEATURES, Net, classification, data, fit, parameters, seeded, trainer
 
 
@@ -225,3 +226,8 @@ def test_many_clients_of_few_sizes_cost_one_trial(monkeypatch: pytest.MonkeyPatc
     many = FederatedDataModule(train=data_set, partition=lambda labels: torch.arange(9000).split(9), batch_size=4)
     fit(seeded(Pictures), many, max_rounds=2, local_steps=3, clients_per_round=1)
     assert len(tried) == 1
+
+
+def test_a_share_of_the_batches_is_rounded_down_but_never_to_none() -> None:
+    assert [limited(count, 0.5) for count in (0, 1, 3, 4)] == [0, 1, 1, 2]
+    assert [limited(count, 2) for count in (0, 1, 3)] == [0, 1, 2]

@@ -108,6 +108,14 @@ class Half:
         return self.round.close({}, 0.0)
 
 
+def test_the_population_loss_is_the_mean_over_its_examples() -> None:
+    half = Half(FedProx(0.1, adaptive=True))
+    half.receive(3, 0)
+    half.receive(1, 2, 4)
+    half.next()
+    assert float(half.round.state["loss"]) == pytest.approx((0.1 + 1.1 + 2.1 + 3.1 + 4.1) / 5)
+
+
 def ended(half: Half, orders: Mapping[str, Iterable[int]]) -> tuple[Tensor, Any, RoundReport]:
     """Let clients answer in these orders, by phase, and return what the server then is."""
     while True:

@@ -221,3 +221,15 @@ def test_metric_objects_that_one_process_did_not_log_are_refused_by_name(tmp_pat
 
     for outcome in in_processes(lambda: fit(Sometimes, ODD, **TWO), tmp_path):
         assert "did not log the same metric objects: 'validation_step.total'" in outcome.error
+
+
+def test_every_round_validates_with_numbers_of_its_own() -> None:
+    class Draws(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            drawn.append(float(torch.rand(())))
+
+    drawn: list[float] = []
+    trainer(max_rounds=2, num_sanity_val_steps=0).fit(Draws(), data())
+    first, second = drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
+    assert first
+    assert first != second

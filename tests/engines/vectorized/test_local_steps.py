@@ -201,3 +201,22 @@ def test_a_correction_that_cannot_be_traced_runs_untraced(steps_taken: list[int]
     runs = [run(engine, algorithm=LooksAtNumbers(), **more) for engine, more in ENGINES]
     assert not steps_taken
     assert_agree(*runs)
+
+
+class Spare(Ordinary):
+    """Has a layer that no loss depends on, which momentum and decay must leave alone, and cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(torch.optim.SGD, lr=0.1, momentum=0.5, weight_decay=0.1))
+        self.spare = torch.nn.Linear(3, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1.0 + 0.1 * batch_idx)
+
+
+def test_unused_parameters_stand_still_in_untraced_steps() -> None:
+    sequential, at_once = (run(engine, Spare, max_rounds=2) for engine in ("sequential", "vectorized"))
+    assert_agree(sequential, at_once)
+    spare = torch.cat([p.flatten() for p in at_once.lightning_module.spare.parameters()])
+    torch.manual_seed(3)
+    assert torch.equal(spare.float(), torch.cat([p.detach().flatten() for p in Spare().spare.parameters()]))
