@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from lightning_fed.core.arguments import check_count, kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.batches.examples import targets_of
+from lightning_fed.data.batches.examples import class_counts, targets_of
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.dataset import FederatedDataset
 from lightning_fed.data.partitions.partition import Floats
@@ -215,10 +215,8 @@ def _are_classes(parts: list[Tensor]) -> bool:
 
 def _count(parts: list[Tensor]) -> tuple[list[int], Floats]:
     """Return the classes, and how many examples of each class each client has [N, C]."""
-    classes, codes = torch.unique(torch.cat(parts), return_inverse=True)
-    owners = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
-    counts = torch.bincount(owners * len(classes) + codes, minlength=len(parts) * len(classes))
-    return classes.tolist(), counts.view(len(parts), len(classes)).double().numpy()
+    classes, counts = class_counts(torch.cat(parts), [len(part) for part in parts])
+    return classes, counts.numpy()
 
 
 def _as_integers(values: Any, client_id: ClientId) -> Tensor:

@@ -36,7 +36,8 @@ class SequentialEngine(Engine):
 
     def __init__(self, prepared: PreparedModule) -> None:
         super().__init__(prepared)
-        self.epoch_loop: ClientEpochLoop = self.trainer.fit_loop.epoch_loop
+        loop: Any = self.trainer.fit_loop
+        self.epoch_loop: ClientEpochLoop = loop.epoch_loop
         self.fetcher = ClientFetcher()
         self.anchor_grad = torch.zeros_like(self.flat.y) if self.algorithm.anchor_at else None
         self.looks_ahead = self.epoch_loop.automatic_optimization.looks_ahead = self.algorithm.looks_ahead
