@@ -289,7 +289,7 @@ class _PartitionedDataset(FederatedDataset):
                 return None
         if labels is None or labels.is_floating_point() or len(self._order) == 0:
             return None
-        _, counts = class_counts(labels[self._order], self._sizes)
+        _, counts = class_counts(labels[self._order].split(self._sizes))
         expected = counts.sum(1, keepdim=True) * (counts.sum(0) / counts.sum())
         return float((counts - expected).abs().sum() / 2 / counts.sum())
 

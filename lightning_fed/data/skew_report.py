@@ -140,8 +140,8 @@ def split_figure(split: Split, max_clients: int = 50) -> "Figure":
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, histogram = figure.subplots(1, 2, width_ratios=[3, 1])
     if _are_classes(parts):
-        classes, counts = _count(parts)
-        _draw_bubbles(left, classes, counts[chosen])
+        classes, counts = class_counts(parts)
+        _draw_bubbles(left, classes, counts[chosen].numpy())
     else:
         _draw_ranges(left, [parts[place] for place in chosen])
     _name_ticks(left.xaxis, [ids[place] for place in chosen], most=8)
@@ -213,12 +213,6 @@ def _are_classes(parts: list[Tensor]) -> bool:
     return not any(part.is_floating_point() for part in parts if len(part))
 
 
-def _count(parts: list[Tensor]) -> tuple[list[int], Floats]:
-    """Return the classes, and how many examples of each class each client has [N, C]."""
-    classes, counts = class_counts(torch.cat(parts), [len(part) for part in parts])
-    return classes, counts.numpy()
-
-
 def _as_integers(values: Any, client_id: ClientId) -> Tensor:
     if isinstance(values, Dataset):
         raise FederatedError(
@@ -240,7 +234,8 @@ def _as_integers(values: Any, client_id: ClientId) -> Tensor:
 
 def _label_skew(parts: list[Tensor]) -> dict[str, Any]:
     """Return the numbers of the table that are about classes."""
-    classes, counts = _count(parts)
+    classes, found = class_counts(parts)
+    counts: Floats = found.numpy()
     sizes = counts.sum(axis=1)
     pooled = counts.sum(axis=0) / counts.sum()
     mixtures = counts / np.maximum(sizes, 1)[:, None]

@@ -94,17 +94,12 @@ def targets_of(datasets: Sequence[Dataset[Any]]) -> list[Tensor]:
     return found
 
 
-def class_counts(labels: Tensor, sizes: Sequence[int]) -> tuple[list[int], Tensor]:
-    """Return the classes, and how many examples of each class each client has [N, C], float64.
-
-    Args:
-        labels: The labels of all clients' examples, client by client.
-        sizes: The clients' numbers of examples [N].
-    """
-    classes, codes = torch.unique(labels, return_inverse=True)
-    owners = torch.repeat_interleave(torch.tensor(sizes))
-    counts = torch.bincount(owners * len(classes) + codes, minlength=len(sizes) * len(classes))
-    return classes.tolist(), counts.view(len(sizes), len(classes)).double()
+def class_counts(parts: Sequence[Tensor]) -> tuple[list[int], Tensor]:
+    """Return the classes in the clients' labels [n_i], and how many of each class each client has [N, C], float64."""
+    classes, codes = torch.unique(torch.cat(list(parts)), return_inverse=True)
+    owners = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
+    counts = torch.bincount(owners * len(classes) + codes, minlength=len(parts) * len(classes))
+    return classes.tolist(), counts.view(len(parts), len(classes)).double()
 
 
 def inner_indices(subset: Subset[Any], indices: Any) -> Any:

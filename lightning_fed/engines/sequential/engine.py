@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
