@@ -79,12 +79,9 @@ class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Advance by one round."""
         bar = self.train_progress_bar
-        if not bar.disable and self._refreshes(trainer):
+        if not bar.disable and trainer.fit_loop.round % max(1, self.refresh_rate) == 0:
             bar.set_postfix(self.get_metrics(trainer, pl_module), refresh=False)
         bar.update(1)
-
-    def _refreshes(self, trainer: pl.Trainer) -> bool:
-        return bool(trainer.fit_loop.round % max(1, self.refresh_rate) == 0)
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         """Return the metrics to show; the logger's version number is no news."""

@@ -17,7 +17,6 @@ from filelock import FileLock, Timeout
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.types import State
 from lightning_fed.server.client_states.disk_store import DiskClientStore, Index, Shard, read_version
 from lightning_fed.server.client_states.store import ClientStore
 from lightning_fed.server.server import Server
@@ -329,9 +328,9 @@ class ClientStatesPlace:
         """Return "memory" or "disk", by what the states of all clients that may take part come to."""
         if self.where != "auto":
             return self.where
-        size = _nbytes(server.new_client())
+        kept = [*server.new_client().values(), *(server.buffers[name] for name in server.kept_buffers)]
+        size = sum(value.nbytes for value in kept)
         size += 2 * (server.x.nbytes + server.personal.nbytes) if settings.keeps_solver else 0  # as Adam keeps
-        size += _nbytes({name: server.buffers[name] for name in server.kept_buffers})
         if settings.compression is not None and settings.compression.error_feedback:
             size += server.x.nbytes * len(server.algorithm.reduces)
         most, rounds, count = len(server.ids), self.trainer.max_epochs, getattr(settings.sampler, "count", None)
@@ -483,7 +482,3 @@ class ClientStatesPlace:
         if self.trainer.world_size == 1 and isinstance(clients, DiskClientStore):
             folder.collect(rank=0)
         folder.release()
-
-
-def _nbytes(state: State) -> int:
-    return sum(value.nbytes for value in state.values())

@@ -36,8 +36,8 @@ _ABOUT = (
     " `sweep` and `compare` run a paper's experiment, run a grid of your own, and put runs side by side."
 )
 _OWN = {  # by name, the function and what it does; a command is imported when it runs, and may be built on this one
-    "new": ("lightning_fed.cli.new:new", "Write a small project to start from."),
-    "data": ("lightning_fed.cli.data:picture", "Measure and plot how the data of a configuration is split."),
+    "new": ("lightning_fed.lab.new:new", "Write a small project to start from."),
+    "data": ("lightning_fed.lab.data:picture", "Measure and plot how the data of a configuration is split."),
     "diagnose": ("lightning_fed.lab.diagnosis:diagnose", "Find out why a configuration does not converge."),
     "deploy": ("lightning_fed.deploy.flower.configured:deploy", "Run a configuration through Flower, on this machine."),
     "reproduce": ("lightning_fed.lab:reproduce", "Run an experiment of a paper."),
@@ -105,11 +105,7 @@ class FederatedCLI(LightningCLI):
         """
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Return the arguments of a stage; which model is evaluated must be said.
-
-        Raises:
-            FederatedError: If neither a checkpoint is named nor the initial model asked for.
-        """
+        """Return the arguments of a stage; which model is evaluated must be said."""
         arguments: dict[str, Any] = super()._prepare_subcommand_kwargs(subcommand)
         if subcommand != "fit":
             if arguments.get("ckpt_path") is None:

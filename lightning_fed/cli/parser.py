@@ -97,13 +97,10 @@ def _close_classes(message: str) -> list[str]:
     for name in re.findall(r"Expected a dot import path string: (\S+)", message):
         hints += _close([name], of_kind or list(ours)) or _all_of(of_kind)
     for module, name in re.findall(r"module '([\w.]+)' has no attribute '(\w+)'", message):
-        inside = _public_names(sys.modules.get(module))
+        found = sys.modules.get(module)
+        inside = list(getattr(found, "__all__", [name for name in dir(found) if not name.startswith("_")]))
         hints += _close([name], inside) or _all_of([one for one in of_kind if one in inside])
     return list(dict.fromkeys(hints))
-
-
-def _public_names(module: ModuleType | None) -> list[str]:
-    return list(getattr(module, "__all__", [name for name in dir(module) if not name.startswith("_")]))
 
 
 def _all_of(known: list[str]) -> list[str]:

@@ -321,7 +321,7 @@ class FederatedDataModule(pl.LightningDataModule):
         return self.client_batches if self._overrides("client_batches") else self._make_batches_of()
 
     def _make_batches_of(self) -> Callable[[ClientId], ClientBatches]:
-        settings = self._settings()
+        settings = self.batch_settings
         if self._overrides("client_dataloader"):
             return partial(self._custom_batches, settings)
         if not self._overrides("client_dataset") and (source := self._tensor_source(settings)) is not None:
@@ -356,7 +356,7 @@ class FederatedDataModule(pl.LightningDataModule):
             Any iterable of batches with a ``__len__``, its number of batches. If it is not a ``DataLoader``, override
             :meth:`client_size` too, and pass ``batch_size_of`` if a batch does not tell its number of examples.
         """
-        return LoaderBatches(self._map_style(client_id), self._settings()).loader(generator)
+        return LoaderBatches(self._map_style(client_id), self.batch_settings).loader(generator)
 
     def client_val_dataset(self, client_id: ClientId) -> AnyDataset | None:
         """Return a client's own validation set, or None if it has none.
@@ -393,7 +393,7 @@ class FederatedDataModule(pl.LightningDataModule):
             return [cast("AnyLoader", self._eval_loader(part)) for part in data]
         if isinstance(data, DataLoader):
             return data if self.batch_transform is None else transformed_loader(data, self.batch_transform)
-        settings = replace(self._settings(), batch_size=self.eval_batch_size or 256)
+        settings = replace(self.batch_settings, batch_size=self.eval_batch_size or 256)
         return evaluation_loader(cast("AnyDataset", data), settings)
 
     # Checks
@@ -409,7 +409,9 @@ class FederatedDataModule(pl.LightningDataModule):
             " how many there are."
         )
 
-    def _settings(self) -> BatchSettings:
+    @property
+    def batch_settings(self) -> BatchSettings:
+        """How clients' batches are made."""
         return BatchSettings(
             batch_size=self.batch_size,
             full_batch_size=self.full_batch_size or max(self.batch_size, 512),

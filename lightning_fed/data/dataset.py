@@ -14,7 +14,15 @@ from torch.utils.data import Dataset, Subset
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.batches.examples import as_labels, check_map_style, column_of, labels_of, size_of, targets_of
+from lightning_fed.data.batches.examples import (
+    as_labels,
+    check_map_style,
+    class_counts,
+    column_of,
+    labels_of,
+    size_of,
+    targets_of,
+)
 from lightning_fed.data.partitions.feature_shift import FeatureShift, ShiftedClients
 from lightning_fed.data.partitions.partition import ByKey, Partition, PartitionFunction, Parts, check_client_id
 
@@ -281,12 +289,8 @@ class _PartitionedDataset(FederatedDataset):
                 return None
         if labels is None or labels.is_floating_point() or len(self._order) == 0:
             return None
-        classes, codes = torch.unique(labels[self._order], return_inverse=True)
-        sizes = torch.tensor(self.known_sizes)
-        owners = torch.repeat_interleave(sizes)
-        counts = torch.bincount(owners * len(classes) + codes, minlength=len(sizes) * len(classes)).double()
-        counts = counts.view(len(sizes), len(classes))
-        expected = sizes[:, None] * (counts.sum(0) / counts.sum())
+        _, counts = class_counts(labels[self._order].split(self._sizes))
+        expected = counts.sum(1, keepdim=True) * (counts.sum(0) / counts.sum())
         return float((counts - expected).abs().sum() / 2 / counts.sum())
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from lightning_fed.core.arguments import check_count, kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.batches.examples import targets_of
+from lightning_fed.data.batches.examples import class_counts, targets_of
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.dataset import FederatedDataset
 from lightning_fed.data.partitions.partition import Floats
@@ -140,8 +140,8 @@ def split_figure(split: Split, max_clients: int = 50) -> "Figure":
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, histogram = figure.subplots(1, 2, width_ratios=[3, 1])
     if _are_classes(parts):
-        classes, counts = _count(parts)
-        _draw_bubbles(left, classes, counts[chosen])
+        classes, counts = class_counts(parts)
+        _draw_bubbles(left, classes, counts[chosen].numpy())
     else:
         _draw_ranges(left, [parts[place] for place in chosen])
     _name_ticks(left.xaxis, [ids[place] for place in chosen], most=8)
@@ -213,14 +213,6 @@ def _are_classes(parts: list[Tensor]) -> bool:
     return not any(part.is_floating_point() for part in parts if len(part))
 
 
-def _count(parts: list[Tensor]) -> tuple[list[int], Floats]:
-    """Return the classes, and how many examples of each class each client has [N, C]."""
-    classes, codes = torch.unique(torch.cat(parts), return_inverse=True)
-    owners = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
-    counts = torch.bincount(owners * len(classes) + codes, minlength=len(parts) * len(classes))
-    return classes.tolist(), counts.view(len(parts), len(classes)).double().numpy()
-
-
 def _as_integers(values: Any, client_id: ClientId) -> Tensor:
     if isinstance(values, Dataset):
         raise FederatedError(
@@ -242,7 +234,8 @@ def _as_integers(values: Any, client_id: ClientId) -> Tensor:
 
 def _label_skew(parts: list[Tensor]) -> dict[str, Any]:
     """Return the numbers of the table that are about classes."""
-    classes, counts = _count(parts)
+    classes, found = class_counts(parts)
+    counts: Floats = found.numpy()
     sizes = counts.sum(axis=1)
     pooled = counts.sum(axis=0) / counts.sum()
     mixtures = counts / np.maximum(sizes, 1)[:, None]

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
 from lightning_fed.core.errors import ClientError, FederatedError
@@ -12,7 +11,7 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.engine import SequentialEngine
 from lightning_fed.engines.vectorized.engine import VectorizedEngine
 
-__all__ = ["make_engine", "make_sequential", "reason_in"]
+__all__ = ["make_engine", "reason_in"]
 
 _TRIED = 10  # clients that fail in a trial step, before the module is to blame
 
@@ -38,12 +37,12 @@ def make_engine(
         FederatedError: If the vectorized engine is asked for by name and cannot run the module.
     """
     if name == "sequential":
-        return make_sequential(prepared)
+        return SequentialEngine(prepared)
     if name == "auto" and before == "sequential":
         rank_zero_info("engine='auto' takes 'sequential', with which this run was trained before.")
-        return make_sequential(prepared)
+        return SequentialEngine(prepared)
     try:
-        engine = VectorizedEngine(chunk_size, prepared, partial(make_sequential, prepared))
+        engine = VectorizedEngine(chunk_size, prepared, partial(SequentialEngine, prepared))
         _try_out(engine, some())
     except FederatedError as error:
         if name != "auto":
@@ -56,7 +55,7 @@ def make_engine(
             )
         else:
             rank_zero_info(f"engine='auto' takes 'sequential', since {reason}")
-        return make_sequential(prepared)
+        return SequentialEngine(prepared)
     if name == "auto":
         at_once = "one client at a time" if engine.chunk_size == 1 else f"up to {engine.chunk_size} clients at once"
         rank_zero_info(
@@ -66,23 +65,8 @@ def make_engine(
     return engine
 
 
-def make_sequential(prepared: PreparedModule) -> SequentialEngine:
-    """Return the engine that runs everything.
-
-    Args:
-        prepared: What every engine takes.
-    """
-    trainer: Any = prepared.trainer
-    return SequentialEngine(trainer.fit_loop.epoch_loop, prepared)
-
-
 def _try_out(engine: VectorizedEngine, plans: Iterator[WorkPlan]) -> None:
-    """Try a step on a client that can take one.
-
-    Raises:
-        FederatedError: If the module cannot be run on several clients at once.
-        ClientError: If no client that was tried can take a step.
-    """
+    """Try a step on a client that can take one."""
     failure: ClientError | None = None
     for plan in islice(plans, _TRIED):
         try:

@@ -249,8 +249,7 @@ class GradientPass:
         what is random in eval mode too; the global generators are as they were afterwards.
         """
         module, dtype = self.trainer.lightning_module, accumulation_dtype(point.device)
-        modes = [(m, m.training) for m in module.modules()]
-        with self.silent() as forget, preserved_random_state(point.device):
+        with self.silent() as forget, preserved_random_state(point.device), preserved_modes(module):
             self.flat.point_to(self.flat.cut(point))
 
             @torch.no_grad()
@@ -267,15 +266,18 @@ class GradientPass:
                     forget()
                 return float(total)
 
-            try:
-                yield loss_of
-            finally:
-                _set_modes(modes)
+            yield loss_of
 
 
-def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training
+@contextmanager
+def preserved_modes(module: nn.Module) -> Iterator[None]:
+    """Restore the modes of all parts of a module, training or evaluation, afterwards."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 def _finite(grads: Sequence[Tensor | None]) -> bool:

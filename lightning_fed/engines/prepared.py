@@ -72,17 +72,25 @@ class PreparedModule:
         self.keeps_solver = settings.keeps_solver
         self.round = 0
         self._at_start: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
-        plan = self.optimizer.plan_of(settings.algorithm)
-        takes_sparse = (  # nothing but plain SGD reads gradients
-            settings.engine == "sequential"
+        sparse = {
+            name: layer
+            for name, layer in self.module.named_modules()
+            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad
+        }
+        self._made_dense = [] if not sparse or self._takes_sparse() else _make_dense(sparse)
+
+    def _takes_sparse(self) -> bool:
+        """Whether nothing but plain SGD reads gradients."""
+        plan = self.optimizer.plan_of(self.algorithm)
+        return (
+            self.settings.engine == "sequential"
             and plan.is_plain
             and not plan.injects
             and not any(self.optimizer.decay)
             and self.algorithm.own_solve is None
-            and not trainer.gradient_clip_val
+            and not self.trainer.gradient_clip_val
             and self.split.size == 1
         )
-        self._made_dense = [] if takes_sparse else _make_dense(self.module)
 
     def set_round(self, round: int, plateaus: Sequence[Mapping[str, Any]] = ()) -> None:
         """Let learning rates be those of a round, whichever round was the last; the trainer's epoch is the round too.
@@ -141,23 +149,17 @@ class PreparedModule:
             layer.sparse = True
 
 
-def _make_dense(module: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
+def _make_dense(layers: Mapping[str, nn.Embedding | nn.EmbeddingBag]) -> list[nn.Embedding | nn.EmbeddingBag]:
     """Give sparse embeddings dense gradients, which have the same numbers; warn of it, and return the layers."""
-    found = {
-        name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad
-    }
-    if found:
-        rank_zero_warn(
-            f"{', '.join(map(repr, found))}: sparse=True has no effect in this run. Gradients are dense, with the same"
-            " numbers, since the method, the optimizer, the engine or clipping needs all of their entries. Only"
-            " engine='sequential' with a method that leaves gradients as they are, such as FedAvg, and plain SGD takes"
-            " sparse gradients."
-        )
-    for layer in found.values():
+    rank_zero_warn(
+        f"{', '.join(map(repr, layers))}: sparse=True has no effect in this run. Gradients are dense, with the same"
+        " numbers, since the method, the optimizer, the engine or clipping needs all of their entries. Only"
+        " engine='sequential' with a method that leaves gradients as they are, such as FedAvg, and plain SGD takes"
+        " sparse gradients."
+    )
+    for layer in layers.values():
         layer.sparse = False
-    return list(found.values())
+    return list(layers.values())
 
 
 def personal_names(

@@ -1,7 +1,7 @@
 """What a processor cannot do, or does slowly: LSTMs in mixed precision, and denormal numbers."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice
@@ -19,7 +19,7 @@ from lightning_fed.engines.gradients import GradientPass
 __all__ = ["check_lstm", "denormals_as_zero", "lstm_errors"]
 
 
-def check_lstm(trainer: pl.Trainer, flat: FlatParameters, plans: Iterator[WorkPlan]) -> None:
+def check_lstm(trainer: pl.Trainer, flat: FlatParameters, some: Callable[[], Iterator[WorkPlan]]) -> None:
     """Refuse an LSTM that this processor does not have, before the first round.
 
     PyTorch hands an LSTM under autocast to oneDNN, which has a bfloat16 LSTM for processors with AVX-512 only. A module
@@ -29,7 +29,7 @@ def check_lstm(trainer: pl.Trainer, flat: FlatParameters, plans: Iterator[WorkPl
     Args:
         trainer: The trainer, with its module and precision set up.
         flat: The trainable parameters.
-        plans: Yields clients' work.
+        some: Yields clients' work.
 
     Raises:
         FederatedError: Naming the layers, the precision and the ways out.
@@ -41,7 +41,7 @@ def check_lstm(trainer: pl.Trainer, flat: FlatParameters, plans: Iterator[WorkPl
     if dtype is None or not _lstms(trainer.lightning_module) or _has_lstm(dtype):
         return
     gradients, decay = GradientPass(trainer, flat), [0.0] * len(flat.params)
-    for plan in islice(plans, 1):
+    for plan in islice(some(), 1):
         batches = islice(plan.batches.full(torch.Generator()), 1)
         try:
             with lstm_errors(trainer), preserved_random_state():

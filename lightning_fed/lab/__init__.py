@@ -1,4 +1,4 @@
-"""Grids of runs: the papers' experiments, users' own sweeps, and logs side by side."""
+"""What is built with the library: experiments and sweeps, diagnosis, comparisons, and the other commands of our own."""
 
 from lightning_fed.lab.compare import compare
 from lightning_fed.lab.reproduce import reproduce

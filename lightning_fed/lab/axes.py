@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_fed.cli.configuration import Config, overlay
-from lightning_fed.cli.yaml_files import check_keys, unknown
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.configurations import Config, overlay
 from lightning_fed.lab.experiment import Axis, Label
 from lightning_fed.lab.reading_claims import check_label
+from lightning_fed.lab.yaml_files import check_keys, unknown
 
 __all__ = ["check_overrides", "make_tune_axis", "read_axis", "read_labels", "read_tuned", "revise"]
 

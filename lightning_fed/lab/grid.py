@@ -6,12 +6,12 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from lightning_fed.cli.configuration import Config, overlay
-from lightning_fed.cli.yaml_files import unknown
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.axes import make_tune_axis, revise
+from lightning_fed.lab.configurations import Config, overlay
 from lightning_fed.lab.experiment import Axis, Experiment, Label, Scale
 from lightning_fed.lab.places import is_within
+from lightning_fed.lab.yaml_files import unknown
 
 __all__ = ["Cell", "Grid", "Point", "name_of"]
 

@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from lightning_fed.cli.yaml_files import as_list, check_keys, unknown
 from lightning_fed.core.arguments import check_count, check_number, check_numbers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.experiment import METHOD, Figure, Label, Mark, Table
 from lightning_fed.lab.places import read_place
 from lightning_fed.lab.quantities import COSTS, Metric, parse_quantity
+from lightning_fed.lab.yaml_files import as_list, check_keys, unknown
 
 __all__ = ["read_figures", "read_tables"]
 

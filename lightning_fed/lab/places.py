@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_fed.cli.yaml_files import unknown
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.experiment import Label, Place
+from lightning_fed.lab.yaml_files import unknown
 
 __all__ = ["is_within", "read_place", "read_skip"]
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_fed.cli.configuration import Config
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.configurations import Config
 from lightning_fed.lab.grid import Cell, Grid
 from lightning_fed.lab.quantities import COSTS, TOTALS, Curve, Metric, Quantity, Series
 from lightning_fed.lab.records import Record, number_text

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
-from lightning_fed.cli.yaml_files import unknown
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.stability import climb, settled
+from lightning_fed.lab.yaml_files import unknown
 
 __all__ = ["COSTS", "TOTALS", "Curve", "Metric", "Quantity", "Series", "cost", "parse_quantity"]
 

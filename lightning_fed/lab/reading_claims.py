@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from lightning_fed.cli.yaml_files import as_list, check_keys, read_text, unknown
 from lightning_fed.core.arguments import finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.experiment import METHOD, Claim, Departure, Difference, Label
 from lightning_fed.lab.places import read_place
 from lightning_fed.lab.quantities import Metric, parse_quantity
+from lightning_fed.lab.yaml_files import as_list, check_keys, read_text, unknown
 
 __all__ = ["ClaimReader", "check_label", "read_departures"]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from lightning_fed.cli.configuration import Configurations
+from lightning_fed.lab.configurations import Configurations
 from lightning_fed.lab.experiment import Experiment
 from lightning_fed.lab.grid import Cell, Grid
 from lightning_fed.lab.quantities import COSTS

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_fed.cli.configuration import Config, Configurations, key_of, with_root
-from lightning_fed.cli.yaml_files import unknown
 from lightning_fed.compat.private import Tqdm
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.configurations import Config, Configurations, key_of, with_root
 from lightning_fed.lab.quantities import COSTS, Metric
 from lightning_fed.lab.store import Store
 from lightning_fed.lab.workers import Task, TaskRunner, quietly
+from lightning_fed.lab.yaml_files import unknown
 
 __all__ = ["Job", "check_jobs", "make_jobs", "probe_jobs", "run_jobs"]
 

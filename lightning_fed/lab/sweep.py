@@ -7,13 +7,12 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from lightning_fed.cli.configuration import Config, overlay
-from lightning_fed.cli.yaml_files import check_keys, read_yaml, unknown
 from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.axes import read_axis
 from lightning_fed.lab.checking import check_outputs
+from lightning_fed.lab.configurations import Config, overlay
 from lightning_fed.lab.experiment import Experiment, Scale
 from lightning_fed.lab.figures import draw_best, new_figure, save
 from lightning_fed.lab.grid import Cell, Grid, Point
@@ -30,6 +29,7 @@ from lightning_fed.lab.store import Store
 from lightning_fed.lab.tables import markdown, rows_of, write_series
 from lightning_fed.lab.verdict import losses, means
 from lightning_fed.lab.workers import make_workers
+from lightning_fed.lab.yaml_files import check_keys, read_yaml, unknown
 
 __all__ = ["sweep"]
 

@@ -14,10 +14,11 @@ from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.core.watched import Watched
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.engines.base import Engine, OnlySequentialError, RoundInputs, WorkPlan
-from lightning_fed.engines.choice import make_engine, make_sequential, reason_in
+from lightning_fed.engines.choice import make_engine, reason_in
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.processor import check_lstm
+from lightning_fed.engines.sequential.engine import SequentialEngine
 from lightning_fed.engines.vectorized.client_settings import HeldSettings, hears_clients
 from lightning_fed.rounds.failures import stop_at
 from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans
@@ -98,7 +99,7 @@ class ClientWork:
 
     def _plans_of(self, round: int) -> RoundPlans:
         if self._round is None or self._round.round != round:
-            self._round = self.plans.for_round(round)
+            self._round = RoundPlans(self.plans, round)
         return self._round
 
     def begin(self, round: int, members: Sequence[Participant]) -> None:
@@ -165,7 +166,7 @@ class ClientWork:
         """Go on with the sequential engine in place of the vectorized one."""
         if "vectorized" in self.engine_names:
             self.have_given_up = True
-            self._use([make_sequential(engine.prepared) for engine in self.engines])
+            self._use([SequentialEngine(engine.prepared) for engine in self.engines])
 
     def end(self) -> None:
         """Let go of the round and of its data: the next round's need not lie beside them."""
@@ -322,7 +323,7 @@ def prepare_clients(
     """
     settings = prepared.settings
     plans = LocalPlans(prepared.trainer, settings, population, clients)
-    check_lstm(prepared.trainer, prepared.flat, plans.some())
+    check_lstm(prepared.trainer, prepared.flat, plans.some)
     if type(prepared.trainer.datamodule).client_dataloader is not FederatedDataModule.client_dataloader:
         plans.check_counts()
     first, second = (*before, None, None)[:2]

@@ -72,11 +72,7 @@ class CohortSampling:
         return DrawnCohort(members, gradient_members, [client_id for client_id in drawn if client_id not in there])
 
     def _check_everyone(self, members: Sequence[Participant], round: int) -> None:
-        """Refuse a cohort that is not all clients, alike in their steps, to a method that needs it.
-
-        Raises:
-            FederatedError: Naming the method and what was found.
-        """
+        """Refuse a cohort that is not all clients, alike in their steps, to a method that needs it."""
         name, steps = type(self.settings.algorithm).__name__, sorted({member.steps for member in members})
         if self.settings.drops_failed:
             raise FederatedError(f"{name} needs all clients in every round: leave on_client_error at 'raise'.")

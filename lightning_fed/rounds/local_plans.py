@@ -28,7 +28,7 @@ from lightning_fed.engines.gradients import GradientPass, prepare_batch
 from lightning_fed.server.participation import Participant, Population
 from lightning_fed.settings.settings import Settings, cut
 
-__all__ = ["LocalPlans", "check_lone_examples", "limited", "num_examples"]
+__all__ = ["LocalPlans", "RoundPlans", "check_lone_examples", "limited", "num_examples"]
 
 _TRIED = 10  # clients whose data cannot be made, before the first round
 
@@ -53,10 +53,6 @@ class LocalPlans:
         self.trainer, self.settings, self.population = trainer, settings, population
         self.clients: Sequence[ClientId] = population if clients is None else clients
 
-    def for_round(self, round: int) -> "RoundPlans":
-        """Return what plans the work of one round, and builds each client's data once."""
-        return RoundPlans(self, round)
-
     def some(self) -> Iterator[WorkPlan]:
         """Yield the work of the first few clients that have examples, to try things out on.
 
@@ -66,7 +62,7 @@ class LocalPlans:
         failures: list[ClientError] = []
         for client_id in self.clients:
             try:
-                plan = self.for_round(0).plan(client_id, warns=False)
+                plan = RoundPlans(self, 0).plan(client_id, warns=False)
             except ClientError as error:
                 failures.append(error)
                 if len(failures) in (_TRIED, len(self.clients)):
@@ -90,7 +86,7 @@ class LocalPlans:
 
 
 class RoundPlans:
-    """Plan the work of one round.
+    """Plan the work of one round; each client's data is built once.
 
     Args:
         plans: What the run plans with.
@@ -259,13 +255,13 @@ def _passes_alone(plans: LocalPlans) -> Callable[[int], bool]:
     """Return the same for passes over all examples, of methods that take full-batch gradients."""
     if not plans.settings.algorithm.full_grad_at:
         return lambda size: False
-    batch_size = plans.trainer.datamodule.full_batch_size or max(plans.trainer.datamodule.batch_size, 512)
+    batch_size = plans.trainer.datamodule.batch_settings.full_batch_size
     return lambda size: size > 0 and (size % batch_size == 1 or batch_size == 1)
 
 
 def _plan_of(plans: LocalPlans, client_id: ClientId) -> WorkPlan | None:
     try:
-        return plans.for_round(0).plan(client_id, warns=False)
+        return RoundPlans(plans, 0).plan(client_id, warns=False)
     except ClientError:
         return None  # it is reported when the client is at work
 
@@ -319,7 +315,7 @@ def _refusal(
     data, size = trainer.datamodule, plan.participant.size
     name, value = "batch_size", data.batch_size
     if not in_epochs:
-        name, value = "full_batch_size", data.full_batch_size or max(data.batch_size, 512)
+        name, value = "full_batch_size", data.batch_settings.full_batch_size
     if value == 1:
         remedy = f"Raise {name}"
     elif size == 1:

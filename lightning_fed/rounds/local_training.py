@@ -95,11 +95,7 @@ class ClientGradients:
         return {point: {index: self._norms[index][point] for index in known} for point in points}
 
     def _checked(self, plan: WorkPlan, answer: State | ClientError, round: int) -> State:
-        """Return a client's gradients, and note their norms.
-
-        Raises:
-            ClientError: If it has none, or one that is not finite.
-        """
+        """Return a client's gradients, and note their norms."""
         if isinstance(answer, ClientError):
             raise answer
         client_id = plan.participant.client_id
@@ -219,11 +215,7 @@ class LocalTraining:
 
     @contextmanager
     def _attributes_kept(self, client_id: ClientId) -> Iterator[None]:
-        """Refuse that ``on_client_start`` changes what full-batch gradients or losses have been taken without.
-
-        Raises:
-            FederatedError: Naming the attribute.
-        """
+        """Refuse that ``on_client_start`` changes what full-batch gradients or losses have been taken without."""
         module = self.trainer.lightning_module
         before = marks(module)
         yield

@@ -142,11 +142,7 @@ class ServerRound:
     # ------------------------------------------------------------------ the end of a phase
 
     def _complete(self) -> Task:
-        """Drop the clients that have not answered, and add the replies that waited for theirs.
-
-        Raises:
-            ClientError: If there are such clients and they are not to be dropped.
-        """
+        """Drop the clients that have not answered, and add the replies that waited for theirs."""
         assert self._task is not None
         if missing := self._order.missing():
             what = f"to {self._task.phase!r} of round {self._task.round}"

@@ -25,6 +25,9 @@ class Population(Sequence[ClientId]):
         size_of: The number of training examples of a client, by id.
         known_sizes: The sizes of all clients in order, where that costs nothing; None for clients built on demand.
 
+    Attributes:
+        sizes_are_known: Whether every size was known from the start, without building clients.
+
     Raises:
         FederatedError: If there is no client, or an id appears twice.
     """
@@ -43,7 +46,7 @@ class Population(Sequence[ClientId]):
             if len(self._index) != len(ids):
                 raise FederatedError(f"Client ids must be distinct, found {len(ids) - len(self._index)} duplicates.")
         self._mean: float | None = None
-        self._known_at_once = known_sizes is not None
+        self.sizes_are_known = known_sizes is not None
         self.empty: list[ClientId] = []
         if known_sizes is not None:
             self._learn(known_sizes)
@@ -102,11 +105,6 @@ class Population(Sequence[ClientId]):
                 self.index_of(client_id)
             return self._size_of(client_id)
         return self._sizes[client_id]
-
-    @property
-    def sizes_are_known(self) -> bool:
-        """Whether every size was known from the start, without building clients."""
-        return self._known_at_once
 
     @property
     def sizes(self) -> list[int]:

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,15 +29,6 @@ Sampler: TypeAlias = Callable[..., Sequence[ClientId]]
 
 ``population`` is the sequence of ids that can take part; its ``sizes`` are their numbers of examples.
 """
-
-
-@runtime_checkable
-class _Counts(Protocol):
-    """A sampler that knows how many clients it draws."""
-
-    def count(self, population: int) -> int:
-        """Return the cohort's size for a population, or refuse it."""
-        ...
 
 
 class _CountingSampler:
@@ -293,8 +284,9 @@ def draw(
 
 def check_count(sampler: Sampler, population: int) -> None:
     """Let a sampler that knows its number of clients refuse a population that is too small."""
-    if isinstance(sampler, _Counts):
-        sampler.count(population)
+    count = getattr(sampler, "count", None)
+    if callable(count):
+        count(population)
 
 
 def _choose(k: int, population: Sequence[ClientId], stream: torch.Generator) -> list[ClientId]:

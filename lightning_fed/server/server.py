@@ -165,11 +165,7 @@ class Server:
         return norm
 
     def _check_options(self, before: Mapping[str, Any]) -> None:
-        """Refuse a method whose attributes change as it runs: a checkpoint of it could not be resumed.
-
-        Raises:
-            FederatedError: Naming an attribute, after the first round.
-        """
+        """Refuse a method whose attributes change as it runs: a checkpoint of it could not be resumed."""
         now = self.algorithm.options()
         for name in now.keys() | before.keys():
             if repr(now.get(name)) != repr(before.get(name)):

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import _sync_module_states
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.strategies.peers import Peers, kept_under_test
+from lightning_fed.strategies.peers import NO_PEERS, Peers, kept_under_test
 from lightning_fed.strategies.shared_memory import SharedMemory
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
 
@@ -30,7 +30,7 @@ class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
     ``training_step`` is also called at other points than the current one.
     """
 
-    peers = Peers()
+    peers = NO_PEERS
 
     def setup_distributed(self) -> None:
         """Find the other processes, and leave them before Python ends."""

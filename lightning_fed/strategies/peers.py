@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["LIMIT", "Peers", "Place", "kept_under_test"]
+__all__ = ["LIMIT", "NO_PEERS", "Peers", "Place", "kept_under_test"]
 
 LIMIT = 15.0
 """Seconds without an answer after which a machine counts as gone."""
@@ -68,7 +68,8 @@ class Peers:
         self.rank, self.places, self.limit = rank, places, limit
         self._lines = dict(lines or {})
         self._gone: set[int] = set()
-        weakref.finalize(self, _close, self._lines)
+        if self._lines:
+            weakref.finalize(self, _close, self._lines)
         for line in self._lines.values():
             line.setblocking(False)
             _test(line, limit)
@@ -149,6 +150,10 @@ class Peers:
             f" machine that has not answered for {self.limit:g} s.{first} What was printed there last says why; a"
             " checkpoint lets the run go on from there, with any number of processes."
         )
+
+
+NO_PEERS = Peers()
+"""What a single process has."""
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.ddp import ClientsStrategy, UnwrappedDDPStrategy
-from lightning_fed.strategies.peers import Peers
+from lightning_fed.strategies.peers import NO_PEERS, Peers
 from lightning_fed.strategies.shared_memory import PIECE, SharedMemory, add_up
 from lightning_fed.strategies.stopping import Failure
 
@@ -46,10 +46,10 @@ class Ranks:
         size: int = 1,
         device: torch.device | None = None,
         memory: SharedMemory | None = None,
-        peers: Peers | None = None,
+        peers: Peers = NO_PEERS,
     ) -> None:
         self.rank, self.size, self.device, self._shared = rank, size, device, memory
-        self._peers = Peers(rank) if peers is None else peers
+        self._peers = peers
         self._capacity = 2**13  # bytes of a record that are exchanged at once
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -61,7 +61,7 @@ class Ranks:
         """Return the processes of a trainer."""
         strategy = trainer.strategy
         memory = strategy.shared_memory if isinstance(strategy, ClientsStrategy) else None
-        peers = strategy.peers if isinstance(strategy, UnwrappedDDPStrategy) else None
+        peers = strategy.peers if isinstance(strategy, UnwrappedDDPStrategy) else NO_PEERS
         return Ranks(trainer.global_rank, trainer.world_size, strategy.root_device, memory, peers)
 
     def gather(self, record: Any) -> list[Any]:

@@ -161,11 +161,7 @@ class SharedMemory:
         return found
 
     def _wait_for(self, rank: int, half: int) -> None:
-        """Wait until another process has written its message.
-
-        Raises:
-            FederatedError: If it has ended, or does not come in time.
-        """
+        """Wait until another process has written its message."""
         file, expected = self._files[rank][half], self.number.to_bytes(_NUMBER, "little")
         started, interrupt = time.monotonic(), None
         while os.pread(file, _NUMBER, 0) != expected:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
-from lightning_fed.strategies.peers import Peers
+from lightning_fed.strategies.peers import NO_PEERS, Peers
 from lightning_fed.strategies.stopping import Failure
 
 __all__ = ["NO_EXAMPLES", "BatchSplit", "PeerError", "part_of"]
@@ -44,9 +44,9 @@ class BatchSplit:
         peers: Who is named if an exchange fails, as far as they can be seen.
     """
 
-    def __init__(self, params: Sequence[Tensor] = (), rank: int = 0, size: int = 1, peers: Peers | None = None) -> None:
+    def __init__(self, params: Sequence[Tensor] = (), rank: int = 0, size: int = 1, peers: Peers = NO_PEERS) -> None:
         self.rank, self.size = rank, size
-        self._peers = Peers(rank) if peers is None else peers
+        self._peers = peers
         self.fraction = 1.0  # of the examples of the current training batch
         self._params = list(params)
 

@@ -47,17 +47,10 @@ def _stands_for(node: Any, is_pure: bool) -> fx.Node | None:
         return source
     if node.target in _PRODUCTS and node.args[1] == 1 and _dtype(node) == _dtype(source):
         return source
-    if _is_transpose(node) and _is_transpose(source) and _undoes(node, source):
+    is_same = node.target is source.target and set(node.args[1:]) == set(source.args[1:])
+    if node.target in (_aten.t.default, _aten.transpose.int) and is_same:  # a transpose of a transpose
         return source.args[0]  # type: ignore[return-value]
     return None
-
-
-def _is_transpose(node: Any) -> bool:
-    return node.target in (_aten.t.default, _aten.transpose.int)
-
-
-def _undoes(node: Any, other: Any) -> bool:
-    return node.target is other.target and set(node.args[1:]) == set(other.args[1:])
 
 
 def _is_constant(node: Any) -> bool:

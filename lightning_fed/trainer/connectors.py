@@ -99,11 +99,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
                 )
 
     def _take(self, checkpoint: dict[str, Any], path: Any) -> None:
-        """Check a checkpoint before it is restored, and leave only weights in one of another kind of run.
-
-        Raises:
-            FederatedError: If it is of another model or another version of this package, or has more rounds than asked.
-        """
+        """Check a checkpoint before it is restored, and leave only weights in one of another kind of run."""
         weights, module = checkpoint.get("state_dict"), self.trainer.lightning_module
         if weights is None:
             raise FederatedError(f"{path} holds no 'state_dict': it is no Lightning checkpoint.")
@@ -184,11 +180,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
         return self.contents.of(checkpoint, self.trainer.lightning_module)
 
     def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
-        """Find the checkpoint that "last" or "best" is; a trainer that has not trained looks for the newest run's.
-
-        Raises:
-            FederatedError: If there is none, unless a fit may begin without; or if the path is no way to name one.
-        """
+        """Find the checkpoint that "last" or "best" is; a trainer that has not trained looks for the newest run's."""
         trainer, is_fit = self.trainer, state_fn == TrainerFn.FITTING
         if ckpt_path == "last":
             latest = newest(trainer) if is_fit else last_of_newest_run(trainer)

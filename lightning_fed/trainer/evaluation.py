@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import islice
@@ -19,10 +20,9 @@ from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches.batches import ClientBatches, LoaderBatches, TensorBatches
 from lightning_fed.data.batches.counting import count_examples, sampled_length
 from lightning_fed.data.batches.evaluation import EvaluationLoader
-from lightning_fed.data.batches.settings import BatchSettings
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.engines.base import Engine
-from lightning_fed.engines.gradients import prepare_batch
+from lightning_fed.engines.gradients import prepare_batch, preserved_modes
 from lightning_fed.engines.logged import EvaluationResults
 from lightning_fed.engines.processor import lstm_errors
 from lightning_fed.server.client_states.state import PERSONAL, ClientState, method_part
@@ -129,15 +129,7 @@ def validation_batches(data: FederatedDataModule, client_id: ClientId) -> Client
         FederatedError: If the client has no validation set, or an empty one.
     """
     dataset = data.client_val_dataset(client_id)
-    settings = BatchSettings(
-        full_batch_size=data.eval_batch_size or 256,
-        collate_fn=data.collate_fn,
-        num_workers=data.num_workers,
-        pin_memory=data.pin_memory,
-        transform=data.batch_transform,
-        worker_init_fn=data.worker_init_fn,
-        loader_options=data.loader_options,
-    )
+    settings = replace(data.batch_settings, full_batch_size=data.eval_batch_size or 256)
     batches = None if dataset is None else TensorBatches.of(dataset, settings) or LoaderBatches(dataset, settings)
     if batches is None or batches.size == 0:
         raise FederatedError(f"Client {client_id!r} has no validation set: name it in client_val of the data module.")
@@ -259,7 +251,8 @@ class ClientEvaluation:
         takes_index = is_param_in_hook_signature(module.validation_step, "batch_idx", min_args=2)
         loader = {"dataloader_idx": 0} if "dataloader_idx" in signature(module.validation_step).parameters else {}
         results, connector = EvaluationResults(training=False), trainer._logger_connector
-        with self._validating(results), _eval_mode(module), _logging(module), metrics_alone(trainer):
+        with self._validating(results), preserved_modes(module), _logging(module), metrics_alone(trainer):
+            module.eval()
             call._call_lightning_module_hook(trainer, "on_validation_epoch_start")
             for i, (batch, examples) in enumerate(batches):
                 results.batch_size, connector._first_loop_iter = examples, i == 0
@@ -298,17 +291,6 @@ def _epochs(batches: ClientBatches, stream: torch.Generator, shuffle: bool) -> I
         for batch, _ in batches.epoch(stream, shuffle):
             has_any = True
             yield batch
-
-
-@contextmanager
-def _eval_mode(module: pl.LightningModule) -> Iterator[None]:
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 @contextmanager

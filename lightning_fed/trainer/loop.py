@@ -332,11 +332,7 @@ class FederatedLoop(_FitLoop):
         }
 
     def _merge_statuses(self, statuses: Sequence[Mapping[str, Any]]) -> None:
-        """Log what clients of all processes have logged, and do in this process what any of them asks for.
-
-        Raises:
-            FederatedError: If hooks have changed the model in different ways in different processes.
-        """
+        """Log what clients of all processes have logged, and do in this process what any of them asks for."""
         run = self.run_state
         assert run.clients is not None
         assert run.server_model is not None

@@ -266,11 +266,7 @@ class RunState:
         self.server_model.show()
 
     def _resume_counts(self, saved: Mapping[str, Any]) -> None:
-        """Take over engines and local steps of a checkpoint.
-
-        Raises:
-            FederatedError: If they are invalid, or if clients have states on sites and are to work here.
-        """
+        """Take over engines and local steps of a checkpoint."""
         with restored_from(self.trainer.ckpt_path, "the choice of the engine"):
             self._engines_before = _engines_of(saved)
         with restored_from(self.trainer.ckpt_path, "the count of local steps"):

@@ -10,15 +10,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_fed import FederatedError
-from lightning_fed.cli.configuration import Configurations
-from lightning_fed.cli.yaml_files import read_yaml
 from lightning_fed.lab.axes import read_axis
 from lightning_fed.lab.checking import check_outputs
+from lightning_fed.lab.configurations import Configurations
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.outputs import read_figures
 from lightning_fed.lab.quantities import Metric
 from lightning_fed.lab.reading import read_experiment
 from lightning_fed.lab.reading_claims import ClaimReader
+from lightning_fed.lab.yaml_files import read_yaml
 
 Write = Callable[..., Path]
 LR = {"key": "model.init_args.lr", "values": [0.1, 0.2]}

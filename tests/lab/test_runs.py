@@ -17,11 +17,11 @@ import yaml
 
 from lightning_fed import FederatedCallback, FederatedError, FederatedTrainer
 from lightning_fed.algorithms import FedAvg
-from lightning_fed.cli.configuration import Configurations, key_of
 from lightning_fed.cli.main import main
 from lightning_fed.lab import workers
 from lightning_fed.lab.cell import CellRunner
 from lightning_fed.lab.checking import check_outputs
+from lightning_fed.lab.configurations import Configurations, key_of
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.reading import read_experiment
 from lightning_fed.lab.results import Results

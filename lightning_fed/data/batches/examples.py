@@ -16,6 +16,7 @@ __all__ = [
     "BareInputs",
     "as_labels",
     "check_map_style",
+    "class_counts",
     "column_of",
     "inner_indices",
     "labels_of",
@@ -91,6 +92,14 @@ def targets_of(datasets: Sequence[Dataset[Any]]) -> list[Tensor]:
         targets = whole[id(source)]
         found.append(targets if indices is None else targets[rows_in(source, indices)])
     return found
+
+
+def class_counts(parts: Sequence[Tensor]) -> tuple[list[int], Tensor]:
+    """Return the classes in the clients' labels [n_i], and how many of each class each client has [N, C], float64."""
+    classes, codes = torch.unique(torch.cat(list(parts)), return_inverse=True)
+    owners = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
+    counts = torch.bincount(owners * len(classes) + codes, minlength=len(parts) * len(classes))
+    return classes.tolist(), counts.view(len(parts), len(classes)).double()
 
 
 def inner_indices(subset: Subset[Any], indices: Any) -> Any:
@@ -245,11 +254,7 @@ def as_labels(values: Any, length: int, source: str) -> Tensor:
 
 
 def _check_class(label: Any, source: str) -> None:
-    """Refuse a label that is not one class, such as several labels of an example, a mask or a mapping.
-
-    Raises:
-        FederatedError: Naming what was found.
-    """
+    """Refuse a label that is not one class, such as several labels of an example, a mask or a mapping."""
     shape = tuple(getattr(label, "shape", ()))
     if math.prod(shape) != 1:
         raise FederatedError(f"{source} is {kind_of(label)} of shape {list(shape)}, and not one class. {_REMEDY}")

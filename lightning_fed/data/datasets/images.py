@@ -98,7 +98,7 @@ class ImageDataModule(StoredDataModule):
         if missing is not None:
             raise FederatedError(
                 f"{type(self).__name__}: there is no {missing} (looked in {missing.parent.absolute()})."
-                f" {self._remedy()}."
+                f" Set download=True, or {self._by_hand()}."
             )
         train, test = (self._read(is_train) for is_train in (True, False))
         self.test = self.val = TensorDataset(*test)
@@ -122,9 +122,6 @@ class ImageDataModule(StoredDataModule):
             raise FederatedError(
                 f"{place}: the labels run from {low} to {high}, and there are {self.num_classes} classes."
             )
-
-    def _remedy(self) -> str:
-        return f"Set download=True, or {self._by_hand()}"
 
     @abstractmethod
     def _missing_file(self) -> Path | None:

@@ -185,11 +185,7 @@ def _check_rows(path: Path) -> None:
 def _rest(
     path: Path, heading: list[str], keys: Sequence[str], numeric: Sequence[str], rest: bool
 ) -> tuple[list[str], list[str]]:
-    """Return the columns that nobody named, apart from row indices, and the row indices.
-
-    Raises:
-        FederatedError: If the heading lacks a column or has one twice.
-    """
+    """Return the columns that nobody named, apart from row indices, and the row indices."""
     if absent := [name for name in (*keys, *numeric) if name not in heading]:
         raise FederatedError(f"{path} has no column {absent[0]!r}; its columns are {heading}.")
     if twice := sorted({name for name in heading if heading.count(name) > 1}):

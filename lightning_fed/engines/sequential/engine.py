@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,20 +30,20 @@ class SequentialEngine(Engine):
     """Run clients one by one.
 
     Args:
-        epoch_loop: The reused training epoch loop.
         prepared: What every engine takes.
     """
 
     name = "sequential"
 
-    def __init__(self, epoch_loop: ClientEpochLoop, prepared: PreparedModule) -> None:
+    def __init__(self, prepared: PreparedModule) -> None:
         super().__init__(prepared)
-        self.epoch_loop = epoch_loop
+        loop: Any = self.trainer.fit_loop
+        self.epoch_loop: ClientEpochLoop = loop.epoch_loop
         self.fetcher = ClientFetcher()
         self.anchor_grad = torch.zeros_like(self.flat.y) if self.algorithm.anchor_at else None
-        self.looks_ahead = epoch_loop.automatic_optimization.looks_ahead = self.algorithm.looks_ahead
+        self.looks_ahead = self.epoch_loop.automatic_optimization.looks_ahead = self.algorithm.looks_ahead
         self._frozen: _Frozen | None = _Frozen(prepared.module, self.flat)  # until one client has been checked
-        epoch_loop.prepare()
+        self.epoch_loop.prepare()
 
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
         """Yield one client at a time."""
@@ -185,11 +186,7 @@ class SequentialEngine(Engine):
         )
 
     def _check_no_steps(self) -> None:
-        """Refuse a client that took no local step, unless a gradient scaler skipped them.
-
-        Raises:
-            ClientError: With the reason.
-        """
+        """Refuse a client that took no local step, unless a gradient scaler skipped them."""
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             return
         if self.epoch_loop.step_losses:

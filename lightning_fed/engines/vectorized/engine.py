@@ -98,11 +98,7 @@ class VectorizedEngine(Engine):
             self._start_over(plans)
 
     def _start_over(self, plans: Sequence[WorkPlan]) -> None:
-        """Try the module out again, and forget its traces.
-
-        Raises:
-            FederatedError: If it can no longer be run on several clients at once.
-        """
+        """Try the module out again, and forget its traces."""
         self.step.traces.drop()
         was_random = self.step.is_random
         try:
@@ -237,9 +233,6 @@ class VectorizedEngine(Engine):
             cause: The error.
             round: The round.
             one_by_one: Lets an engine do the work, client by client.
-
-        Raises:
-            OnlySequentialError: If the engine is to blame.
         """
         if cause is None or isinstance(cause, FederatedError):
             return

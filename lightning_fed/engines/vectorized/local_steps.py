@@ -101,11 +101,7 @@ class LocalSteps:
             work.move(clients, clients.cut(directions), unused)
 
     def _unused_by_all(self, groups: Sequence[BatchGroup]) -> frozenset[int]:
-        """Return the parameters that the losses do not depend on.
-
-        Raises:
-            OnlySequentialError: If that differs from client to client.
-        """
+        """Return the parameters that the losses do not depend on."""
         sets = {self.module.unused(group.first, group.spec, group.batch_idx) for group in groups}
         if len(sets) > 1:
             some = frozenset.union(*sets) - frozenset.intersection(*sets)

@@ -184,10 +184,6 @@ class Trial:
         """Compare with the gradient of one client, as a guard against operations that ``vmap`` gets wrong.
 
         In half precision both are taken again in float32, as far as the module runs in it.
-
-        Args:
-            grads: The gradient of the first of two clients at once, in the trainer's precision.
-            group: The batch.
         """
         step, views, leaves, batch = self.step, self.step.flat.views, group.leaves, (group.spec, group.batch_idx)
         tolerance = _TOLERANCE
@@ -253,10 +249,6 @@ class Trial:
 
         A trained layer caches its weights, which stay those of several clients. A frozen one can be run for several
         clients, but for its first state, which it makes for one.
-
-        Args:
-            layers: The layers, of which there may be others than recurrent ones.
-            shares_state: Whether a state of one client is changed in place by several.
         """
         names = {layer: name for name, layer in self.module.named_modules()}
         for layer in layers:
@@ -319,9 +311,6 @@ def _at_full_precision(step: ModuleStep) -> Iterator[None]:
 
     Two gradients of the same step, of several clients and of one, differ by rounding. In half precision this is a
     hundredth, and much more of what cancels out, such as the gradient of a model that fits its data.
-
-    Args:
-        step: The module's step.
     """
     held = [(t, t.data) for t in (*step.module.parameters(), *step.module.buffers()) if t.dtype in _LOW]
     context = step.context

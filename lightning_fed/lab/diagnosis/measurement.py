@@ -14,6 +14,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
 from lightning_fed.core.types import ClientId, Vector
 from lightning_fed.metrics import extreme_eigenvalue, gradient_dissimilarity, hessian_dissimilarity
+from lightning_fed.rounds.local_plans import RoundPlans
 
 __all__ = ["Measured", "mean_gradient", "measure", "stepping"]
 
@@ -108,7 +109,7 @@ def measure(trainer: pl.Trainer, shares: Shares, hessian_clients: int, weighting
         around = [_square(g - gradient) for g in loop.batch_gradients(i, x, _BATCHES)]
         noises.append(sum(around) / len(around) / trainer.accumulate_grad_batches)
     spread = gradient_dissimilarity((loop.full_gradient(i, x), share) for i, share in shares.items())
-    plans = loop.clients.plans.for_round(loop.round)
+    plans = RoundPlans(loop.clients.plans, loop.round)
     steps = [plan.participant.steps for i in shares if (plan := plans.plan(i)) is not None]
     few = dict(list(shares.items())[:hessian_clients])
     few = {i: share / sum(few.values()) for i, share in few.items()}

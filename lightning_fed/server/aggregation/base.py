@@ -3,14 +3,13 @@
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Vector, Weighting
 from lightning_fed.server.aggregation.mean import Aggregation
-from lightning_fed.server.participation import Participant
 from lightning_fed.server.sampling import Sampler
 
 __all__ = ["FULL_GRAD", "Aggregator", "averaged_points", "names_of"]
@@ -86,14 +85,7 @@ class Aggregator(ABC):
         assert not state_dict
 
     @abstractmethod
-    def of_round(
-        self,
-        reduces: Mapping[str, str],
-        weighting: Weighting,
-        cohort: Sequence[Participant],
-        population: int,
-        local_work: bool = True,
-    ) -> Aggregation:
+    def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
         """Return the object that receives the messages of a cohort; the arguments are those of :class:`Aggregation`."""
 
     def __repr__(self) -> str:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
-from lightning_fed.cli.data import picture
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import ByKey, Digits, Dirichlet, FeatureShift, FederatedDataset, Iid, Shards, skew_table
 from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
 from lightning_fed.data.partitions.feature_shift import ShiftedClients, _interpolated, rotate
+from lightning_fed.lab.data import picture
 from lightning_fed.models import MLPClassifier
 
 LABELS = torch.arange(24) % 4
@@ -254,7 +254,7 @@ def test_an_empty_client_has_inputs_of_the_same_type():
 def test_tensors_keep_the_fast_path_and_give_the_loaders_batches():
     data = FederatedDataModule(train=IMAGES, partition=FeatureShift(Shards(3), rotation=360, noise=0.1), batch_size=4)
     for client in range(3):
-        fast, slow = data.client_batches(client), LoaderBatches(data.client_dataset(client), data._settings())
+        fast, slow = data.client_batches(client), LoaderBatches(data.client_dataset(client), data.batch_settings)
         assert isinstance(fast, TensorBatches)
         streams = [torch.Generator().manual_seed(5) for _ in range(2)]
         for (a, n), (b, m) in zip(fast.epoch(streams[0]), slow.epoch(streams[1]), strict=True):

@@ -14,11 +14,11 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import Algorithm, FedAvg
-from lightning_fed.cli.configuration import overlay
 from lightning_fed.cli.main import main
 from lightning_fed.core.rounds import Step
 from lightning_fed.data import Iid
 from lightning_fed.data.datasets.digits import _load as load_digits
+from lightning_fed.lab.configurations import overlay
 from lightning_fed.models import MLPClassifier
 
 BASE: dict[str, Any] = {

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed import FederatedError
-from lightning_fed.cli.configuration import overlay
+from lightning_fed.lab.configurations import overlay
 
 BASE: dict[str, Any] = {
     "trainer": {"algorithm": {"class_path": "a.Mime", "init_args": {"base": "SGD"}}, "callbacks": [1], "max_rounds": 5},
