@@ -36,8 +36,8 @@ _ABOUT = (
     " `sweep` and `compare` run a paper's experiment, run a grid of your own, and put runs side by side."
 )
 _OWN = {  # by name, the function and what it does; a command is imported when it runs, and may be built on this one
-    "new": ("lightning_fed.lab.new:new", "Write a small project to start from."),
-    "data": ("lightning_fed.lab.data:picture", "Measure and plot how the data of a configuration is split."),
+    "new": ("lightning_fed.cli.new:new", "Write a small project to start from."),
+    "data": ("lightning_fed.cli.data:picture", "Measure and plot how the data of a configuration is split."),
     "diagnose": ("lightning_fed.lab.diagnosis:diagnose", "Find out why a configuration does not converge."),
     "deploy": ("lightning_fed.deploy.flower.configured:deploy", "Run a configuration through Flower, on this machine."),
     "reproduce": ("lightning_fed.lab:reproduce", "Run an experiment of a paper."),

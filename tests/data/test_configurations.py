@@ -9,9 +9,9 @@ import yaml
 from PIL import Image
 
 from lightning_fed import data
+from lightning_fed.cli.data import picture
 from lightning_fed.cli.main import main
 from lightning_fed.data import FederatedDataModule, Partition
-from lightning_fed.lab.data import picture
 from tests.behaviour.test_tasks import TASKS
 from tests.data.test_datamodule import from_configuration
 

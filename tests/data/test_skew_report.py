@@ -9,10 +9,10 @@ import yaml
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lightning_fed import data
+from lightning_fed.cli.data import picture
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import ByKey, Digits, Dirichlet, FederatedDataModule, FederatedDataset, Iid, Partition
 from lightning_fed.data.skew_report import skew_table, split_figure
-from lightning_fed.lab.data import picture
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")

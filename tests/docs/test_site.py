@@ -16,8 +16,8 @@ import pytest
 import pytorch_lightning as pl
 import yaml
 
+from lightning_fed.cli.data import _parser as data_parser
 from lightning_fed.cli.main import FederatedCLI, main
-from lightning_fed.lab.data import _parser as data_parser
 from lightning_fed.lab.diagnosis.command import _split
 from tests.docs.test_docs import PAGES, ROOT
 from tests.helpers.command_line import one_stage

@@ -75,5 +75,5 @@ def test_nothing_is_imported_before_it_is_needed_and_the_package_is_ready_when_p
     assert {f"{pl.__name__}.cli", "lightning_fed.cli.main"} <= helped
     new = helped - lightning
     assert not {name.split(".")[0] for name in new} & ON_DEMAND
-    ours = ("lightning_fed.lab", "lightning_fed.lab.diagnosis", "lightning_fed.lab.data")
+    ours = ("lightning_fed.lab", "lightning_fed.lab.diagnosis", "lightning_fed.cli.data")
     assert not {name for name in new if name.startswith(ours)}

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed.cli.data import picture
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import ByKey, Digits, Dirichlet, FeatureShift, FederatedDataset, Iid, Shards, skew_table
 from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
 from lightning_fed.data.partitions.feature_shift import ShiftedClients, _interpolated, rotate
-from lightning_fed.lab.data import picture
 from lightning_fed.models import MLPClassifier
 
 LABELS = torch.arange(24) % 4

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_fed.cli import new as cli_new
 from lightning_fed.cli.main import main
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.lab import new as lab_new
 
 NAME = "project_of_a_user"
 
@@ -35,8 +35,8 @@ def test_a_new_project_imports_lightning_from_the_package_in_use(
     lightning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(lab_new, "pl", SimpleNamespace(__name__=lightning))
-    folder = lab_new.create("unlike_any_module")
+    monkeypatch.setattr(cli_new, "pl", SimpleNamespace(__name__=lightning))
+    folder = cli_new.create("unlike_any_module")
     for file in ("unlike_any_module.py", "test_unlike_any_module.py"):
         assert f"import {lightning} as pl" in (folder / file).read_text()
     assert f"class_path: {lightning}.callbacks.ModelCheckpoint" in (folder / "config.yaml").read_text()
@@ -45,7 +45,7 @@ def test_a_new_project_imports_lightning_from_the_package_in_use(
 @pytest.mark.thorough
 def test_a_new_project_works_as_its_readme_says(tmp_path: Path) -> None:
     commands = [[sys.executable, "-m", "lightning_fed", "new", NAME]]
-    readme = (lab_new._TEMPLATES / "README.md.in").read_text()
+    readme = (cli_new._TEMPLATES / "README.md.in").read_text()
     shown = [line.split() for line in readme.splitlines() if line.startswith("    ")]
     assert [words[0] for words in shown] == ["lightning-fed", "lightning-fed", "pytest"]
     module = {"lightning-fed": "lightning_fed", "pytest": "pytest"}
@@ -81,7 +81,7 @@ def test_nothing_is_left_where_the_disk_refuses(tmp_path: Path, monkeypatch: pyt
     def full(root: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(lab_new, "_write_digits", full)
+    monkeypatch.setattr(cli_new, "_write_digits", full)
     with pytest.raises(FederatedError, match="new another: .* cannot be written: No space left on device"):
-        lab_new.create("another")
+        cli_new.create("another")
     assert not list(tmp_path.iterdir())
