@@ -1,5 +1,6 @@
 """Asynchronous runs: against a plain program, and what they must be where nobody is late."""
 
+import weakref
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -227,6 +228,17 @@ def test_events_are_those_of_clients_at_work(size: int, concurrency: int) -> Non
         at_work, last = between.left, between.time
     assert Arrivals(5, population, LATE, size, concurrency).in_round(17) == events.in_round(17)
     assert Arrivals(6, population, LATE, size, concurrency).in_round(17) != events.in_round(17)
+
+
+def test_messages_are_let_go_once_they_have_arrived() -> None:
+    run, ids, sent = FedBuff(2, 3), list("abcde"), list[Any]()
+    for number in range(12):
+        begun = {client_id: {"delta": torch.zeros(1)} for client_id in run(0, number, ids)}
+        sent += [weakref.ref(messages["delta"]) for messages in begun.values()]
+        run.taken(begun)
+        del begun
+    assert len(sent) > 20
+    assert sum(message() is not None for message in sent) <= 2 + 3
 
 
 def test_slow_clients_are_stale_and_fast_ones_come_often() -> None:
