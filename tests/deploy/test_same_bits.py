@@ -65,6 +65,7 @@ def check_bytes(row: str, method: str, wire: Wire, report: RoundReport, x: torch
 
 
 def assert_same_run(make: Any, folder: Path, make_model: Any = model, row: str | None = None) -> None:
+    make = partial(make, max_rounds=3)  # the schedule lowers rates in the third, and every client takes part twice
     expected = simulated(make, make_model)
     wire, module = Wire(folder, make, make_model), make_model()
     with wire.server(module) as server:
@@ -72,7 +73,7 @@ def assert_same_run(make: Any, folder: Path, make_model: Any = model, row: str |
         if row is not None:
             check_bytes(row, make.args[0], wire, reports[0], server.trainer.fit_loop.state.x)
         reports += wire.run(server)
-    assert [report.round for report in reports] == list(range(5))
+    assert [report.round for report in reports] == list(range(3))
     assert torch.equal(parameters(module), parameters(expected.lightning_module))
     assert all(torch.equal(a, b) for a, b in zip(module.buffers(), expected.lightning_module.buffers(), strict=True))
     state, other = server.trainer.fit_loop.state, expected.fit_loop.state
@@ -87,7 +88,7 @@ def assert_same_run(make: Any, folder: Path, make_model: Any = model, row: str |
 
 
 @pytest.mark.parametrize(("method", "precision"), covering(list(METHODS), ["32-true", "64-true"]))
-def test_five_rounds_over_sites_have_the_bits_of_the_simulation_and_the_bytes_of_the_table(
+def test_rounds_over_sites_have_the_bits_of_the_simulation_and_the_bytes_of_the_table(
     method: str, precision: Any, tmp_path: Path
 ) -> None:
     (row,) = (row for row, names in NAMES.items() if method in names)

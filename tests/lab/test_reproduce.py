@@ -32,7 +32,7 @@ def test_the_command_writes_everything(write: Write, tmp_path: Path, capsys: pyt
     ]
     figures = {"curves": {"columns": "G", "log": ["y"]}, "by_G": {"x": "G", "y": "final"}}
     tables = {"final": {"columns": "G", "value": ["final", "rounds to 0.5"]}}
-    base_rounds = {"full": {"overrides": {"trainer.max_rounds": 30}}}
+    base_rounds = {"full": {"overrides": {"trainer.max_rounds": 10}}}
     path = write(axes=axes, claims=claims, figures=figures, tables=tables, tune=TUNE, scales=base_rounds, seeds=2)
     main(["reproduce", str(path), "--out", str(tmp_path / "out"), "--jobs", "0", "--seeds", "1"])
     out = tmp_path / "out"
@@ -54,7 +54,7 @@ def test_the_command_writes_everything(write: Write, tmp_path: Path, capsys: pyt
         assert f"({name})" in text
     rows = gzip.decompress((out / "tiny_rounds.csv.gz").read_bytes()).decode().splitlines()
     assert rows[0] == "cell,round,val_distance"
-    assert sum(row.split(",")[1] == "30" for row in rows) == 4
+    assert sum(row.split(",")[1] == "10" for row in rows) == 4
     cells = (out / "tiny_cells.csv").read_text().splitlines()
     assert cells[0].startswith("cell,name,settings,status,cause,")
     assert sum(",finished," in row for row in cells) == sum(",diverged," in row for row in cells) == 4

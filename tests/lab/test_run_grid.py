@@ -161,7 +161,7 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(start: str, write: Wr
     cells, root, messages = tmp_path / "out" / "cells", Path(__file__).parents[2], tmp_path / "messages"
     callback = {"class_path": f"{__name__}.Stuck", "init_args": {"folder": str(cells)}}
     finished = "[!.]*/cell.json"  # a cell is written to a folder with a dot, and renamed when it is complete
-    axes = {"G": {"key": "data.init_args.G", "values": [1, 2, 3, 4]}}
+    axes = {"G": {"key": "data.init_args.G", "values": [1, 2]}}
     path = write(axes=axes, methods={"FedAvg": {"trainer.callbacks": [callback]}})
     args = [str(path), "--out", str(tmp_path / "out"), "--jobs", "1"]
 
@@ -183,4 +183,4 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(start: str, write: Wr
     assert "goes on from there" in messages.read_text()
     assert len(list(cells.glob(finished))) == 1
     _, ran = run(path, tmp_path / "out")
-    assert len(ran) == 3
+    assert len(ran) == 1

@@ -14,7 +14,7 @@ def test_files_are_read_once_and_when_the_clients_are_first_asked_for():
 
         def _load(self):
             self.reads += 1
-            self.clients = {"a": TensorDataset(torch.arange(3))}
+            self.set_clients({"a": TensorDataset(torch.arange(3))})
 
     data = Stored()
     assert data.reads == 0

@@ -11,6 +11,7 @@ from lightning_fed.lab.diagnosis.verdicts import verdicts
 from tests.helpers.diagnosis import BASE, causes, diagnose, findings
 
 
+@pytest.mark.thorough
 def test_a_step_size_that_is_too_large_is_named() -> None:
     report = diagnose(model__init_args__lr=20.0)
     assert report["verdicts"][0]["cause"] == "the step size is too large"
@@ -35,12 +36,12 @@ def test_the_first_round_of_scaffold_is_not_held_against_its_step_size() -> None
 
 
 def test_drift_is_named_and_its_cure_makes_it_go() -> None:
-    apart = {"data__init_args__alpha": 0.02, "trainer__local_steps": 40, "model__init_args__lr": 0.3}
-    report = diagnose(**apart)
+    apart = {"data__init_args__alpha": 0.02, "trainer__local_steps": 20, "model__init_args__lr": 0.3}
+    report = diagnose(rounds=1, **apart)
     assert causes(report)["clients drift"] == "likely"
     assert "the step size is too large" not in causes(report)
     assert "the classes are imbalanced among the clients" in causes(report)
-    cured = diagnose(trainer__algorithm="Scaffold", **apart)
+    cured = diagnose(rounds=1, trainer__algorithm="Scaffold", **apart)
     assert "clients drift" not in causes(cured)
     assert cured["measured"]["drift"] == report["measured"]["drift"]
 
