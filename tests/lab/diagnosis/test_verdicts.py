@@ -46,6 +46,7 @@ def test_drift_is_named_and_its_cure_makes_it_go() -> None:
     assert cured["measured"]["drift"] == report["measured"]["drift"]
 
 
+@pytest.mark.thorough  # the verdict is tested below, and that a run looks at labels with the drift
 def test_imbalanced_classes_are_named() -> None:
     report = diagnose(data={"class_path": "mine.Rare", "init_args": {"num_clients": 6}})
     assert causes(report)["the classes are imbalanced"] == "likely"
