@@ -52,7 +52,7 @@ def _listens(path: Path) -> bool:
 
 
 @needs_linux
-def test_a_sites_process_stays_is_replaced_when_killed_and_ends_with_its_parent(site: Callable[..., SiteProcess]) -> None:
+def test_a_sites_process_stays_until_it_is_killed_or_its_parent_ends(site: Callable[..., SiteProcess]) -> None:
     first = site()
     _, refused = first.answer({"0": b"nothing"})
     assert f"OSError: no such disk (the site's log is {first.state_dir}/site.log)" in refused["0"]
