@@ -163,7 +163,7 @@ def _read_rounds(path: Path) -> dict[str, dict[str, dict[int, float]]]:
     curves: dict[str, dict[str, dict[int, float]]] = {}
     with gzip.open(path, "rt", newline="", encoding="utf-8") as file:
         rows = csv.reader(file)
-        _, _, *tags = next(rows)
+        _, _, *tags = next(rows, [])
         for number, n, *values in rows:
             series = curves.setdefault(number, {})
             for tag, value in zip(tags, values, strict=True):

@@ -88,7 +88,7 @@ def read_series(path: Path) -> dict[str, dict[int, float]]:
     """Return what a file of :func:`write_rounds` holds."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = csv.reader(file)
-        _, *tags = next(rows)
+        _, *tags = next(rows, [])
         series: dict[str, dict[int, float]] = {tag: {} for tag in tags}
         for number, *values in rows:
             for tag, value in zip(tags, values, strict=True):

@@ -42,9 +42,6 @@ class Stream(IterableDataset):
         return iter(range(3))
 
 
-# One data set per client
-
-
 def test_a_list_gets_the_ids_from_zero():
     first, second = tensors(3), tensors(0)
     data = FederatedDataset([first, second])
@@ -109,9 +106,6 @@ def test_a_sequence_of_ones_own_builds_clients_on_demand():
     assert len(data) == 10**6
     assert data.known_sizes is None
     assert data.size(17) == 17
-
-
-# One data set for all
 
 
 @pytest.mark.parametrize("partition", [Iid(4), Dirichlet(4, 0.5), Shards(4)], ids=repr)
@@ -180,32 +174,6 @@ def test_a_function_may_deal_by_real_numbers():
         FederatedDataset.from_partition(dataset, Shards(2))
 
 
-def test_real_numbers_are_found_behind_subsets_of_subsets():
-    y = torch.tensor([0.3, -1.0, 2.0, -0.5])
-    nested = Subset(Subset(TensorDataset(torch.zeros(4, 2), y[:, None]), [3, 1, 0]), torch.tensor([2, -3]))
-    assert FederatedDataset([nested]).targets()[0].equal(y[[0, 3]])
-    seen = []
-    FederatedDataset.from_partition(nested, lambda targets: seen.append(targets) or [[0], [1]])
-    assert seen[0].equal(y[[0, 3]])
-
-
-def test_a_data_set_behind_subsets_of_subsets_is_read_once():
-    base = Plain(6, lambda i: (i, i))
-    halves = [Subset(base, range(3)), Subset(base, range(3, 6))]
-    data = FederatedDataset([Subset(half, [2, 0]) for half in halves])
-    assert [part.tolist() for part in data.targets()] == [[2, 0], [5, 3]]
-    assert base.reads == 6
-
-
-def test_labels_of_a_subset_itself_win():
-    class Relabelled(Subset):
-        targets = (7, 8)
-
-    relabelled = Relabelled(tensors(4), [0, 1])
-    data = FederatedDataset([relabelled, Subset(Subset(relabelled, [1, 0]), [0])])
-    assert [part.tolist() for part in data.targets()] == [[7, 8], [8]]
-
-
 def test_labels_are_looked_for_only_if_needed():
     dataset = Plain(6, lambda i: i)
     assert FederatedDataset.from_partition(dataset, Iid(3)).known_sizes == [2, 2, 2]
@@ -240,23 +208,6 @@ def test_examples_without_one_class_are_dealt_by_functions_and_refused_by_partit
         assert by_class.known_sizes == [3, 3]
 
 
-def test_names_of_classes_are_labels():
-    for dataset in (
-        Plain(4, lambda i: (i, "ab"[i % 2])),
-        Plain(4, lambda i: i, targets=np.array(["a", "b"] * 2)),
-        Plain(4, lambda i: (i, np.array([i % 2]))),
-        Plain(4, lambda i: i, targets=torch.tensor([[0], [1], [0], [1]])),
-    ):
-        assert labels_of(dataset).tolist() == [0, 1, 0, 1]
-
-
-def test_numbers_to_predict_are_not_classes():
-    dataset = Plain(6, lambda i: (i, torch.tensor(i / 2)))
-    with pytest.raises(FederatedError, match="torch.float32.*labels=..."):
-        FederatedDataset.from_partition(dataset, Dirichlet(2, 1.0))
-    assert FederatedDataset.from_partition(dataset, lambda y: [range(len(y))]).known_sizes == [6]
-
-
 def test_labels_are_looked_up_when_a_function_uses_them():
     for use in (
         lambda labels: labels == 1,
@@ -286,49 +237,12 @@ def test_a_federated_data_set_pickles():
     assert sum(data.known_sizes) == 9
 
 
-# Where labels come from
-
-
-class Targets(TensorDataset):
-    def __init__(self, *tensors, **attributes):
-        super().__init__(*tensors)
-        vars(self).update(attributes)
-
-
 x, y = torch.rand(4), torch.tensor([2, 0, 1, 2])
-
-
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        TensorDataset(x, y),
-        TensorDataset(y.int(), x),  # the last integer tensor [n]
-        TensorDataset(torch.zeros(4).long(), y, x, torch.zeros(4, 2).long()),
-        Subset(TensorDataset(torch.rand(6), torch.tensor([9, 2, 0, 9, 1, 2])), [1, 2, 4, 5]),
-        Targets(x, torch.zeros(4).long(), targets=y.tolist()),
-        Targets(x, torch.zeros(4).long(), labels=y.numpy()),
-        Targets(x, y, labels=["names", "of", "classes"]),  # not one per example
-        Targets(x, y, targets=None, labels=lambda: None),
-        Plain(4, lambda i: (float(x[i]), int(y[i]))),
-        Plain(4, lambda i: (x[i], y[i])),
-        Plain(4, lambda i: [x[i], np.int64(y[i])]),
-        Plain(4, lambda i: {"pixels": x[i], "label": int(y[i])}),
-        Plain(4, lambda i: (x[i], "abc"[y[i]])),
-        Plain(4, lambda i: (x[i], 0), targets=["abc"[k] for k in y]),
-    ],
-)
-def test_labels_are_found(dataset):
-    labels = labels_of(dataset)
-    assert labels.dtype == torch.int64
-    assert labels.tolist() == y.tolist()
 
 
 def test_given_labels_win():
     data = FederatedDataset.from_partition(tensors(4), Shards(2, 1), labels=[1, 0, 1, 0])
     assert sorted(sorted(data.dataset(i).indices) for i in range(2)) == [[0, 2], [1, 3]]
-
-
-# Refusals
 
 
 @pytest.mark.parametrize(
@@ -389,9 +303,6 @@ def test_given_labels_win():
 def test_refusals_say_what_to_change(make, message):
     with pytest.raises(FederatedError, match=message):
         make()
-
-
-# The summary
 
 
 def test_the_summary_counts():

@@ -28,6 +28,7 @@ from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.client_states.store import MemoryClientStore
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
+from tests.helpers.selection import covering, few
 from tests.helpers.training import CLASSES, FEATURES, clients, same, trainer
 
 ENGINES = ["sequential", "vectorized"]
@@ -152,8 +153,7 @@ def stored(state: dict[str, Tensor]) -> MemoryClientStore:
     return store
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize(("method", "engine"), covering(list(METHODS), ENGINES))
 def test_a_client_alone_answers_with_the_bits_of_the_simulation_in_any_order_of_rounds(
     method: str, engine: str, simulated: Any
 ) -> None:
@@ -236,7 +236,7 @@ def test_a_schedule_that_follows_a_metric_needs_its_state() -> None:
         assert prepared.optimizer.param_groups[0]["lr"] == 0.1
 
 
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", few(METHODS, ["Scaffold-i", "MimeLite"]))  # test_same_bits has the others
 def test_a_server_and_its_sites_end_where_a_simulation_does(method: str) -> None:
     fitted, module = run_of(method, "sequential", clients_per_round=3), model()
     fitted.fit(module, Site())

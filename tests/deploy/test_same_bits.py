@@ -5,37 +5,75 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch import nn
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.algorithms import FedSpeed, PFedMe
-from lightning_fed.callbacks import ClientAccuracy, PersonalizedAccuracy, TrainingLoss
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.rounds import RoundReport
 from lightning_fed.server import (
     QSGD,
-    BernoulliSampler,
     CoordinateMedian,
-    DifferentialPrivacy,
     SystemsHeterogeneity,
     TopK,
 )
 from tests.deploy.site_models import Net, model
-from tests.deploy.wire import METHODS, Wire, make_data, make_trainer, parameters, simulated
+from tests.deploy.wire import METHODS, SIZES, Wire, make_trainer, parameters, simulated
 from tests.helpers.selection import covering
+
+PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
+NAMES = {
+    "ServerOnly, FedAvg, FedProx": ("ServerOnly", "FedAvg", "FedProx"),
+    "FedProx with adaptive mu": ("FedProx adaptive",),
+    "FedDANE": ("FedDane", "FedDane own"),
+    "SCAFFOLD, option i": ("Scaffold i",),
+    "SCAFFOLD, option ii, with plain SGD": ("Scaffold ii",),
+    "FedSAM, FedSpeed": ("FedSAM", "FedSpeed"),
+    "FedRep, Ditto, APFL, pFedMe": ("FedRep", "Ditto", "APFL", "pFedMe"),
+    "FedProxVR": ("FedProxVR svrg", "FedProxVR sarah"),
+    "FedCM, MoFedSAM with plain SGD": ("FedCM", "MoFedSAM"),
+    "FedDyn": ("FedDyn",),
+    "Mime with SGD": ("Mime",),
+    "C-Mime with SGDm": ("C-Mime",),
+    "MimeLite with Adam": ("MimeLite Adam",),
+    "MimeMVR": ("MimeMVR",),
+}
+
+
+def rows() -> dict[str, list[str]]:
+    lines = PAGE.read_text().split("| method | up | down |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {name: numbers for name, *numbers in cells}
+
+
+def test_every_method_is_in_the_table() -> None:
+    assert rows().keys() == NAMES.keys()
+    assert {name for names in NAMES.values() for name in names} == set(METHODS)
 
 
 def logged_by(trainer: FederatedTrainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name != "round/seconds"}
 
 
-def assert_same_run(make: Any, folder: Path, make_model: Any = model) -> None:
+def check_bytes(row: str, method: str, wire: Wire, report: RoundReport, x: torch.Tensor) -> None:
+    """Let the vectors on the wire in a round be those of the documentation's table."""
+    up, down, _ = rows()[row]
+    vectors = x.nbytes * len(report.clients)
+    assert (wire.up // vectors, wire.down // vectors) == (int(up), int(down)), method
+    loss = 8 * len(SIZES) if method == "FedProx adaptive" else 0  # which is in the header
+    assert wire.up + loss == report.bytes_up
+
+
+def assert_same_run(make: Any, folder: Path, make_model: Any = model, row: str | None = None) -> None:
+    make = partial(make, max_rounds=3)  # the schedule lowers rates in the third, and every client takes part twice
     expected = simulated(make, make_model)
     wire, module = Wire(folder, make, make_model), make_model()
     with wire.server(module) as server:
-        reports = wire.run(server)
-    assert [report.round for report in reports] == list(range(5))
+        reports = wire.run(server, rounds=1)
+        if row is not None:
+            check_bytes(row, make.args[0], wire, reports[0], server.trainer.fit_loop.state.x)
+        reports += wire.run(server)
+    assert [report.round for report in reports] == list(range(3))
     assert torch.equal(parameters(module), parameters(expected.lightning_module))
     assert all(torch.equal(a, b) for a, b in zip(module.buffers(), expected.lightning_module.buffers(), strict=True))
     state, other = server.trainer.fit_loop.state, expected.fit_loop.state
@@ -50,8 +88,11 @@ def assert_same_run(make: Any, folder: Path, make_model: Any = model) -> None:
 
 
 @pytest.mark.parametrize(("method", "precision"), covering(list(METHODS), ["32-true", "64-true"]))
-def test_five_rounds_over_sites_have_the_bits_of_the_simulation(method: str, precision: Any, tmp_path: Path) -> None:
-    assert_same_run(partial(make_trainer, method, precision=precision), tmp_path)
+def test_rounds_over_sites_have_the_bits_of_the_simulation_and_the_bytes_of_the_table(
+    method: str, precision: Any, tmp_path: Path
+) -> None:
+    (row,) = (row for row, names in NAMES.items() if method in names)
+    assert_same_run(partial(make_trainer, method, precision=precision), tmp_path, row=row)
 
 
 class Normalised(Net):
@@ -92,103 +133,6 @@ def test_buffers_are_treated_as_in_the_simulation(buffers: str, tmp_path: Path) 
     assert_same_run(partial(make_trainer, "Scaffold ii", buffers=buffers), tmp_path, normalised)
 
 
-def private(**options: Any) -> FederatedTrainer:
-    pytest.importorskip("opacus", reason="no Opacus, which accounts for privacy")
-    privacy = DifferentialPrivacy(max_norm=0.01, noise_multiplier=1.0, delta=1e-3)
-    drawn: dict[str, Any] = {"clients_per_round": None, "sampler": BernoulliSampler(0.5)}
-    return make_trainer("FedProx", aggregator=privacy, **drawn, **options)
-
-
-def test_sites_clip_and_say_no_more_and_the_server_adds_the_noise(tmp_path: Path) -> None:
-    wire = Wire(tmp_path, private)
-    with wire.server() as server:
-        while server.phase is not None:
-            for reply in wire.exchange(server.tasks()):
-                server.receive(reply)
-                if server.phase == "train":
-                    assert set(reply.tensors) == {"send.delta"}
-                    assert float(reply.tensors["send.delta"].norm()) == pytest.approx(0.01)
-                    assert reply.header["metrics"] == {}
-                    assert str(reply.header["report"]["loss"]) == "nan"
-            server.close_phase()
-    assert server.trainer.fit_loop.epsilon > 0
-    assert "train_loss" not in server.trainer.callback_metrics  # of which nothing is to be known
-
-
-class Validated(Net):
-    """A network with a validation step."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        self.log("val_acc", (self.net(x).argmax(1) == y).float().mean())
-
-
-def validated() -> Validated:
-    torch.manual_seed(0)
-    return Validated()
-
-
-def test_sites_measure_what_the_servers_callbacks_ask_for(tmp_path: Path) -> None:
-    def make() -> FederatedTrainer:
-        measures = [ClientAccuracy(), PersonalizedAccuracy(local_steps=2, every_n_rounds=2), TrainingLoss()]
-        return make_trainer("FedProx adaptive", callbacks=measures, limit_val_batches=1.0)
-
-    expected, module = make(), validated()
-    expected.fit(validated(), make_data(with_val=True))
-    wire = Wire(tmp_path, make, validated, with_val=True)
-    with wire.server(module) as server:
-        phases = []
-        while server.phase is not None:
-            phases.append((server.phase, wire.phase(server)))
-    told = [report is not None for _, report in phases]
-    assert [name for name, _ in phases[:7]] == ["hello", "loss", "train", "measure", "measure", "loss", "train"]
-    assert [index for index, is_told in enumerate(told) if is_told][:1] == [4]  # when all is measured
-    assert sum(told) == 5
-    assert torch.equal(parameters(module), parameters(expected.lightning_module))
-    found, wanted = logged_by(server.trainer), logged_by(expected)
-    assert {"clients/val_acc/p10", "personalized/val_acc/mean", "population/train_loss"} <= found.keys()
-    assert {name: found.get(name) for name in wanted if not name.startswith("val_acc")} == pytest.approx(
-        {name: value for name, value in wanted.items() if not name.startswith("val_acc")}
-    )
-
-
-def test_sites_measure_clients_own_models(tmp_path: Path) -> None:
-    def make() -> FederatedTrainer:
-        measures = [ClientAccuracy(), PersonalizedAccuracy(local_steps=2, every_n_rounds=2)]
-        return make_trainer("Scaffold ii", personal=["net.3.*"], callbacks=measures)
-
-    expected = make()
-    expected.fit(validated(), make_data(with_val=True))
-    wire = Wire(tmp_path, make, validated, with_val=True)
-    with wire.server(validated()) as server:
-        wire.run(server)
-    found, wanted = logged_by(server.trainer), logged_by(expected)
-    assert {"clients_own/val_acc/p10", "personalized_own/val_acc/mean"} <= found.keys()
-    assert found == pytest.approx(wanted)
-
-
-def test_a_site_whose_personal_parameters_begin_elsewhere_is_refused(tmp_path: Path) -> None:
-    wire = Wire(tmp_path, partial(make_trainer, "FedAvg", personal=["net.3.*"]), Net)
-    with wire.server() as server, pytest.raises(FederatedError, match="its parameters at the start that stay with"):
-        wire.run(server)
-
-
-def test_a_measure_goes_on_without_clients_that_do_not_answer(tmp_path: Path) -> None:
-    def make() -> FederatedTrainer:
-        return make_trainer("FedAvg", callbacks=[TrainingLoss()], on_client_error="drop", max_rounds=2)
-
-    wire = Wire(tmp_path, make)
-    with wire.server() as server:
-        while server.phase is not None:
-            tasks = server.tasks()
-            left_out = tasks if server.trainer.fit_loop.round == 1 else {1: None}
-            is_measure = server.phase == "measure"
-            for reply in wire.exchange({i: t for i, t in tasks.items() if not (is_measure and i in left_out)}):
-                server.receive(reply)
-            server.close_phase()
-    assert server.trainer.callback_metrics["population/train_loss"] > 0  # of the first round; of the second is none
-
-
 class Cooling(Net):
     """A network whose loss has a temperature that falls from round to round."""
 
@@ -207,9 +151,3 @@ def cooling() -> Cooling:
 @pytest.mark.parametrize("method", ["Mime", "FedProx adaptive"])
 def test_hooks_of_epochs_are_called_on_sites(method: str, tmp_path: Path) -> None:
     assert_same_run(partial(make_trainer, method), tmp_path, cooling)
-
-
-def test_local_work_that_a_callback_changes_is_refused(tmp_path: Path) -> None:
-    scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 2: 2})
-    with pytest.raises(FederatedError, match="GradientAccumulationScheduler changes the local work"):
-        Wire(tmp_path, partial(make_trainer, "FedAvg", callbacks=[scheduler])).server()

@@ -109,6 +109,7 @@ class Wire:
         self.with_val = with_val
         self.folder, self.make, self.make_model, self.order = folder, make, make_model, random.Random(seed)
         self.sites: dict[int, FederatedSite] = {}
+        self.up, self.down = 0, 0  # bytes of tensors, from sites and to them
 
     def server(self, module: Net | None = None, **options: Any) -> FederatedServer:
         return FederatedServer(self.make(), module or self.make_model(), range(len(SIZES)), **options)
@@ -121,7 +122,10 @@ class Wire:
 
     def answer(self, task: Message) -> Message:
         arrived = Message.from_bytes(task.to_bytes())
-        return Message.from_bytes(self.site(int(task.client)).answer(arrived).to_bytes())
+        reply = Message.from_bytes(self.site(int(task.client)).answer(arrived).to_bytes())
+        self.down += sum(value.nbytes for value in arrived.tensors.values())
+        self.up += sum(value.nbytes for value in reply.tensors.values())
+        return reply
 
     def exchange(self, tasks: Mapping[Any, Message]) -> Iterator[Message]:
         asked = list(tasks.values())

@@ -1,6 +1,5 @@
 """Claims are judged by their numbers, and what cannot be judged is not."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,19 +7,14 @@ from typing import Any
 import pytest
 
 from lightning_fed.lab.claims import judge
-from lightning_fed.lab.experiment import Claim
-from lightning_fed.lab.figures import draw
 from lightning_fed.lab.grid import Cell, Grid
 from lightning_fed.lab.reading import read_experiment
-from lightning_fed.lab.reading_claims import ClaimReader
-from lightning_fed.lab.records import Record, write_record
-from lightning_fed.lab.results import Results
-from lightning_fed.lab.run_grid import StoredCells
-from lightning_fed.lab.runner import Job
-from lightning_fed.lab.store import Store
 from lightning_fed.lab.verdict import overall, verdict
+from tests.helpers.lab import results_of
 
 LESS = [{"what": "rounds", "paper": "3", "here": "one", "why": "it is quicker"}]
+
+
 Curves = dict[str, list[float] | str]
 
 
@@ -42,28 +36,6 @@ def judged(write: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[st
         return overall(found), found[0].numbers
 
     return of
-
-
-def results_of(grid: Grid, out: Path, curve_of: Callable[[Cell], list[float] | str]) -> Results:
-    """Return results whose cells have these values of the metric, a value per round."""
-    store = Store(out)
-    jobs = {}
-    for number, point in enumerate(grid.points):
-        for cell in grid.cells(point, grid.tuned(point)[0], range(grid.seeds)):
-            key = f"{number}-{cell.seed}"
-            jobs[cell] = Job(str(cell), key, {}, {})
-            curve = curve_of(cell)
-            if curve == "failed":
-                store.cells.mkdir(parents=True, exist_ok=True)
-                store.note_failure(key, str(cell), "no memory")
-                continue
-            diverged = curve == "diverged"
-            values = {} if isinstance(curve, str) else dict(enumerate(curve, start=1))
-            (store.cells / key).mkdir(parents=True)
-            series = {"val_distance": values}
-            status: Any = "diverged" if diverged else "finished"
-            write_record(store.cells / key, Record({}, status, "", 9.0, 1.0, {"torch": "2"}, series, store.cells / key))
-    return Results(grid, StoredCells(store, jobs))
 
 
 @pytest.mark.parametrize(
@@ -105,23 +77,6 @@ def test_what_diverged_is_worse_than_anything_and_what_failed_is_not_judged(judg
     assert "failed: no memory" in why
 
 
-def test_seeds_are_averaged(judged: Any, write: Any, tmp_path: Path) -> None:
-    experiment = read_experiment(write(seeds=3))
-    results = results_of(Grid(experiment), tmp_path / "o", lambda cell: [float(cell.seed)])
-    estimate = results.estimate(results.grid.points[0], claim_on(experiment, "final").quantity)
-    assert estimate.mean == 1.0
-    assert estimate.spread == pytest.approx(1.0)
-    assert str(estimate) == "1 ± 1"
-    some = results.estimate(results.grid.points[0], claim_on(experiment, "rounds to 0.5").quantity)
-    assert math.isinf(some.mean)  # a seed that does not reach the target counts as never
-
-
-def claim_on(experiment: Any, quantity: str) -> Claim:
-    entry = {"says": "", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": quantity}
-    labels = {name: tuple(axis.choices) for name, axis in experiment.axes.items()}
-    return ClaimReader(labels, experiment.metrics, ("full",)).read("", [entry])[0]
-
-
 def test_a_claim_is_judged_at_every_combination_it_leaves_open(write: Any, tmp_path: Path) -> None:
     axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}}
     entry = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final"}
@@ -140,6 +95,8 @@ def test_a_claim_is_judged_at_every_combination_it_leaves_open(write: Any, tmp_p
 MEANS = {
     ("1", "FedAvg"): 1.0, ("1", "SCAFFOLD"): 5.0, ("10", "FedAvg"): 6.0, ("10", "SCAFFOLD"): 3.0,
 }  # fmt: skip
+
+
 G = {"key": "data.init_args.G", "values": [1, 10]}
 ON_AVERAGE = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final", "mean_over": "G"}
 
@@ -242,17 +199,6 @@ def test_a_difference_within_two_standard_errors_is_undecided(
     assert overall(judge(experiment.claims[0], results)) == expected
 
 
-def test_a_paired_difference_is_told_with_its_standard_error(write: Any, tmp_path: Path) -> None:
-    curves = {"FedAvg": (1.0, 1.1, 0.9), "SCAFFOLD": (2.0, 2.3, 2.0)}
-    entry = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final", "paper": "1 < 2"}
-    experiment = read_experiment(write(claims=[entry], **SEEDS))
-    results = results_of(Grid(experiment), tmp_path, lambda cell: [curves[cell.point.by_axis["method"]][cell.seed]])
-    text = verdict(results, "", [])
-    assert "- x (Table 1)" in text
-    assert "in final distance: holds. The paper: 1 < 2." in text
-    assert "1 < 2.1; difference -1.1, standard error 0.05774" in text
-
-
 def test_a_single_seed_is_undecided_where_something_is_drawn(write: Any, tmp_path: Path) -> None:
     entry = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final"}
     experiment = read_experiment(write(claims=[entry], random=True))
@@ -296,61 +242,3 @@ def test_differences_along_an_axis_are_compared(write: Any, tmp_path: Path) -> N
     assert (found.verdict, found.where) == ("holds", "")
     assert found.numbers.startswith("1 < 2 < 3; ")
     assert "`FedAvg < 2 < SCAFFOLD` in final distance, 10 minus 1: holds." in verdict(results, "", [])
-
-
-def test_controls_are_judged_below_their_claim_and_not_counted(write: Any, tmp_path: Path) -> None:
-    control = {"says": "Not with ten times the gradients.", "claim": "SCAFFOLD < FedAvg", "quantity": "final"}
-    entry = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final", "controls": [control]}
-    experiment = read_experiment(write(claims=[entry]))
-    results = results_of(
-        Grid(experiment), tmp_path, lambda cell: [1.0 if cell.point.by_axis["method"] == "FedAvg" else 2.0]
-    )
-    text = verdict(results, "", [])
-    assert "Of 1 claim: 1 hold." in text
-    assert (
-        "  Control: Not with ten times the gradients.\n  `SCAFFOLD < FedAvg` in final distance: **does not hold**."
-        in text
-    )
-
-
-def test_at_full_scale_is_said_only_without_departures(write: Any, tmp_path: Path) -> None:
-    for number, (changes, scale, is_full) in enumerate(
-        [({}, "full", True), ({"departures": LESS}, "full", False), ({}, "small", False)]
-    ):
-        results = results_of(Grid(read_experiment(write(**changes)), scale), tmp_path / str(number), lambda _: [1.0])
-        text = verdict(results, "", [])
-        assert ("At full scale." in text) == is_full
-        assert ("| rounds | 3 | one | it is quicker |" in text) == (not is_full)
-
-
-def test_tables_have_the_papers_numbers_beside_ours(write: Any, tmp_path: Path) -> None:
-    tables = {"last": {"rows": "method", "columns": "G", "value": ["final", "best"], "paper": {"FedAvg": {10: 4.25}}}}
-    experiment = read_experiment(write(axes={"G": G}, tables=tables))
-    results = results_of(Grid(experiment), tmp_path, lambda _: [1.5])
-    assert "| FedAvg | 1.5 | 1.5 | 1.5 (paper 4.25) | 1.5 |" in verdict(results, "", [])
-
-
-def test_a_metric_in_percent_is_so_everywhere(write: Any, tmp_path: Path) -> None:
-    metrics = {"val_distance": {"mode": "max", "label": "accuracy", "percent": True}}
-    entry = {"says": "x", "source": "Table 1", "claim": "FedAvg > 55", "quantity": "final"}
-    costs = {**entry, "claim": "FedAvg < 3", "quantity": "rounds to 60"}
-    experiment = read_experiment(write(metrics=metrics, claims=[entry, costs], tables={"last": {"value": "best"}}))
-    results = results_of(Grid(experiment), tmp_path, lambda _: [0.5, 0.625, 0.6])
-    assert [judge(claim, results)[0].numbers for claim in experiment.claims] == ["60 > 55", "2 < 3"]
-    assert "| FedAvg | 62.5 |" in verdict(results, "", [])
-
-
-def test_labels_that_a_figure_leaves_out_have_no_place_on_its_axis(write: Any, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    steps: dict[str, Any] = {"0.1": {}, "0.3": {}, "best": {}}
-    figures = {name: {"y": "final", "x": "step", "at": {"step": shown}} for name, shown in SHOWN.items()}
-    experiment = read_experiment(write(axes={"step": steps}, figures=figures))
-    results = results_of(Grid(experiment), tmp_path / "o", lambda cell: [1.0])
-    found = {}
-    for plan in experiment.figures:
-        (axes,) = draw(plan, results).axes
-        found[plan.name] = list(axes.get_lines()[0].get_xdata())
-    assert found == {"numbers": [0.1, 0.3], "words": [0, 1]}
-
-
-SHOWN = {"numbers": ["0.1", "0.3"], "words": ["0.3", "best"]}

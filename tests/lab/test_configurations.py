@@ -1,5 +1,6 @@
 """Overrides say what a reader of the file expects, and change nothing else."""
 
+import re
 from copy import deepcopy
 from typing import Any
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed import FederatedError
-from lightning_fed.lab.configurations import overlay
+from lightning_fed.lab.configurations import Configurations, key_of, overlay
 
 BASE: dict[str, Any] = {
     "trainer": {"algorithm": {"class_path": "a.Mime", "init_args": {"base": "SGD"}}, "callbacks": [1], "max_rounds": 5},
@@ -53,6 +54,8 @@ def test_keys_that_lead_nowhere_are_refused(overrides: Any) -> None:
 
 
 keys = st.sampled_from(["a", "b", "a.c", "b.c", "b.c.d"])
+
+
 nodes = st.dictionaries(
     st.sampled_from("abcd"), st.recursive(st.integers(), lambda s: st.dictionaries(st.sampled_from("cd"), s))
 )
@@ -63,3 +66,24 @@ def test_the_later_of_two_wins_and_what_is_put_on_twice_is_there_once(first: Any
     once = overlay(first, second)
     assert overlay(once, second) == once
     assert {k: once[k] for k in first if k not in second} == {k: first[k] for k in first if k not in second}
+
+
+@pytest.mark.parametrize("class_path", ["lightning_fed.data.ClientFolder", "mine.Folder", "mine.MNIST"])
+def test_a_folder_that_is_the_data_is_part_of_a_cells_key(class_path: str) -> None:
+    here, there = ({"data": {"class_path": class_path, "init_args": {"root": root}}} for root in "ab")
+    assert key_of(here) != key_of(there)
+    mnist = ({"data": {"class_path": "lightning_fed.data.MNIST", "init_args": {"root": root}}} for root in "ab")
+    assert len({key_of(config) for config in mnist}) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "meant"),
+    [
+        ({"model": {"class_path": "MLPClassifier", "init_args": {"lrr": 1}}}, "Did you mean lr instead of lrr?"),
+        ({"trainer": {"algorithm": "lightning_fed.algorithms.FedProxx"}}, "Did you mean FedProx instead of FedProxx?"),
+        ({"trainer": {"max_round": 3}}, "Did you mean trainer.max_rounds instead of trainer.max_round?"),
+    ],
+)
+def test_a_mistake_in_a_cell_is_answered_with_what_was_meant(config: dict[str, Any], meant: str) -> None:
+    with pytest.raises(FederatedError, match=re.escape(meant)):
+        Configurations().complete("a cell", config)

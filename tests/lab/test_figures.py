@@ -1,13 +1,17 @@
 """Figures as they are written."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from lightning_fed.lab import figures
-from lightning_fed.lab.figures import COLORS, add_legend, new_figure, save
+from lightning_fed.lab.figures import COLORS, add_legend, draw, new_figure, save
+from lightning_fed.lab.grid import Grid
+from lightning_fed.lab.reading import read_experiment
+from tests.helpers.lab import results_of
 
 
 def test_a_large_picture_keeps_its_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +45,19 @@ def test_a_long_legend_leaves_panels_their_size() -> None:
         figure.draw_without_rendering()
         heights.append(axes.get_window_extent().height)
     assert heights[1] > 0.9 * heights[0]
+
+
+def test_labels_that_a_figure_leaves_out_have_no_place_on_its_axis(write: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    steps: dict[str, Any] = {"0.1": {}, "0.3": {}, "best": {}}
+    figures = {name: {"y": "final", "x": "step", "at": {"step": shown}} for name, shown in SHOWN.items()}
+    experiment = read_experiment(write(axes={"step": steps}, figures=figures))
+    results = results_of(Grid(experiment), tmp_path / "o", lambda cell: [1.0])
+    found = {}
+    for plan in experiment.figures:
+        (axes,) = draw(plan, results).axes
+        found[plan.name] = list(axes.get_lines()[0].get_xdata())
+    assert found == {"numbers": [0.1, 0.3], "words": [0, 1]}
+
+
+SHOWN = {"numbers": ["0.1", "0.3"], "words": ["0.3", "best"]}

@@ -6,13 +6,14 @@ import pytest
 
 from lightning_fed import FederatedError
 from lightning_fed.lab.quantities import Metric, cost, parse_quantity
-from lightning_fed.lab.results import Estimate
 
 METRICS = {
     "val_acc": Metric("val_acc", "max", "accuracy"),
     "val_loss": Metric("val_loss", "min", "loss"),
     "other": Metric("other", "min", "other loss"),
 }
+
+
 SERIES = {
     "val_acc": {2: 0.5, 4: 0.8, 6: 0.7},
     "val_loss": {2: 3.0, 4: math.nan, 6: 1.0},
@@ -22,6 +23,8 @@ SERIES = {
     "comm/bytes_down": dict.fromkeys(range(1, 7), 2.0),
     "time/simulated": {n: float(n * n) for n in range(1, 7)},
 }
+
+
 LOSS = "population/train_loss"
 
 
@@ -82,24 +85,6 @@ def test_what_is_no_quantity_is_refused_by_name(text: object, message: str) -> N
         parse_quantity("here", text, METRICS)
 
 
-@pytest.mark.parametrize(
-    ("loss", "round"),
-    [
-        ({1: 3.0, 2: 2.0, 3: 2.00009, 4: 1.0}, 3),  # it has converged
-        ({1: 3.0, 2: 2.0, 3: 2.00011, 4: 1.0}, 4),  # it has not
-        ({1: 3.0, 3: 3.0, 4: 1.0}, 4),  # it is not known what it was in between
-        ({n: 0.2 * n for n in range(1, 15)}, 11),  # it has grown by 2 in ten rounds
-        ({n: 0.09 * n for n in range(1, 15)}, 14),  # and by 0.9
-        ({1: math.nan, 2: 2.0}, 2),
-    ],
-)
-def test_a_run_has_settled_where_its_loss_converges_or_begins_to_diverge(loss: dict[int, float], round: int) -> None:
-    metrics = {**METRICS, LOSS: Metric(LOSS, "min", "loss")}
-    series = {LOSS: loss, "val_acc": {n: float(n) for n in range(1, 20)}}
-    assert parse_quantity("here", "settled val_acc", metrics).of(series) == round
-    assert parse_quantity("here", "settled", metrics).of({**series, "val_acc": {2: 0.5, 99: 0.9}}) == 0.5
-
-
 def test_settling_needs_the_training_loss() -> None:
     with pytest.raises(FederatedError, match=f"needs {LOSS} among the metrics"):
         parse_quantity("here", "settled", METRICS)
@@ -125,12 +110,6 @@ def test_the_costs_of_a_resumed_run_are_not_those_of_its_last_part() -> None:
         cost({"val_acc": {5: 1.0}, "round/gradients": {5: 10.0, 6: 10.0}}, "gradients")
     assert cost({"val_acc": {5: 1.0}}, "rounds") == {5: 5.0}
     assert cost({"val_acc": {6: 1.0}, "time/simulated": {5: 7.0}}, "simulated seconds") == {5: 7.0, 6: 7.0}  # a total
-
-
-def test_only_a_cost_is_above_what_it_was_measured_up_to() -> None:
-    cost_of, final = (parse_quantity("here", text, METRICS) for text in ("rounds to 0.9", "final"))
-    assert str(Estimate(cost_of, (math.inf,), limit=8.0)) == ">8"
-    assert str(Estimate(final, (-math.inf,), limit=8.0)) == "not finite"
 
 
 def test_a_cost_is_lower_better_whatever_the_metric_is() -> None:

@@ -126,7 +126,7 @@ def has_lstm(dtype: torch.dtype) -> bool:
     few(
         [pytest.param(p, name, id=f"{p}-{name}") for p in ("64-true", "bf16-mixed") for name in SMALL],
         [
-            *("64-true-resnet20", "64-true-sentiment", "bf16-mixed-resnet20"),
+            *("64-true-sentiment", "bf16-mixed-resnet20"),
             *(f"bf16-mixed-{name}" for name, case in SMALL.items() if case.codes),  # those with an LSTM
         ],
     ),

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    IterableDataset,
     Subset,
-    SubsetRandomSampler,
     TensorDataset,
     default_collate,
 )
@@ -65,9 +63,6 @@ class Random(Doubled):
 
     def __getitem__(self, index):
         return torch.rand(3), np.random.rand(), index
-
-
-# The two ways of making batches
 
 
 @given(
@@ -160,9 +155,6 @@ def test_a_batch_is_memory_of_its_own():
     for batch, _ in TensorBatches.of(dataset, BatchSettings(4)).epoch(generator(), shuffle=False):
         batch[0].zero_()
     assert dataset.tensors[0][3].tolist() == [3.0, 1.5]
-
-
-# Which data sets take the fast path
 
 
 def test_subsets_are_seen_through():
@@ -260,62 +252,6 @@ def test_a_loader_gives_the_epoch():
     assert_same(((batch, len(batch[1])) for batch in batches.loader(generator(2))), batches.epoch(generator(2)))
 
 
-# A loader of the user's own
-
-
-def test_a_shuffling_loader_of_ones_own():
-    def make(stream):
-        return DataLoader(tensors(7), batch_size=3, shuffle=True, generator=stream, drop_last=True)
-
-    batches = CustomBatches(make, "ann", BatchSettings(full_batch_size=5))
-    assert (batches.size, batches.num_batches()) == (7, 2)
-    assert labels_of(batches.epoch(generator(1))) == [labels.tolist() for _, labels in make(generator(1))]
-    assert [size for _, size in batches.epoch(generator(1))] == [3, 3]
-    assert labels_of(batches.full(generator())) == [[0, 1, 2, 3, 4], [5, 6]]
-
-
-@pytest.mark.parametrize(("batch_size", "expected"), [(4, [0, 4, 4]), (3, [0, 3, 6, 6]), (8, [0, 0])])
-def test_a_loader_of_ones_own_that_drops_its_last_batch_leaves_its_examples_out(batch_size, expected):
-    loader = DataLoader(tensors(7), batch_size, drop_last=True)
-    batches = CustomBatches(lambda _: loader, 0, BatchSettings())
-    assert [batches.num_examples(k) for k in range(len(expected))] == expected
-    assert expected[-1] == sum(n for _, n in batches.epoch(generator()))
-    assert batches.size == 7
-
-
-def test_a_loader_over_a_part_of_its_data_set_counts_and_reads_that_part():
-    def make(stream):
-        return DataLoader(tensors(10), batch_size=2, sampler=SubsetRandomSampler([1, 5, 8], generator=stream))
-
-    batches = CustomBatches(make, 0, BatchSettings())
-    assert (batches.size, batches.num_batches()) == (3, 2)
-    assert sorted(torch.cat([batch[1] for batch, _ in batches.full(generator())]).tolist()) == [1, 5, 8]
-
-
-def test_any_iterable_with_a_length_will_do_if_the_size_is_given():
-    batches = CustomBatches(lambda _: [{"x": torch.zeros(3, 2)}, {"x": torch.zeros(1, 2)}], 0, BatchSettings(), size=4)
-    assert (batches.size, batches.num_batches()) == (4, 2)
-    assert [size for _, size in batches.epoch(generator())] == [3, 1]
-    assert [size for _, size in batches.full(generator())] == [3, 1]
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(torch.arange(5))
-
-
-def test_a_loader_that_cannot_count_is_refused_by_name():
-    with pytest.raises(FederatedError, match=r"client_dataloader\('ann'.*DataLoader.*number of examples.*client_size"):
-        CustomBatches(lambda _: DataLoader(Stream(), batch_size=2), "ann", BatchSettings())
-    batches = CustomBatches(lambda _: DataLoader(Stream(), batch_size=2), "ann", BatchSettings(), size=5)
-    assert [size for _, size in batches.full(generator())] == [2, 2, 1]
-    with pytest.raises(FederatedError, match=r"client_dataloader\('ann'.*no len.*__len__"):
-        batches.num_batches()
-
-
-# Augmentation and transforms
-
-
 def marked(batch, stream):
     """Append a random number of each example to it."""
     return [*batch, torch.randint(2**40, batch[1].shape, generator=stream)]
@@ -344,13 +280,6 @@ def test_augmentation_is_the_same_however_batches_are_made(n, batch_size, worker
     assert not set(epochs[0].tolist()) & set(epochs[1].tolist())  # another one in every epoch, for one example too
 
 
-def test_the_epochs_of_a_loader_that_draws_nothing_are_augmented_differently():
-    batches = CustomBatches(lambda _: DataLoader(tensors(3), batch_size=3), 0, BatchSettings(augment=marked))
-    stream = generator()
-    first, second = ([batch[2] for batch, _ in batches.epoch(stream)] for _ in range(2))
-    assert not torch.equal(first[0], second[0])
-
-
 @pytest.mark.parametrize("kind", [TensorBatches.of, LoaderBatches, custom])
 def test_an_augmentation_depends_on_the_generator_alone_and_goes_before_the_transform(kind):
     def last_only(batch):
@@ -377,9 +306,6 @@ def test_a_pass_without_augmentation_is_transformed_and_draws_nothing_for_it(kin
     assert_same(plain.full(left), augmented.unaugmented(right))
     assert torch.equal(left.get_state(), right.get_state())
     assert all(type(batch) is tuple and len(batch) == 2 for batch, _ in augmented.unaugmented(right))
-
-
-# Examples that make no batch
 
 
 class Pictures(Dataset):

@@ -5,18 +5,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from lightning_fed import FederatedDataModule
-from lightning_fed.algorithms import FedAvg, Mime
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches.counting import count_examples, possible_counts, sampled_length
-from lightning_fed.data.batches.custom_batches import CustomBatches
-from lightning_fed.data.batches.settings import BatchSettings
-from tests.helpers.training import parameters, trainer
 
 
 def images(*heights):
@@ -30,6 +25,8 @@ class Pair:
 
 
 Named = namedtuple("Named", ["x", "y"])
+
+
 X = torch.zeros(3, 2)
 
 
@@ -114,196 +111,12 @@ class Buckets(BatchSampler):
         return 3
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize(
-    ("options", "sizes"),
-    [
-        (lambda stream: {"batch_size": 4, "shuffle": True, "generator": stream}, [4, 4, 2]),
-        (lambda stream: {"batch_size": 4, "shuffle": True, "generator": stream, "drop_last": True}, [4, 4]),
-        (lambda stream: {"batch_sampler": Buckets(stream)}, [4, 5, 1]),
-        (lambda stream: {"batch_sampler": [[0, 1, 2], [3], list(range(4, 10))]}, [3, 1, 6]),
-    ],
-)
-def test_the_sampler_of_a_loader_counts_whatever_a_batch_looks_like(options, sizes, workers):
-    def make(stream):
-        return DataLoader(Detection(), collate_fn=collate, num_workers=workers, **options(stream))
-
-    batches = CustomBatches(make, "ann", BatchSettings(full_batch_size=6))
-    assert batches.size == 10
-    assert [n for _, n in batches.epoch(torch.Generator())] == sizes
-    assert [len(batch[0]) for batch, _ in batches.epoch(torch.Generator())] == sizes
-    assert sum(n for _, n in batches.full(torch.Generator())) == 10
-
-
 def test_the_length_of_a_batch_is_known_before_it_is_loaded():
     plain = DataLoader(Detection(), batch_size=4, collate_fn=collate)
     assert [sampled_length(plain, k) for k in range(4)] == [4, 4, 2, None]
     assert sampled_length(DataLoader(Detection(), batch_sampler=[[1, 2]]), 0) == 2
     for other in (DataLoader(Detection(), batch_sampler=Buckets(None)), DataLoader(Detection(), batch_size=None), [1]):
         assert sampled_length(other, 0) is None
-
-
-class Short(Buckets):
-    def __iter__(self):
-        return iter([[0, 1, 2], [3]])
-
-
-@pytest.mark.parametrize(
-    ("make", "size"),
-    [
-        (lambda stream: DataLoader(Detection(), batch_sampler=Short(stream), collate_fn=collate), None),
-        (lambda _: [torch.zeros(3, 1)] * 2, 5),
-        (lambda _: DataLoader(Detection(), batch_size=2, collate_fn=collate), 9),
-    ],
-)
-def test_a_pass_that_does_not_give_every_example_once_is_refused(make, size):
-    batches = CustomBatches(make, "ann", BatchSettings(), size)
-    for full in (batches.full, batches.unaugmented):
-        with pytest.raises(FederatedError, match="'ann'.*gave [0-9]+ examples in a pass.*which has"):
-            list(full(torch.Generator()))
-
-
-def test_a_sampler_that_repeats_or_leaves_out_examples_is_not_read_in_stored_order():
-    for options, count in (({"num_samples": 4}, 4), ({"num_samples": 14, "replacement": True}, 14)):
-
-        def make(stream, options=options):
-            sampler = RandomSampler(range(10), generator=stream, **options)
-            return DataLoader(Detection(), batch_size=2, sampler=sampler, collate_fn=collate)
-
-        batches = CustomBatches(make, 0, BatchSettings())
-        assert batches.size == sum(n for _, n in batches.full(torch.Generator())) == count
-
-
-def test_a_data_set_of_whole_batches_does_not_count_as_examples():
-    ready = [[torch.zeros(4, 2)], [torch.zeros(3, 2)]]
-    with pytest.raises(FederatedError, match="batch_size=None.*client_size"):
-        CustomBatches(lambda _: DataLoader(ready, batch_size=None), 0, BatchSettings())
-    batches = CustomBatches(lambda _: DataLoader(ready, batch_size=None), 0, BatchSettings(), size=7)
-    assert [n for _, n in batches.full(torch.Generator())] == [4, 3]
-
-
-def test_the_first_batches_of_a_loader_have_as_many_examples_as_they_have():
-    batches = CustomBatches(lambda _: DataLoader(Detection(), batch_size=4, collate_fn=collate), 0, BatchSettings())
-    assert [batches.num_examples(k) for k in range(4)] == [0, 4, 8, 10]
-    batches = CustomBatches(lambda _: DataLoader(Detection(), batch_sampler=[[0, 1, 2], [3]]), 0, BatchSettings())
-    assert [batches.num_examples(k) for k in range(3)] == [0, 3, 4]
-
-
-class Detector(pl.LightningModule):
-    """The loss of an image is (w - its value)^2 / 2."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.zeros(()))
-
-    def _loss(self, batch):
-        return torch.stack([(self.w - image.mean()) ** 2 / 2 for image in batch[0]]).mean()
-
-    def training_step(self, batch, batch_idx):
-        loss = self._loss(batch)
-        self.log("logged", loss)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", self._loss(batch))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-class OwnLoaders(FederatedDataModule):
-    num_clients = 2
-    make = staticmethod(lambda dataset: DataLoader(dataset, batch_size=4, collate_fn=collate))
-
-    def client_dataset(self, client_id):
-        return Detection(10 - 3 * client_id)
-
-    def client_dataloader(self, client_id, generator):
-        return self.make(self.client_dataset(client_id))
-
-
-class Iterates:
-    """A loader that is not a ``DataLoader``."""
-
-    def __init__(self, dataset, collate_fn=collate):
-        self.dataset, self.collate_fn = dataset, collate_fn
-
-    def __len__(self):
-        return -(-len(self.dataset) // 4)
-
-    def __iter__(self):
-        for k in range(len(self)):
-            yield self.collate_fn([self.dataset[i] for i in range(4 * k, min(4 * k + 4, len(self.dataset)))])
-
-
-class Streamed(IterableDataset):
-    def __iter__(self):
-        return iter([Detection()[i] for i in range(10)])
-
-
-def train(data, algorithm=None, **options):
-    model = Detector()
-    fitted = trainer(algorithm=algorithm or FedAvg(), clients_per_round=2, max_rounds=1, engine="sequential", **options)
-    fitted.fit(model, data)
-    return parameters(model), {k: float(v) for k, v in fitted.callback_metrics.items() if "seconds" not in k}
-
-
-@pytest.mark.parametrize("make", [OwnLoaders.make, Iterates])
-def test_losses_and_full_batch_gradients_are_weighted_by_the_images_of_a_batch(make):
-    plain = FederatedDataModule(
-        clients=[Detection(10), Detection(7)], batch_size=4, full_batch_size=4, collate_fn=collate, shuffle=False
-    )
-    own = type("Own", (OwnLoaders,), {"make": staticmethod(make)})(batch_size=4, full_batch_size=4)
-    for algorithm in (FedAvg, Mime):
-        one, other = train(plain, algorithm()), train(own, algorithm())
-        assert torch.equal(one[0], other[0])
-        assert one[1] == other[1]
-
-
-@pytest.mark.parametrize(
-    "val",
-    [
-        Detection(),
-        DataLoader(Detection(), batch_size=4, collate_fn=collate),
-        DataLoader(Streamed(), batch_size=4, collate_fn=collate),
-    ],
-    ids=["data set", "loader", "stream"],
-)
-def test_logged_values_of_an_evaluation_are_weighted_by_the_images_of_a_batch(val):
-    data = FederatedDataModule(
-        clients=[Detection(8)], val=val, batch_size=4, eval_batch_size=4, collate_fn=collate, shuffle=False
-    )
-    model = Detector()
-    (result,) = trainer(clients_per_round=1).validate(model, data, verbose=False)
-    assert result["val"] == pytest.approx(sum(i**2 / 2 for i in range(10)) / 10)
-
-
-def time_first(examples):
-    return {"x": torch.zeros(7, len(examples), 2), "y": torch.zeros(len(examples))}
-
-
-def images_alone(examples):
-    return [image[:, :, :4] for image, _ in examples]
-
-
-@pytest.mark.parametrize(("collate_fn", "message"), [(time_first, "not clear"), (images_alone, "may hold 3 or 4")])
-def test_ambiguous_batches_are_refused_before_the_first_round_unless_a_function_counts_them(collate_fn, message):
-    own = type("Own", (OwnLoaders,), {"make": staticmethod(lambda dataset: Iterates(dataset, collate_fn))})
-
-    class Model(Detector):
-        steps = 0
-
-        def _loss(self, batch):
-            self.steps += 1
-            return self.w**2
-
-    model = Model()
-    with pytest.raises(FederatedError, match=rf"client_dataloader\(0.*{message}.*batch_size_of"):
-        trainer(clients_per_round=2).fit(model, type("Sized", (own,), {"client_size": lambda self, i: 10 - 3 * i})())
-    assert model.steps == 0
-    count = len if collate_fn is images_alone else (lambda batch: len(batch["y"]))
-    trainer(clients_per_round=2, engine="sequential").fit(model, own(batch_size_of=count))
-    assert model.steps > 0
 
 
 def test_batch_size_of_must_be_a_function():

@@ -9,11 +9,9 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_fed import FederatedDataModule
-from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import Iid
 from lightning_fed.data.batches.batches import LoaderBatches
 from lightning_fed.data.batches.custom_batches import CustomBatches
-from lightning_fed.data.batches.evaluation import evaluation_loader
 from lightning_fed.data.batches.random_states import RandomStates
 from lightning_fed.data.batches.settings import BatchSettings
 from tests.helpers.training import Net, fit, seeded
@@ -189,9 +187,6 @@ def test_both_engines_see_the_same_examples():
     torch.testing.assert_close(run("sequential"), run("vectorized"), rtol=1e-12, atol=1e-12)
 
 
-# What is found, and what is not
-
-
 def test_global_generators_and_those_of_the_run_are_left_alone():
     stream = torch.Generator().manual_seed(3)
     owner = Compose(np.random.mtrand._rand, random._inst, torch.default_generator, stream)
@@ -223,18 +218,6 @@ def test_a_state_that_cannot_be_seeded_is_named():
         RandomStates(endless)
 
 
-def test_an_evaluation_repeats_as_the_global_generator_does():
-    loader = evaluation_loader(Augmented(Randomizable()), BatchSettings(batch_size=4))
-    passes = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        passes.append(torch.cat([batch[0] for batch in loader]).tolist())
-    assert passes[0] == passes[1] != passes[2]
-
-
-# A ready loader's options
-
-
 def note(worker_id):
     np.random.seed(5)
 
@@ -246,17 +229,6 @@ class Drawn(Augmented):
 
 def make_loader(**options):
     return DataLoader(Drawn(None), batch_size=6, num_workers=1, **options)
-
-
-def test_from_loader_keeps_what_concerns_workers():
-    loader = make_loader(worker_init_fn=note, timeout=50, prefetch_factor=3, multiprocessing_context="fork")
-    data = FederatedDataModule.from_loader(loader, partition=Iid(1))
-    made = data.client_dataloader(0, torch.Generator())
-    assert (made.timeout, made.prefetch_factor, made.num_workers) == (50, 3, 1)
-    assert made.multiprocessing_context.get_start_method() == "fork"
-    [(batch, _)] = data.client_batches(0).epoch(torch.Generator())
-    expected = np.random.RandomState(5).rand(6)  # the user's function comes last
-    assert batch[0].tolist() == pytest.approx(expected.tolist())
 
 
 def test_a_loader_of_ones_own_keeps_its_worker_init_fn():
@@ -274,33 +246,6 @@ def test_a_loader_that_starts_workers_in_its_own_way_is_named():
         list(CustomBatches(lambda _: loader, 0, BatchSettings()).epoch(torch.Generator()))
 
 
-def test_from_loader_says_what_it_does_not_use():
-    with pytest.warns(UserWarning, match="does not use the loader's generator"):
-        FederatedDataModule.from_loader(
-            DataLoader(Augmented(None), shuffle=True, generator=torch.Generator()), partition=Iid(2)
-        )
-    with pytest.warns(UserWarning, match="persistent_workers=True"):
-        FederatedDataModule.from_loader(make_loader(persistent_workers=True), partition=Iid(2))
-
-
 class Own(DataLoader):
     def __iter__(self):
         return super().__iter__()
-
-
-@pytest.mark.parametrize(
-    ("loader", "message"),
-    [
-        (lambda: Own(Augmented(None)), "an Own makes its batches in its own way.*client_dataloader"),
-        (lambda: DataLoader(Augmented(None), batch_size=None), "batch_size=None.*client_dataloader"),
-    ],
-)
-def test_a_loader_that_clients_cannot_stand_in_for_is_refused(loader, message):
-    with pytest.raises(FederatedError, match=message):
-        FederatedDataModule.from_loader(loader(), partition=Iid(2))
-
-
-@pytest.mark.parametrize("options", [{"shuffle": True}, [("timeout", 3)]])
-def test_unknown_loader_options_are_refused(options):
-    with pytest.raises(FederatedError, match="loader_options may give timeout, prefetch_factor"):
-        FederatedDataModule(clients=[Augmented(None)], loader_options=options)

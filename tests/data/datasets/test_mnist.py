@@ -1,7 +1,6 @@
 """MNIST and EMNIST: on tiny files in the true format, and on the published ones where they are at hand.
 
-Set ``LIGHTNING_FED_DATA`` to a folder with ``MNIST/raw`` and ``EMNIST/raw`` for the last part.
-"""
+Set ``LIGHTNING_FED_DATA`` to a folder with ``MNIST/raw`` and ``EMNIST/raw`` for the last part."""
 
 import gzip
 import os
@@ -54,9 +53,6 @@ def write_emnist(root, split, packed=False, train=130, test=70):
     )
 
 
-# MNIST
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_mnist_is_what_its_files_hold(tmp_path, packed):
     (images, labels), (test_images, test_labels) = write_mnist(tmp_path, packed)
@@ -101,23 +97,6 @@ def test_mnist_trains_flat_and_augmented(tmp_path):
     assert len(trainer.predict(MLPClassifier(in_features=784), data)[0]) == 20
 
 
-def test_validation_images_are_taken_from_the_clients_if_asked_for(tmp_path):
-    (images, _), _ = write_mnist(tmp_path)
-    splits = []
-    for seed in (0, 1):
-        data = MNIST(tmp_path, partition=Iid(3, seed=seed), val_fraction=0.25)
-        assert sum(data.known_sizes) == 45
-        clients = torch.cat([data.client_batches(i).pick(torch.arange(15))[0] for i in range(3)])
-        splits.append(torch.cat([x for x, _ in data.val_dataloader()]))
-        everything = torch.cat([clients / 255, splits[-1]])
-        assert sorted(everything.flatten(1).sum(1).tolist()) == sorted((images / 255).flatten(1).sum(1).tolist())
-        assert len(data.test) == 20
-    assert splits[0].equal(splits[1])
-
-
-# EMNIST
-
-
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_emnist_is_upright_and_its_labels_begin_at_0(tmp_path, split, packed):
@@ -149,9 +128,6 @@ def test_emnist_by_default_has_as_many_clients_as_there_were_writers(tmp_path):
     assert EMNIST(tmp_path, split="balanced").partition.num_clients == 100
     partition = EMNIST(tmp_path, num_clients=5, alpha=0.7, seed=2).partition
     assert (partition.num_clients, partition.alpha, partition.seed) == (5, 0.7, 2)
-
-
-# What is wrong
 
 
 @pytest.mark.parametrize(
@@ -210,37 +186,6 @@ def test_a_download_is_torchvisions_and_happens_once_where_it_is_asked_for(tmp_p
     assert calls == [(tmp_path, {"split": "letters", "download": True})]
 
 
-def test_a_failed_download_says_what_else_to_do(tmp_path, monkeypatch):
-    def fetch(root, **options):
-        raise RuntimeError("Error downloading train-images-idx3-ubyte.gz")
-
-    monkeypatch.setattr(datasets, "MNIST", fetch)
-    with pytest.raises(FederatedError, match="download to .* failed: Error downloading.* put train-"):
-        MNIST(tmp_path, download=True).prepare_data()
-
-
-def test_labels_that_do_not_fit_are_refused_by_file(tmp_path):
-    write_mnist(tmp_path)
-    labels = tmp_path / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
-    write_idx(labels, np.arange(19) % 10, packed=False)
-    with pytest.raises(FederatedError, match="t10k-labels-idx1.*20 images and 19 labels"):
-        MNIST(tmp_path).setup("fit")
-    write_idx(labels, np.arange(20), packed=False)
-    with pytest.raises(FederatedError, match="t10k-labels-idx1.*labels run from 0 to 19.*10 classes"):
-        MNIST(tmp_path).setup("fit")
-    write_emnist(tmp_path, "letters")
-    write_idx(tmp_path / "EMNIST" / "raw" / "emnist-letters-train-labels-idx1-ubyte", np.zeros(130), packed=False)
-    with pytest.raises(FederatedError, match="emnist-letters-train-labels-idx1.*labels run from -1"):
-        EMNIST(tmp_path, split="letters").setup("fit")
-
-
-def test_images_of_another_size_are_refused(tmp_path):
-    write_mnist(tmp_path)
-    write_part(tmp_path / "MNIST" / "raw", "train", 10, 10, side=27)
-    with pytest.raises(FederatedError, match=r"train-images-idx3-ubyte.*27x27.*28x28"):
-        MNIST(tmp_path).setup("fit")
-
-
 WHOLE = idx(np.zeros((60, 28, 28)))
 
 
@@ -284,9 +229,6 @@ def test_the_unpacked_file_comes_first(tmp_path):
     data = MNIST(tmp_path)
     data.setup("fit")
     assert data.train.tensors[0].equal(images[:, None])
-
-
-# The published files
 
 
 @pytest.fixture(scope="module")

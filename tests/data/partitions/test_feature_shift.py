@@ -158,7 +158,8 @@ def test_spaced_and_listed_angles():
 
 
 def test_drawn_angles_are_uniform():
-    angles = torch.tensor([FeatureShift(Iid(1), rotation=90.0, angles="drawn").angle(i, 1000) for i in range(1000)])
+    shift = FeatureShift(Iid(1), rotation=90.0, angles="drawn")
+    angles = torch.tensor([shift.angle(i, 1000) for i in range(1000)])
     assert 0 <= angles.min() < 1 < 89 < angles.max() < 90
     assert angles.mean().item() == pytest.approx(45, abs=5 * 90 / 12**0.5 / 1000**0.5)
     listed = FeatureShift(Iid(1), rotation=[0, 90, 180], angles="drawn", seed=3)

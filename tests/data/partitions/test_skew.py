@@ -271,7 +271,7 @@ def test_log_normal_sizes_have_the_asked_spread():
 
 
 def test_quantity_skew_sizes_have_the_variance_of_the_distribution():
-    n, num_clients, alpha = 4_000_000, 2000, 0.5
+    n, num_clients, alpha = 400_000, 2000, 0.5
     sizes = torch.tensor([len(part) for part in QuantitySkew(num_clients, alpha, 0)(torch.zeros(n))]).double() / n
     p = 1 / num_clients
     assert sizes.var().item() == pytest.approx(p * (1 - p) / (num_clients * alpha + 1), rel=0.15)

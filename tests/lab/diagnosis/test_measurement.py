@@ -8,10 +8,9 @@ import torch
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.algorithms import FedAvg, ServerOnly
-from lightning_fed.callbacks import FederatedCallback
 from lightning_fed.data import LeastSquares, Quadratics
 from lightning_fed.lab.diagnosis.measurement import Measured
-from lightning_fed.lab.diagnosis.theory import mime_mvr, suggest
+from lightning_fed.lab.diagnosis.theory import suggest
 from lightning_fed.lab.diagnosis.trials import Trial
 from lightning_fed.models import LinearRegression, Quadratic
 
@@ -121,36 +120,3 @@ class _Once(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
-
-
-def test_measuring_leaves_no_trace() -> None:
-    def end(*callbacks: FederatedCallback) -> float:
-        model = Quadratic(lr=RATE)
-        trainer = FederatedTrainer(
-            max_rounds=2, local_steps=3, clients_per_round=1, callbacks=list(callbacks), logger=False, seed=0,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
-        )  # fmt: skip
-        trainer.fit(model, Quadratics(a=A, rows=4, noise=2.0, batch_size=1))
-        return float(model.x.detach())
-
-    assert end(Trial(1.0, 2, 2, 2, "uniform")) == end()
-
-
-def test_mime_mvr_takes_the_least_of_the_three_bounds() -> None:
-    given = {"F": 1.0, "G": 1.0, "delta": 0.1, "L": 1.0, "K": 10, "S": 10, "T": 100}
-    rate, a = mime_mvr(**given)
-    assert rate == pytest.approx((10 / (100 * 0.01)) ** (1 / 3) / 150)
-    assert a == pytest.approx(1536 * rate**2)  # delta K = 1
-    assert mime_mvr(**{**given, "L": 1e3})[0] == 1e-3
-    assert mime_mvr(**{**given, "G": 1e-9}) == (pytest.approx(1 / 40), pytest.approx(0.96))
-    assert mime_mvr(**{**given, "delta": 0.0}) == (1.0, 0.0)
-
-
-def test_the_theory_of_quadratics() -> None:
-    t = suggest(of_quadratics(), K=4, S=1, T=100, best_loss=-8.0)
-    assert (t.useful_steps, t.ceiling, t.client_ceiling) == pytest.approx((2.0, 0.5, 1 / 3))
-    assert t.batches == pytest.approx(2.0 / 2)  # 4 steps of 1 client
-    assert t.drawing == pytest.approx(11.0)  # 1 of 2 clients
-    assert t.lower_bound == pytest.approx(11.0**2 / (2 * 100**2))
-    assert (t.mvr_rate, t.mvr_a) == pytest.approx(mime_mvr(F=9, G=11, delta=1, L=2, K=4, S=1, T=100))
-    assert math.isnan(suggest(of_quadratics(), 4, 1, None, 0.0).mvr_a)

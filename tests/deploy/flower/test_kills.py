@@ -18,8 +18,8 @@ pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower
 
 from lightning_fed.deploy.flower.local import LocalFlower
 from lightning_fed.deploy.flower.resident import socket_of
-from tests.deploy.test_flower_run import ROOT, written_app
-from tests.deploy.test_resident import is_alive, needs_linux, pid_of, wait_for
+from tests.deploy.flower.processes import is_alive, needs_linux, pid_of, wait_for
+from tests.deploy.flower.test_local import ROOT, written_app
 from tests.deploy.wire import make_trainer, simulated
 
 METHOD, ROUNDS = "Scaffold ii", 5

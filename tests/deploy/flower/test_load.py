@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 
-from tests.deploy.test_resident import needs_linux
+from tests.deploy.flower.processes import needs_linux
 
-BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 pytestmark = [
     needs_linux,
     pytest.mark.thorough,

@@ -15,10 +15,10 @@ pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower
 
 from lightning_fed.deploy.flower.local import LocalFlower
 from lightning_fed.deploy.flower.resident import socket_of
-from tests.deploy.test_resident import is_alive, needs_linux, pid_of
+from tests.deploy.flower.processes import is_alive, needs_linux, pid_of
 from tests.deploy.wire import make_trainer, simulated
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 PROJECT = """
 [project]
 name = "app"
@@ -35,7 +35,7 @@ clientapp = "hospital.client_app:app"
 [tool.flwr.app.config]
 ask-again = 20
 """
-MAKERS = '"tests.deploy.flower_task:make_trainer", "tests.deploy.flower_task:make_model"'
+MAKERS = '"tests.deploy.flower.task:make_trainer", "tests.deploy.flower.task:make_model"'
 APPS = {
     "__init__": "",
     "server_app": f"""
@@ -44,7 +44,7 @@ app = server_app({MAKERS}, range(4), "last.ckpt")
 """,
     "client_app": f"""
 from lightning_fed.deploy.flower import client_app
-app = client_app({MAKERS}, "tests.deploy.flower_task:make_data")
+app = client_app({MAKERS}, "tests.deploy.flower.task:make_data")
 """,
 }
 

@@ -1,11 +1,21 @@
 """Flower's grid in one process: nodes that answer when they are asked for, and that can lose what they were asked."""
 
+import json
 from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
+
+from lightning_fed.deploy import FederatedServer
+from lightning_fed.deploy.flower import server
+from lightning_fed.deploy.flower.resident import Resident
+from tests.deploy.site_models import model
+from tests.deploy.wire import make_trainer, parameters, simulated
 
 
 class NodesHere(Grid):
@@ -71,3 +81,40 @@ class NodesHere(Grid):
             return [self.app(message, context)]
         except Exception as error:  # as Flower does
             return [Message(Error(code=2, reason=str(error)), reply_to=message)]
+
+
+QUICK = server.Options(phase_timeout=600.0, ask_again=0.0)
+
+
+class SitesHere:
+    """Resident processes that are none: they answer in this one."""
+
+    open: dict[str, Resident] = {}
+    ends_with: set[int] = set()
+
+    def __init__(self, makers: Any, node_config: Any) -> None:
+        spec = {"makers": makers, "node_config": dict(node_config), "parent": 0, "paths": []}
+        key = json.dumps(spec, sort_keys=True)
+        self.resident = self.open.setdefault(key, Resident(spec))
+
+    def answer(self, tasks: dict[str, bytes]) -> tuple[dict[str, bytes], dict[str, str]]:
+        found = {key: self.resident.answer(task) for key, task in tasks.items()}
+        replies = {key: content for key, (kind, content) in found.items() if kind == b"R"}
+        return replies, {key: content.decode() for key, (kind, content) in found.items() if kind == b"E"}
+
+    @classmethod
+    def end(cls) -> None:
+        for resident in cls.open.values():
+            resident._leave()
+        cls.open = {}
+
+
+def run(grid: NodesHere, checkpoint: Path, options: server.Options = QUICK, **trainer: Any) -> Any:
+    module = model()
+    with FederatedServer(make_trainer("Scaffold ii", **trainer), module, range(4)) as driven:
+        server.run_server(driven, grid, checkpoint, options)
+    return module
+
+
+def expected(**options: Any) -> torch.Tensor:
+    return parameters(simulated(partial(make_trainer, "Scaffold ii", **options)).lightning_module)

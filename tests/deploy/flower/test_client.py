@@ -1,14 +1,12 @@
-"""The process that stays on a site: it starts, answers, starts anew, ends with its parent, lets nobody else in."""
+"""The ClientApp, and the process of a site that it starts, which nobody else may use."""
 
 import os
 import signal
 import socket
 import stat
-import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,32 +15,12 @@ import pytest
 
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 
+
 from lightning_fed.deploy.flower.client import SiteProcess
-from lightning_fed.deploy.flower.resident import Resident, receive, send, socket_of
+from tests.deploy.flower.processes import is_alive, needs_linux, pid_of, wait_for
+from tests.deploy.flower.task import DATA, NAMES
 
 APP = "def trainer(): raise OSError('no such disk')\nmodel = data = trainer\n"  # refused before PyTorch is needed
-
-
-def pid_of(path: Path) -> int:
-    """Return the process that listens at a socket."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.connect(str(path))
-        pid: int = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-    return pid
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture
@@ -73,11 +51,8 @@ def _listens(path: Path) -> bool:
         return probe.connect_ex(str(path)) == 0
 
 
-needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's lists of processes")
-
-
 @needs_linux
-def test_it_is_started_answers_is_started_anew_and_ends_with_its_parent(site: Callable[..., SiteProcess]) -> None:
+def test_a_sites_process_stays_until_it_is_killed_or_its_parent_ends(site: Callable[..., SiteProcess]) -> None:
     first = site()
     _, refused = first.answer({"0": b"nothing"})
     assert f"OSError: no such disk (the site's log is {first.state_dir}/site.log)" in refused["0"]
@@ -109,18 +84,6 @@ def test_nobody_else_can_open_its_socket_or_its_folder(site: Callable[..., SiteP
         assert path.stat().st_uid == os.getuid()
 
 
-def test_a_folder_that_others_can_open_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = socket_of(tmp_path / "site").parent
-    folder.chmod(0o750)
-    with pytest.raises(OSError, match="must be a folder of this user's with mode 0700"):
-        socket_of(tmp_path / "site")
-    folder.rmdir()
-    folder.symlink_to(tmp_path)
-    with pytest.raises(OSError, match="must be a folder of this user's"):
-        socket_of(tmp_path / "site")
-
-
 @needs_linux
 def test_the_log_says_why_a_process_does_not_start(site: Callable[..., SiteProcess], tmp_path: Path) -> None:
     process = site()
@@ -134,27 +97,16 @@ def test_the_log_says_why_a_process_does_not_start(site: Callable[..., SiteProce
     assert refused["0"].endswith("Its last words: the disk is full")
 
 
-def test_frames_come_whole_or_not_at_all() -> None:
-    one, other = socket.socketpair()
-    with one, other:
-        one.settimeout(60)
-        send(other, b"T", b"content")
-        assert receive(one) == (b"T", b"content")
-        other.sendall(b"T" + (9).to_bytes(8, "big") + b"half")
-        other.close()
-        with pytest.raises(ConnectionError, match="in the middle"):
-            receive(one)
-        assert receive(one) is None
+ROOT = Path(__file__).parents[3]
 
 
-def test_an_error_in_the_users_code_is_named_and_does_not_stay(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    (tmp_path / "broken_app.py").write_text(APP)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    makers = {name: f"broken_app:{name}" for name in ("trainer", "model", "data")}
-    node_config = {"client-id": 0, "state-dir": str(tmp_path / "site")}
-    resident = Resident({"makers": makers, "node_config": node_config, "parent": os.getpid(), "paths": []})
-    for _ in range(2):
-        kind, why = resident.answer(b"task")
-        assert kind == b"E"
-        assert f"OSError: no such disk (the site's log is {tmp_path}/site/site.log)" in why.decode()
-    assert "Traceback" in capsys.readouterr().err
+def test_importing_the_apps_of_a_site_imports_no_pytorch() -> None:
+    heavy = ("torch", "pytorch_lightning", "lightning", "safetensors", "sklearn")
+    probe = f"""
+import sys
+from lightning_fed.deploy.flower import client_app
+app = client_app({NAMES[0]!r}, {NAMES[1]!r}, {DATA!r})
+print([name for name in sys.modules if name.split(".")[0] in {heavy}])
+"""
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,146 @@
+"""Help in the order of use, and errors with the name that was probably meant."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_fed.cli.main import main
+from tests.helpers.selection import few
+
+thorough = partial(pytest.param, marks=pytest.mark.thorough)
+
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICKSTART = str(CONFIGS / "quickstart.yaml")
+SMALL = ["--trainer.max_rounds", "2", "--trainer.accelerator", "cpu", "--trainer.enable_model_summary", "false"]
+
+
+def fit(*args: str, config: str = QUICKSTART) -> None:
+    main(["fit", "--config", config, *SMALL, *args])
+
+
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        thorough(["--trainer.algorithm", "Scafold"], "Did you mean Scaffold instead of Scafold?"),
+        (["--trainer.clients_per_rounds", "3"], "Did you mean --trainer.clients_per_round instead of"),
+        (["--data", "Digit"], "Did you mean Digits instead of Digit?"),
+        thorough(["--trainer.algorithm", "SCAFFOLD"], "Did you mean Scaffold instead of SCAFFOLD?"),
+        (["--trainer.algorithm", "fedavg"], "Did you mean FedAvg instead of fedavg?"),
+        thorough(["--trainer.algorithm", "mime"], "Did you mean Mime instead of mime?"),
+        thorough(["--trainer.algorithm", "Fedavgg"], "Did you mean FedAvg instead of Fedavgg?"),
+        thorough(["--trainer.algorithm", "Digits"], "There are APFL, CMime, Ditto, "),
+        thorough(
+            ["--trainer.algorithm", "lightning_fed.algorithms.FedProxx"], "Did you mean FedProx instead of FedProxx?"
+        ),
+        (["--trainer.algorithm", "lightning_fed.algorithms.Unknown"], "There are APFL, CMime, Ditto, "),
+        (["--trainer.algorithm", "torch.optim.NotThere"], "has no attribute 'NotThere'"),
+        thorough(["--data.partition", "foo"], "There are BalancedDirichlet, ByKey, "),
+        thorough(["--model.lrr", "0.2"], "Did you mean lr instead of lrr?"),
+        thorough(["--data.num_client", "3"], "Did you mean num_clients instead of num_client?"),
+        (["--trainer.algorithm", "FedProx", "--trainer.algorithm.muu", "3"], "Did you mean mu instead of muu?"),
+        thorough(
+            ["--data.partition", "Shards", "--data.partition.num_client", "3"], "Did you mean num_clients instead of"
+        ),
+    ],
+)
+def test_a_mistake_is_answered_with_what_was_meant(
+    args: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        fit(*args)
+    answer = capsys.readouterr().err
+    assert meant in answer
+    assert answer.startswith("usage: lightning-fed fit --config FILE [--OPTION VALUE ...]\n")
+    assert len(answer.splitlines()) < 40
+    assert "Traceback" not in answer
+
+
+@pytest.mark.parametrize(
+    ("config", "meant"),
+    [
+        thorough({"trainer": {"max_round": 3}}, "Did you mean trainer.max_rounds instead of trainer.max_round?"),
+        ({"trainr": {"max_rounds": 3}}, "Did you mean trainer.max_rounds instead of trainr.max_rounds?"),
+        ({"model": {"class_path": "ResNet", "init_args": {"detph": 8}}}, "Did you mean depth instead of detph?"),
+    ],
+)
+def test_a_mistake_in_a_file_is_answered_with_what_was_meant(
+    config: dict[str, Any], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mistaken.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(SystemExit):
+        fit("--config", "mistaken.yaml")
+    assert meant in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [[], thorough(["fitt"])], ids=["none", "unknown"])
+def test_a_command_that_is_not_there_is_answered_with_those_that_are(
+    args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(args)
+    answer = capsys.readouterr().err
+    assert answer.startswith("usage: lightning-fed COMMAND --config FILE")
+    assert "fit" in answer
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        thorough("ft", "fit"),
+        ("swep", "sweep"),
+        thorough("compar", "compare"),
+        thorough("dta", "data"),
+        thorough("diagnos", "diagnose"),
+        thorough("reproduc", "reproduce"),
+    ],
+)
+def test_all_commands_are_listed_and_meant(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([word])
+    answer = capsys.readouterr().err
+    assert (
+        "'fit', 'validate', 'test', 'predict', 'new', 'data', 'diagnose', 'deploy', 'reproduce', 'sweep', 'compare'"
+        in answer
+    )
+    assert f"Did you mean {meant} instead of {word}?" in answer
+
+
+@pytest.mark.parametrize("command", ["data", "diagnose", "reproduce", "sweep", "compare"])
+def test_help_shows_types_by_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(type: str, default: " in shown
+    assert "<function" not in shown
+
+
+@pytest.mark.parametrize("command", few(["fit", "validate", "test", "predict"], ["fit"]))
+def test_help_is_in_the_order_of_use_and_without_markup(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert re.findall(r"^(\S.*):$", shown, re.MULTILINE) == [
+        "Options",
+        "The rounds",
+        "The data of the clients",
+        "The model",
+        "The clients' optimizer, in place of the model's own",
+        "Its schedule",
+        "Lightning's arguments of a Trainer",
+    ]
+    own, _, lightnings = shown.partition("Lightning's arguments of a Trainer:")
+    assert "--trainer.max_rounds" in own
+    assert "--trainer.max_time" in lightnings
+    assert not re.search(r":\w+:`|``", shown)
+    assert ("initial" in " ".join(shown.split())) is (command != "fit")
+
+
+def test_help_of_a_class_shows_formulas_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--trainer.algorithm.help", "FedProx"])
+    assert "mu >= 0; " in capsys.readouterr().out

@@ -1,0 +1,35 @@
+"""The records of a step, a client's round and a cohort."""
+
+import pickle
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from lightning_fed.core.rounds import ClientReport, Run
+
+
+def test_a_clients_report_comes_through_processes_as_it_is() -> None:
+    report = ClientReport("a", 5, 3, 0.25, {"train_loss": 0.5}, 1.5, 0.125)
+    assert pickle.loads(pickle.dumps(report)) == report
+    assert len(pickle.dumps([report] * 2)) < 300  # as a call, and not field by field
+
+
+def test_reports_are_read_only() -> None:
+    report = ClientReport("a", 5, 3, 0.25, {}, 1.5, 0.125)
+    with pytest.raises(FrozenInstanceError):
+        report.loss = 0.0  # type: ignore[misc]
+
+
+def test_the_gradient_along_the_path_is_worked_out_when_it_is_asked_for() -> None:
+    asked = []
+
+    def path() -> torch.Tensor:
+        asked.append(1)
+        return torch.ones(2)
+
+    x = torch.zeros(2)
+    run = Run(x, x, {}, {}, {}, {}, {}, 5, 5.0, 3, 0.3, path)
+    assert (asked, run.path_follows) == ([], False)
+    assert run.path_gradient.tolist() == [1.0, 1.0]
+    assert asked == [1]

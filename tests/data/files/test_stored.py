@@ -1,0 +1,69 @@
+"""What data modules that read files have in common."""
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.data.files.stored import StoredDataModule, find, inside, listing, pool, read_rows
+
+
+def test_files_are_read_once_and_when_the_clients_are_first_asked_for():
+    class Stored(StoredDataModule):
+        reads = 0
+
+        def _load(self):
+            self.reads += 1
+            self.set_clients({"a": TensorDataset(torch.arange(3))})
+
+    data = Stored()
+    assert data.reads == 0
+    assert (list(data.client_ids), data.known_sizes) == (["a"], [3])
+    data.setup("fit")
+    data.setup("test")
+    assert data.reads == 1
+
+
+def test_clients_are_views_into_one_pool():
+    whole, views = pool(
+        {
+            "a": (torch.arange(3), torch.zeros(3)),
+            "b": (torch.arange(0), torch.zeros(0)),
+            7: (torch.tensor([9]), torch.ones(1)),
+        }
+    )
+    assert whole.tensors[0].tolist() == [0, 1, 2, 9]
+    assert {key: view.tensors[0].tolist() for key, view in views.items()} == {"a": [0, 1, 2], "b": [], 7: [9]}
+    whole.tensors[0][3] = 5
+    assert views[7].tensors[0].tolist() == [5]
+    assert pool({"a": (torch.arange(0),)}) == (None, {})
+
+
+def test_what_is_missing_or_leads_elsewhere_is_named(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "b.csv").touch()
+    (tmp_path / "in" / "a.csv").touch()
+    assert find("D", tmp_path / "in", "", "") == tmp_path / "in"
+    with pytest.raises(FederatedError, match="D: there is no .*out .looked in .*Get it. Put it"):
+        find("D", tmp_path / "out", "Get it.", "Put it.")
+    (tmp_path / "in" / "link.csv").symlink_to(tmp_path / "elsewhere")
+    assert inside("D", tmp_path / "in", tmp_path / "in" / "a.csv").name == "a.csv"
+    with pytest.raises(FederatedError, match="D: .*link.csv leads out of .*in, to .*elsewhere"):
+        inside("D", tmp_path / "in", tmp_path / "in" / "link.csv")
+    assert [path.name for path in listing("D", tmp_path / "in", ".csv")] == ["a.csv", "b.csv"]
+    with pytest.raises(FederatedError, match="has no files named .*json"):
+        listing("D", tmp_path / "in", ".json")
+    with pytest.raises(FederatedError, match="out is no folder"):
+        listing("D", tmp_path / "out", ".csv")
+
+
+def test_rows_have_their_line_and_damage_is_named(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"\xef\xbb\xbfa,b\n\n1,'2\n")
+    assert list(read_rows(path)) == [(1, ["a", "b"]), (3, ["1", "'2"])]
+    path.write_bytes(b"a,b\n\xff,1\n")
+    with pytest.raises(FederatedError, match="t.csv is no utf-8-sig text"):
+        list(read_rows(path))
+    path.write_text("a" * 200_000)
+    with pytest.raises(FederatedError, match="t.csv, line 1: this is no CSV"):
+        list(read_rows(path))

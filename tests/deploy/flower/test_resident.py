@@ -1,0 +1,86 @@
+"""The process that stays on a site: what it is told, its frames, its socket and its errors."""
+
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
+from functools import partial
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.deploy.flower.resident import (
+    Resident,
+    called,
+    clients_of,
+    named,
+    receive,
+    send,
+    socket_of,
+    state_dir_of,
+)
+from tests.deploy.site_models import model
+
+APP = "def trainer(): raise OSError('no such disk')\nmodel = data = trainer\n"  # refused before PyTorch is needed
+
+
+def test_a_folder_that_others_can_open_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = socket_of(tmp_path / "site").parent
+    folder.chmod(0o750)
+    with pytest.raises(OSError, match="must be a folder of this user's with mode 0700"):
+        socket_of(tmp_path / "site")
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(OSError, match="must be a folder of this user's"):
+        socket_of(tmp_path / "site")
+
+
+def test_frames_come_whole_or_not_at_all() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        one.settimeout(60)
+        send(other, b"T", b"content")
+        assert receive(one) == (b"T", b"content")
+        other.sendall(b"T" + (9).to_bytes(8, "big") + b"half")
+        other.close()
+        with pytest.raises(ConnectionError, match="in the middle"):
+            receive(one)
+        assert receive(one) is None
+
+
+def test_an_error_in_the_users_code_is_named_and_does_not_stay(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    (tmp_path / "broken_app.py").write_text(APP)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    makers = {name: f"broken_app:{name}" for name in ("trainer", "model", "data")}
+    node_config = {"client-id": 0, "state-dir": str(tmp_path / "site")}
+    resident = Resident({"makers": makers, "node_config": node_config, "parent": os.getpid(), "paths": []})
+    for _ in range(2):
+        kind, why = resident.answer(b"task")
+        assert kind == b"E"
+        assert f"OSError: no such disk (the site's log is {tmp_path}/site/site.log)" in why.decode()
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_node_names_its_clients() -> None:
+    assert clients_of({"client-id": 3}) == [3]
+    assert clients_of({"client-id": "north"}) == ["north"]
+    assert clients_of({"client-id": "0, 12,007"}) == [0, 12, "007"]
+    for wrong in ({}, {"client-id": ""}, {"client-id": "a,,b"}, {"client-id": True}):
+        with pytest.raises(ValueError, match="client-id"):
+            clients_of(wrong)
+    assert state_dir_of({"client-id": "a/b"}).name == "a_b"
+    assert state_dir_of({"client-id": 1, "state-dir": "/srv/site"}) == Path("/srv/site")
+
+
+def test_functions_are_found_by_name() -> None:
+    assert named("make_model", model) == "tests.deploy.site_models:model"
+    assert called(named("make_model", model)) is model
+    for wrong in (lambda: None, "no name", "module:", partial(model)):
+        with pytest.raises(FederatedError, match="make_model.*at the top of a module"):
+            named("make_model", wrong)
+    with pytest.raises(FederatedError, match="has no function 'nobody'|has no function nobody"):
+        called("tests.deploy.site_models:nobody")

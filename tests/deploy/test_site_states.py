@@ -1,0 +1,73 @@
+"""What clients of a site keep, on the site's own disk."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.deploy import FederatedSite
+from lightning_fed.deploy.site_states import SiteStates
+from tests.deploy.site_models import model
+from tests.deploy.wire import Wire, make_data, make_trainer
+
+MAKE = partial(make_trainer, "Scaffold ii")
+
+
+def test_two_processes_do_not_share_a_sites_folder(tmp_path: Path) -> None:
+    with (
+        FederatedSite(MAKE(), model(), make_data([2]), 2, tmp_path),
+        pytest.raises(FederatedError, match="Another process works with the site's folder"),
+    ):
+        FederatedSite(MAKE(), model(), make_data([2]), 2, tmp_path)
+
+
+def test_a_site_keeps_the_last_two_versions_of_a_clients_state_and_no_more(tmp_path: Path) -> None:
+    wire = Wire(tmp_path, partial(make_trainer, "Scaffold ii", clients_per_round=1.0))
+    with wire.server() as server:
+        wire.run(server)
+    assert sorted(path.name for path in (tmp_path / "2").rglob("*.state")) == ["2.4.state", "2.5.state"]
+    assert not list((tmp_path / "2").rglob(".*.new"))
+
+
+@pytest.fixture
+def states(tmp_path: Path) -> Iterator[SiteStates]:
+    found = SiteStates(tmp_path / "site")
+    yield found
+    found.close()
+
+
+def test_a_state_is_read_in_the_version_that_is_asked_for(states: SiteStates) -> None:
+    states.agree({"run": "r", "clients": [3]})
+    assert states.agreed() == {"run": "r", "clients": [3]}
+    assert states.read("r", 3, 0, version=0) is None
+    for version in (1, 2, 3):
+        states.write("r", 0, version - 1, version, {"c": torch.full((2,), float(version))})
+    for version in (2, 3):
+        found = states.read("r", 3, 0, version)
+        assert found is not None
+        assert found["c"].tolist() == [version, version]
+    with pytest.raises(FederatedError, match="Client 3 is asked to go on from what it kept after 1 rounds, .* 2, 3"):
+        states.read("r", 3, 0, 1)
+
+
+def test_a_damaged_file_is_named(states: SiteStates) -> None:
+    assert states.agreed() is None
+    states.agree({"run": "r"})
+    states.write("r", 0, 0, 1, {"c": torch.ones(2)})
+    (states.folder / "r" / "0.1.state").write_bytes(b"half")
+    with pytest.raises(FederatedError, match="0.1.state is damaged"):
+        states.read("r", 3, 0, 1)
+    (states.folder / "agreed.json").write_text("{")
+    with pytest.raises(FederatedError, match="agreed.json is damaged.*start the run anew"):
+        states.agreed()
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
+    half = tmp_path / "r" / ".0.1.state.new"
+    half.parent.mkdir()
+    half.write_bytes(b"half")
+    SiteStates(tmp_path).close()
+    assert not half.exists()

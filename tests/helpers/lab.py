@@ -1,0 +1,70 @@
+"""Grids of the lab as its tests run them, and results with given curves."""
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_fed import FederatedError
+from lightning_fed.lab.cell import CellRunner
+from lightning_fed.lab.grid import Cell, Grid
+from lightning_fed.lab.reading import read_experiment
+from lightning_fed.lab.records import Record, write_record
+from lightning_fed.lab.results import Results
+from lightning_fed.lab.run_grid import StoredCells, run_grid
+from lightning_fed.lab.runner import Job
+from lightning_fed.lab.store import Store
+from lightning_fed.lab.workers import make_workers
+
+Write = Callable[..., Path]
+"""Of the fixture ``write``."""
+
+
+def check_mistakes(write: Write, mistakes: Iterable[tuple[dict[str, Any], str]]) -> None:
+    """Let each change of the tiny experiment be refused with its message."""
+    for changes, message in mistakes:
+        try:
+            read_experiment(write(**changes))
+        except FederatedError as error:
+            assert re.search(message, str(error)), f"{changes}: {error}"  # noqa: PT017
+        else:
+            pytest.fail(f"{changes} is not refused")
+
+
+def run(path: Path, out: Path, scale: str = "full", jobs: int = 0) -> tuple[Results, list[str]]:
+    """Run a grid, and return its results with the names of the cells that were run for it."""
+    ran: list[str] = []
+    original = CellRunner.run
+
+    def noting(self: CellRunner, config: Any, completed: Any, final: Path) -> None:
+        ran.append(final.name)
+        original(self, config, completed, final)
+
+    with pytest.MonkeyPatch.context() as patch, Store(out) as store:
+        patch.setattr(CellRunner, "run", noting)
+        results = run_grid(Grid(read_experiment(path), scale), store, make_workers(jobs))
+    return results, ran
+
+
+def results_of(grid: Grid, out: Path, curve_of: Callable[[Cell], list[float] | str]) -> Results:
+    """Return results whose cells have these values of the metric, a value per round."""
+    store = Store(out)
+    jobs = {}
+    for number, point in enumerate(grid.points):
+        for cell in grid.cells(point, grid.tuned(point)[0], range(grid.seeds)):
+            key = f"{number}-{cell.seed}"
+            jobs[cell] = Job(str(cell), key, {}, {})
+            curve = curve_of(cell)
+            if curve == "failed":
+                store.cells.mkdir(parents=True, exist_ok=True)
+                store.note_failure(key, str(cell), "no memory")
+                continue
+            diverged = curve == "diverged"
+            values = {} if isinstance(curve, str) else dict(enumerate(curve, start=1))
+            (store.cells / key).mkdir(parents=True)
+            series = {"val_distance": values}
+            status: Any = "diverged" if diverged else "finished"
+            write_record(store.cells / key, Record({}, status, "", 9.0, 1.0, {"torch": "2"}, series, store.cells / key))
+    return Results(grid, StoredCells(store, jobs))

@@ -1,0 +1,58 @@
+"""The axes of a grid as a file states them."""
+
+from typing import Any
+
+import pytest
+
+from lightning_fed import FederatedError
+from lightning_fed.lab.axes import check_overrides, read_axis, revise
+from tests.helpers.lab import Write, check_mistakes
+
+LR = {"key": "model.init_args.lr", "values": [0.1, 0.2]}
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"methods": {"FedAvg": {"modl.lr": 1}}}, "methods.FedAvg.*Did you mean 'model'"),
+    ({"methods": {}}, "methods must be labels"),
+    ({"methods": {True: {}}}, "put it in quotes"),
+    ({"axes": {"lr": {"key": "model.init_args.lr"}}}, "lacks values"),
+    ({"axes": {"lr": {"key": "model.init_args.lr", "values": 3}}}, "must be a list"),
+    ({"axes": {"lr": {"key": "model.init_args.lr", "values": [1, 1]}}}, "comes twice"),
+    ({"axes": {"z": {"key": ["trainer.a", "trainer.b"], "values": [[1]]}}}, "a list of 2"),
+    ({"axes": {"method": LR}}, "methods' own axis"),
+    ({"methods": {"a < b": {}}}, "methods: a claim cannot name the label 'a < b'"),
+    ({"methods": {"a ~": {}}}, "cannot name the label 'a ~'"),
+    ({"methods": {"2 * a": {}}}, "cannot name the label '2 \\* a'"),
+    ({"methods": {"a ": {}}}, "cannot name the label 'a '"),
+    ({"methods": {"": {}}}, "cannot name the label ''"),
+    ({"axes": {"x": {"key": "trainer.x", "values": ["a >= b"]}}}, "axes.x: a claim cannot name the label"),
+]
+
+
+def test_a_mistake_is_named(write: Write) -> None:
+    check_mistakes(write, MISTAKES)
+
+
+def test_an_axis_is_labels_with_overrides_or_a_key_with_values() -> None:
+    assert read_axis("axes.x", "x", LR).choices == {
+        "0.1": {"model.init_args.lr": 0.1},
+        "0.2": {"model.init_args.lr": 0.2},
+    }
+    pairs = {"key": ["trainer.a", "trainer.b"], "values": [[1, 2], [3, 4]]}
+    assert read_axis("axes.x", "x", pairs).choices["3, 4"] == {"trainer.a": 3, "trainer.b": 4}
+    found = read_axis("axes.x", "x", {"small": {"trainer.max_rounds": 5, "tune": {"lr": [1.0]}}})
+    assert (found.choices, found.tune) == ({"small": {"trainer.max_rounds": 5}}, {"small": {"lr": [1.0]}})
+    with pytest.raises(FederatedError, match="must be labels with overrides, .* or a key with"):
+        read_axis("axes.x", "x", [1, 2])
+
+
+def test_changes_of_what_is_tuned_give_other_values_or_replace_it() -> None:
+    tuned = {"lr": LR, "mu": {"key": "trainer.mu", "values": [1]}}
+    changed = revise(tuned, {"lr": [5], "mu": LR, "new": [1]})
+    assert changed == {"lr": {**LR, "values": [5]}, "mu": LR, "new": [1]}
+    assert tuned["lr"] == LR
+
+
+def test_what_the_runner_sets_is_not_overridden() -> None:
+    for overrides in ({"trainer.logger": False}, {"trainer": {"enable_progress_bar": True}}):
+        with pytest.raises(FederatedError, match="x: trainer.* is the runner's to set"):
+            check_overrides("x", overrides)

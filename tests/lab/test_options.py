@@ -1,0 +1,57 @@
+"""Options that the commands share, and the command line as a page quotes it."""
+
+import os
+
+import pytest
+from jsonargparse import ArgumentParser
+
+from lightning_fed.lab.grid import Grid
+from lightning_fed.lab.options import add_run_options, command_line, default_jobs, reproduce_command
+from lightning_fed.lab.reading import read_experiment
+from tests.helpers.lab import Write
+from tests.lab.conftest import LESS
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"), [(["--seeds", "0"], "PositiveInt: 0"), (["--jobs", "-1"], "NonNegativeInt: -1")]
+)
+def test_numbers_out_of_range_are_refused(option: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = ArgumentParser()
+    add_run_options(parser, "out")
+    with pytest.raises(SystemExit):
+        parser.parse_args(option)
+    assert expected in capsys.readouterr().err
+
+
+def test_the_command_is_quoted_without_what_is_the_machines_own() -> None:
+    args = [
+        "mime_fig1",
+        "--out",
+        "/home/ann/out",
+        "--jobs=4",
+        "--data-root=/mnt",
+        "--seeds",
+        "2",
+        "--grid=/a/b/grid.yaml",
+    ]
+    assert command_line("sweep", args) == "lightning-fed sweep mime_fig1 --data-root DATA --seeds 2 --grid=grid.yaml"
+    assert command_line("sweep", ["a b.yaml", "--out"]) == "lightning-fed sweep 'a b.yaml'"
+
+
+def test_a_page_names_the_options_that_differ_from_the_file(write: Write) -> None:
+    scales = {"full": {}, "small": {"departures": LESS, "seeds": 2}}
+    experiment = read_experiment(write(scales=scales, seeds=3))
+    assert reproduce_command(Grid(experiment)) == "lightning-fed reproduce tiny.yaml"
+    assert reproduce_command(Grid(experiment, "small")) == "lightning-fed reproduce tiny.yaml --scale small"
+    assert reproduce_command(Grid(experiment, seeds=1)) == "lightning-fed reproduce tiny.yaml --seeds 1"
+    data = {"data": {"class_path": "lightning_fed.data.Concrete", "init_args": {"root": "data"}}}
+    reads_files = read_experiment(write(methods={"FedAvg": data}))
+    assert reproduce_command(Grid(reads_files)) == "lightning-fed reproduce tiny.yaml --data-root DATA"
+
+
+def test_as_many_jobs_run_as_the_process_may_use_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5, 7}, raising=False)
+    assert default_jobs() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert default_jobs() == 1

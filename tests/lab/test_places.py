@@ -1,0 +1,42 @@
+"""Parts of a grid, by the labels of its axes."""
+
+from typing import Any
+
+import pytest
+
+from lightning_fed import FederatedError
+from lightning_fed.lab.places import is_within, read_place, read_skip
+from tests.helpers.lab import Write, check_mistakes
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"skip": [{"method": "FedAvgg"}]}, "Did you mean 'FedAvg'"),
+    ({"skip": [{}]}, "names nothing"),
+]
+
+
+def test_a_mistake_is_named(write: Write) -> None:
+    check_mistakes(write, MISTAKES)
+
+
+LABELS = {"method": ("FedAvg", "SCAFFOLD"), "K": ("1", "10")}
+
+
+def test_a_place_takes_one_label_or_several_of_each_axis() -> None:
+    assert read_place("at", None, LABELS) == {}
+    assert read_place("at", {"method": "FedAvg", "K": [1, 10]}, LABELS) == {"method": ("FedAvg",), "K": ("1", "10")}
+    for found, message in (("FedAvg", "at must name axes and labels"), ({"G": 1}, "at: there is no axis 'G'")):
+        with pytest.raises(FederatedError, match=message):
+            read_place("at", found, LABELS)
+
+
+def test_a_point_is_within_a_place_that_names_its_labels() -> None:
+    point = {"method": "FedAvg", "K": "10"}
+    assert is_within(point, {})
+    assert is_within(point, {"K": ("1", "10"), "G": ("5",)})  # an axis that the point does not have does not matter
+    assert not is_within(point, {"K": ("1",)})
+
+
+def test_what_is_skipped_is_a_list_of_places() -> None:
+    assert read_skip("skip", [{"K": 1}, {"method": ["FedAvg"]}], LABELS) == ({"K": ("1",)}, {"method": ("FedAvg",)})
+    with pytest.raises(FederatedError, match="skip must be a list"):
+        read_skip("skip", {"K": 1}, LABELS)

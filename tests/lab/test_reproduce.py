@@ -1,0 +1,109 @@
+"""``lightning-fed reproduce`` as a user types it."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from lightning_fed.cli.main import main
+from tests.helpers.lab import Write
+
+LR = {"key": "model.init_args.lr", "values": [0.1, 1e200]}  # the second overflows
+TUNE = {"by": "final", "grid": {"lr": LR}}
+
+
+def test_the_command_writes_everything(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}}
+    claims = [
+        {
+            "says": "SCAFFOLD wins.",
+            "source": "Table 1",
+            "claim": "SCAFFOLD < FedAvg",
+            "quantity": "final",
+            "at": {"G": 10},
+        },
+        {
+            "says": "FedAvg wins.",
+            "source": "Table 1",
+            "claim": "FedAvg < SCAFFOLD",
+            "quantity": "final",
+            "at": {"G": 10},
+        },
+    ]
+    figures = {"curves": {"columns": "G", "log": ["y"]}, "by_G": {"x": "G", "y": "final"}}
+    tables = {"final": {"columns": "G", "value": ["final", "rounds to 0.5"]}}
+    base_rounds = {"full": {"overrides": {"trainer.max_rounds": 10}}}
+    path = write(axes=axes, claims=claims, figures=figures, tables=tables, tune=TUNE, scales=base_rounds, seeds=2)
+    main(["reproduce", str(path), "--out", str(tmp_path / "out"), "--jobs", "0", "--seeds", "1"])
+    out = tmp_path / "out"
+    text = (out / "tiny.md").read_text()
+    assert text in capsys.readouterr().out
+    for part in (
+        "SCAFFOLD wins.",
+        "holds.",
+        "**does not hold**",
+        "## Diverged",
+        "| seeds |  | 1, where the file has 2 | the command's --seeds |",
+        "lightning-fed reproduce tiny.yaml --seeds 1",
+    ):
+        assert part in text, part
+    assert str(tmp_path) not in text
+    for name in ("tiny_curves.png", "tiny_by_G.png"):
+        assert (out / name).read_bytes()[:4] == b"\x89PNG"
+        assert 5_000 < (out / name).stat().st_size < 200_000
+        assert f"({name})" in text
+    rows = gzip.decompress((out / "tiny_rounds.csv.gz").read_bytes()).decode().splitlines()
+    assert rows[0] == "cell,round,val_distance"
+    assert sum(row.split(",")[1] == "10" for row in rows) == 4
+    cells = (out / "tiny_cells.csv").read_text().splitlines()
+    assert cells[0].startswith("cell,name,settings,status,cause,")
+    assert sum(",finished," in row for row in cells) == sum(",diverged," in row for row in cells) == 4
+    choices = (out / "tiny_choices.csv").read_text().splitlines()
+    assert len(choices) == 1 + 8
+    assert sum(row.endswith(",yes") for row in choices) == 4
+
+
+def test_a_page_is_made_again_from_what_is_published_and_nothing_runs(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim = {"says": "So it is.", "source": "Table 1", "claim": "SCAFFOLD < FedAvg", "quantity": "final"}
+    settings = {"figures": {"curves": {}}, "tables": {"final": {"value": "final"}}}
+    args = ["reproduce", str(write(claims=[claim], **settings)), "--jobs", "0", "--out"]
+    main([*args, str(tmp_path / "out")])
+    text = (tmp_path / "out" / "tiny.md").read_text()
+    again = [*args, str(tmp_path / "again"), "--published", str(tmp_path / "out")]
+    main(again)
+    assert (tmp_path / "again" / "tiny.md").read_text() == text
+    assert not (tmp_path / "again" / "cells").exists()
+    write(claims=[{**claim, "says": "It is otherwise."}], **settings)
+    main(again)
+    assert (tmp_path / "again" / "tiny.md").read_text() == text.replace("So it is.", "It is otherwise.")
+    write(claims=[claim], seeds=2, **settings)  # of which one was never run
+    main(again)
+    assert "- method FedAvg, seed 1: not run" in (tmp_path / "again" / "tiny.md").read_text()
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="Nothing of tiny is published in .*nowhere"):
+        main([*args, str(tmp_path / "again"), "--published", str(tmp_path / "nowhere")])
+    (tmp_path / "out" / "tiny_rounds.csv.gz").write_bytes(b"no gzip")
+    with pytest.raises(SystemExit, match="Nothing of tiny is published|is damaged"):
+        main(again)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["scaffold_quadratic"], "Did you mean 'scaffold_quadratics'"),
+        ([], "name an experiment"),
+        (["scaffold_quadratics", "--scale", "ful"], "Did you mean 'full'"),
+        (["nowhere.yaml"], "nowhere.yaml cannot be read"),
+    ],
+    ids=str,
+)
+def test_the_command_refuses_by_name(args: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        main(["reproduce", *args])
+
+
+def test_the_list_shows_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["reproduce", "--list"])
+    assert "scaffold_quadratics" in capsys.readouterr().out

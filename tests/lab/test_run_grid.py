@@ -1,0 +1,186 @@
+"""Cells are run once, whatever happens in between; what diverges or fails leaves the others alone."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_fed import FederatedCallback
+from lightning_fed.algorithms import FedAvg
+from lightning_fed.cli.main import main
+from lightning_fed.lab import workers
+from lightning_fed.lab.configurations import Configurations, key_of
+from lightning_fed.lab.grid import Grid
+from lightning_fed.lab.reading import read_experiment
+from lightning_fed.lab.results import Results
+from tests.helpers.lab import Write, run
+from tests.helpers.processes import wait_until
+
+LR = {"key": "model.init_args.lr", "values": [0.1, 1e200]}  # the second overflows
+TUNE = {"by": "final", "grid": {"lr": LR}}
+
+
+class Failing(FedAvg):
+    """A method that fails, once it is asked to."""
+
+    def __init__(self, file: str = "", hard: bool = False) -> None:
+        super().__init__()
+        self.file, self.hard = file, hard
+
+    def update_server(self, *args: Any) -> Any:
+        if Path(self.file).exists() and os.environ.get("NOW"):
+            if self.hard:
+                os._exit(9)
+            raise RuntimeError("out of luck")
+        return super().update_server(*args)
+
+
+class Stuck(FederatedCallback):
+    """Ends no round once a cell has ended, if it is asked to."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        wait_until(lambda: not (os.environ.get("STUCK") and list(self.folder.glob("[!.]*/cell.json"))))
+
+
+def test_a_finished_cell_is_never_run_again(write: Write, tmp_path: Path) -> None:
+    first, ran = run(write(), tmp_path / "out")
+    assert len(ran) == 2
+    assert all(
+        record.series["val_distance"].keys() == {1, 2, 3} for p in first.grid.points for record in first.records(p)
+    )
+    assert run(write(title="Another title", claims=[]), tmp_path / "out")[1] == []
+    axes = {"G": {"key": "data.init_args.G", "values": [1.0, 2.0]}}
+    assert len(run(write(axes=axes), tmp_path / "out")[1]) == 2  # those with G = 2 alone
+
+
+def test_a_cell_is_known_by_all_of_its_configuration_but_where_its_data_lie(write: Write) -> None:
+    configurations = Configurations()
+    grid = Grid(read_experiment(write()))
+    cell = next(grid.cells(grid.points[0], (), range(1)))
+    config = grid.config(cell)
+    key = key_of(configurations.complete("x", config))
+    explicit = {**config, "trainer": {**config["trainer"], "local_optimizer_state": "reset"}}
+    assert key_of(configurations.complete("x", explicit)) == key  # said or not
+    changed = {**config, "trainer": {**config["trainer"], "local_optimizer_state": "keep"}}
+    assert key_of(configurations.complete("x", changed)) != key
+    assert config == grid.config(cell)  # completing changes nothing
+
+
+def test_cells_alike_are_one_cell(write: Write, tmp_path: Path) -> None:
+    methods = {"FedAvg": {}, "the same": {}}
+    results, ran = run(write(methods=methods), tmp_path / "out")
+    assert len(ran) == 1
+    assert len(list(results.asked())) == 2
+
+
+@pytest.mark.thorough
+def test_divergence_is_a_result(write: Write, tmp_path: Path) -> None:
+    results, _ = run(write(tune=TUNE), tmp_path / "out")
+    for point in results.grid.points:
+        assert results.chosen(point) == (("lr", "0.1"),)
+        assert [c.estimate.is_diverged for c in results.candidates(point)] == [False, True]
+    only = {"by": "final", "grid": {"lr": {**LR, "values": [1e200, 1e201]}}}
+    results, _ = run(write(tune=only), tmp_path / "out")
+    assert results.chosen(results.grid.points[0]) is None
+    assert str(results.estimate(results.grid.points[0], only_quantity(results))) == "diverged"
+    assert run(write(tune=TUNE), tmp_path / "out")[1] == []
+
+
+def only_quantity(results: Results) -> Any:
+    assert results.grid.experiment.tune is not None
+    return results.grid.experiment.tune.by
+
+
+@pytest.mark.thorough
+def test_values_are_chosen_on_few_seeds_and_the_others_run_with_the_choice(write: Write, tmp_path: Path) -> None:
+    tune = {"by": "final", "seeds": 1, "grid": {"lr": {"key": "model.init_args.lr", "values": [0.01, 0.1, 0.2]}}}
+    results, ran = run(
+        write(tune=tune, seeds=2, methods={"SCAFFOLD": {"trainer.algorithm": "Scaffold"}}), tmp_path / "o"
+    )
+    assert len(ran) == 3 + 1
+    (point,) = results.grid.points
+    scores = {c.tuned[0][1]: c.estimate.mean for c in results.candidates(point)}
+    assert dict(results.chosen(point) or ()) == {"lr": min(scores, key=lambda label: scores[label])}
+    assert [dict(cell.tuned) for cell in results.cells(point)] == [dict(results.chosen(point) or ())] * 2
+
+
+def failing(write: Write, file: Path, hard: bool = False) -> Path:
+    algorithm = {"class_path": f"{__name__}.Failing", "init_args": {"file": str(file), "hard": hard}}
+    return write(methods={"Failing": {"trainer.algorithm": algorithm}, "FedAvg": {}})
+
+
+def test_a_failure_is_named_leaves_the_others_alone_and_is_tried_again(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, file = failing(write, tmp_path / "now"), tmp_path / "now"
+    monkeypatch.setattr("lightning_fed.lab.run_grid.probe_jobs", lambda *_: None)
+    monkeypatch.setenv("NOW", "1")
+    file.touch()
+    results, ran = run(path, tmp_path / "out")
+    assert len(ran) == 2
+    bad, good = results.grid.points
+    assert results.records(good)
+    assert "out of luck" in results.estimate(bad, quantity(results)).missing
+    file.unlink()
+    results, ran = run(path, tmp_path / "out")
+    assert len(ran) == 1
+    assert results.records(bad)
+    assert not list((tmp_path / "out" / "cells").glob("*.failed.json"))
+
+
+def quantity(results: Results) -> Any:
+    from lightning_fed.lab.quantities import parse_quantity
+
+    return parse_quantity("test", "final", results.grid.experiment.metrics)
+
+
+def fork(patch: pytest.MonkeyPatch) -> None:
+    """Let workers be forked, which imports nothing anew."""
+    patch.setattr(workers, "get_context", lambda _: multiprocessing.get_context("fork"))
+
+
+def reproduce(args: list[str], messages: Path) -> None:
+    """Run the command as a process of its own does, with cells that get stuck."""
+    os.environ["STUCK"] = "1"
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stderr = messages.open("w")
+    fork(pytest.MonkeyPatch())
+    main(["reproduce", *args])
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("anew", marks=pytest.mark.thorough)])
+def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(start: str, write: Write, tmp_path: Path) -> None:
+    cells, root, messages = tmp_path / "out" / "cells", Path(__file__).parents[2], tmp_path / "messages"
+    callback = {"class_path": f"{__name__}.Stuck", "init_args": {"folder": str(cells)}}
+    finished = "[!.]*/cell.json"  # a cell is written to a folder with a dot, and renamed when it is complete
+    axes = {"G": {"key": "data.init_args.G", "values": [1, 2]}}
+    path = write(axes=axes, methods={"FedAvg": {"trainer.callbacks": [callback]}})
+    args = [str(path), "--out", str(tmp_path / "out"), "--jobs", "1"]
+
+    def is_alive() -> bool:
+        return process.is_alive() if start == "fork" else process.poll() is None
+
+    if start == "fork":
+        process = multiprocessing.get_context("fork").Process(target=reproduce, args=(args, messages))
+        process.start()
+    else:
+        paths = {"PYTHONPATH": f"{root}{os.pathsep}{Path(__file__).parent}", "OMP_NUM_THREADS": "1", "STUCK": "1"}
+        command = [sys.executable, "-m", "lightning_fed", "reproduce", *args]
+        with messages.open("w") as file:
+            process = subprocess.Popen(command, env={**os.environ, **paths}, stdout=subprocess.DEVNULL, stderr=file)
+    wait_until(lambda: bool(list(cells.glob(finished))) or not is_alive())
+    assert is_alive(), messages.read_text()
+    os.kill(process.pid, signal.SIGINT)
+    wait_until(lambda: not is_alive())
+    assert "goes on from there" in messages.read_text()
+    assert len(list(cells.glob(finished))) == 1
+    _, ran = run(path, tmp_path / "out")
+    assert len(ran) == 1

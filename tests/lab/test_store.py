@@ -1,0 +1,32 @@
+"""One command works in a grid's folder, and half of a cell is never found there."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_fed import FederatedError
+from lightning_fed.lab.store import Store
+from tests.helpers.lab import Write, run
+
+
+def test_one_command_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
+    with (
+        Store(tmp_path / "out"),
+        pytest.raises(FederatedError, match="Another command works in"),
+        Store(tmp_path / "out"),
+    ):
+        pass
+    with Store(tmp_path / "out"):
+        pass
+
+
+def test_what_a_killed_cell_left_is_cleared_away_and_a_damaged_one_is_named(write: Write, tmp_path: Path) -> None:
+    results, _ = run(write(), tmp_path / "out")
+    cells = tmp_path / "out" / "cells"
+    (cells / ".half").mkdir()
+    (cells / ".half" / "rounds.csv").write_text("round,")
+    key = results.records(results.grid.points[0])[0].folder.name
+    (cells / key / "cell.json").write_text("{")
+    with pytest.raises(FederatedError, match=f"{key} is damaged.*Delete it"):
+        run(write(), tmp_path / "out")[0].records(results.grid.points[0])
+    assert not (cells / ".half").exists()

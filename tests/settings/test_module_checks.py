@@ -1,0 +1,123 @@
+"""Modules, optimizers and data that rounds cannot take."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+from lightning_fed import FederatedDataModule
+from lightning_fed.algorithms import Adam, FedAvg, MimeLite
+from lightning_fed.core.buffers import Buffers
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.server import CoordinateMedian
+from lightning_fed.settings.module_checks import (
+    check_batch_statistics,
+    check_buffers,
+    check_module,
+    check_optimization,
+    no_federated_data,
+)
+from tests.helpers.training import clients
+
+
+def fit_of(module: Any, datamodule: Any = None, **more: Any) -> Any:
+    """Return what a check sees of a trainer."""
+    data = FederatedDataModule(clients=clients((8,))) if datamodule is None else datamodule
+    return SimpleNamespace(lightning_module=module, datamodule=data, callbacks=[], **more)
+
+
+class Net(pl.LightningModule):
+    """A module that rounds can take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch[0]).sum()
+
+
+def test_data_that_are_not_split_among_clients_are_refused_with_the_way_to_split_them() -> None:
+    assert "found no datamodule. Pass trainer.fit(model, FederatedDataModule(" in str(no_federated_data(None))
+    assert "found a list. Pass" in str(no_federated_data([]))
+    assert "found a DataLoader. Say how" in str(no_federated_data(DataLoader([1])))
+    with pytest.raises(FederatedError, match="found a LightningDataModule"):
+        check_module(fit_of(Net(), pl.LightningDataModule()))
+
+
+def test_modules_and_data_that_rounds_cannot_drive_are_refused() -> None:
+    class Central(FederatedDataModule):
+        def train_dataloader(self) -> Any:
+            return []
+
+    class Iterates(Net):
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            return None
+
+    manual, lazy = Net(), Net()
+    manual.automatic_optimization = False
+    lazy.layer = nn.LazyLinear(2)  # type: ignore[assignment]
+    check_module(fit_of(Net()))
+    for trainer, message in (
+        (fit_of(Net(), Central(clients=clients((8,)))), "Central overrides train_dataloader, which no round asks for"),
+        (fit_of(manual), "Net uses manual optimization.*return the loss"),
+        (fit_of(Iterates()), "Iterates.training_step.dataloader_iter. is not supported"),
+        (fit_of(lazy), "Net.layer.weight has no shape yet"),
+    ):
+        with pytest.raises(FederatedError, match=message):
+            check_module(trainer)
+
+
+def test_a_single_local_optimizer_that_takes_corrections_is_returned() -> None:
+    def optimized(optimizer: Any, interval: str = "epoch") -> Any:
+        schedule = SimpleNamespace(interval=interval, scheduler=StepLR(SGD([nn.Parameter(torch.ones(1))], 0.1), 1))
+        return fit_of(Net(), optimizers=[optimizer], lr_scheduler_configs=[schedule])
+
+    plain = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    momentum = SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+    assert check_optimization(optimized(plain), MimeLite(base=Adam())) is plain
+    assert check_optimization(optimized(momentum), FedAvg()) is momentum
+    mock = type("_MockOptimizer", (), {})()
+    for trainer, algorithm, message in (
+        (optimized(mock), FedAvg(), r"Net.configure_optimizers\(\) returned None"),
+        (optimized(torch.optim.Rprop([nn.Parameter(torch.ones(1))])), FedAvg(), "the local optimizer Rprop is not"),
+        (optimized(plain, "step"), FedAvg(), "The LR scheduler StepLR has interval='step'"),
+        (
+            optimized(momentum),
+            MimeLite(base=Adam()),
+            r"MimeLite\(base=Adam\) .* returned SGD, which would do so once more",
+        ),
+    ):
+        with pytest.raises(FederatedError, match=message):
+            check_optimization(trainer, algorithm)
+
+
+def test_layers_that_normalise_by_a_batch_are_refused_where_processes_split_batches() -> None:
+    module = Net()
+    module.norm = nn.BatchNorm1d(2)
+    with pytest.raises(FederatedError, match=r"norm \(BatchNorm1d\) normalises by the statistics of a batch"):
+        check_batch_statistics(module)
+    module.norm.eval()
+    check_batch_statistics(module)
+    module.norm = nn.BatchNorm1d(2, track_running_stats=False).eval()
+    with pytest.raises(FederatedError, match="normalises by the statistics"):
+        check_batch_statistics(module)
+
+
+def test_buffers_that_are_sent_past_an_aggregator_are_refused() -> None:
+    module = nn.BatchNorm1d(2)
+    for mode in ("average", "local", "server"):
+        buffers = Buffers(buffer_owners(module), mode)
+        if mode == "server":
+            check_buffers(CoordinateMedian(), buffers)
+        else:
+            with pytest.raises(FederatedError, match=f"does not go with buffers='{mode}'.*'running_mean'"):
+                check_buffers(CoordinateMedian(), buffers)
+    check_buffers(CoordinateMedian(), Buffers({}, "average"))

@@ -1,0 +1,83 @@
+"""Settings, strategies and callbacks of a trainer that rounds cannot take."""
+
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+
+from lightning_fed.algorithms import FedAvg, FedSAM, PFedMe, ServerOnly
+from lightning_fed.callbacks import TrainingLoss
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.server import BernoulliSampler, DifferentialPrivacy
+from lightning_fed.settings.trainer_checks import check_local_options, check_strategy, check_trainer
+from lightning_fed.strategies import ClientsStrategy
+from tests.helpers.training import trainer
+
+
+def test_strategies_are_refused_unless_they_run_clients() -> None:
+    ddp = pl.strategies.DDPStrategy()
+    for known in ("auto", "clients", "ddp", "ddp_spawn", "single_device", "my_own", ddp, ClientsStrategy()):
+        check_strategy(known)
+    for strategy, message in (
+        ("fsdp", "The strategy fsdp is not supported: it shards the parameters"),
+        ("deepspeed_stage_2", "it keeps parameters, gradients and optimizer to itself"),
+        ("xla", "it records steps to run them later"),
+        (
+            type("MyDDP", (pl.strategies.DDPStrategy,), {})(),
+            "MyDDP is not supported: it changes how gradients are reduced",
+        ),
+        (
+            type(
+                "Strange",
+                (pl.strategies.ParallelStrategy,),
+                {"__init__": lambda self: None, "__abstractmethods__": frozenset()},
+            ),
+            "how it trains is not known",
+        ),
+    ):
+        with pytest.raises(FederatedError, match=message):
+            check_strategy(strategy)
+
+
+def test_options_of_the_local_work_are_refused_with_a_method_that_has_none() -> None:
+    options: dict[str, Any] = {
+        "gradient_clip_val": 1.0, "accumulate_grad_batches": 2, "max_steps": 3, "limit_train_batches": 0.5,
+        "overfit_batches": 2,
+    }  # fmt: skip
+    for name, value in options.items():
+        with pytest.raises(FederatedError, match=f"{name}={value} does not apply to ServerOnly, whose clients take no"):
+            check_local_options(trainer(algorithm=ServerOnly(), local_epochs=None, **{name: value}))
+        check_local_options(trainer(algorithm=FedAvg(), **{name: value}))
+    check_local_options(trainer(algorithm=ServerOnly(), local_epochs=None))
+    schedule = pl.callbacks.GradientAccumulationScheduler({0: 1, 2: 2})
+    with pytest.raises(FederatedError, match="The callback GradientAccumulationScheduler does not apply to ServerOnly"):
+        check_local_options(trainer(algorithm=ServerOnly(), local_epochs=None, callbacks=[schedule]))
+
+
+class MyWeights(pl.callbacks.StochasticWeightAveraging):
+    """A subclass is refused as its base is."""
+
+
+def test_settings_and_callbacks_that_have_no_meaning_in_rounds_are_refused() -> None:
+    check_trainer(trainer())
+    for options, message in (
+        ({"val_check_interval": 2}, "val_check_interval=2 with check_val_every_n_epoch=1 asks for validation inside"),
+        ({"callbacks": [MyWeights(0.1)]}, "MyWeights is not supported: it averages weights .* remove the callback"),
+        (
+            {"callbacks": [pl.callbacks.BatchSizeFinder()]},
+            "BatchSizeFinder .*Instead, set batch_size on the data module",
+        ),
+        ({"algorithm": FedSAM(0.1), "accumulate_grad_batches": 2}, "accumulate_grad_batches=2 does not go with FedSAM"),
+        ({"algorithm": FedSAM(0.1), "gradient_clip_val": 1.0}, "gradient_clip_val=1.0 would clip the first gradient"),
+        ({"algorithm": PFedMe(2.0, inner_steps=2), "accumulate_grad_batches": 2}, "which takes 2 steps on every batch"),
+    ):
+        with pytest.raises(FederatedError, match=message):
+            check_trainer(trainer(**options))
+
+
+def test_measures_of_clients_data_are_refused_beside_differential_privacy() -> None:
+    privacy = DifferentialPrivacy(max_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+    drawn: dict[str, Any] = {"aggregator": privacy, "sampler": BernoulliSampler(0.5), "clients_per_round": None}
+    check_trainer(trainer(**drawn))
+    with pytest.raises(FederatedError, match="The callback TrainingLoss does not go with aggregator=Differential"):
+        check_trainer(trainer(callbacks=[TrainingLoss()], **drawn))
