@@ -220,7 +220,7 @@ def shards_of(reference: Reference) -> list[Shard]:
     Raises:
         FederatedError: If it refers to anything else.
     """
-    saved = reference.get("shards")
+    saved: Any = reference.get("shards")
     for shard in saved if isinstance(saved, list) else [saved]:
         kinds = [type(part) for part in shard] if isinstance(shard, list) else []
         if kinds != [str, int, int, int] or not _SHARD.fullmatch(shard[0]):
