@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import resource
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
-from lightning_fed.algorithms import Scaffold
 from lightning_fed.checkpoints import files as checkpoint_io
 from lightning_fed.checkpoints.files import AtomicCheckpointIO, fault_of, link, newest_sound, remove_leftovers
 from lightning_fed.core.errors import FederatedError
-from tests.helpers.selection import few
 from tests.helpers.checkpoints import run_keeping as run
-from tests.helpers.training import Net, classification, data, fit, parameters, same, seeded, trainer
+from tests.helpers.selection import few
+from tests.helpers.training import fit, same, seeded, trainer
 
 CONTENT = {"x": torch.arange(500.0), "optimizer_states": [], "note": "whole"}
 
@@ -28,8 +26,6 @@ CONTENT = {"x": torch.arange(500.0), "optimizer_states": [], "note": "whole"}
 def save(path: Path, **content: Any) -> Path:
     AtomicCheckpointIO().save_checkpoint({**CONTENT, **content}, path)
     return path
-
-
 
 
 # ---------------------------------------------------------------------- writing

@@ -69,5 +69,7 @@ def test_the_best_checkpoint_of_the_newest_run_is_evaluated_wherever_its_folder_
 
 def test_a_path_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
     run(tmp_path / "a", 2)
-    with pytest.raises(FederatedError, match=r"There is no checkpoint .*b\.ckpt\. .*a holds step=2\.ckpt, step=1\.ckpt"):
+    with pytest.raises(
+        FederatedError, match=r"There is no checkpoint .*b\.ckpt\. .*a holds step=2\.ckpt, step=1\.ckpt"
+    ):
         run(tmp_path / "a", 3, ckpt_path=tmp_path / "a" / "b.ckpt")
