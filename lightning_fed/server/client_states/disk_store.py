@@ -349,7 +349,7 @@ class DiskClientStore(ClientStore):
             places = json.loads(data[8:end])
             self._header = (kind, data[:end], sorted(state, key=lambda name: places[name]["data_offsets"]))
         _, header, names = self._header
-        return b"".join([header, *(memoryview(state[name].reshape(-1).view(torch.uint8).numpy()) for name in names)])
+        return b"".join([header, *(state[name].reshape(-1).view(torch.uint8).numpy().data for name in names)])
 
     def _append(self, index: int, data: bytes) -> None:
         self._rests = False
