@@ -123,13 +123,10 @@ class StoreFolder:
         known: dict[str, set[tuple[str, str]]] = {}
         with ExitStack() as opened:
             for name, index in indices.items():
-                if not index.path.exists():
-                    known[name] = set()
-                    continue
                 if not index.is_open:
                     opened.callback(index.close)
                 with suppress(sqlite3.Error):  # a shard that is damaged, or in use after its fit, is left alone
-                    known[name] = index.versions()
+                    known[name] = index.versions() if index.path.exists() else set()
             wanted = self._wanted(set().union(*known.values()))
             self._written, self._kept = 0, len(wanted)
             for name, versions in known.items():
@@ -219,7 +216,7 @@ def shards_of(reference: Reference) -> list[Shard]:
     Raises:
         FederatedError: If it refers to anything else.
     """
-    saved = reference.get("shards")
+    saved: Any = reference.get("shards")
     for shard in saved if isinstance(saved, list) else [saved]:
         kinds = [type(part) for part in shard] if isinstance(shard, list) else []
         if kinds != [str, int, int, int] or not _SHARD.fullmatch(shard[0]):

@@ -165,9 +165,9 @@ def newest_sound(folder: Path, other_than: Path | None = None) -> Path | None:
     return None
 
 
-def by_age(folder: Path) -> list[Path]:
-    """Return the checkpoint files of a folder, the newest first, links after what they lead to."""
-    files = [file for file in folder.glob("*.ckpt") if file.is_file()] if folder.is_dir() else []
+def by_age(*folders: Path) -> list[Path]:
+    """Return the checkpoint files of folders, the newest first, links after what they lead to."""
+    files = [file for folder in folders if folder.is_dir() for file in folder.glob("*.ckpt") if file.is_file()]
     return sorted(files, key=lambda file: (-file.stat().st_mtime_ns, file.is_symlink(), file.name))
 
 

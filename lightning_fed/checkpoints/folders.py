@@ -80,8 +80,7 @@ def newest(trainer: pl.Trainer, whole: bool = True) -> str | None:
     found = [*stopped, *(file for folder in places for file in by_age(folder))]
     if not found and _numbers_versions(trainer):
         numbered = [folder for folder in places if folder.match("version_*/checkpoints")]
-        former = [other for folder in numbered for other in folder.parent.parent.glob("version_*/checkpoints")]
-        found = [file for folder in former for file in by_age(folder)]
+        found = by_age(*(other for folder in numbered for other in folder.parent.parent.glob("version_*/checkpoints")))
     for file in sorted(found, key=lambda file: -file.stat().st_mtime_ns):
         if not whole or fault_of(file) is not None or resumable(file):
             return str(file)

@@ -26,8 +26,8 @@ def last_of_newest_run(trainer: pl.Trainer) -> str | None:
     """
     if trainer.fit_loop.round > 0:
         return newest(trainer, whole=False)
-    own = [file for folder in folders(trainer, whole=False) for file in by_age(folder)]
-    return next(map(str, _by_age(own or _below(roots(trainer)))), None)
+    own = by_age(*folders(trainer, whole=False))
+    return next(map(str, own or _below(roots(trainer))), None)
 
 
 def best_of_newest_run(trainer: pl.Trainer) -> str:
@@ -41,7 +41,7 @@ def best_of_newest_run(trainer: pl.Trainer) -> str:
     """
     latest = last_of_newest_run(trainer)
     if latest is None:
-        raise FederatedError(f"ckpt_path='best' found no checkpoint under {_listed(roots(trainer))}.")
+        raise FederatedError(f"ckpt_path='best' found no checkpoint under {' or '.join(map(str, roots(trainer)))}.")
     states = trainer.strategy.checkpoint_io.load_checkpoint(latest).get("callbacks") or {}
     noted = {key: str(state["best_model_path"]) for key, state in states.items() if "best_model_path" in state}
     mine = trainer.checkpoint_callback
@@ -87,24 +87,15 @@ def roots(trainer: pl.Trainer) -> list[Path]:
 
 
 def _below(places: Iterable[Path]) -> list[Path]:
-    """Return the checkpoints of all runs under some folders."""
+    """Return the checkpoints of all runs under some folders, the newest first."""
     found = [folder for place in places for folder in (place, *(f for p in _RUNS for f in place.glob(p)))]
-    return [file for folder in {folder.resolve() for folder in found} for file in by_age(folder)]
-
-
-def _by_age(files: Iterable[Path]) -> list[Path]:
-    """Return files, the newest first, links after what they lead to."""
-    return sorted(files, key=lambda file: (-file.stat().st_mtime_ns, file.is_symlink(), file.name))
+    return by_age(*{folder.resolve() for folder in found})
 
 
 def _contents(folder: Path) -> str:
     """Say which checkpoints a folder holds, the newest first."""
-    names = [str(file.relative_to(folder.resolve())) for file in _by_age(_below([folder]))]
+    names = [str(file.relative_to(folder.resolve())) for file in _below([folder])]
     if not names:
         return f"{folder} holds no checkpoint."
     more = [f"and {len(names) - _SHOWN} older ones"] if len(names) > _SHOWN else []
     return f"{folder} holds {', '.join([*names[:_SHOWN], *more])}."
-
-
-def _listed(places: Iterable[Path]) -> str:
-    return " or ".join(map(str, places))

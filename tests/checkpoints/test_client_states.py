@@ -508,6 +508,20 @@ def test_a_checkpoint_or_an_index_that_cannot_be_read_keeps_its_states(tmp_path:
     assert {file.parent.name for file in states_files(folder.path)} == {store.name, broken.name}
 
 
+@pytest.mark.parametrize("content", [b"", b"SQLite format 3\0", b"damaged" * 999])
+def test_garbage_collection_leaves_a_damaged_index_and_its_states_alone(content: bytes, tmp_path: Path) -> None:
+    fit(max_rounds=1, save=tmp_path / "a.ckpt", client_states_dir=tmp_path / "kept")
+    gc.collect()  # the run's store
+    (index,), states = (tmp_path / "kept").glob("*/index.sqlite"), states_files(tmp_path / "kept")
+    whole = index.read_bytes()
+    index.write_bytes(content)
+    StoreFolder(tmp_path / "kept").collect(rank=0)
+    assert index.read_bytes() == content
+    assert states_files(tmp_path / "kept") == states
+    index.write_bytes(whole)
+    fit(load=tmp_path / "a.ckpt")
+
+
 @pytest.fixture
 def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder for stores of two runs of this process, and of one that was killed."""

@@ -4,9 +4,7 @@ import errno
 import multiprocessing
 import os
 import random
-import re
 import resource
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,13 @@ import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
-from torch.utils.data import DataLoader
 
-from lightning_fed.algorithms import Scaffold
 from lightning_fed.checkpoints import files as checkpoint_io
 from lightning_fed.checkpoints.files import AtomicCheckpointIO, fault_of, link, newest_sound, remove_leftovers
-from lightning_fed.checkpoints.restoring import restored_from
 from lightning_fed.core.errors import FederatedError
+from tests.helpers.checkpoints import run_keeping as run
 from tests.helpers.selection import few
-from tests.helpers.training import Net, classification, data, fit, parameters, same, seeded, trainer
+from tests.helpers.training import fit, same, seeded, trainer
 
 CONTENT = {"x": torch.arange(500.0), "optimizer_states": [], "note": "whole"}
 
@@ -30,15 +26,6 @@ CONTENT = {"x": torch.arange(500.0), "optimizer_states": [], "note": "whole"}
 def save(path: Path, **content: Any) -> Path:
     AtomicCheckpointIO().save_checkpoint({**CONTENT, **content}, path)
     return path
-
-
-def run(folder: Path, rounds: int, ckpt_path: Any = None, **options: Any) -> Any:
-    """Run Scaffold with a checkpoint after each round, all of them kept."""
-    keep = options.pop("keep", None) or ModelCheckpoint(folder, filename="{step}", save_top_k=-1)
-    callbacks = [keep, *options.pop("callbacks", [])]
-    made = trainer(algorithm=Scaffold(), max_rounds=rounds, callbacks=callbacks, enable_checkpointing=True, **options)
-    made.fit(seeded(), data(), ckpt_path=ckpt_path)
-    return made
 
 
 # ---------------------------------------------------------------------- writing
@@ -279,82 +266,3 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FederatedError, match="would run code when it is read"):
         run(tmp_path, 1, ckpt_path=tmp_path / "a.ckpt")
     assert not Path("broken-into").exists()
-
-
-# ---------------------------------------------------------------------- "last"
-
-
-def test_last_is_the_newest_checkpoint_whatever_its_name(tmp_path: Path) -> None:
-    run(tmp_path, 2, keep=ModelCheckpoint(tmp_path, save_last=True))
-    time.sleep(0.02)
-    run(tmp_path, 3, ckpt_path="last", keep=ModelCheckpoint(tmp_path))
-    again = run(tmp_path, 4, ckpt_path="last", keep=ModelCheckpoint(tmp_path))
-    assert again.ckpt_path.endswith("epoch=2-step=3.ckpt")
-
-
-def test_last_passes_over_weights_alone(tmp_path: Path) -> None:
-    weights = ModelCheckpoint(tmp_path, filename="weights", save_weights_only=True, monitor="val_loss")
-    run(tmp_path, 2, callbacks=[weights])
-    assert run(tmp_path, 3, ckpt_path="last").ckpt_path.endswith("step=2.ckpt")
-
-
-def test_last_goes_on_from_the_former_version_of_a_numbered_logger(tmp_path: Path) -> None:
-    options = {"logger": True, "default_root_dir": tmp_path}
-    straight = run(tmp_path / "straight", 4)
-    for rounds in (2, 3, 4):
-        last = run(tmp_path, rounds, ckpt_path="last", keep=ModelCheckpoint(), **options)
-    assert Path(last.log_dir).name == "version_2"
-    assert "version_1" in str(last.ckpt_path)
-    assert torch.equal(last.fit_loop.state.x, straight.fit_loop.state.x)
-
-
-def test_last_without_any_begins(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="no last checkpoint available"):
-        begun = run(tmp_path, 2, ckpt_path="last")
-    assert torch.equal(parameters(begun.lightning_module), fit(seeded(), algorithm=Scaffold(), max_rounds=2))
-
-
-class Evaluated(Net):
-    """Can be tested and asked for predictions, too."""
-
-    test_step = Net.validation_step
-
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self(batch[0])
-
-
-def evaluate(stage: str, made: Any) -> torch.Tensor:
-    """Return the parameters with which the last checkpoint is evaluated by a trainer."""
-    model = Evaluated()
-    getattr(made, stage)(model, DataLoader(classification(8, 0), batch_size=4), ckpt_path="last")
-    return parameters(model)
-
-
-STAGES = ("validate", "test", "predict")
-
-
-@pytest.mark.parametrize("weights_alone", few([False, True], [False]))
-def test_last_is_evaluated_by_a_new_trainer_in_every_stage(weights_alone: bool, tmp_path: Path) -> None:
-    options = {"logger": True, "default_root_dir": tmp_path}
-    fitted = run(tmp_path, 2, keep=ModelCheckpoint(save_weights_only=weights_alone), **options)
-    for made in (trainer(**options, enable_checkpointing=True), fitted):
-        for stage in STAGES:
-            assert torch.equal(evaluate(stage, made), parameters(fitted.lightning_module)), stage
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_last_without_any_is_refused_where_nothing_is_trained(stage: str, tmp_path: Path) -> None:
-    found = re.escape(f"{stage}(ckpt_path='last') found no checkpoint: none lies in ")
-    with pytest.raises(FederatedError, match=f"{found}{tmp_path}. Give the trainer"):
-        evaluate(stage, trainer(default_root_dir=tmp_path))
-    with pytest.raises(FederatedError, match=f"{found}{tmp_path / 'checkpoints'} or under {tmp_path}. Give"):
-        evaluate(stage, trainer(default_root_dir=tmp_path, enable_checkpointing=True))
-
-
-@pytest.mark.parametrize("cause", ["the sizes differ", "the sizes differ."])
-def test_what_does_not_fit_is_told_in_whole_sentences(cause: str) -> None:
-    with (
-        pytest.raises(FederatedError, match=r"the model ended in RuntimeError: the sizes differ\. Resume with"),
-        restored_from("last.ckpt", "the model"),
-    ):
-        raise RuntimeError(cause)

@@ -6,6 +6,7 @@ shards of its version. What it needs of them stays as long as it exists.
 """
 
 import ctypes
+import json
 import os
 import shutil
 import sqlite3
@@ -30,29 +31,29 @@ from lightning_fed.server.client_states.store import ClientStore, MemoryClientSt
 __all__ = ["DiskClientStore", "Index", "Shard", "read_version"]
 
 _SMALL_FILES = 256  # so many are merged
-_COMPLETE, _TRIMMED = 0, 1  # user_version of an index: whether it still has the newest state of every client
 
-# A state belongs to the versions from `since` until just before `until`, which is NULL for the newest one.
-# `live`, `clients` and `total` add up lengths, numbers and checksums of a file's newest states.
-_SCHEMA = """
-PRAGMA locking_mode = EXCLUSIVE;
-PRAGMA journal_mode = WAL;
-PRAGMA synchronous = NORMAL;
-PRAGMA wal_autocheckpoint = 8192;
-BEGIN;
-CREATE TABLE IF NOT EXISTS files (id INTEGER PRIMARY KEY, bytes INTEGER, live INTEGER DEFAULT 0,
-    clients INTEGER DEFAULT 0, total INTEGER DEFAULT 0);
-CREATE TABLE IF NOT EXISTS states (client INTEGER, since INTEGER, until INTEGER, file INTEGER, offset INTEGER,
-    length INTEGER, checksum INTEGER, PRIMARY KEY (client, since)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS versions (name TEXT, checkpoint TEXT, number INTEGER, PRIMARY KEY (name, checkpoint));
-CREATE INDEX IF NOT EXISTS by_file ON states (file);
-CREATE INDEX IF NOT EXISTS superseded ON states (until) WHERE until IS NOT NULL;
-CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON states BEGIN UPDATE files SET live = live + new.length,
-    clients = clients + 1, total = total + new.client + new.checksum WHERE id = new.file; END;
-CREATE TRIGGER IF NOT EXISTS replaced AFTER UPDATE OF until ON states BEGIN UPDATE files SET live = live - old.length,
-    clients = clients - 1, total = total - old.client - old.checksum WHERE id = old.file; END;
-COMMIT;
+# Commit n writes file n. A state belongs to the versions from the number of its file until just before `until`, which
+# is NULL for the newest one. `live`, `clients` and `total` add up lengths, numbers and checksums of a file's newest.
+_TABLES = """
+CREATE TABLE files (id INTEGER PRIMARY KEY, bytes INTEGER, live INTEGER, clients INTEGER, total INTEGER);
+CREATE TABLE states (file INTEGER, client INTEGER, until INTEGER, offset INTEGER, length INTEGER, checksum INTEGER,
+    PRIMARY KEY (file, client)) WITHOUT ROWID;
+CREATE TABLE versions (name TEXT, checkpoint TEXT, number INTEGER, PRIMARY KEY (name, checkpoint));
 """
+_LOOKUPS = """
+CREATE UNIQUE INDEX newest ON states (client) WHERE until IS NULL;
+CREATE INDEX superseded ON states (until) WHERE until IS NOT NULL;
+PRAGMA journal_mode = WAL;
+"""
+_VERSION = """
+CREATE TEMP VIEW version AS SELECT client, file, offset, length, checksum, bytes FROM states JOIN files ON id = file
+    WHERE file <= {number} AND (until IS NULL OR until > {number})
+"""
+_CHECK = (
+    "SELECT COUNT(*), SUM(client + checksum), SUM(client >= 0 AND client < ? AND typeof(client) = 'integer'"
+    " AND typeof(offset) = 'integer' AND typeof(length) = 'integer' AND typeof(checksum) = 'integer'"
+    " AND typeof(bytes) = 'integer') FROM version"
+)
 
 
 class Shard(NamedTuple):
@@ -60,7 +61,7 @@ class Shard(NamedTuple):
 
     Attributes:
         name: The name of its folder.
-        number: The number of commits before the version.
+        number: The number of the newest file in it.
         clients: The number of states.
         total: The sum of the states' client indices and checksums.
     """
@@ -91,15 +92,27 @@ class Index:
         """Whether there is a connection."""
         return self._db is not None
 
-    def connect(self, create: bool = False) -> sqlite3.Connection:
+    def connect(self) -> sqlite3.Connection:
         """Return the connection; it is opened if it is not open."""
         if self._db is None:
-            uri = f"{self.path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
+            uri = f"{self.path.absolute().as_uri()}?mode=rw"
             db = sqlite3.connect(uri, self.patience, isolation_level=None, check_same_thread=False, uri=True)
-            db.executescript(_SCHEMA)
+            db.executescript("PRAGMA locking_mode = EXCLUSIVE; PRAGMA synchronous = NORMAL; PRAGMA cache_size = -1024;")
             self._db = db
             _OPEN.add(self)
         return self._db
+
+    @contextmanager
+    def creating(self) -> Iterator[Path]:
+        """Yield a new index to fill, and put it in its place: a shard without an index was never used."""
+        new = self.folder / "index.new"
+        self.folder.mkdir(exist_ok=True)
+        new.unlink(missing_ok=True)
+        with closing(sqlite3.connect(new)) as db:
+            db.executescript(_TABLES)
+            yield new
+            db.executescript(_LOOKUPS)
+        os.replace(new, self.path)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -120,7 +133,7 @@ class Index:
 
     def is_trimmed(self) -> bool:
         """Whether the newest states were deleted, because no store seemed to use the shard."""
-        return bool(self.connect().execute("PRAGMA user_version").fetchone()[0] == _TRIMMED)
+        return bool(self.connect().execute("PRAGMA user_version").fetchone()[0])
 
     def versions(self) -> set[tuple[str, str]]:
         """Return the names of versions, each with a checkpoint that refers to it."""
@@ -133,22 +146,18 @@ class Index:
             wanted: The names of versions.
             is_live: Whether a store uses the shard, so that the newest states stay.
         """
-        db = self.connect()
-        gone = [name for (name,) in db.execute("SELECT DISTINCT name FROM versions") if name not in wanted]
+        gone = {name for name, _ in self.versions()} - wanted
         if not gone and (is_live or self.is_trimmed()):
             return
-        with self.transaction():
+        with self.transaction() as db:
             db.executemany("DELETE FROM versions WHERE name = ?", [(name,) for name in gone])
             db.execute(
-                "DELETE FROM states WHERE until IS NOT NULL"
-                " AND NOT EXISTS (SELECT 1 FROM versions WHERE since <= number AND number < until)"
+                "DELETE FROM states WHERE (until IS NOT NULL OR ?) AND NOT EXISTS"
+                " (SELECT 1 FROM versions WHERE file <= number AND (until IS NULL OR until > number))",
+                (not is_live,),
             )
             if not is_live:
-                db.execute(
-                    "DELETE FROM states WHERE until IS NULL"
-                    " AND NOT EXISTS (SELECT 1 FROM versions WHERE since <= number)"
-                )
-                db.execute(f"PRAGMA user_version = {_TRIMMED}")
+                db.execute("PRAGMA user_version = 1")
             unused = self.drop_files(db)
         if not is_live:  # also those that a killed process left
             kept = {self.file(number) for (number,) in db.execute("SELECT id FROM files")}
@@ -184,6 +193,52 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_connections_to_parent)
 
 
+class _Reader:
+    """Reads states of a shard, and keeps the last file open.
+
+    They are read, and not mapped into memory: a mapped file that somebody truncates ends the process, and its pages
+    count as the process's memory.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._index, self._number, self._size = index, 0, 0
+        self._file: FileIO | None = None
+
+    def tensors(self, device: torch.device, number: int, client: int, offset: int, length: int, checksum: int) -> State:
+        """Return a client's state; it is refused by name if it is damaged."""
+        data = self.read(number, client, offset, length, checksum)
+        try:
+            return {name: value.to(device) for name, value in sorted(load(data).items())}  # which has no order
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            path = self._index.file(number)
+            raise FederatedError(f"{path} holds no tensors for the client with index {client}: {error}.") from error
+
+    def read(self, number: int, client: int, offset: int, length: int, checksum: int) -> bytes:
+        """Return a client's state as it was written."""
+        data = b""
+        try:
+            if self._file is None or number != self._number:
+                self.close()
+                self._number, self._file = number, open(self._index.file(number), "rb", buffering=0)  # noqa: SIM115
+                self._size = os.fstat(self._file.fileno()).st_size
+            if 0 <= offset < offset + length <= self._size:
+                self._file.seek(offset)
+                while len(data) < length and (part := self._file.read(length - len(data))):
+                    data = data + part if data else part
+        except OSError as error:
+            raise _missing(self._index.file(number), error) from error
+        if not data or len(data) != length or zlib.crc32(data, client) != checksum:
+            path = self._index.file(number)
+            raise FederatedError(f"{path} is damaged: what it holds of the client with index {client} was changed.")
+        return data
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
 class DiskClientStore(ClientStore):
     """Client states in the files of a shard, in the safetensors format; reading runs no code.
 
@@ -203,12 +258,14 @@ class DiskClientStore(ClientStore):
     def __init__(self, folder: Path, name: str, num_clients: int, device: torch.device) -> None:
         self.folder, self.name, self.num_clients, self.device = folder, name, num_clients, device
         self.index = Index(folder / name)
-        self._number = 0  # of commits; the states of commit n are in file n
+        self._number = 0  # of the newest file
         self._staged: dict[int, tuple[int, int, int]] = {}  # offset, length and checksum
         self._file: FileIO | None = None  # of the round
         self._path = self.index.folder  # of this file
         self._end = 0  # of what was written to it
         self._unsynced: list[Path] = []  # files that may not be on the disk yet
+        self._reader = _Reader(self.index)
+        self._header: tuple[list[Any], bytes, list[str]] = ([], b"", [])  # of the last state's kind
         self._rests = False  # until the next state is staged: files are closed when they have been read
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -231,19 +288,18 @@ class DiskClientStore(ClientStore):
             yield None
             return
         with _named(self.index.path):
-            is_there, was_open = self.index.path.exists(), self.index.is_open
-            if is_there and (was_open or not self.index.is_trimmed()):
-                try:
-                    yield self.index.connect()
-                finally:
-                    if self._rests:
-                        self.index.close()
-                return
-        self.index.close()
-        raise FederatedError(
-            f"Client states of this run are gone: {self.index.folder} is not what it was. Another run that was started"
-            " there since has removed what no checkpoint needed."
-        )
+            if not self.index.is_open and (not self.index.path.exists() or self.index.is_trimmed()):
+                self.index.close()
+                raise FederatedError(
+                    f"Client states of this run are gone: {self.index.folder} is not what it was. Another run that was"
+                    " started there since has removed what no checkpoint needed."
+                )
+            try:
+                yield self.index.connect()
+            finally:
+                if self._rests:
+                    self._reader.close()
+                    self.index.close()
 
     def get(self, index: int) -> State | None:
         """Read a client's committed state, None if it has none yet.
@@ -251,33 +307,49 @@ class DiskClientStore(ClientStore):
         Raises:
             FederatedError: If its file is damaged.
         """
-        newest = "SELECT client, file, offset, length, checksum FROM states WHERE client = ? AND until IS NULL"
-        with self._open() as db:
-            row = None if db is None else db.execute(newest, (index,)).fetchone()
-        return None if row is None else _tensors(self.index, self.device, *row)
+        return self._newest(index, index).get(index)
 
     def state_dict(self) -> dict[int, State]:
         """Return all committed states, in memory."""
-        newest = "SELECT client, file, offset, length, checksum FROM states WHERE until IS NULL ORDER BY client"
+        return self._newest(0, self.num_clients)
+
+    def _newest(self, *between: int) -> dict[int, State]:
+        newest = (
+            "SELECT file, client, offset, length, checksum FROM states WHERE until IS NULL AND client BETWEEN ? AND ?"
+            " ORDER BY client"
+        )
         with self._open() as db:
-            rows = [] if db is None else db.execute(newest)
-            return {row[0]: _tensors(self.index, self.device, *row) for row in rows}
+            rows = () if db is None else db.execute(newest, between)
+            return {row[1]: self._reader.tensors(self.device, *row) for row in rows}
 
     def stage(self, index: int, state: State) -> None:
         """Write a client's new state, which is not to be seen until the round is complete."""
-        if not state:
-            return
-        # copies: two names may share memory, and rows of a chunk lie apart
-        copies = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in state.items()}
-        try:
-            data = save(copies)
-        except (SafetensorError, ValueError, KeyError) as error:
-            kinds = {name: str(value.dtype) for name, value in copies.items()}
-            raise FederatedError(
-                f"Client states of {kinds} cannot be kept on disk: {error}. Use dense tensors of common types, or set"
-                " client_states='memory'."
-            ) from error
-        self._append(index, data)
+        if state:
+            self._append(index, self._bytes({name: v.detach().cpu().contiguous() for name, v in state.items()}))
+
+    def stage_all(self, indices: Sequence[int], states: State) -> None:
+        """Write several clients' new states [S, ...]."""
+        rows = {name: value.detach().cpu().contiguous() for name, value in states.items()}
+        for row, index in enumerate(indices if states else ()):
+            self._append(index, self._bytes({name: value[row] for name, value in rows.items()}))
+
+    def _bytes(self, state: State) -> bytes:
+        """Return a state in the safetensors format; states of one kind differ only in what follows the header."""
+        kind = [(name, value.dtype, value.shape) for name, value in state.items()]
+        if kind != self._header[0]:
+            try:
+                data = save({name: value.clone() for name, value in state.items()})  # no two share memory
+            except (SafetensorError, ValueError, KeyError) as error:
+                kinds = {name: str(value.dtype) for name, value in state.items()}
+                raise FederatedError(
+                    f"Client states of {kinds} cannot be kept on disk: {error}. Use dense tensors of common types, or"
+                    " set client_states='memory'."
+                ) from error
+            end = 8 + int.from_bytes(data[:8], "little")
+            places = json.loads(data[8:end])
+            self._header = (kind, data[:end], sorted(state, key=lambda name: places[name]["data_offsets"]))
+        _, header, names = self._header
+        return b"".join([header, *(state[name].reshape(-1).view(torch.uint8).numpy().data for name in names)])
 
     def _append(self, index: int, data: bytes) -> None:
         self._rests = False
@@ -295,22 +367,32 @@ class DiskClientStore(ClientStore):
         """Make the staged states the newest ones, in one transaction."""
         if not self._staged:
             return
+        number = self._number + 1
         with _named(self.index.path):
-            self.index.connect(create=self._number == 0)
+            if not self._number:
+                with self.index.creating():
+                    pass
             self._rewrite()
-            number = self._number + 1
+            rows = [(number, client, *place) for client, place in sorted(self._staged.items())]
+            sums = [sum(row[3] for row in rows), len(rows), sum(row[1] + row[4] for row in rows)]
             with self.index.transaction() as db:
-                needed = db.execute("SELECT COALESCE(MAX(number), -1) FROM versions").fetchone()[0]
-                db.execute("INSERT INTO files (id, bytes) VALUES (?, ?)", (number, self._end))
-                older = [(number, client) for client in self._staged]
-                db.executemany("UPDATE states SET until = ? WHERE client = ? AND until IS NULL", older)
-                db.executemany(
-                    "INSERT INTO states VALUES (?, ?, NULL, ?, ?, ?, ?)",
-                    [(client, number, number, *place) for client, place in self._staged.items()],
+                db.executemany("UPDATE states SET until = ? WHERE client = ? AND until IS NULL", [r[:2] for r in rows])
+                db.executemany("INSERT INTO states VALUES (?, ?, NULL, ?, ?, ?)", rows)
+                db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?)", (number, self._end, *sums))
+                gone = db.execute(
+                    "SELECT SUM(length), COUNT(*), SUM(client + checksum), file FROM states WHERE until = ?"
+                    " GROUP BY file",
+                    (number,),
                 )
-                db.execute("DELETE FROM states WHERE until = ? AND since > ?", (number, needed))
+                subtract = "UPDATE files SET live = live - ?, clients = clients - ?, total = total - ? WHERE id = ?"
+                db.executemany(subtract, gone.fetchall())
+                db.execute(
+                    "DELETE FROM states WHERE until = ? AND file > (SELECT COALESCE(MAX(number), -1) FROM versions)",
+                    (number,),
+                )
                 unused = self.index.drop_files(db)
         self._number, self._staged = number, {}
+        self._reader.close()
         self._unsynced.append(self._close_file())
         _unlink(unused)
 
@@ -327,9 +409,9 @@ class DiskClientStore(ClientStore):
             budget -= live
             if budget < 0:
                 return
-            for client, *place in self.index.connect().execute(rows, (file,)).fetchall():
+            for client, *place in self.index.connect().execute(rows, (file,)):
                 if client not in self._staged:
-                    self._append(client, _read(self.index.file(file), client, *place))
+                    self._append(client, self._reader.read(file, client, *place))
 
     def discard(self) -> None:
         """Forget the staged states."""
@@ -352,7 +434,9 @@ class DiskClientStore(ClientStore):
         with self._open() as db:
             if db is not None:
                 self._number += 1
-                db.execute("UPDATE states SET until = ? WHERE until IS NULL", (self._number,))
+                with self.index.transaction():
+                    db.execute("UPDATE states SET until = ? WHERE until IS NULL", (self._number,))
+                    db.execute("UPDATE files SET live = 0, clients = 0, total = 0")
         for index, state in states.items():
             if is_mine(int(index)):
                 self.stage(int(index), state)
@@ -361,10 +445,9 @@ class DiskClientStore(ClientStore):
     def rest(self) -> None:
         """Close all files until the next state is staged; whatever reads them closes them again."""
         self._rests = True
+        self._reader.close()
         with _named(self.index.path):
             self.index.close()
-
-    # ------------------------------------------------------------------ versions
 
     def record(self, name: str, checkpoint: str) -> Shard | None:
         """Keep the newest states for a checkpoint, when they are safely on the disk.
@@ -406,20 +489,31 @@ class DiskClientStore(ClientStore):
         Raises:
             FederatedError: If a file is missing or damaged.
         """
-        number = 0
-        with _named(self.index.path):
-            self.index.folder.mkdir(exist_ok=True)
-            self.index.connect(create=True)
-            with self.index.transaction() as db:
-                for shard in shards:
-                    source, linked = Index(folder / shard.name), dict[int, int]()
-                    for client, file, *place, size in _rows(source, shard, self.num_clients, is_mine):
-                        if file not in linked:
-                            linked[file] = number = number + 1
-                            self._link(source.file(file), self.index.file(number), size)
-                            db.execute("INSERT INTO files (id, bytes) VALUES (?, ?)", (number, size))
-                        db.execute("INSERT INTO states VALUES (?, 0, NULL, ?, ?, ?, ?)", (client, linked[file], *place))
-        self._number = number
+        last = 0
+        with _named(self.index.path), self.index.creating() as new:
+            for shard in shards:
+                source = Index(folder / shard.name)
+                with _checked(source, shard, self.num_clients) as db:
+                    db.create_function("is_mine", 1, is_mine)
+                    db.execute("ATTACH ? AS new", (str(new),))
+                    db.execute("PRAGMA new.synchronous = OFF")
+                    db.execute("BEGIN")
+                    db.execute(
+                        "INSERT INTO new.states SELECT file + ?, client, NULL, offset, length, checksum FROM version"
+                        " WHERE is_mine(client)",
+                        (last,),
+                    )
+                    db.execute(
+                        "INSERT INTO new.files SELECT file, bytes, SUM(length), COUNT(*), SUM(client + checksum)"
+                        " FROM new.states JOIN main.files ON id = file - :last WHERE file > :last GROUP BY file",
+                        {"last": last},
+                    )
+                    linked = db.execute("SELECT id, bytes FROM new.files WHERE id > ?", (last,)).fetchall()
+                    db.execute("COMMIT")
+                for number, size in linked:
+                    self._link(source.file(number - last), self.index.file(number), size)
+                last += shard.number
+        self._number = last
 
     def _link(self, source: Path, target: Path, size: int) -> None:
         """Give a file of another shard a second name in this one, or copy it if the file system has no such links."""
@@ -439,27 +533,25 @@ def read_version(
     folder: Path, shards: Sequence[Shard], num_clients: int, is_mine: Callable[[int], bool] = lambda index: True
 ) -> dict[int, State]:
     """Return a version's states, in memory; see :meth:`DiskClientStore.load_version`."""
-    states = {}
+    states, cpu = {}, torch.device("cpu")
     for shard in shards:
         index = Index(folder / shard.name)
-        for client, *place, _ in _rows(index, shard, num_clients, is_mine):
-            states[client] = _tensors(index, torch.device("cpu"), client, *place)
+        with _checked(index, shard, num_clients) as db, closing(_Reader(index)) as reader:
+            for client, file, *place, _ in db.execute("SELECT * FROM version"):
+                if is_mine(client):
+                    states[client] = reader.tensors(cpu, file, client, *place)
     return dict(sorted(states.items()))
 
 
-def _rows(index: Index, shard: Shard, num_clients: int, is_mine: Callable[[int], bool]) -> Iterator[tuple[int, ...]]:
-    """Yield client, file, offset, length, checksum and size of the file of a version's states.
+@contextmanager
+def _checked(index: Index, shard: Shard, num_clients: int) -> Iterator[sqlite3.Connection]:
+    """Yield a connection to a copy of an index, with a view of a version, which is what the checkpoint says.
 
-    They are read from a copy: the folder may be read-only, and opening an index that a killed process left changes it.
+    It is a copy because the folder may be read-only, and opening an index that a killed process left changes it.
 
     Raises:
-        FederatedError: At the end, if the index is not what the checkpoint says.
+        FederatedError: If the index is missing or damaged.
     """
-    query = (
-        "SELECT client, file, offset, length, checksum, bytes FROM states JOIN files ON id = file"
-        " WHERE since <= :number AND (until IS NULL OR until > :number)"
-    )
-    count = total = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, index.path.name)
         try:
@@ -468,52 +560,15 @@ def _rows(index: Index, shard: Shard, num_clients: int, is_mine: Callable[[int],
                 shutil.copyfile(f"{index.path}-wal", f"{copy}-wal")
         except OSError as error:
             raise _missing(index.path, error) from error
-        try:
-            with closing(sqlite3.connect(copy)) as db:
-                for row in db.execute(query, {"number": shard.number}):
-                    if not all(type(number) is int for number in row) or not 0 <= row[0] < num_clients:
-                        raise TypeError(f"{row} is not the place of a client's state")
-                    count, total = count + 1, total + row[0] + row[4]
-                    if is_mine(row[0]):
-                        yield row
-        except (sqlite3.Error, TypeError) as error:
-            raise FederatedError(f"{index.path} is damaged: {error}.") from error
-    if (count, total) != (shard.clients, shard.total):
-        raise FederatedError(f"{index.path} is damaged: it is not what was written there.")
-
-
-def _tensors(
-    index: Index, device: torch.device, client: int, file: int, offset: int, length: int, checksum: int
-) -> State:
-    path = index.file(file)
-    data = _read(path, client, offset, length, checksum)
-    try:
-        return {name: value.to(device) for name, value in sorted(load(data).items())}  # which has no order
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise FederatedError(f"{path} holds no tensors for the client with index {client}: {error}.") from error
-
-
-def _read(path: Path, client: int, offset: int, length: int, checksum: int) -> bytes:
-    """Return a client's state as it was written.
-
-    It is read, and not mapped into memory: a mapped file that somebody truncates ends the process, and its pages count
-    as the process's memory.
-
-    Raises:
-        FederatedError: If the file is missing or damaged.
-    """
-    data = b""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            if 0 <= offset < offset + length <= os.fstat(file.fileno()).st_size:
-                file.seek(offset)
-                while len(data) < length and (part := file.read(length - len(data))):
-                    data += part
-    except OSError as error:
-        raise _missing(path, error) from error
-    if not data or len(data) != length or zlib.crc32(data, client) != checksum:
-        raise FederatedError(f"{path} is damaged: what it holds of the client with index {client} was changed.")
-    return data
+        with closing(sqlite3.connect(copy, isolation_level=None)) as db:
+            try:
+                db.execute(_VERSION.format(number=shard.number))
+                clients, total, sound = db.execute(_CHECK, (num_clients,)).fetchone()
+            except sqlite3.Error as error:
+                raise FederatedError(f"{index.path} is damaged: {error}.") from error
+            if (clients, total or 0, sound or 0) != (shard.clients, shard.total, clients):
+                raise FederatedError(f"{index.path} is damaged: it is not what was written there.")
+            yield db
 
 
 def _write(file: FileIO, data: bytes, offset: int) -> None:

@@ -337,7 +337,7 @@ def test_a_hostile_store_runs_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     ]
     for number, payload in enumerate(payloads):
         kept = store(tmp_path, number)
-        monkeypatch.setattr(disk_store, "save", lambda state, payload=payload: payload)
+        monkeypatch.setattr(DiskClientStore, "_bytes", lambda self, state, payload=payload: payload)
         put(kept, {0: 1.0})
         with pytest.raises(FederatedError, match="holds no tensors for the client with index 0"):
             kept.get(0)

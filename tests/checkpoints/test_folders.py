@@ -1,0 +1,42 @@
+"""ckpt_path="last" goes on from the newest checkpoint of a run."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+from lightning_fed.algorithms import Scaffold
+from tests.helpers.checkpoints import run_keeping as run
+from tests.helpers.training import fit, parameters, seeded
+
+
+def test_last_is_the_newest_checkpoint_whatever_its_name(tmp_path: Path) -> None:
+    run(tmp_path, 2, keep=ModelCheckpoint(tmp_path, save_last=True))
+    time.sleep(0.02)
+    run(tmp_path, 3, ckpt_path="last", keep=ModelCheckpoint(tmp_path))
+    again = run(tmp_path, 4, ckpt_path="last", keep=ModelCheckpoint(tmp_path))
+    assert again.ckpt_path.endswith("epoch=2-step=3.ckpt")
+
+
+def test_last_passes_over_weights_alone(tmp_path: Path) -> None:
+    weights = ModelCheckpoint(tmp_path, filename="weights", save_weights_only=True, monitor="val_loss")
+    run(tmp_path, 2, callbacks=[weights])
+    assert run(tmp_path, 3, ckpt_path="last").ckpt_path.endswith("step=2.ckpt")
+
+
+def test_last_goes_on_from_the_former_version_of_a_numbered_logger(tmp_path: Path) -> None:
+    options = {"logger": True, "default_root_dir": tmp_path}
+    straight = run(tmp_path / "straight", 4)
+    for rounds in (2, 3, 4):
+        last = run(tmp_path, rounds, ckpt_path="last", keep=ModelCheckpoint(), **options)
+    assert Path(last.log_dir).name == "version_2"
+    assert "version_1" in str(last.ckpt_path)
+    assert torch.equal(last.fit_loop.state.x, straight.fit_loop.state.x)
+
+
+def test_last_without_any_begins(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no last checkpoint available"):
+        begun = run(tmp_path, 2, ckpt_path="last")
+    assert torch.equal(parameters(begun.lightning_module), fit(seeded(), algorithm=Scaffold(), max_rounds=2))

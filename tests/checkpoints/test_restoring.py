@@ -1,0 +1,44 @@
+"""What does not fit a resumed run is named, and what makes no difference only warned of."""
+
+import pytest
+import torch
+
+from lightning_fed.checkpoints.restoring import check_optimizer_states, compare_work, restored_from
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT
+
+
+@pytest.mark.parametrize("cause", ["the sizes differ", "the sizes differ."])
+def test_what_does_not_fit_is_told_in_whole_sentences(cause: str) -> None:
+    with (
+        pytest.raises(FederatedError, match=r"the model ended in RuntimeError: the sizes differ\. Resume with"),
+        restored_from("last.ckpt", "the model"),
+    ):
+        raise RuntimeError(cause)
+
+
+@pytest.mark.parametrize("origin", [CHECKPOINT, EARLIER_FIT])
+def test_other_work_is_warned_of_and_other_parameters_or_data_of_kept_states_refused(origin: object) -> None:
+    saved = {"parameters": "a", "sizes": "b", "local_epochs": "1", "optimizer": "SGD", "gone": "x"}
+    compare_work(saved, {**saved, "optimizer": "Adam"}, True, origin)  # refused where its state is loaded
+    with pytest.warns(UserWarning, match=r"local_epochs=1 \(.* has 2\). The run goes on with"):
+        compare_work(saved, {"local_epochs": "2"}, True, origin)
+    with pytest.warns(UserWarning, match="other numbers of examples per client. The run goes on with"):
+        compare_work(saved, {"sizes": "c"}, False, origin)
+    with pytest.raises(FederatedError, match="what its clients keep belongs to their data"):
+        compare_work(saved, {"sizes": "c"}, True, origin)
+    with pytest.raises(FederatedError, match="other trained parameters"):
+        compare_work(saved, {"parameters": "c"}, False, origin)
+
+
+@pytest.mark.parametrize(("change", "message"), [("lr", "has the learning rate 'x'"), ("state", "for a parameter")])
+def test_an_optimizer_state_that_is_none_is_refused(change: str, message: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    check_optimizer_states(optimizer, "the server's optimizer")
+    if change == "lr":
+        optimizer.param_groups[0]["lr"] = "x"
+    else:
+        optimizer.state[weight] = 3
+    with pytest.raises(FederatedError, match=f"the server's optimizer .*{message}"):
+        check_optimizer_states(optimizer, "the server's optimizer")
