@@ -15,11 +15,14 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import CMime, FedAvg, FedDyn, FedNova, FedProx, Mime, MimeMVR, Scaffold, SGDm
 from lightning_fed.server import FedAdam, SystemsHeterogeneity
+from tests.behaviour.test_contract import METHODS
 from tests.helpers.engines import SIZES, Ordinary, Record, assert_agree, assert_close, run, state_of
 from tests.helpers.selection import covering, few
 from tests.helpers.training import CLASSES, FEATURES, classification, clients, data, same
 
 ENGINES = ("sequential", "vectorized")
+
+
 ALGORITHMS = [FedAvg(), Scaffold(), Mime(base=SGDm()), FedNova()]
 
 
@@ -72,25 +75,6 @@ def test_batches_of_one_shape_and_several_types_agree(momentum: float, chunk_siz
             for engine, size in zip(ENGINES, (None, chunk_size), strict=True)
         )
     )
-
-
-class Scaled(Ordinary):
-    """Has a parameter that is a single number."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * super().forward(x)
-
-
-@pytest.mark.parametrize(
-    "optimizer", few([torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adam], [torch.optim.NAdam])
-)
-def test_statistics_of_a_single_number_are_told_from_those_of_all_clients(optimizer: Any) -> None:
-    make = partial(Scaled, partial(optimizer, lr=0.01))
-    assert_agree(*(run(engine, make, algorithm=Mime()) for engine in ENGINES))
 
 
 class Tied(Ordinary):
@@ -240,9 +224,17 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 CHUNKED = ["losses that depend on the batch's index", "batches and losses in dictionaries", "logs", "tied weights"]
+
+
 CHUNKED += ["a submodule with two names"]
+
+
 CHUNKED += ["loaders of the user's own", "unused parameters"]
+
+
 ALONE = ["frozen parameters", "parameter groups", "a schedule", "very unequal clients", "clipping"]
+
+
 ALONE += ["transfer hooks of the module", "transfer hooks of the data module", "augmented and transformed batches"]
 
 
@@ -454,3 +446,35 @@ def test_a_resumed_run_has_the_same_bits_where_hooks_of_batches_draw(checkpoint:
     path = checkpoint("vectorized", make=Noisy)
     whole = run("vectorized", Noisy, max_rounds=4)
     assert same(state_of(whole), state_of(run("vectorized", Noisy, max_rounds=4, ckpt_path=path)))
+
+
+FEW = (  # other kinds are in test_schedule.py and test_traces.py
+    "ServerOnly", "FedProx adaptive", "FedDane same", "FedNova", "FedDyn inverse mean", "MimeMVR current", "CMime Yogi",
+)  # fmt: skip
+
+
+ROUNDS = {"Mime RMSProp": 2}  # where rounding errors grow a hundredfold a round, in any order of summation
+
+
+@pytest.mark.parametrize("name", few(METHODS, FEW))
+def test_every_method_agrees_with_the_sequential_engine(name: str) -> None:
+    method = METHODS[name]
+    local = {"local_epochs": 2} if method.algorithm.local_work else {"local_epochs": None}
+    local["max_rounds"] = ROUNDS.get(name, 3)
+    runs = [
+        run(engine, partial(Ordinary, method.optimizer), algorithm=method.algorithm, **local)
+        for engine in ("sequential", "vectorized")
+    ]
+    assert_agree(*runs)
+
+
+@pytest.mark.thorough  # the default run has chunks of several sizes in test_schedule.py
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 4])
+def test_the_chunk_changes_nothing_but_rounding(chunk_size: int) -> None:
+    runs = [run("vectorized", algorithm=Scaffold(), chunk_size=n) for n in (chunk_size, 64)]
+    assert_agree(*runs)
+
+
+def test_float32_agrees_up_to_rounding() -> None:
+    runs = [run(engine, algorithm=Scaffold(), precision="32-true") for engine in ("sequential", "vectorized")]
+    assert_agree(*runs, rtol=1e-5)

@@ -18,7 +18,7 @@ from lightning_fed.server import (
     TrimmedMean,
 )
 from lightning_fed.strategies.processes import Ranks
-from tests.engines.test_clients_strategy import TWO, assert_one_result, end, in_two, parts_of
+from tests.behaviour.test_processes import TWO, assert_one_result, end, in_two, parts_of
 from tests.helpers.selection import few
 
 METHODS: dict[str, Algorithm] = {
