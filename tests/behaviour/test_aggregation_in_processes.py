@@ -48,8 +48,6 @@ CASES: dict[str, Any] = {
     "quantized and robust": partial(of, "FedAvg", compression=QSGD(7), aggregator=CoordinateMedian()),
     "one process idle": partial(of, "FedAvg", aggregator=CoordinateMedian(), clients_per_round=1),
 }
-
-
 FEW = (  # every rule once, every kind of message once, and what goes through other code
     *("FedAvg median", "Scaffold trimmed", "Mime geometric", "FedDane median", "ServerOnly trimmed", "weighted"),
     *("clipping", "compressed", "quantized and robust", "one process idle"),

@@ -39,8 +39,6 @@ MODULE_HOOKS: dict[str, Callable[..., Any]] = {
     "optimizer_step": lambda self, epoch, batch_idx, optimizer, closure: optimizer.step(closure),
     "configure_gradient_clipping": lambda self, optimizer, gradient_clip_val, gradient_clip_algorithm: None,
 }
-
-
 CALLBACK_HOOKS = [
     "on_train_batch_start",
     "on_train_batch_end",

@@ -17,6 +17,11 @@ from tests.helpers.training import Net, data, parameters, trainer
 SIZES = (13, 8, 21, 5, 16, 9)
 
 
+def full_batches() -> FederatedDataModule:
+    """Return clients of several sizes without a smaller last batch, for each size of which a trace would be made."""
+    return data((12, 8, 20, 4, 16, 8))
+
+
 class Ordinary(Net):
     """A network without random layers, whose optimizer is given."""
 

@@ -57,8 +57,6 @@ class TwoRates(Ordinary):
 
 
 ADAM = partial(Ordinary, partial(torch.optim.Adam, lr=0.01, weight_decay=0.01))
-
-
 RUNS: dict[str, tuple[Algorithm, Any, dict[str, Any]]] = {
     "everything": (Everything(), Ordinary, {}),
     "everything, two rates": (Everything(), TwoRates, {}),
@@ -152,11 +150,7 @@ class Noisy(Ordinary):
 
 
 EVEN = partial(data, (14, 8, 20, 6, 16, 10))  # no batch of a single example, which has no statistics
-
-
 UNNORMED = partial(Ordinary, dropout=0.5)
-
-
 ENGINES = [("sequential", None), ("vectorized", 1), ("vectorized", 4)]
 
 

@@ -29,8 +29,6 @@ from tests.helpers.selection import covering, few
 from tests.helpers.training import CLASSES, classification, same
 
 SIZES = (13, 8, 21, 3, 16, 9, 34)  # in batches of four: none full, a smaller last one, none smaller
-
-
 LOCAL = [name for name, method in METHODS.items() if method.algorithm.local_work]
 
 
@@ -324,11 +322,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 FALLING = (30, 28, 26, 24, 22, 20, 18, 16, 14)  # in batches of four: 7, 7, 6, 6, 5, 5, 4, 4 and 3 full ones
-
-
 BARE = [FedAvg(), Scaffold(), Mime(SGDm())]
-
-
 OPTIONS = {"datamodule": partial(cut, FALLING), "clients_per_round": 9}
 
 

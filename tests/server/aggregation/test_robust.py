@@ -46,11 +46,7 @@ RULES: dict[str, Aggregator] = {
     "trimmed": TrimmedMean(0.25),
     "geometric": GeometricMedian(iterations=100),
 }
-
-
 HOLDING = [name for name in RULES if name != "clipping"]
-
-
 X = torch.zeros(3, dtype=torch.float64)
 
 

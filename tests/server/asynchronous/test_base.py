@@ -30,8 +30,6 @@ from tests.helpers.processes import in_processes
 from tests.helpers.training import Net, clients, data, trainer
 
 LATE = ClientClock(slow_share=0.4, slow_factor=5.0, spread=0.4, jitter=0.3)
-
-
 FINAL = partial(torch.nn.utils.parameters_to_vector)
 
 
