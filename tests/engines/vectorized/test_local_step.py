@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_fed.algorithms import Algorithm, FedAvg, FedSAM
 from lightning_fed.core.rounds import Run, Update
 from lightning_fed.engines.vectorized.local_steps import LocalSteps
-from tests.helpers.engines import Ordinary, Record, assert_agree, run, state_of
+from tests.helpers.engines import Ordinary, Record, assert_agree, full_batches, run, state_of
 from tests.helpers.selection import few
 from tests.helpers.training import clients, data
 
@@ -68,8 +68,13 @@ RUNS: dict[str, tuple[Algorithm, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("chunk_size", few([1, 2, 4], [1, 4]))
-@pytest.mark.parametrize("name", few(RUNS, ["everything", "everything, two rates", "FedSAM"]))
+@pytest.mark.parametrize(
+    ("name", "chunk_size"),
+    few(
+        [pytest.param(name, n, id=f"{name}-{n}") for name in RUNS for n in (1, 2, 4)],
+        ["everything-1", "everything, two rates-4", "FedSAM-1"],
+    ),
+)
 def test_engines_agree(name: str, chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm, make, options = RUNS[name]
     traced, take = [], LocalSteps._run_traced
@@ -80,9 +85,10 @@ def test_engines_agree(name: str, chunk_size: int, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(LocalSteps, "_run_traced", note)
     records = Record(), Record()
-    one = run("sequential", make, algorithm=algorithm, callbacks=records[0], **options)
+    options = {"datamodule": full_batches, "algorithm": algorithm, **options}
+    one = run("sequential", make, callbacks=records[0], **options)
     assert not traced
-    many = run("vectorized", make, algorithm=algorithm, chunk_size=chunk_size, callbacks=records[1], **options)
+    many = run("vectorized", make, chunk_size=chunk_size, callbacks=records[1], **options)
     assert_agree(one, many)
     assert traced
     assert all(traced)
