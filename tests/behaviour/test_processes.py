@@ -141,7 +141,7 @@ def named() -> FederatedDataModule:
 
 
 UNEVEN: dict[str, Any] = {  # all that is large is kept in the first process
-    "datamodule": partial(data, (60, 5, 64, 6, 58, 7)),
+    "datamodule": partial(data, (60, 8, 64, 8, 60, 8)),
     "clients_per_round": 5,
     "max_rounds": 4,
 }
