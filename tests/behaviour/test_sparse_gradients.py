@@ -139,7 +139,7 @@ def test_every_reader_of_gradients_gets_them(options: dict[str, Any]) -> None:
     agree(**options)
 
 
-def test_it_is_said_once_and_undone_after_the_fit() -> None:
+def test_the_user_is_told_once_and_the_layer_is_sparse_again_after_the_fit() -> None:
     module = Watched(sparse=True)
     with pytest.warns(UserWarning, match=r"^'words': sparse=True has no effect in this run\. Gradients are dense"):
         run(module, algorithms.Scaffold())

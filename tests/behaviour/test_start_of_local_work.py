@@ -72,7 +72,7 @@ def test_the_path_begins_where_the_work_does(engine: str) -> None:
     torch.testing.assert_close(state["delta"], 1 - 3 * LR * state["path"], rtol=1e-12, atol=1e-14)
 
 
-def test_who_starts_at_x_starts_where_all_do() -> None:
+def test_a_start_at_x_changes_nothing() -> None:
     class AtX(FedAvg):
         def start(self, x: Tensor, step: Any) -> Tensor:
             return x

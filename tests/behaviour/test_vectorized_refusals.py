@@ -20,7 +20,7 @@ from torchmetrics import CatMetric, MeanMetric
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import Mime, ServerOnly
 from lightning_fed.engines.sequential.engine import SequentialEngine
-from tests.helpers.engines import Ordinary, assert_agree, refused, run
+from tests.helpers.engines import Ordinary, assert_agree, full_batches, refused, run
 from tests.helpers.selection import few
 from tests.helpers.training import CLASSES, FEATURES, classification, data, parameters, trainer
 
@@ -294,14 +294,14 @@ def test_recurrent_layers_are_refused_by_name_and_with_what_to_change(kind: str,
     if not (kind == "LSTM" and is_frozen):  # in float32 it has a kernel that takes several
         refused(partial(Remembers, kind, is_frozen, False), reason)
     changed = partial(Remembers, kind if is_frozen else f"{kind}Cell", is_frozen, True)  # as the refusal says
-    assert_agree(run("vectorized", changed), run("sequential", changed))
+    assert_agree(*(run(engine, changed, full_batches) for engine in ("vectorized", "sequential")))
 
 
 @pytest.mark.parametrize("kind", few(["GRUCell", "LSTMCell", "RNNCell"], ["GRUCell"]))
 def test_the_first_state_of_a_frozen_cell_is_named(kind: str) -> None:
     refused(partial(Remembers, kind, True, False), "the first state of a recurrent cell: make it from the input")
     changed = partial(Remembers, kind, True, True)
-    assert_agree(run("vectorized", changed), run("sequential", changed))
+    assert_agree(*(run(engine, changed, full_batches) for engine in ("vectorized", "sequential")))
 
 
 def test_accumulation_that_is_scheduled_for_later_rounds_is_refused() -> None:

@@ -353,7 +353,7 @@ def test_a_checkpoint_of_other_personal_parameters_is_refused(tmp_path: Path) ->
         ({"algorithm": FedBN()}, "FedBN keeps BatchNorm layers with the clients, and Net has none"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_impossible_choices_of_personal_parameters_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         run(**options)
 

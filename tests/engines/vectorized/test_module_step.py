@@ -198,7 +198,7 @@ def test_numbers_of_python_that_depend_on_the_size_are_those_of_each_batch(name:
 @pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", [Scaffold(), Mime(SGDm())], ids=["Scaffold", "Mime"])
 @pytest.mark.parametrize("name", ["several", "summed", "evened", "counted"])
-def test_of_other_methods_too(name: str, algorithm: Any) -> None:
+def test_numbers_that_depend_on_the_size_agree_for_other_methods_too(name: str, algorithm: Any) -> None:
     both(BODIES[name], algorithm, chunk_size=1)
 
 
