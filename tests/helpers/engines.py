@@ -15,11 +15,13 @@ from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from tests.helpers.training import Net, data, parameters, trainer
 
 SIZES = (13, 8, 21, 5, 16, 9)
+FULL = (12, 8, 20, 4, 16, 8)
+"""Sizes of clients without a smaller last batch, for each size of which a trace would be made."""
 
 
 def full_batches() -> FederatedDataModule:
-    """Return clients of several sizes without a smaller last batch, for each size of which a trace would be made."""
-    return data((12, 8, 20, 4, 16, 8))
+    """Return clients of several sizes without a smaller last batch."""
+    return data(FULL)
 
 
 class Ordinary(Net):

@@ -22,7 +22,7 @@ from tests.helpers.selection import few
 from tests.helpers.training import classification, clients, fit, parameters, seeded
 
 
-@pytest.mark.parametrize("sizes", few([(4,) * 8 + (90,), (13, 8, 21, 5, 16, 9)], [(4,) * 8 + (90,)]))
+@pytest.mark.parametrize("sizes", few([(4,) * 8 + (88,), (13, 8, 21, 5, 16, 9)], [(4,) * 8 + (88,)]))
 def test_the_result_is_that_of_the_sequential_engine(sizes: tuple[int, ...]) -> None:
     found = {}
     for engine in ("sequential", "auto"):

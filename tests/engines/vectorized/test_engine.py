@@ -16,7 +16,7 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import CMime, FedAvg, FedDyn, FedNova, FedProx, Mime, MimeMVR, Scaffold, SGDm
 from lightning_fed.server import FedAdam, SystemsHeterogeneity
 from tests.behaviour.test_contract import METHODS
-from tests.helpers.engines import SIZES, Ordinary, Record, assert_agree, assert_close, full_batches, run, state_of
+from tests.helpers.engines import FULL, SIZES, Ordinary, Record, assert_agree, assert_close, full_batches, run, state_of
 from tests.helpers.selection import covering, few
 from tests.helpers.training import CLASSES, FEATURES, classification, clients, data, same
 
@@ -178,7 +178,7 @@ def collated(examples: list[Any]) -> Any:
 
 
 def listed(**options: Any) -> FederatedDataModule:
-    return FederatedDataModule([Listed(part) for part in clients(SIZES)], batch_size=4, **options)
+    return FederatedDataModule([Listed(part) for part in clients(FULL)], batch_size=4, **options)
 
 
 def partitioned() -> FederatedDataModule:
@@ -190,13 +190,16 @@ def augmented() -> FederatedDataModule:
     def noise(batch: Any, stream: torch.Generator) -> Any:
         return [batch[0] + torch.randn(batch[0].shape, generator=stream, dtype=batch[0].dtype), batch[1]]
 
-    return data(SIZES, augment=noise, transform=lambda batch: [0.5 * batch[0], batch[1]])
+    return data(FULL, augment=noise, transform=lambda batch: [0.5 * batch[0], batch[1]])
 
 
 CASES: dict[str, dict[str, Any]] = {
     "losses that depend on the batch's index": {"make": ByIndex, "local_epochs": 2},  # that differ in length
     "a step without an index": {"make": WithoutIndex},
-    "batches and losses in dictionaries": {"make": OfDictionaries, "datamodule": partial(data, collate_fn=collated)},
+    "batches and losses in dictionaries": {
+        "make": OfDictionaries,
+        "datamodule": partial(data, FULL, collate_fn=collated),
+    },
     "tied weights": {"make": Tied},
     "frozen parameters": {"make": Frozen},
     "unused parameters": {"make": Unused},
@@ -204,7 +207,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a schedule": {"make": Scheduled},
     "logs": {"make": LogsInManyWays},
     "transfer hooks of the module": {"make": WithHooks},
-    "transfer hooks of the data module": {"datamodule": lambda: HookedData(clients(SIZES), batch_size=4)},
+    "transfer hooks of the data module": {"datamodule": lambda: HookedData(clients(FULL), batch_size=4)},
     "loaders of the user's own": {"datamodule": lambda: OwnLoaders(clients(SIZES), batch_size=4)},
     "data sets of any kind": {"datamodule": listed},
     "a partition of shared tensors": {"datamodule": partitioned},
