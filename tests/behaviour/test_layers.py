@@ -108,7 +108,7 @@ METHODS = {"Scaffold": Scaffold(), "Mime": Mime(SGDm())}
         [pytest.param(network, method, id=f"{network}-{method}") for network in NETWORKS for method in METHODS],
         [
             "convolution-Scaffold",
-            "embedding-Mime",
+            "embedding-Scaffold",
             "pools-Scaffold",
             "residual blocks-Scaffold",
         ],

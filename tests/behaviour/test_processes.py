@@ -233,7 +233,7 @@ def decided(folder: Path, **options: Any) -> dict[str, Any]:
 FEW = (  # of each kind one: what it keeps, reads and sends, and whose gradients it takes
     "FedAvg", "FedProx adaptive", "Scaffold ii", "FedNova", "MimeMVR eq15",
 )  # fmt: skip
-FEW_AT_ONCE = ("Mime of the user's SGDm",)
+FEW_AT_ONCE = ("Scaffold ii",)
 FEW_CASES = [
     *("logs", "one client a round", "one client a round, at once", "stragglers", "on demand", "BatchNorm"),
     *("integer buffers of equally large clients", "a gradient cohort of its own", "moved", "moved, at once"),

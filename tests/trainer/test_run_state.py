@@ -84,11 +84,15 @@ RUNS: dict[str, dict[str, Any]] = {
         **WHOLE,
     },
 }
-QUICK = ("sequential", "vectorized", "states on disk")
 
 
-@pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.thorough) for n in RUNS])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    few(
+        [pytest.param(name, way, id=f"{name}-{way}") for name in RUNS for way in COPIES],
+        ["sequential-deepcopy", "vectorized-deepcopy", "states on disk-pickle"],
+    ),
+)
 def test_a_copy_of_a_fitted_trainer_goes_on_with_the_same_bits(name: str, way: str) -> None:
     run = fitted(**copy.deepcopy(RUNS[name]))
     other = COPIES[way](run)

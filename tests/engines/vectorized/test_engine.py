@@ -440,9 +440,7 @@ def test_a_resumed_run_has_the_same_bits_where_hooks_of_batches_draw(checkpoint:
     assert same(state_of(whole), state_of(resumed))
 
 
-FEW = (  # other kinds are in test_schedule.py and test_traces.py
-    "ServerOnly", "FedProx adaptive", "FedNova", "MimeMVR current", "CMime Yogi",
-)  # fmt: skip
+FEW = ("ServerOnly", "FedProx adaptive", "FedNova", "MimeMVR current")  # others: test_schedule.py, test_traces.py
 ROUNDS = {"Mime RMSProp": 2}  # where rounding errors grow a hundredfold a round, in any order of summation
 
 

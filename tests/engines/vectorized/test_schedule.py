@@ -58,7 +58,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", few(LOCAL, ["FedDyn", "CMime SGDm"]))
+@pytest.mark.parametrize("name", few(LOCAL, ["CMime SGDm"]))
 def test_every_method_agrees_with_the_sequential_engine(name: str, taken: list[Any]) -> None:
     method = METHODS[name]
     options = {"algorithm": method.algorithm, "local_epochs": 2, "clients_per_round": 5, "datamodule": cut}
