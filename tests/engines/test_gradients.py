@@ -70,6 +70,6 @@ def test_an_attribute_of_one_client_that_averaged_gradients_lack_is_refused(meth
         run(engine, Scaled, algorithm=METHODS[method](), callbacks=[Scales()])
 
 
-def test_rates_and_gradients_of_the_clients_own_are_not() -> None:
+def test_rates_of_one_client_and_gradients_of_its_own_are_allowed() -> None:
     run("sequential", Scaled, algorithm=METHODS["Mime"](), callbacks=[Rates()])
     run("sequential", Scaled, algorithm=METHODS["SCAFFOLD, option i"](), callbacks=[Scales()])

@@ -34,6 +34,7 @@ from lightning_fed.algorithms import (
 from lightning_fed.callbacks import ClientAccuracy, PersonalizedAccuracy
 from lightning_fed.core.errors import FederatedError as CoreError
 from lightning_fed.server import FedAdam, FedBuff, TopK
+from tests.helpers.engines import full_batches
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import covering, few
 from tests.helpers.training import Net, clients, data, parameters, same, seeded, trainer
@@ -76,15 +77,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_way(way: str, **options: Any) -> Any:
+def run_way(way: str, datamodule: Any, **options: Any) -> Any:
     chosen = dict(WAYS[way])
     model = seeded(dropout=0.0, weight_decay=0.01, momentum=chosen.pop("momentum", 0.0))
-    return run(model, local_epochs=2, **{**chosen, **options})
+    return run(model, datamodule, local_epochs=2, **{**chosen, **options})
 
 
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("way", few(WAYS, ["FedPer", "Scaffold", "FedProx, clipped", "FedSAM", "FedBuff"]))
 def test_engines_agree(way: str) -> None:
-    one, other = run_way(way), run_way(way, engine="vectorized", chunk_size=2)
+    one, other = (run_way(way, full_batches(), **own) for own in ({}, {"engine": "vectorized", "chunk_size": 2}))
     close(one.fit_loop.state.x, other.fit_loop.state.x)
     ours, theirs = personal(one), personal(other)
     assert ours.keys() == theirs.keys()
@@ -352,7 +353,7 @@ def test_a_checkpoint_of_other_personal_parameters_is_refused(tmp_path: Path) ->
         ({"algorithm": FedBN()}, "FedBN keeps BatchNorm layers with the clients, and Net has none"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_impossible_choices_of_personal_parameters_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         run(**options)
 

@@ -11,10 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError, FederatedTrainer
 from tests.helpers.training import Net, data, parameters, trainer
 
 SIZES = (13, 8, 21, 5, 16, 9)
+FULL = (12, 8, 20, 4, 16, 8)
+"""Sizes of clients without a smaller last batch, for each size of which a trace would be made."""
+
+
+def full_batches() -> FederatedDataModule:
+    """Return clients of several sizes without a smaller last batch."""
+    return data(FULL)
 
 
 class Ordinary(Net):
@@ -71,6 +78,25 @@ def run(
     t = trainer(engine=engine, **options)
     t.fit(make(), data(SIZES) if datamodule is None else datamodule(), ckpt_path=ckpt_path)
     return t
+
+
+def refused(
+    make: Callable[[], pl.LightningModule], reason: str, datamodule: FederatedDataModule | None = None, **options: Any
+) -> None:
+    """Check that engine="vectorized" refuses a run with a reason and a way out, and leaves the module as it was."""
+    model, seen = make(), Record()
+    before, random_state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    t = trainer(engine="vectorized", **{"callbacks": [], **options})
+    t.callbacks.append(seen)
+    with pytest.raises(FederatedError, match=reason) as caught:
+        t.fit(model, datamodule or data())
+    assert "engine='sequential'" in str(caught.value)
+    assert seen.order == []
+    assert t.fit_loop.round == 0
+    assert {k: torch.equal(v, before[k]) for k, v in model.state_dict().items()} == dict.fromkeys(before, True)
+    assert "log" not in vars(model)
+    assert model.training
+    assert torch.equal(random_state, torch.get_rng_state())
 
 
 def state_of(t: FederatedTrainer) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_what_is_around_a_clients_steps_counts() -> None:
     assert loads == {0: 7, 1: 11}  # one is moved, though there are as many steps here as there
 
 
-def test_a_little_work_on_a_large_model_is() -> None:
+def test_a_little_work_on_a_large_model_is_worth_a_move() -> None:
     cohort = [Participant(i, i, 4, steps=5) for i in (0, 2, 4, 1)]
     owners = assign(cohort, Ranks(0, 2), keeps_state=True, numel=10**7)
     assert sorted(owners.values()) == [0, 0, 1, 1]

@@ -32,7 +32,7 @@ from lightning_fed.algorithms import (
 from lightning_fed.rounds.messages import Reply
 from lightning_fed.rounds.totals import RoundTotals
 from lightning_fed.server import CoordinateMedian, SystemsHeterogeneity, TopK
-from tests.helpers.engines import Ordinary, Record, run
+from tests.helpers.engines import Ordinary, Record, full_batches, run
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import covering, few
 from tests.helpers.training import Net, data, fit, parameters, seeded, trainer
@@ -226,15 +226,14 @@ class Fast(Ordinary):
 
 def outcome(engine: str, algorithm: Algorithm, make: Any = Ordinary, **options: Any) -> Outcome:
     record = Record()
-    t = run(engine, make, algorithm=algorithm, callbacks=record, max_rounds=3, limit_val_batches=0, **options)
+    options = {"algorithm": algorithm, "callbacks": record, "max_rounds": 3, "limit_val_batches": 0, **options}
+    t = run(engine, make, full_batches, **options)
     return [parameters(t.lightning_module).clone(), *t.fit_loop.state.state.values()], [
         report.bytes_up for report in record.rounds
     ]
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true"])
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("algorithm", METHODS, ids=repr)
+@pytest.mark.parametrize(("algorithm", "engine", "precision"), covering(METHODS, ENGINES[::-1], ["32-true", "64-true"]))
 def test_the_server_has_the_clients_bits(
     algorithm: Algorithm, engine: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,8 +261,7 @@ def test_a_reply_without_either_is_refused_by_name(monkeypatch: pytest.MonkeyPat
         outcome("sequential", Scaffold())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("algorithm", METHODS[:2], ids=repr)
+@pytest.mark.parametrize(("algorithm", "engine"), covering(METHODS[:2], ENGINES))
 def test_one_vector_and_a_number_travel_with_plain_sgd(algorithm: Algorithm, engine: str) -> None:
     (x, *_), sent = outcome(engine, algorithm, clients_per_round=3)
     vector = x.numel() * x.element_size()

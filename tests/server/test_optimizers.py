@@ -58,7 +58,7 @@ def steps(optimizer: torch.optim.Optimizer, x: torch.nn.Parameter, *grads: float
         (partial(FedAdam, lr=1.0, beta1=0.0, tau=1.0, v0="grad", stats="old"), (3.0,), [-0.75]),
     ],
 )
-def test_by_hand(make, grads, want):
+def test_steps_are_those_computed_by_hand(make, grads, want):
     x = parameter(0.0)
     assert steps(make([x]), x, *grads) == pytest.approx(want, rel=1e-14)
 

@@ -19,7 +19,7 @@ from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import Mime, Scaffold, SGDm
 from lightning_fed.server import TrimmedMean
 from lightning_fed.strategies import ClientsStrategy
-from tests.engines.test_clients_strategy import UNEVEN, end
+from tests.behaviour.test_processes import UNEVEN, end
 from tests.helpers.command_line import built
 from tests.helpers.engines import Ordinary, assert_close
 from tests.helpers.hosts import Host, two_hosts

@@ -125,7 +125,7 @@ def in_a_forked_python(script: str, arguments: list[str], folder: Path) -> None:
 @pytest.mark.parametrize(
     ("end", "arguments", "after"),
     [
-        ("", [], "parted"),
+        pytest.param("", [], "parted", marks=pytest.mark.thorough),  # as at an exit
         ("raise SystemExit(2)", [], "parted"),
         ("1 / 0", [], "in a group"),
         ("", ["own"], "in a group"),

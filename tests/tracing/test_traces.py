@@ -15,7 +15,7 @@ from lightning_fed.engines.vectorized.changes import marks
 from lightning_fed.tracing import traces
 from lightning_fed.tracing.traces import Trace, Traces
 from tests.behaviour.test_contract import METHODS
-from tests.helpers.engines import Ordinary, assert_agree, run
+from tests.helpers.engines import Ordinary, assert_agree, full_batches, run
 from tests.helpers.selection import few
 from tests.helpers.training import data, trainer
 
@@ -39,17 +39,17 @@ TRACED = ["FedAvg", "Scaffold i", "FedDyn", "Mime Adam", "CMime SGDm", "MimeMVR 
 def test_traced_steps_agree_with_the_sequential_engine(name: str, chunk_size: int) -> None:
     method = METHODS[name]
     make = partial(Ordinary, method.optimizer)
-    options = {"algorithm": method.algorithm, "local_epochs": 2, "max_rounds": 4}
+    options = {"algorithm": method.algorithm, "local_epochs": 2, "max_rounds": 4, "datamodule": full_batches}
     traced = run("vectorized", make, chunk_size=chunk_size, **options)
     assert len(traces_of(traced)) > 0
     assert_agree(run("sequential", make, **options), traced)
 
 
 def test_traced_steps_of_another_local_optimizer_agree() -> None:
-    options = {"algorithm": Scaffold(), "max_rounds": 4}
-    traced = run("vectorized", partial(Ordinary, ADAM), **options)
+    options = {"make": partial(Ordinary, ADAM), "algorithm": Scaffold(), "max_rounds": 4, "datamodule": full_batches}
+    traced = run("vectorized", **options)
     assert len(traces_of(traced)) > 0
-    assert_agree(run("sequential", partial(Ordinary, ADAM), **options), traced)
+    assert_agree(run("sequential", **options), traced)
 
 
 @pytest.mark.thorough

@@ -1,6 +1,7 @@
 """What hooks make of the model between rounds is the server's from then on; during clients' work it is not."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from torch import Tensor
 
 from lightning_fed import FederatedCallback, FederatedError
 from lightning_fed.algorithms import FedAvg, FedDyn, Mime, Scaffold
-from tests.helpers.engines import Ordinary, assert_agree, run, state_of
+from tests.helpers import engines
+from tests.helpers.engines import Ordinary, assert_agree, state_of
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import few
 from tests.helpers.training import parameters, same
 
 ENGINES = ("sequential", "vectorized")
+run = partial(engines.run, datamodule=engines.full_batches)
 HOOKS = ("on_train_start", "on_train_epoch_start", "on_validation_start", "on_validation_end", "on_train_epoch_end")
 
 
@@ -134,7 +137,7 @@ def test_hooks_of_rounds_may_edit_too(hook: str) -> None:
         default=["on_client_start-sequential", "on_client_end-vectorized"],
     ),
 )
-def test_edits_around_a_clients_work_are_nobodys(hook: str, engine: str) -> None:
+def test_edits_in_hooks_of_clients_are_discarded(hook: str, engine: str) -> None:
     def edit(*args: Any) -> None:
         count(*args)
         halve(*args)
@@ -239,7 +242,7 @@ def test_a_clients_hook_finds_its_model_in_the_module(engine: str, chunk_size: i
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_is_trained_is_not_to_be_frozen_on_the_way(engine: str) -> None:
+def test_freezing_a_trained_parameter_during_a_fit_is_refused(engine: str) -> None:
     def freeze(trainer: Any, module: Any, *_: Any) -> None:
         module.head.weight.requires_grad_(trainer.current_epoch < 1)
 
@@ -248,7 +251,7 @@ def test_what_is_trained_is_not_to_be_frozen_on_the_way(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", few(ENGINES, ["sequential"]))
-def test_what_has_been_trained_may_be_frozen_in_the_end(engine: str) -> None:
+def test_parameters_may_be_frozen_once_training_has_ended(engine: str) -> None:
     t = run(engine, callbacks=[hooked("on_train_end", lambda trainer, module: module.freeze())])
     assert not any(p.requires_grad for p in t.lightning_module.parameters())
     assert same(state_of(t), state_of(run(engine)))

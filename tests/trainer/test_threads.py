@@ -68,7 +68,7 @@ def test_a_small_model_is_trained_and_evaluated_with_one_thread(caplog: pytest.L
     assert caplog.text.count("takes 1 thread instead of PyTorch's 2") == 1
 
 
-def test_a_run_that_fails_puts_them_back() -> None:
+def test_a_run_that_fails_puts_the_number_of_threads_back() -> None:
     counting = Counting(fails=True)
     with pytest.raises(Exception, match="stop here"):
         trainer(max_rounds=1, callbacks=[counting]).fit(Net(), data())
@@ -83,7 +83,7 @@ def test_a_number_that_is_set_in_the_run_stays() -> None:
 
 
 @pytest.mark.parametrize("how", ["environment", "after import", "before import", "gpu", "large"])
-def test_they_are_left_alone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_were_chosen_or_are_needed_are_left_alone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how == "environment":
         monkeypatch.setattr(threads, "_SET_BY_USER", True)
     elif how == "after import":

@@ -98,7 +98,7 @@ class ImageDataModule(StoredDataModule):
         if missing is not None:
             raise FederatedError(
                 f"{type(self).__name__}: there is no {missing} (looked in {missing.parent.absolute()})."
-                f" Set download=True, or {self._by_hand()}."
+                f" {self._remedy()}."
             )
         train, test = (self._read(is_train) for is_train in (True, False))
         self.test = self.val = TensorDataset(*test)
@@ -122,6 +122,10 @@ class ImageDataModule(StoredDataModule):
             raise FederatedError(
                 f"{place}: the labels run from {low} to {high}, and there are {self.num_classes} classes."
             )
+
+    def _remedy(self) -> str:
+        """Return what to do if files are missing; overridden where there is nothing to download."""
+        return f"Set download=True, or {self._by_hand()}"
 
     @abstractmethod
     def _missing_file(self) -> Path | None:

@@ -45,7 +45,7 @@ def test_a_teacher_that_follows_is_refused_by_name(engine: str) -> None:
         run(engine, Teacher)
 
 
-def test_a_frozen_parameter_that_stays_is_not() -> None:
+def test_a_frozen_parameter_that_stays_is_allowed() -> None:
     module = Watched()
     with torch.no_grad():
         module.teacher.weight[0] = float("nan")

@@ -131,7 +131,7 @@ def test_full_batch_gradients_of_clients_with_as_many_examples_are_taken_at_once
         return of_many(self, point, batch)
 
     monkeypatch.setattr(FullGradients, "of_many", note)
-    options = {"datamodule": partial(own, (9,) * 6), "algorithm": Mime(SGDm())}
+    options = {"datamodule": partial(own, (8,) * 6), "algorithm": Mime(SGDm())}
     assert_agree(run("sequential", **options), run("vectorized", **options))
     assert calls == [4, 4, 4]
 

@@ -125,7 +125,7 @@ class SizedLoss(Ordinary):
 
 
 @pytest.mark.thorough
-def test_batches_with_fewer_examples_go_untraced_where_it_is_not(steps_taken: list[int]) -> None:
+def test_batches_with_fewer_examples_go_untraced_where_the_graph_differs(steps_taken: list[int]) -> None:
     runs = [run(engine, SizedLoss, datamodule=UNEVEN, algorithm=Mime(SGDm()), **more) for engine, more in ENGINES]
     assert set(steps_taken) == {1, 4}  # of a single example there is a graph of its own
     assert_agree(*runs)

@@ -10,19 +10,23 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.engines.vectorized import schedule
+from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.local_steps import LocalSteps
-from lightning_fed.engines.vectorized.schedule import interleaved
+from lightning_fed.engines.vectorized.schedule import RecurringShapes, interleaved
 from lightning_fed.server import SystemsHeterogeneity
+from lightning_fed.tracing import traces
+from lightning_fed.tracing.traces import Traces
 from tests.behaviour.test_contract import METHODS
 from tests.helpers.engines import Ordinary, Record, assert_agree, run, state_of
 from tests.helpers.selection import covering, few
-from tests.helpers.training import classification, same
+from tests.helpers.training import CLASSES, classification, same
 
 SIZES = (13, 8, 21, 3, 16, 9, 34)  # in batches of four: none full, a smaller last one, none smaller
 LOCAL = [name for name, method in METHODS.items() if method.algorithm.local_work]
@@ -54,7 +58,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", few(LOCAL, ["FedAvg", "FedDyn", "CMime SGDm"]))
+@pytest.mark.parametrize("name", few(LOCAL, ["CMime SGDm"]))
 def test_every_method_agrees_with_the_sequential_engine(name: str, taken: list[Any]) -> None:
     method = METHODS[name]
     options = {"algorithm": method.algorithm, "local_epochs": 2, "clients_per_round": 5, "datamodule": cut}
@@ -81,7 +85,7 @@ WORK: dict[str, dict[str, Any]] = {
             for work in WORK
             for algorithm in (FedAvg(), Scaffold(), Mime(SGDm()))
         ],
-        ["chunks-Mime", "steps-FedAvg", "stragglers-Scaffold"],
+        ["chunks-Scaffold", "steps-FedAvg", "stragglers-Scaffold"],
     ),
 )
 def test_work_of_any_length_agrees(work: str, algorithm: Any, taken: list[Any]) -> None:
@@ -109,7 +113,7 @@ def test_with_drop_last_no_client_has_a_batch_of_its_own_but_the_small_ones(take
     ]  # fmt: skip
 
 
-@pytest.mark.thorough  # the default run has such a one in test_counts.py
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["FedAvg", "Scaffold ii", "Mime SGDm"])
 def test_a_resumed_run_has_the_same_bits(name: str, tmp_path: Any) -> None:
     options = {"datamodule": cut, "algorithm": METHODS[name].algorithm, "precision": "32-true", "clients_per_round": 6}
@@ -175,3 +179,193 @@ def test_everybody_takes_every_step_once_and_in_order(batches: list[list[int]]) 
         for client, k in zip(members, at, strict=True):
             found[client].append(k)
     assert found == [list(range(len(sizes))) for sizes in batches]
+
+
+def group(length: int, examples: int = 4, dtype: torch.dtype = torch.float32) -> BatchGroup:
+    """Return two clients' batches of so many examples of a length."""
+    return BatchGroup((0, 1), [torch.zeros(2, examples, length, dtype=dtype)], list, examples, 0, kind=length)
+
+
+def noted(lengths: Sequence[int], **options: Any) -> list[bool]:
+    recurring = RecurringShapes(batch_size=4)
+    return [recurring.note([group(length, **options)]) for length in lengths]
+
+
+def test_a_shape_recurs_from_the_second_time_on() -> None:
+    assert noted([5] * 4) == [False, True, True, True]
+    assert noted([5, 6] * 3) == [False, False, True, True, True, True]
+
+
+def test_a_shape_that_is_rare_does_not() -> None:
+    lengths = [*range(100, 120), 5, 5, 5]
+    assert noted(lengths) == [False] * 22 + [True]  # the third of 23 is one in eight
+
+
+def test_smaller_last_batches_count_as_full_ones() -> None:
+    recurring = RecurringShapes(batch_size=4)
+    assert [recurring.note([group(5, examples)]) for examples in (4, 3, 2, 4)] == [False, True, True, True]
+
+
+def test_types_are_told_apart() -> None:
+    recurring = RecurringShapes(batch_size=4)
+    assert not recurring.note([group(5)])
+    assert not recurring.note([group(5, dtype=torch.float64)])
+
+
+def test_all_batches_of_a_step_are_counted() -> None:
+    recurring = RecurringShapes(batch_size=4)
+    assert not recurring.note([group(5), group(6)])
+    assert recurring.note([group(6)])
+    assert recurring.note([group(5)])
+
+
+def test_every_round_begins_anew() -> None:
+    recurring = RecurringShapes(batch_size=4)
+    recurring.note([group(5)])
+    recurring.begin_round()
+    assert not recurring.note([group(5)])
+
+
+def test_rows_of_tensors_are_traced_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecurringShapes, "note", None)
+    assert len(run("vectorized", chunk_size=1, max_rounds=1).fit_loop.clients.engine.step.traces) > 0
+
+
+class Texts(Dataset[Any]):
+    """Texts of random lengths, or of one length."""
+
+    def __init__(self, seed: int, longest: int) -> None:
+        stream = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(longest // 2, longest + 1, (24,), generator=stream).tolist()
+        self.items = [torch.randint(0, 9, (n if longest > 8 else longest,), generator=stream) for n in lengths]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return self.items[i], int(self.items[i][0]) % CLASSES
+
+
+def padded(items: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+    return [pad_sequence([text for text, _ in items], batch_first=True), torch.tensor([label for _, label in items])]
+
+
+class Reader(Ordinary):
+    def __init__(self, momentum: float = 0.0) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.table, self.body = nn.Embedding(9, 6), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(self.table(x).mean(1))))
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
+
+
+def texts(longest: int) -> FederatedDataModule:
+    own = [Texts(seed, longest) for seed in range(4)]
+    return FederatedDataModule(own, batch_size=4, collate_fn=padded)
+
+
+TRACES = {4000: (0, 1), 8: (1, 4)}  # how few and how many, by the longest text
+
+
+@pytest.mark.parametrize(
+    ("longest", "momentum", "algorithm", "chunk_size"),
+    covering(list(TRACES), [0.0, 0.9], [FedAvg(), Scaffold()], [None, 1]),
+)
+def test_padded_texts_agree_and_are_traced_where_lengths_recur(
+    longest: int, momentum: float, algorithm: Any, chunk_size: int | None
+) -> None:
+    make = partial(Reader, momentum)
+    options: dict[str, Any] = {"algorithm": algorithm, "datamodule": partial(texts, longest)}
+    one, other = run("sequential", make, **options), run("vectorized", make, chunk_size=chunk_size, **options)
+    assert_agree(one, other, metrics=1e-5)
+    least, most = TRACES[longest]
+    assert least <= len(other.fit_loop.clients.engine.step.traces) <= most
+
+
+def test_many_shapes_do_not_pile_up_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "_MOST", 2)
+    monkeypatch.setattr(RecurringShapes, "note", lambda self, groups: True)
+    options: dict[str, Any] = {"make": Reader, "datamodule": partial(texts, 400), "max_rounds": 1}
+    t = run("vectorized", chunk_size=1, **options)
+    assert len(t.fit_loop.clients.engine.step.traces) <= 2
+    assert_agree(run("sequential", **options), t, metrics=1e-5)
+
+
+def test_a_resumed_run_takes_the_same_steps_traced(tmp_path: Any) -> None:
+    whole = run("vectorized", Reader, partial(texts, 8), max_rounds=4)
+    half = run("vectorized", Reader, partial(texts, 8), max_rounds=2)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = run("vectorized", Reader, partial(texts, 8), max_rounds=4, ckpt_path=tmp_path / "half.ckpt")
+    assert same(state_of(whole), state_of(resumed))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many clients each trace of several was made with."""
+    found: list[int] = []
+    split = Traces._split
+
+    def noted(self: Traces, function: Any, tensors: Any, *args: Any, **options: Any) -> Any:
+        if tensors[0].ndim == 3:  # the first weights of several
+            found.append(len(tensors[0]))
+        return split(self, function, tensors, *args, **options)
+
+    monkeypatch.setattr(Traces, "_split", noted)
+    return found
+
+
+FALLING = (30, 28, 26, 24, 22, 20, 18, 16, 14)  # in batches of four: 7, 7, 6, 6, 5, 5, 4, 4 and 3 full ones
+BARE = [FedAvg(), Scaffold(), Mime(SGDm())]
+OPTIONS = {"datamodule": partial(cut, FALLING), "clients_per_round": 9}
+
+
+@pytest.mark.parametrize("algorithm", few(BARE, BARE[1:2]), ids=["FedAvg", "Scaffold", "Mime"])
+def test_one_trace_serves_all_numbers_of_clients(algorithm: Any, made: list[int], steps: list[int]) -> None:
+    assert_agree(*(run(engine, algorithm=algorithm, **OPTIONS) for engine in ("sequential", "vectorized")))
+    assert made == [5, 7]
+    assert {9, 8, 6, 4, 2} <= set(steps)
+    assert len(steps) == 3 * (7 + 5)  # the full batches of all at work, and five smaller ones
+
+
+def test_clients_of_a_single_smaller_batch_are_all_at_once_too(made: list[int], steps: list[int]) -> None:
+    options = {**OPTIONS, "datamodule": partial(cut, (3,) * 9), "local_epochs": 2, "algorithm": Scaffold()}
+    assert_agree(*(run(engine, **options) for engine in ("sequential", "vectorized")))
+    assert made == [5, 7]
+    assert steps == [9] * 6
+
+
+def test_clients_with_smaller_batches_of_their_own_are_never_at_once(made: list[int], steps: list[int]) -> None:
+    options = {**OPTIONS, "datamodule": partial(cut, (3, 2, 1, 3, 2, 3, 1, 2, 3))}
+    assert_agree(*(run(engine, **options) for engine in ("sequential", "vectorized")))
+    assert not made
+    assert set(steps) == {1}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("algorithm", few(BARE, BARE[:1]), ids=["FedAvg", "Scaffold", "Mime"])
+def test_without_such_a_trace_only_steps_of_all_clients_are_traced(
+    algorithm: Any, made: list[int], steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run("vectorized", algorithm=algorithm, **OPTIONS)
+    made.clear()
+    steps.clear()
+    monkeypatch.setattr(traces, "generalize", lambda *args: False)
+    assert_agree(expected, run("vectorized", algorithm=algorithm, **OPTIONS))
+    assert made == [5, 7, 9]  # tried with two numbers, once
+    assert max(steps) == 9
+
+
+def test_a_resumed_run_has_the_same_bits_with_another_first_chunk(tmp_path: Any) -> None:
+    options = {**OPTIONS, "clients_per_round": 5, "precision": "32-true"}
+    whole = run("vectorized", max_rounds=4, **options)
+    first = run("vectorized", max_rounds=2, **options)
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = run("vectorized", max_rounds=4, ckpt_path=tmp_path / "half.ckpt", **options)
+    assert same(state_of(whole), state_of(resumed))

@@ -31,9 +31,7 @@ from lightning_fed.server import (
     CoordinateMedian,
     GeometricMedian,
     NormClipping,
-    RobustAggregator,
     TrimmedMean,
-    WeightedSampler,
 )
 from lightning_fed.server.aggregation.mean import Aggregation
 from lightning_fed.server.participation import Participant
@@ -84,6 +82,7 @@ messages_of = st.integers(1, 9).flatmap(
         st.lists(st.floats(-10, 10, width=32), min_size=3, max_size=3), min_size=count, max_size=count
     )
 )
+
 
 # ------------------------------------------------------------------ by hand
 
@@ -447,15 +446,6 @@ def test_combinations_that_do_not_go_together_are_refused(options: Any, message:
         trainer(**options)
 
 
-def test_messages_by_examples_are_refused_where_clients_count_alike() -> None:
-    class ByExamples(FedAvg):
-        reduces = {"delta": "examples"}
-
-    with pytest.raises(FederatedError, match="averages messages by examples"):
-        trainer(algorithm=ByExamples(), aggregator=CoordinateMedian())
-    trainer(algorithm=ByExamples(), aggregator=GeometricMedian())
-
-
 class Normalized(Ordinary):
     def __init__(self) -> None:
         super().__init__()
@@ -470,21 +460,3 @@ def test_averaged_buffers_are_refused(buffers: str) -> None:
 
 def test_buffers_of_the_server_are_fine() -> None:
     fit(Normalized(), data((8, 8, 8)), aggregator=CoordinateMedian(), buffers="server", max_rounds=1)
-
-
-class Widest(RobustAggregator):
-    """A rule of one's own: the largest value."""
-
-    def combine(self, messages: Tensor, weights: Tensor, sum_: Any) -> Tensor:
-        return messages.max(dim=0).values
-
-
-def test_a_rule_of_ones_own_is_a_few_lines() -> None:
-    assert torch.equal(combined(Widest(), matrix([1, 5, 0], [2, 3, -1])), matrix([2, 5, 0])[0])
-    assert repr(Widest()) == "Widest()"
-    run("sequential", aggregator=Widest(), sampler=WeightedSampler(3), clients_per_round=None, max_rounds=1)
-
-
-def test_a_rule_shows_itself_as_it_would_be_written() -> None:
-    shown = [repr(rule) for rule in (TrimmedMean(0.1), GeometricMedian(), NormClipping(2))]
-    assert shown == ["TrimmedMean(beta=0.1)", "GeometricMedian(iterations=3, nu=1e-06)", "NormClipping(max_norm=2.0)"]

@@ -153,7 +153,6 @@ def test_the_vectorized_engine_takes_a_step_of_all_clients_for_the_price_of_a_fe
 
 
 def test_counts_are_exact() -> None:
-    counted.cache_clear()
     before = counted("sequential", "FedAvg", 4, 5)
     counted.cache_clear()
     assert counted("sequential", "FedAvg", 4, 5) == before

@@ -1,22 +1,16 @@
 """What cannot be run for several clients at once is refused by name before the first round, and leaves no trace."""
 
 import random
-import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from pytorch_lightning.callbacks import (
     GradientAccumulationScheduler,
-    LambdaCallback,
-    LearningRateMonitor,
-    ModelCheckpoint,
 )
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
@@ -26,30 +20,11 @@ from torchmetrics import CatMetric, MeanMetric
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import Mime, ServerOnly
 from lightning_fed.engines.sequential.engine import SequentialEngine
-from tests.helpers.engines import Ordinary, Record, assert_agree, run
+from tests.helpers.engines import Ordinary, assert_agree, full_batches, refused, run
 from tests.helpers.selection import few
 from tests.helpers.training import CLASSES, FEATURES, classification, data, parameters, trainer
 
 WAY_OUT = "engine='sequential'"
-
-
-def refused(
-    make: Callable[[], pl.LightningModule], reason: str, datamodule: FederatedDataModule | None = None, **options: Any
-) -> None:
-    """Check that a run is refused with a reason and a way out, before any round, and the module left as it was."""
-    model, seen = make(), Record()
-    before, random_state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
-    t = trainer(engine="vectorized", **{"callbacks": [], **options})
-    t.callbacks.append(seen)
-    with pytest.raises(FederatedError, match=reason) as caught:
-        t.fit(model, datamodule or data())
-    assert WAY_OUT in str(caught.value)
-    assert seen.order == []
-    assert t.fit_loop.round == 0
-    assert {k: torch.equal(v, before[k]) for k, v in model.state_dict().items()} == dict.fromkeys(before, True)
-    assert "log" not in vars(model)
-    assert model.training
-    assert torch.equal(random_state, torch.get_rng_state())
 
 
 class WithBatchNorm(Ordinary):
@@ -194,38 +169,6 @@ def test_a_training_step_that_clients_cannot_share_is_refused(name: str) -> None
     refused(partial(Step, step), reason)
 
 
-def test_what_vmap_says_at_length_is_said_in_short_and_whole_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    def write_shared(module: Any, loss: Tensor, batch: Any) -> Tensor:
-        shared = torch.zeros(FEATURES)
-        shared[batch[0][0] > 0] = 1.0  # refused by vmap in 393 letters
-        return loss + 0 * shared.sum()
-
-    t = trainer(engine="auto", callbacks=[])
-    with caplog.at_level("DEBUG", logger="pytorch_lightning"):
-        t.fit(Step(write_shared), data())
-    (told,) = [r.getMessage() for r in caplog.records if "takes 'sequential'" in r.getMessage()]
-    assert re.search(
-        r"in-place operation, in test_vectorized_refusals.py, line \d+; .* level DEBUG\)\. Change that", told
-    )
-    assert "vmap:" not in told
-    (whole,) = [r.getMessage() for r in caplog.records if r.levelname == "DEBUG" and "vmap:" in r.getMessage()]
-    assert len(whole) > 300
-    assert whole.endswith("please file a bug report instead.")
-
-
-def test_an_error_of_an_unknown_kind_is_named_by_its_type_and_line() -> None:
-    class LongError(RuntimeError):
-        pass
-
-    def fail_on_vmap(module: Any, loss: Tensor, batch: Any) -> Tensor:
-        if torch._C._functorch.is_batchedtensor(batch[0]):
-            raise LongError("long" * 100)
-        return loss
-
-    where = r"in test_vectorized_refusals.py, line \d+"
-    refused(partial(Step, fail_on_vmap), rf"at once \(a LongError, {where}; the full text of the error is in the log")
-
-
 def test_a_metric_object_is_named() -> None:
     refused(partial(Step, update_metric), "updates the metric 'metric'")
 
@@ -240,40 +183,6 @@ def test_python_and_numpy_draw_on_as_if_nothing_had_happened() -> None:
     expected = random.Random(1).random(), np.random.RandomState(1).rand()
     refused(partial(Step, STEPS["Python's randomness"][0]), "Python's")
     assert (random.random(), np.random.rand()) == expected
-
-
-MODULE_HOOKS: dict[str, Callable[..., Any]] = {
-    "on_train_batch_start": lambda self, batch, batch_idx: None,
-    "on_train_batch_end": lambda self, outputs, batch, batch_idx: None,
-    "on_before_backward": lambda self, loss: None,
-    "backward": lambda self, loss: loss.backward(),
-    "on_after_backward": lambda self: None,
-    "on_before_zero_grad": lambda self, optimizer: None,
-    "optimizer_zero_grad": lambda self, epoch, batch_idx, optimizer: optimizer.zero_grad(),
-    "on_before_optimizer_step": lambda self, optimizer: None,
-    "optimizer_step": lambda self, epoch, batch_idx, optimizer, closure: optimizer.step(closure),
-    "configure_gradient_clipping": lambda self, optimizer, gradient_clip_val, gradient_clip_algorithm: None,
-}
-CALLBACK_HOOKS = [
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_zero_grad",
-    "on_before_optimizer_step",
-]
-
-
-@pytest.mark.parametrize("hook", MODULE_HOOKS)
-def test_hooks_of_single_batches_in_the_module_are_refused(hook: str) -> None:
-    hooked = type("Hooked", (Ordinary,), {hook: MODULE_HOOKS[hook]})
-    refused(hooked, rf"Hooked\.{hook} is called for every batch")
-
-
-@pytest.mark.parametrize("hook", CALLBACK_HOOKS)
-def test_hooks_of_single_batches_in_a_callback_are_refused(hook: str) -> None:
-    callback = LambdaCallback(**{hook: lambda *_: None})
-    refused(Ordinary, rf"LambdaCallback\.{hook} is called for every batch", callbacks=[callback])
 
 
 class WithHook(Ordinary):
@@ -385,80 +294,14 @@ def test_recurrent_layers_are_refused_by_name_and_with_what_to_change(kind: str,
     if not (kind == "LSTM" and is_frozen):  # in float32 it has a kernel that takes several
         refused(partial(Remembers, kind, is_frozen, False), reason)
     changed = partial(Remembers, kind if is_frozen else f"{kind}Cell", is_frozen, True)  # as the refusal says
-    assert_agree(run("vectorized", changed), run("sequential", changed))
+    assert_agree(*(run(engine, changed, full_batches) for engine in ("vectorized", "sequential")))
 
 
 @pytest.mark.parametrize("kind", few(["GRUCell", "LSTMCell", "RNNCell"], ["GRUCell"]))
 def test_the_first_state_of_a_frozen_cell_is_named(kind: str) -> None:
     refused(partial(Remembers, kind, True, False), "the first state of a recurrent cell: make it from the input")
     changed = partial(Remembers, kind, True, True)
-    assert_agree(run("vectorized", changed), run("sequential", changed))
-
-
-class PerBatch(ModelCheckpoint):
-    """Does something of its own for every batch."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.heard = True
-
-
-@pytest.mark.parametrize(
-    ("callback", "hook"),
-    [
-        (LearningRateMonitor(), "LearningRateMonitor.on_train_batch_start"),
-        (LearningRateMonitor("step"), "LearningRateMonitor.on_train_batch_start"),
-        (PerBatch(), "PerBatch.on_train_batch_end"),
-    ],
-    ids=["None", "step", "a subclass"],
-)
-def test_callbacks_of_lightning_that_do_something_for_every_batch_are_refused(callback: pl.Callback, hook: str) -> None:
-    refused(Ordinary, rf"{hook} is called for every batch", callbacks=[callback], enable_checkpointing=True)
-
-
-def test_hooks_of_single_batches_in_a_checkpoint_callback_are_called(tmp_path: Path) -> None:
-    callback = PerBatch(tmp_path)
-    trainer(callbacks=callback, enable_checkpointing=True, max_rounds=1).fit(Ordinary(), data())
-    assert callback.heard
-
-
-class MySgd(torch.optim.Optimizer):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    def step(self, closure: Any = None) -> None:
-        """Move against the gradient, scaled to length one over each parameter."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data -= group["lr"] * p.grad / p.grad.norm()
-
-
-class Tuned(torch.optim.SGD):
-    """Not known to be elementwise, though it is."""
-
-
-def hooked_sgd(where: str, params: Any) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    getattr(optimizer, f"register_step_{where}_hook")(lambda *_: None)
-    return optimizer
-
-
-OPTIMIZERS: dict[str, tuple[Callable[..., Any], str]] = {
-    "of the user's own": (MySgd, "the step of MySgd is not elementwise"),
-    "a subclass": (partial(Tuned, lr=0.1), "the step of Tuned is not elementwise, or not known to be"),
-    "Adafactor": (torch.optim.Adafactor, "the step of Adafactor is not elementwise"),
-    "a hook before the step": (partial(hooked_sgd, "pre"), "step hooks"),
-    "a hook after the step": (partial(hooked_sgd, "post"), "step hooks"),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_local_optimizers_that_mix_clients_are_refused(name: str) -> None:
-    make, reason = OPTIMIZERS[name]
-    refused(partial(Ordinary, make), reason)
-
-
-def test_accumulated_gradients_are_refused() -> None:
-    refused(Ordinary, "accumulate_grad_batches=2", accumulate_grad_batches=2)
+    assert_agree(*(run(engine, changed, full_batches) for engine in ("vectorized", "sequential")))
 
 
 def test_accumulation_that_is_scheduled_for_later_rounds_is_refused() -> None:

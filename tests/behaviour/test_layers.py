@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.algorithms import Mime, Scaffold, SGDm
-from tests.helpers.engines import SIZES, Ordinary, assert_agree, run
+from tests.helpers.engines import Ordinary, assert_agree, full_batches, run
 from tests.helpers.selection import few
-from tests.helpers.training import CLASSES, FEATURES, data
+from tests.helpers.training import CLASSES, FEATURES
 
 
 class Layers(Ordinary):
@@ -107,8 +107,8 @@ METHODS = {"Scaffold": Scaffold(), "Mime": Mime(SGDm())}
     few(
         [pytest.param(network, method, id=f"{network}-{method}") for network in NETWORKS for method in METHODS],
         [
-            "convolution-Mime",
-            "embedding-Mime",
+            "convolution-Scaffold",
+            "embedding-Scaffold",
             "pools-Scaffold",
             "residual blocks-Scaffold",
         ],
@@ -116,6 +116,6 @@ METHODS = {"Scaffold": Scaffold(), "Mime": Mime(SGDm())}
 )
 def test_networks_end_where_the_sequential_engine_ends(network: str, method: str) -> None:
     make = partial(Layers, *NETWORKS[network])
-    options: dict[str, Any] = {"make": make, "datamodule": partial(data, SIZES), "algorithm": METHODS[method]}
+    options: dict[str, Any] = {"make": make, "datamodule": full_batches, "algorithm": METHODS[method]}
     options["max_rounds"] = 2
     assert_agree(run("sequential", **options), run("vectorized", **options))

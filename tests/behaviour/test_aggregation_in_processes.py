@@ -18,7 +18,7 @@ from lightning_fed.server import (
     TrimmedMean,
 )
 from lightning_fed.strategies.processes import Ranks
-from tests.engines.test_clients_strategy import TWO, assert_one_result, end, in_two, parts_of
+from tests.behaviour.test_processes import TWO, assert_one_result, end, in_two, parts_of
 from tests.helpers.selection import few
 
 METHODS: dict[str, Algorithm] = {
@@ -48,8 +48,6 @@ CASES: dict[str, Any] = {
     "quantized and robust": partial(of, "FedAvg", compression=QSGD(7), aggregator=CoordinateMedian()),
     "one process idle": partial(of, "FedAvg", aggregator=CoordinateMedian(), clients_per_round=1),
 }
-
-
 FEW = (  # every rule once, every kind of message once, and what goes through other code
     *("FedAvg median", "Scaffold trimmed", "Mime geometric", "FedDane median", "ServerOnly trimmed", "weighted"),
     *("clipping", "compressed", "quantized and robust", "one process idle"),

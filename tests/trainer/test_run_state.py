@@ -17,6 +17,7 @@ from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning_fed import FederatedError, FederatedTrainer, algorithms
 from lightning_fed.server import CoordinateMedian, FedAdam, FedBuff, SystemsHeterogeneity, TopK
 from tests.helpers.processes import in_processes
+from tests.helpers.selection import few
 from tests.helpers.training import Net, data, parameters, same, seeded, trainer
 
 THIS = psutil.Process()
@@ -54,6 +55,7 @@ def go_on(run: FederatedTrainer) -> None:
 
 
 WHOLE: dict[str, Any] = {"enable_checkpointing": True, "logger": True}
+EVERYTHING: dict[str, Any] = {**DISK, **WHOLE}
 RUNS: dict[str, dict[str, Any]] = {
     "sequential": {},
     "vectorized": {"engine": "vectorized", **WHOLE},
@@ -82,11 +84,15 @@ RUNS: dict[str, dict[str, Any]] = {
         **WHOLE,
     },
 }
-QUICK = ("sequential", "vectorized", "states on disk")
 
 
-@pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.thorough) for n in RUNS])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    few(
+        [pytest.param(name, way, id=f"{name}-{way}") for name in RUNS for way in COPIES],
+        ["sequential-deepcopy", "vectorized-deepcopy", "states on disk-pickle"],
+    ),
+)
 def test_a_copy_of_a_fitted_trainer_goes_on_with_the_same_bits(name: str, way: str) -> None:
     run = fitted(**copy.deepcopy(RUNS[name]))
     other = COPIES[way](run)
@@ -142,12 +148,14 @@ def kept_open() -> list[str]:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="descriptors are counted by the system")
-@pytest.mark.parametrize("options", [{}, {"engine": "vectorized"}, DISK, {**DISK, **WHOLE}], ids=str)
+@pytest.mark.parametrize(
+    "options", few([{}, {"engine": "vectorized"}, DISK, EVERYTHING], [{"engine": "vectorized"}, EVERYTHING]), ids=str
+)
 def test_no_file_stays_open_after_a_fit(options: dict[str, Any]) -> None:
     fitted(**options)  # what is opened once in a process
     gc.collect()
     before, runs = THIS.num_fds(), []
-    for _ in range(3):
+    for _ in range(2):
         runs.append(fitted(**options))
         assert kept_open() == []
     go_on(runs[0])

@@ -90,7 +90,7 @@ SIZES: dict[str, Callable[[Any], Any]] = {
     ("size", "chunk_size"),
     few(
         [pytest.param(size, n, id=f"{name}-{n}") for name, size in SIZES.items() for n in (1, 64)],
-        ["the examples-1", "half of them, rounded-1", "an even number-1", "of some-1", "half of them-64"],
+        ["half of them, rounded-1", "of some-1", "half of them-64"],
     ),
 )
 def test_batch_sizes_of_logged_values_are_those_of_each_batch(size: Any, chunk_size: int) -> None:
@@ -186,7 +186,7 @@ BODIES: dict[str, Body] = {
     ("name", "chunk_size"),
     few(
         [pytest.param(name, n, id=f"{name}-{n}") for name in BODIES for n in (1, 64)],
-        ["several-1", "summed-1", "evened-1", "counted-1", "named_by_size-1"],
+        ["several-1", "evened-1", "counted-1", "named_by_size-1"],
     ),
 )
 def test_numbers_of_python_that_depend_on_the_size_are_those_of_each_batch(name: str, chunk_size: int) -> None:
@@ -198,7 +198,7 @@ def test_numbers_of_python_that_depend_on_the_size_are_those_of_each_batch(name:
 @pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", [Scaffold(), Mime(SGDm())], ids=["Scaffold", "Mime"])
 @pytest.mark.parametrize("name", ["several", "summed", "evened", "counted"])
-def test_of_other_methods_too(name: str, algorithm: Any) -> None:
+def test_numbers_that_depend_on_the_size_agree_for_other_methods_too(name: str, algorithm: Any) -> None:
     both(BODIES[name], algorithm, chunk_size=1)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_fed.algorithms import Algorithm, FedAvg
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Run, Update
-from tests.helpers.engines import Ordinary, Record, assert_agree, run
+from tests.helpers.engines import Ordinary, Record, assert_agree, full_batches, run
 from tests.helpers.selection import few
 from tests.helpers.training import Net, data, trainer
 
@@ -40,13 +40,13 @@ class Elsewhere(Algorithm):
         return mean["delta"], {"path": mean["path"]}
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4])
+@pytest.mark.parametrize("chunk_size", few([1, 4], [4]))
 @pytest.mark.parametrize("build", few([SGD, ADAM], [SGD]), ids=["SGD", "Adam"])
 def test_engines_agree(build: Any, chunk_size: int) -> None:
     records = Record(), Record()
-    make = partial(Ordinary, build)
-    one = run("sequential", make, algorithm=Elsewhere(), callbacks=records[0])
-    many = run("vectorized", make, algorithm=Elsewhere(), chunk_size=chunk_size, callbacks=records[1])
+    options = {"make": partial(Ordinary, build), "datamodule": full_batches, "algorithm": Elsewhere()}
+    one = run("sequential", callbacks=records[0], **options)
+    many = run("vectorized", chunk_size=chunk_size, callbacks=records[1], **options)
     assert_agree(one, many)
     assert [r.bytes_down for r in records[0].rounds] == [r.bytes_down for r in records[1].rounds]
     assert records[0].rounds[0].bytes_down == records[0].rounds[0].bytes_up  # x and what start reads
@@ -72,7 +72,7 @@ def test_the_path_begins_where_the_work_does(engine: str) -> None:
     torch.testing.assert_close(state["delta"], 1 - 3 * LR * state["path"], rtol=1e-12, atol=1e-14)
 
 
-def test_who_starts_at_x_starts_where_all_do() -> None:
+def test_a_start_at_x_changes_nothing() -> None:
     class AtX(FedAvg):
         def start(self, x: Tensor, step: Any) -> Tensor:
             return x

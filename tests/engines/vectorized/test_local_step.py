@@ -1,24 +1,19 @@
 """A second gradient at a point that a method makes anew in every step: where it is taken, on what, and how often."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from pytorch_lightning.callbacks import GradientAccumulationScheduler
-from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
-from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import Algorithm, FedAvg, FedSAM
-from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Run, Update
 from lightning_fed.engines.vectorized.local_steps import LocalSteps
-from tests.helpers.engines import Ordinary, Record, assert_agree, run, state_of
+from tests.helpers.engines import Ordinary, Record, assert_agree, full_batches, run, state_of
 from tests.helpers.selection import few
-from tests.helpers.training import Net, clients, data, fit, seeded, trainer
+from tests.helpers.training import clients, data
 
 RHO, LR = 0.2, 0.1
 
@@ -73,8 +68,13 @@ RUNS: dict[str, tuple[Algorithm, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("chunk_size", few([1, 2, 4], [1, 4]))
-@pytest.mark.parametrize("name", few(RUNS, ["everything", "everything, two rates", "FedSAM"]))
+@pytest.mark.parametrize(
+    ("name", "chunk_size"),
+    few(
+        [pytest.param(name, n, id=f"{name}-{n}") for name in RUNS for n in (1, 2, 4)],
+        ["everything-1", "everything, two rates-4", "FedSAM-1"],
+    ),
+)
 def test_engines_agree(name: str, chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm, make, options = RUNS[name]
     traced, take = [], LocalSteps._run_traced
@@ -85,9 +85,10 @@ def test_engines_agree(name: str, chunk_size: int, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(LocalSteps, "_run_traced", note)
     records = Record(), Record()
-    one = run("sequential", make, algorithm=algorithm, callbacks=records[0], **options)
+    options = {"datamodule": full_batches, "algorithm": algorithm, **options}
+    one = run("sequential", make, callbacks=records[0], **options)
     assert not traced
-    many = run("vectorized", make, algorithm=algorithm, chunk_size=chunk_size, callbacks=records[1], **options)
+    many = run("vectorized", make, chunk_size=chunk_size, callbacks=records[1], **options)
     assert_agree(one, many)
     assert traced
     assert all(traced)
@@ -191,59 +192,3 @@ def test_the_second_gradient_counts() -> None:
         run("sequential", algorithm=algorithm, callbacks=record)
     once, twice = ([r.gradients for r in record.rounds] for record in records)
     assert twice == [2 * n for n in once]
-
-
-class Scaled(MixedPrecision):
-    """Half precision with a gradient scaler, which Lightning gives on a GPU only."""
-
-    def __init__(self, scale: float) -> None:
-        super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000))
-
-
-def test_half_precision_with_a_gradient_scaler() -> None:
-    class Count(FederatedCallback):
-        steps: int = 0
-
-        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
-            self.steps += sum(round_report.steps.values())
-
-    plain, small, large = Count(), Count(), Count()
-    reference = fit(seeded(dropout=0.0), algorithm=FedSAM(RHO), callbacks=plain)
-    close = fit(seeded(dropout=0.0), algorithm=FedSAM(RHO), plugins=Scaled(2.0**8), callbacks=small)
-    torch.testing.assert_close(close, reference, rtol=2e-2, atol=2e-3)
-    assert small.steps == plain.steps
-    skipping = fit(seeded(dropout=0.0), algorithm=FedSAM(RHO), plugins=Scaled(2.0**24), callbacks=large)
-    assert torch.isfinite(skipping).all()
-    assert 0 < large.steps < plain.steps
-
-
-class Accumulates(FederatedCallback):
-    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
-        trainer.accumulate_grad_batches = 2
-
-
-REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "accumulation": (lambda: {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2 does not go with FedSAM"),
-    "scheduled": (
-        lambda: {"callbacks": GradientAccumulationScheduler({1: 2})},
-        "GradientAccumulationScheduler does not go with FedSAM",
-    ),
-    "from a callback": (lambda: {"callbacks": Accumulates()}, "A callback has set accumulate_grad_batches=2"),
-    "clipping": (lambda: {"gradient_clip_val": 1.0}, "gradient_clip_val=1.0 would clip the first gradient of FedSAM"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_leaves_the_gradient_open_is_refused(name: str) -> None:
-    options, message = REFUSED[name]
-    with pytest.raises(FederatedError, match=message):
-        trainer(algorithm=FedSAM(RHO), engine="sequential", **options()).fit(Net(), data())
-
-
-def test_a_point_of_another_shape_is_refused() -> None:
-    class Short(FedSAM):
-        def second_gradient_at(self, g: Tensor, y: Tensor, step: Any) -> Tensor:
-            return y[:2]
-
-    with pytest.raises(FederatedError, match=r"Short.second_gradient_at\(\) must return a point.*found shape \(2,\)"):
-        trainer(algorithm=Short(RHO)).fit(Net(), data())

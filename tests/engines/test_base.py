@@ -1,0 +1,133 @@
+"""What all engines share: the parts of vectors that corrections read, results of a chunk, gradients of clients."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightning_fed import FederatedCallback
+from lightning_fed.core.flat import Layout
+from lightning_fed.core.rounds import ClientReport, Step
+from lightning_fed.core.watched import Watched
+from lightning_fed.engines.base import ChunkResult, per_parameter
+from lightning_fed.server.participation import Participant
+from tests.helpers.engines import Ordinary, run
+from tests.helpers.training import clients
+
+X = torch.arange(10.0)
+
+
+def test_each_parameter_reads_its_part_and_what_it_reads_counts_as_read() -> None:
+    server = Watched({"c": X + 10, "d": X}, set())
+    mean = Watched({"x": X + 20}, set())
+    rates = torch.cat([torch.full((6,), 0.1), torch.full((4,), 0.2)])
+    whole = Step(X, server, {"v": X + 30}, {"k": torch.tensor(2.0)}, None, {"x": X + 40}, mean, 5.0, 4.0, rates)
+    first, second = per_parameter(whole, Layout([torch.Size([2, 3]), torch.Size([4])]))
+    assert (server.read, mean.read) == (set(), set())
+    assert torch.equal(first.x, X[:6].view(2, 3))
+    assert torch.equal(second.x, X[6:])
+    assert torch.equal(first.server["c"], X[:6].view(2, 3) + 10)
+    assert torch.equal(first.cohort_grad["x"], X[:6].view(2, 3) + 20)
+    assert torch.equal(second.client["v"], X[6:] + 30)
+    assert torch.equal(second.full_grad["x"], X[6:] + 40)
+    assert float(second.local["k"]) == 2.0
+    assert torch.equal(torch.as_tensor(second.lr), rates[6:])
+    assert (second.num_examples, second.mean_examples) == (5.0, 4.0)
+    assert (server.read, mean.read) == ({"c"}, {"x"})
+
+
+def chunk(**options: Any) -> ChunkResult:
+    """Return a result of two clients, of whose four parameters the last is personal."""
+    y = torch.arange(8.0).view(2, 4)
+    members = [Participant(f"c{i}", i, 5, 1, 2) for i in range(2)]
+    reports = [ClientReport(who.client_id, 5, 2, 0.5, {}, 1.0, 0.0) for who in members]
+    return ChunkResult(members, y, y[:, :3] - 1, {}, sends_delta=True, reports=reports, asked=[0, 1], **options)
+
+
+def test_what_clients_keep_does_not_hold_on_to_the_chunk() -> None:
+    states = torch.arange(6.0).view(2, 3)
+    result = chunk(keep={"c": states})
+    kept = result.kept()
+    states.zero_()
+    assert [own["c"].tolist() for own in kept] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert {own["c"].untyped_storage().nbytes() for own in kept} == {3 * 4}
+    assert chunk(keep={}).kept() == [{}, {}]
+
+
+def test_personal_parameters_are_no_part_of_what_is_exchanged() -> None:
+    assert chunk(keep={}).shared.tolist() == [[0.0, 1.0, 2.0], [4.0, 5.0, 6.0]]
+
+
+def test_states_are_kept_at_once_only_where_there_is_nothing_beside_them() -> None:
+    own = {"c": torch.zeros(2, 3)}
+    assert chunk(keep=own).keeps_states_only
+    for beside in ({"keep": {}}, {"keep": own, "solver": [{}, {}]}, {"keep": own, "buffers": [{}, {}]}):
+        assert not chunk(**beside).keeps_states_only
+
+
+class WithMetric(Ordinary):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.mean = MeanMetric()
+
+
+class Asks(FederatedCallback):
+    """Lets the engine take gradients and losses of a client, and take back what a client leaves behind."""
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        state = trainer.fit_loop.run_state
+        self.engine, self.x = state.engine, trainer.fit_loop.state.x.clone()
+        batches = trainer.datamodule.client_batches(1)
+        with state.preserving_module():
+            self.gradients = [self.engine.gradient_at(self.x, batches, 0, index) for index in (1, 1, 2)]
+            with self.engine.losses_at(self.x, 0) as loss_of:
+                self.losses = [loss_of(batches, 1) for _ in range(2)]
+        undo = self.engine.undo_point()
+        pl_module.mean.update(3.0)
+        pl_module._current_fx_name = "elsewhere"
+        self.engine.flat.params[0].grad = torch.ones_like(self.engine.flat.params[0])
+        undo()
+        self.left = pl_module.mean.update_count, pl_module._current_fx_name, self.engine.flat.params[0].grad
+
+
+@pytest.fixture(scope="module")
+def asked() -> dict[float, Asks]:
+    """What the engine answers, by the share of dropout."""
+    found = {}
+    for dropout in (0.0, 0.5):
+        found[dropout] = Asks()
+        run("sequential", lambda dropout=dropout: WithMetric(dropout=dropout), max_rounds=1, callbacks=found[dropout])
+    return found
+
+
+def of_client(x: Tensor) -> tuple[Tensor, float]:
+    """Return gradient and summed loss of client 1 at a point, by hand."""
+    model = Ordinary().double()
+    torch.nn.utils.vector_to_parameters(x, model.parameters())
+    inputs, labels = clients()[1].tensors
+    loss = F.cross_entropy(model(inputs.double()), labels)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return torch.cat([g.flatten() for g in gradients]) + 0.01 * x, float(loss) * len(labels)  # with weight decay
+
+
+def test_gradient_and_loss_of_a_client_are_those_of_all_its_examples(asked: dict[float, Asks]) -> None:
+    found = asked[0.0]
+    gradient, loss = of_client(found.x)
+    torch.testing.assert_close(found.gradients[0], gradient, rtol=1e-11, atol=1e-13)
+    assert found.losses[0] == pytest.approx(loss, rel=1e-12)
+
+
+def test_random_layers_draw_from_a_stream_of_the_round_and_the_client(asked: dict[float, Asks]) -> None:
+    first, again, other = asked[0.5].gradients
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert asked[0.5].losses[0] == asked[0.5].losses[1] == pytest.approx(of_client(asked[0.5].x)[1]), "in eval mode"
+
+
+def test_what_a_client_that_failed_left_behind_is_taken_back(asked: dict[float, Asks]) -> None:
+    count, hook, gradient = asked[0.0].left
+    assert (count, gradient) == (0, None)
+    assert hook != "elsewhere"

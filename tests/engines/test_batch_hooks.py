@@ -1,0 +1,121 @@
+"""Which hooks between batches a module or a callback uses, and what the vectorized engine says of them."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import (
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    Timer,
+)
+
+from lightning_fed import FederatedDataModule
+from lightning_fed.engines.batch_hooks import (
+    CALLBACK_STEP_HOOKS,
+    STEP_HOOKS,
+    has_transfer_hooks,
+    overridden_hooks,
+    time_by_rounds,
+    uses_batch_hook,
+)
+from tests.helpers.engines import Ordinary, refused
+from tests.helpers.training import clients, data, trainer
+
+MODULE_HOOKS: dict[str, Callable[..., Any]] = {
+    "on_train_batch_start": lambda self, batch, batch_idx: None,
+    "on_train_batch_end": lambda self, outputs, batch, batch_idx: None,
+    "on_before_backward": lambda self, loss: None,
+    "backward": lambda self, loss: loss.backward(),
+    "on_after_backward": lambda self: None,
+    "on_before_zero_grad": lambda self, optimizer: None,
+    "optimizer_zero_grad": lambda self, epoch, batch_idx, optimizer: optimizer.zero_grad(),
+    "on_before_optimizer_step": lambda self, optimizer: None,
+    "optimizer_step": lambda self, epoch, batch_idx, optimizer, closure: optimizer.step(closure),
+    "configure_gradient_clipping": lambda self, optimizer, gradient_clip_val, gradient_clip_algorithm: None,
+}
+CALLBACK_HOOKS = [
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+]
+
+
+def using(module: pl.LightningModule, *callbacks: pl.Callback, datamodule: Any = None) -> Any:
+    """Return what stands for a trainer."""
+    return SimpleNamespace(lightning_module=module, callbacks=list(callbacks), datamodule=datamodule)
+
+
+def test_every_hook_of_single_batches_is_found_in_module_and_callbacks() -> None:
+    for hook, own in MODULE_HOOKS.items():
+        hooked = type("Hooked", (Ordinary,), {hook: own})
+        assert overridden_hooks(using(hooked())) == [f"Hooked.{hook}"]
+    for hook in CALLBACK_HOOKS:
+        callback = LambdaCallback(**{hook: lambda *_: None})
+        assert overridden_hooks(using(Ordinary(), callback)) == [f"LambdaCallback.{hook}"]
+    assert overridden_hooks(using(Ordinary(), pl.Callback(), ModelCheckpoint(), Timer(interval="epoch"))) == []
+    assert {*STEP_HOOKS, "on_train_batch_start", "on_train_batch_end"} == {*MODULE_HOOKS}
+    assert {*CALLBACK_STEP_HOOKS, "on_train_batch_start", "on_train_batch_end"} == {*CALLBACK_HOOKS}
+
+
+def test_hooks_of_single_batches_are_refused_by_the_vectorized_engine() -> None:
+    hooked = type("Hooked", (Ordinary,), {"on_after_backward": lambda self: None})
+    refused(hooked, r"Hooked\.on_after_backward is called for every batch")
+    callback = LambdaCallback(on_train_batch_end=lambda *_: None)
+    refused(Ordinary, r"LambdaCallback\.on_train_batch_end is called for every batch", callbacks=[callback])
+
+
+def test_transfer_hooks_are_found_in_module_and_data_module() -> None:
+    class Moves(Ordinary):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    class MovesData(FederatedDataModule):
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    assert not has_transfer_hooks(using(Ordinary(), datamodule=data()))
+    assert has_transfer_hooks(using(Moves()))
+    assert has_transfer_hooks(using(Ordinary(), datamodule=MovesData(clients(), batch_size=4)))
+
+
+def test_timers_look_at_the_clock_once_a_round() -> None:
+    timer = Timer(interval="step")
+    assert uses_batch_hook(timer, "on_train_batch_end")
+    time_by_rounds(using(Ordinary(), pl.Callback(), timer))
+    assert not uses_batch_hook(timer, "on_train_batch_end")
+    assert uses_batch_hook(ModelCheckpoint(train_time_interval=timedelta(seconds=1)), "on_train_batch_end")
+
+
+class PerBatch(ModelCheckpoint):
+    """Does something of its own for every batch."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.heard = True
+
+
+@pytest.mark.parametrize(
+    ("callback", "hook"),
+    [
+        (LearningRateMonitor(), "LearningRateMonitor.on_train_batch_start"),
+        (LearningRateMonitor("step"), "LearningRateMonitor.on_train_batch_start"),
+        (PerBatch(), "PerBatch.on_train_batch_end"),
+    ],
+    ids=["None", "step", "a subclass"],
+)
+def test_callbacks_of_lightning_that_do_something_for_every_batch_are_refused(callback: pl.Callback, hook: str) -> None:
+    refused(Ordinary, rf"{hook} is called for every batch", callbacks=[callback], enable_checkpointing=True)
+
+
+def test_hooks_of_single_batches_in_a_checkpoint_callback_are_called(tmp_path: Path) -> None:
+    callback = PerBatch(tmp_path)
+    trainer(callbacks=callback, enable_checkpointing=True, max_rounds=1).fit(Ordinary(), data())
+    assert callback.heard

@@ -1,0 +1,114 @@
+"""Errors in clients' work: whose they are, at which step, and how a user reads them in short."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics import CatMetric, MeanMetric
+
+from lightning_fed import ClientError, FederatedError
+from lightning_fed.compat.private import SIGTERMException
+from lightning_fed.core.rounds import ClientReport
+from lightning_fed.engines.client_errors import ONE_VALUE, NamesClient, fault_of
+from lightning_fed.strategies.split import PeerError
+from tests.helpers.engines import Ordinary, refused
+from tests.helpers.training import FEATURES, data, trainer
+
+
+class Step(Ordinary):
+    """Lets a function have its say in the training step."""
+
+    def __init__(self, then: Callable[..., Any]) -> None:
+        super().__init__()
+        self.then = then
+        self.calls, self.seen, self.notes = 0, [], {}
+        self.metric, self.unreduced = MeanMetric(), CatMetric()
+        self.register_buffer("counter", torch.zeros(()))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        return self.then(self, loss, batch)
+
+
+def test_what_vmap_says_at_length_is_said_in_short_and_whole_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def write_shared(module: Any, loss: Tensor, batch: Any) -> Tensor:
+        shared = torch.zeros(FEATURES)
+        shared[batch[0][0] > 0] = 1.0  # refused by vmap in 393 letters
+        return loss + 0 * shared.sum()
+
+    t = trainer(engine="auto", callbacks=[])
+    with caplog.at_level("DEBUG", logger="pytorch_lightning"):
+        t.fit(Step(write_shared), data())
+    (told,) = [r.getMessage() for r in caplog.records if "takes 'sequential'" in r.getMessage()]
+    assert re.search(r"in-place operation, in test_client_errors.py, line \d+; .* level DEBUG\)\. Change that", told)
+    assert "vmap:" not in told
+    (whole,) = [r.getMessage() for r in caplog.records if r.levelname == "DEBUG" and "vmap:" in r.getMessage()]
+    assert len(whole) > 300
+    assert whole.endswith("please file a bug report instead.")
+
+
+def test_an_error_of_an_unknown_kind_is_named_by_its_type_and_line() -> None:
+    class LongError(RuntimeError):
+        pass
+
+    def fail_on_vmap(module: Any, loss: Tensor, batch: Any) -> Tensor:
+        if torch._C._functorch.is_batchedtensor(batch[0]):
+            raise LongError("long" * 100)
+        return loss
+
+    where = r"in test_client_errors.py, line \d+"
+    refused(partial(Step, fail_on_vmap), rf"at once \(a LongError, {where}; the full text of the error is in the log")
+
+
+def report(steps: int = 3, loss: float = 0.5, norm: float = 1.0) -> ClientReport:
+    return ClientReport("ann", 7, steps, loss, {}, norm, 0.0)
+
+
+def test_a_client_is_at_fault_if_its_loss_or_its_parameters_are_not_finite() -> None:
+    assert fault_of(report(), [0.5] * 3, 2) is None
+    assert fault_of(report(steps=0, loss=float("nan")), [], 2) is None, "it has no loss"
+    for found, what in ((report(loss=float("inf")), "a loss"), (report(norm=float("nan")), "parameters")):
+        error = fault_of(found, [0.5, float("inf"), float("nan")], 2)
+        assert error is not None
+        assert error.culprit == "ann"
+        says = f"Client 'ann' came back from round 2 with {what}.* that (is|are) not finite, after 3 local steps; its"
+        assert re.match(says + " loss was first inf at local step 2", str(error))
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "culprit"),
+    [
+        (ValueError("no"), "ValueError: no", "ann"),
+        (ClientError("no data"), ": no data", "ann"),
+        (FederatedError("a setting"), "FederatedError: a setting", None),
+        (MemoryError(), "MemoryError", None),
+        (RuntimeError("DefaultCPUAllocator: can't allocate"), "DefaultCPUAllocator", None),
+        (RuntimeError(f"{ONE_VALUE}, got [1, 8]"), r"got \[1, 8\]\. BatchNorm .*drop_last=True", "ann"),
+        (RuntimeError("no Sparse tensors"), "leave out sparse=True", "ann"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_an_error_is_named_by_client_round_and_step(error: Exception, says: str, culprit: str | None) -> None:
+    names = NamesClient("ann", 4, "its work", lambda: 2)
+    where = "Client 'ann' failed in its work in round 4, local step 3: "
+    with pytest.raises(ClientError, match=where) as caught, names:
+        raise error
+    assert re.search(says, str(caught.value))
+    assert (caught.value.culprit, caught.value.__cause__) == (culprit, error)
+
+
+def test_before_the_first_step_no_step_is_named() -> None:
+    names = NamesClient("ann", 0, "its gradient", lambda: None)
+    with pytest.raises(ClientError, match="in its gradient in round 0: ValueError"), names:
+        raise ValueError
+
+
+@pytest.mark.parametrize("request_", [KeyboardInterrupt(), SIGTERMException(), PeerError("process 1 has failed")])
+def test_a_request_to_stop_and_a_failure_elsewhere_are_nobodys(request_: BaseException) -> None:
+    with pytest.raises(type(request_)), NamesClient("ann", 0, "its work", lambda: 0):
+        raise request_

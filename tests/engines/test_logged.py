@@ -1,0 +1,115 @@
+"""What ``self.log`` collects in local steps: the mean of each client, of the round, and of several processes."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_fed.engines.logged import EvaluationResults, RoundResults, SharedResults
+from tests.helpers.training import Net
+
+
+def logged(results: RoundResults, values: list[tuple[float, int]], name: str = "loss", **options: Any) -> None:
+    """Log values with these batch sizes as one client's."""
+    with results.of_client(Net()):
+        for value, size in values:
+            results.log("training_step", name, torch.tensor(value), batch_size=size, **options)
+
+
+def round_mean(results: RoundResults, name: str = "loss") -> float:
+    return float(results.metrics(on_step=False)["callback"][name])
+
+
+def test_means_are_weighted_by_examples_of_each_client_and_of_the_round() -> None:
+    results = RoundResults()
+    logged(results, [(2.0, 1), (5.0, 2)])
+    assert results.close_client() == {"loss": 4.0}
+    logged(results, [(1.0, 3)])
+    assert results.close_client() == {"loss": 1.0}
+    assert results.close_client() == {}, "a client without a step logs nothing"
+    assert round_mean(results) == (2 + 10 + 3) / 6
+
+
+def test_a_value_without_a_batch_size_counts_the_examples_of_the_batch() -> None:
+    results = RoundResults()
+    with results.of_client(Net()):
+        for value, size in ((2.0, 4), (8.0, 2)):
+            results.batch_size = size
+            results.log("training_step", "loss", torch.tensor(value))
+    assert results.close_client() == {"loss": 4.0}
+
+
+def test_a_value_of_steps_alone_is_the_rounds_mean_under_its_plain_name() -> None:
+    results = RoundResults()
+    logged(results, [(2.0, 1), (4.0, 1)], on_step=True, on_epoch=False)
+    results.close_client()
+    assert round_mean(results) == 3.0
+
+
+def test_a_value_of_steps_and_rounds_is_told_once_to_have_the_round_alone() -> None:
+    results = RoundResults()
+    with pytest.warns(UserWarning, match="values of single local steps are not written.*logged as loss_epoch"):
+        logged(results, [(2.0, 1), (2.0, 1)], on_step=True, on_epoch=True)
+    results.close_client()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logged(results, [(2.0, 1)], on_step=True, on_epoch=True)
+    results.close_client()
+    assert round_mean(results, "loss_epoch") == 2.0
+
+
+def test_the_largest_value_and_numbers_are_not_averaged_away() -> None:
+    results = RoundResults()
+    for value in (3.0, 7.0, 5.0):
+        logged(results, [(value, 1)], reduce_fx="max")
+        results.close_client()
+    assert round_mean(results) == 7.0
+
+
+def test_what_a_failed_client_logged_is_taken_back() -> None:
+    results = RoundResults()
+    logged(results, [(2.0, 1)])
+    results.close_client()
+    undo = results.undo_point()
+    logged(results, [(100.0, 5)])
+    logged(results, [(1.0, 1)], "other")
+    undo()
+    assert results.close_client() == {}
+    assert round_mean(results) == 2.0
+    assert "other" not in results.metrics(on_step=False)["callback"]
+
+
+def test_a_round_that_begins_again_has_no_values_of_clients() -> None:
+    results = RoundResults()
+    logged(results, [(2.0, 1)])
+    results.close_client()
+    results.log("on_train_epoch_start", "rate", torch.tensor(0.1), batch_size=1)
+    results.forget_clients()
+    assert set(results.metrics(on_step=False)["callback"]) == {"rate"}
+
+
+def test_processes_put_their_values_together_each_with_its_weight() -> None:
+    processes = [RoundResults() for _ in range(2)]
+    logged(processes[0], [(2.0, 1), (4.0, 1)])
+    logged(processes[1], [(9.0, 3)])
+    logged(processes[1], [(6.0, 2)], "rare")
+    for name, values in (("least", (3.0, 1.0)), ("most", (3.0, 1.0)), ("total", (3.0, 1.0))):
+        for results, value in zip(processes, values, strict=True):
+            logged(results, [(value, 1)], name, reduce_fx={"least": "min", "most": "max", "total": "sum"}[name])
+    for results in processes:
+        results.close_client()
+    parts = [results.partial() for results in processes]
+    for results in processes:
+        results.merge(parts)
+        found = {name: float(v) for name, v in results.metrics(on_step=False)["callback"].items()}
+        assert found == {"loss": (6 + 27) / 5, "rare": 6.0, "least": 1.0, "most": 3.0, "total": 4.0}
+
+
+def test_an_evaluation_counts_the_examples_that_it_is_told_of() -> None:
+    results = EvaluationResults(training=False)
+    for value, count in ((2.0, 1), (5.0, 2)):
+        results.batch_size, results.count = None, lambda count=count: count
+        results.log("validation_step", "loss", torch.tensor(value), on_step=False, on_epoch=True)
+    assert isinstance(results, SharedResults)
+    assert round_mean(results) == 4.0  # type: ignore[arg-type]

@@ -1,0 +1,175 @@
+"""The clients' half of a round, asked by hand: answers are functions of the task and the client."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_fed import FederatedCallback, FederatedError
+from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, Scaffold
+from lightning_fed.core.errors import ClientError
+from lightning_fed.engines.base import OnlySequentialError
+from lightning_fed.rounds.client_work import ClientWork, gradients_together
+from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
+from lightning_fed.server.client_states.state import ClientStates
+from tests.helpers.engines import Ordinary, full_batches, run
+
+ROUND = 5
+SIZES = (12, 8, 20, 4, 16, 8)
+Answers = list[Reply]
+
+
+def copied(reply: Reply) -> Reply:
+    """Return a reply whose tensors stay as they are."""
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.clone()
+        return {name: copy(own) for name, own in value.items()} if isinstance(value, dict) else value
+
+    return replace(reply, **{f.name: copy(getattr(reply, f.name)) for f in fields(reply) if f.name != "failed"})
+
+
+class Asked(FederatedCallback):
+    """Asks clients before a round of the trainer's own."""
+
+    def __init__(self, ask: Callable[["Asked"], Any]) -> None:
+        self.ask = ask
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        server = trainer.fit_loop.state
+        self.work: ClientWork = trainer.fit_loop.clients
+        self.states = ClientStates(server.new_client, server.clients, server.expected_state)
+        self.x, self.server = server.x.clone(), server.state
+        self.found = self.ask(self)
+        self.work.end()
+        server.clients.discard()
+
+    def task(self, phase: str, clients: Sequence[int], **parts: Any) -> Task:
+        return Task(ROUND, phase, clients, {}, self.x, self.server, **parts)
+
+    def begin(self, *clients: int) -> list[Any]:
+        members = self.work.hello(dict.fromkeys(clients, 1), ROUND)
+        self.work.begin(ROUND, members)
+        return members
+
+    def answers(self, task: Task) -> Answers:
+        chunks = self.work.chunks(task, task.clients)
+        return [copied(reply) for some in chunks for reply in self.work.answer(task, some, self.states)]
+
+
+def asked(ask: Callable[[Asked], Any], algorithm: Algorithm | None = None, engine: str = "sequential") -> Any:
+    """Return what a function comes to that asks the clients of a trainer."""
+    who = Asked(ask)
+    options = {"max_rounds": 1, "limit_val_batches": 0, "callbacks": who}
+    run(engine, Ordinary, full_batches, algorithm=algorithm or FedAvg(), **options)
+    return who.found
+
+
+def same_replies(one: Answers, other: Answers) -> bool:
+    def value(reply: Reply) -> Any:
+        return {name: tensor.tolist() for name, tensor in reply.send.items()}, [r.loss for r in reply.reports]
+
+    return [value(reply) for reply in one] == [value(reply) for reply in other]
+
+
+def test_those_drawn_say_how_much_they_have_and_would_do() -> None:
+    def ask(who: Asked) -> Any:
+        return who.work.hello({4: 1, 0: 3}, ROUND)
+
+    found = asked(ask)
+    assert [(m.client_id, m.index, m.size, m.count, m.steps) for m in found] == [(4, 4, 16, 1, 4), (0, 0, 12, 3, 3)]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_an_answer_is_a_function_of_the_task_and_the_client(engine: str) -> None:
+    def ask(who: Asked) -> list[Answers]:
+        found = []
+        for clients in ((0, 3), (0, 3), (3, 2, 0)):
+            who.begin(*clients)
+            found.append(who.answers(who.task(TRAIN, clients)))
+        return found
+
+    first, again, among_others = asked(ask, engine=engine)
+    assert same_replies(first, again)
+    assert [client for reply in first for client in sorted(reply.clients)] == [0, 3]
+    alone, other = (
+        {i: reply.send["delta"][row] for reply in found for row, i in enumerate(reply.clients)}
+        for found in (first, among_others)
+    )
+    for i in (0, 3):
+        torch.testing.assert_close(alone[i], other[i], rtol=1e-12, atol=1e-14)
+    for reply in first:
+        assert (reply.round, reply.phase) == (ROUND, TRAIN)
+        assert reply.changes is not None
+        assert torch.equal(reply.send["delta"], reply.changes)
+        assert [report.size for report in reply.reports] == [SIZES[i] for i in reply.clients]
+        assert list(reply.examples) == [SIZES[i] for i in reply.clients]
+
+
+def test_the_server_may_ask_for_fewer_steps_than_a_client_would_take() -> None:
+    def ask(who: Asked) -> list[int]:
+        who.begin(2)
+        task = replace(who.task(TRAIN, [2]), steps={2: 2})
+        assert [member.steps for member in who.work.members(task, [2])] == [2]
+        (reply,) = who.answers(task)
+        return [report.steps for report in reply.reports]
+
+    assert asked(ask) == [2]
+
+
+def test_gradients_are_taken_before_the_work_where_nobody_has_asked_for_them() -> None:
+    def ask(who: Asked) -> tuple[Answers, Answers, Answers]:
+        who.begin(0, 1)
+        gradients = who.answers(who.task(GRADIENTS, [0, 1]))
+        mean = {"x": torch.cat([reply.send["x"] for reply in gradients]).mean(0)}
+        asked_first = who.answers(who.task(TRAIN, [0, 1], cohort_grad=mean))
+        who.begin(0, 1)
+        return gradients, asked_first, who.answers(who.task(TRAIN, [0, 1], cohort_grad=mean))
+
+    gradients, asked_first, not_asked = asked(ask, FedDane(0.1))
+    assert same_replies(asked_first, not_asked)
+    assert [dict(reply.norms) for reply in asked_first] == [{}, {}], "told with the gradients"
+    norms = {i: norm for reply in gradients for i, norm in reply.norms["x"].items()}
+    later = {i: norm for reply in not_asked for i, norm in reply.norms["x"].items()}
+    assert norms == later
+    assert norms.keys() == {0, 1}
+    assert "x" in not_asked[0].cohort_grad_read
+
+
+def test_what_clients_read_of_the_server_is_told() -> None:
+    def ask(who: Asked) -> Answers:
+        who.begin(1)
+        return who.answers(who.task(TRAIN, [1]))
+
+    assert asked(ask, Scaffold())[0].server_read == {"c"}
+    assert asked(ask, FedAvg())[0].server_read == frozenset()
+
+
+def test_losses_of_all_clients_are_one_sum() -> None:
+    def ask(who: Asked) -> list[Reply]:
+        return [who.answers(who.task(LOSS, clients))[0] for clients in ([0, 1, 2], [0], [1, 2])]
+
+    whole, *parts = asked(ask)
+    assert (whole.clients, whole.loss_examples) == ([0, 1, 2], 40)
+    assert whole.loss == pytest.approx(sum(part.loss for part in parts), rel=1e-12)
+    assert whole.loss > 0
+
+
+def test_only_what_another_engine_can_do_is_a_reason_to_restart() -> None:
+    def ask(who: Asked) -> list[Any]:
+        cause = OnlySequentialError("the module draws")
+        wrapped = ClientError("Client 1 failed.", 1)
+        wrapped.__cause__ = cause
+        return [who.work.reason_to_restart(error) for error in (cause, wrapped, FederatedError("no"))]
+
+    assert asked(ask, engine="auto") == ["the module draws", "the module draws", None]
+    assert asked(ask) == [None, None, None], "no other engine is left"
+
+
+def test_small_gradients_are_summed_of_several_clients_at_once() -> None:
+    assert gradients_together(torch.zeros(100)) == 2**16 // 100
+    assert gradients_together(torch.zeros(2**17)) == 1

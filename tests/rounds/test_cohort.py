@@ -1,0 +1,98 @@
+"""Who takes part in a round: drawn by seed and round, cut to what clients complete, and checked for the method."""
+
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_fed import FederatedError, FederatedTrainer
+from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, Mime, Scaffnew
+from lightning_fed.rounds.cohort import CohortSampling, DrawnCohort, secret_seed
+from lightning_fed.server import DifferentialPrivacy, RoundRobinSampler
+from lightning_fed.server.participation import Participant, Population
+from lightning_fed.settings.settings import Settings
+
+IDS = ["ann", "bob", "cy", "dee", "eve"]
+DEFAULTS = {name: one.default for name, one in signature(FederatedTrainer).parameters.items()}
+
+
+def sampling(algorithm: Algorithm | None = None, seed: int = 5, **options: Any) -> CohortSampling:
+    local = {"local_steps": 4} if "local_steps" in options else {"local_epochs": 1}
+    given = {"algorithm": algorithm or FedAvg(), "seed": 0, "clients_per_round": 3, **local, **options}
+    return CohortSampling(Settings.of({**DEFAULTS, **given}), Population(IDS, lambda _: 8, [8] * 5), seed)
+
+
+def everybody(drawn: Mapping[Any, int]) -> Sequence[Participant]:
+    return [Participant(name, IDS.index(name), 8, count, 4) for name, count in drawn.items()]
+
+
+def names(members: Sequence[Participant]) -> list[Any]:
+    return [member.client_id for member in members]
+
+
+def test_a_cohort_is_a_function_of_seed_and_round() -> None:
+    drawn, again = ([sampling(seed=s).draw(r, everybody) for s in (5, 6) for r in range(6)] for _ in range(2))
+    assert drawn == again
+    assert len({tuple(names(cohort.members)) for cohort in drawn}) > 3
+    assert {len(cohort.members) for cohort in drawn} == {3}
+
+
+def test_a_client_drawn_twice_is_one_member_that_counts_twice() -> None:
+    twice = sampling(sampler=lambda seed, round: ["cy", "ann", "cy"], clients_per_round=None)
+    assert [(who.client_id, who.count) for who in twice.draw(0, everybody).members] == [("cy", 2), ("ann", 1)]
+
+
+def test_those_who_cannot_take_part_or_complete_nothing_are_dropped_in_the_order_drawn() -> None:
+    def some(drawn: Mapping[Any, int]) -> Sequence[Participant]:
+        return [who for who in everybody(drawn) if who.client_id != "ann"]
+
+    def cut(seed: int, round: int, clients: Any, epochs: Any, steps: Any) -> list[int | None]:
+        return [None if IDS[client] == "dee" else 1 + client for client in clients]
+
+    options = {"sampler": lambda seed, round: ["dee", "bob", "ann", "eve"], "clients_per_round": None}
+    cohort = sampling(heterogeneity=cut, **options).draw(0, some)
+    assert [(who.client_id, who.steps) for who in cohort.members] == [("bob", 2), ("eve", 5)]
+    assert list(cohort.dropped) == ["dee", "ann"]
+
+
+def test_gradients_are_of_the_same_cohort_or_of_one_that_is_drawn_for_them() -> None:
+    same = sampling(Mime()).draw(0, everybody)
+    assert same.gradient_members == same.members
+    other = sampling(FedDane(0.1), gradient_sampler=RoundRobinSampler(2)).draw(1, everybody)
+    assert names(other.gradient_members) == ["cy", "dee"]
+    assert len(other.members) == 3
+    assert sampling().draw(0, everybody).gradient_members == ()
+
+
+def test_nobody_trains_without_the_gradient_of_a_cohort() -> None:
+    def once(seed: int, round: int) -> list[str]:
+        return []
+
+    assert sampling(FedDane(0.1), gradient_sampler=once).draw(0, everybody).members == ()
+
+
+def test_a_method_that_needs_everybody_says_who_is_missing() -> None:
+    method, options = Scaffnew(prob=0.5), {"local_steps": 4, "local_epochs": None}
+    whole = sampling(method, clients_per_round=1.0, **options).draw(0, everybody)
+    assert len(whole.members) == 5
+    with pytest.raises(FederatedError, match="Scaffnew needs all clients.*in round 2 there are 4 of 5, with 4 to 4 st"):
+        sampling(method, clients_per_round=4, **options).draw(2, everybody)
+    with pytest.raises(FederatedError, match="leave on_client_error at 'raise'"):
+        sampling(method, clients_per_round=1.0, on_client_error="drop", **options).draw(0, everybody)
+
+
+def test_the_seed_of_a_private_run_is_that_of_the_first_process_and_another_one_each_time() -> None:
+    said: list[int] = []
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda value: said.append(value) or 42))
+    population = Population(IDS, lambda _: 8, [8] * 5)
+    private = DifferentialPrivacy(1.0, 1.0, 1e-5)
+    assert [secret_seed(trainer, private, population) for _ in range(2)] == [42, 42]
+    assert said[0] != said[1]
+    with pytest.warns(UserWarning, match="delta=0.5 is not below 1/N = 0.2"):
+        secret_seed(trainer, DifferentialPrivacy(1.0, 1.0, 0.5), population)
+
+
+def test_no_round_has_no_members() -> None:
+    assert DrawnCohort() == DrawnCohort((), (), ())

@@ -1,0 +1,153 @@
+"""Clients' local work: the gradients they take first, and the method's own solve."""
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_fed.algorithms import Algorithm, Ditto, FedDane, FedRep, Mime, Scaffold
+from lightning_fed.core.errors import ClientError
+from lightning_fed.engines.base import WorkPlan
+from lightning_fed.rounds import local_training
+from lightning_fed.rounds.local_training import ClientGradients, OwnSolve, prepared_for_own_solve
+from lightning_fed.server.participation import Participant
+from tests.helpers.engines import Ordinary, Record, full_batches, run
+
+INPUTS: Any = SimpleNamespace(round=4)
+
+
+class Engine:
+    """Has gradients of clients, and counts how often each is taken."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.algorithm, self.flat = algorithm, SimpleNamespace(y=torch.zeros(2))
+        self.taken: list[int] = []
+
+    def each_full_gradients(self, inputs: Any, plans: Sequence[WorkPlan]) -> Iterator[tuple[WorkPlan, Any]]:
+        for plan in plans:
+            index = plan.participant.index
+            self.taken.append(index)
+            value: Any = {"x": torch.tensor([3.0, 4.0]) * (float("nan") if index == 8 else index)}
+            yield plan, ClientError("Client 9 has no data.", 9) if index == 9 else value
+
+
+def plans(*indices: int) -> list[WorkPlan]:
+    return [WorkPlan(Participant(i, i, 5, 1, 2), None, (2,)) for i in indices]  # type: ignore[arg-type]
+
+
+def gradients(algorithm: Algorithm, clients: int = 3) -> tuple[ClientGradients, Engine]:
+    engine = Engine(algorithm)
+    found = ClientGradients(engine)  # type: ignore[arg-type]
+    found.begin_round(clients)
+    return found, engine
+
+
+def test_a_gradient_of_server_and_client_is_taken_once() -> None:
+    found, engine = gradients(FedDane(0.1))
+    assert [plan.participant.index for plan, _ in found.each(INPUTS, plans(1, 2))] == [1, 2]
+    own = found.of_workers(INPUTS, plans(2, 3))
+    assert engine.taken == [1, 2, 3]
+    assert own[2]["x"].tolist() == [6.0, 8.0]
+    assert found.norms_of([1, 2, 3]) == {"x": {1: 5.0, 2: 10.0, 3: 15.0}}
+    assert found.norms_of([1, 2, 3], taken_anew=True) == {"x": {3: 15.0}}
+    found.begin_round(3)
+    assert found.norms_of([1, 2, 3]) == {}
+
+
+def test_gradients_that_take_too_much_memory_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_training, "_KEPT_BYTES", 3 * 2 * 4 - 1)
+    found, engine = gradients(FedDane(0.1))
+    list(found.each(INPUTS, plans(1)))
+    assert not found.keeps
+    found.of_workers(INPUTS, plans(1))
+    assert engine.taken == [1, 1]
+
+
+def test_gradients_that_only_the_server_reads_are_not_taken_for_the_work() -> None:
+    found, engine = gradients(Mime())
+    assert found.of_workers(INPUTS, plans(1)) == {}
+    assert engine.taken == []
+
+
+def test_gradients_of_clients_alone_are_taken_for_their_work() -> None:
+    found, engine = gradients(Scaffold(option="i"))
+    assert not found.keeps
+    assert found.of_workers(INPUTS, plans(1, 2)).keys() == {1, 2}
+    assert engine.taken == [1, 2]
+
+
+def test_a_client_without_a_finite_gradient_is_named() -> None:
+    found, _ = gradients(FedDane(0.1))
+    answers = {plan.participant.index: answer for plan, answer in found.each(INPUTS, plans(8, 1, 9))}
+    assert isinstance(answers[8], ClientError)
+    assert "Client 8 came back from round 4 with a full-batch gradient at x that is not finite" in str(answers[8])
+    assert answers[8].culprit == 8
+    assert str(answers[9]) == "Client 9 has no data."
+    assert not isinstance(answers[1], ClientError)
+    for bad in (8, 9):
+        with pytest.raises(ClientError):
+            gradients(FedDane(0.1))[0].of_workers(INPUTS, plans(1, bad))
+
+
+class Batches:
+    """Stands for a client's data of so many batches."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def num_batches(self) -> int:
+        return self.count
+
+    def for_own_solve(self) -> "Batches":
+        return self
+
+
+def own_solve(method: Algorithm, accumulated: int = 1) -> OwnSolve:
+    trainer = SimpleNamespace(accumulate_grad_batches=accumulated, limit_train_batches=1.0)
+    engine = SimpleNamespace(algorithm=method.own_solve, trainer=trainer)
+    return OwnSolve(engine, SimpleNamespace(steps=lambda length, accumulated: 1))  # type: ignore[arg-type]
+
+
+def test_an_own_solve_is_as_long_as_the_work_in_the_round_unless_the_method_says() -> None:
+    plan = WorkPlan(Participant("ann", 0, 20, 1, 3), Batches(5), (3,))  # type: ignore[arg-type]
+    assert own_solve(Ditto(0.5)).plan(plan) is plan
+    longer = own_solve(FedRep(["head.*"], 2)).plan(plan)
+    assert (longer.participant.steps, longer.epochs) == (10, (5, 5))
+    accumulated = own_solve(FedRep(["head.*"], 2), accumulated=2).plan(plan)
+    assert (accumulated.participant.steps, accumulated.epochs) == (6, (5, 5))
+
+
+@pytest.mark.parametrize("batches", ["own", "same"])
+def test_an_own_solve_draws_batches_of_its_own_only_where_the_method_says(batches: str) -> None:
+    method = Ditto(0.5, batches=batches)
+    prepared: Any = SimpleNamespace(algorithm=method, seed=7)
+    other = prepared_for_own_solve(prepared)
+    assert other.algorithm is method.own_solve
+    assert prepared.algorithm is method
+    assert (other.seed == 7) == (not method.own_solve.own_batches)
+
+
+def test_what_an_own_solve_logs_and_leaves_in_buffers_is_no_part_of_the_round() -> None:
+    class Counts(Ordinary):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.steps += 1
+            self.log("steps", self.steps.clone())
+            return super().training_step(batch, batch_idx)
+
+    record, options = Record(), {"max_rounds": 1, "clients_per_round": 6, "limit_val_batches": 0}
+    t = run("sequential", Counts, full_batches, algorithm=Ditto(0.5), callbacks=record, **options)
+    steps = [report.steps for report in record.reports]
+    assert steps == [report.size // 4 for report in record.reports]
+    for report, n in zip(record.reports, steps, strict=True):
+        assert report.metrics["steps"] == pytest.approx((n + 1) / 2), "counted from the server's buffer on"
+    examples = sum(report.size for report in record.reports)
+    assert record.rounds[0].gradients == 2 * examples, "its gradients are computed all the same"
+    assert float(t.fit_loop.state.buffers["steps"]) == pytest.approx(
+        sum(report.size * n for report, n in zip(record.reports, steps, strict=True)) / examples
+    )

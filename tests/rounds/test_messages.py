@@ -1,0 +1,72 @@
+"""The order in which replies of clients are summed, whoever answers first."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.rounds.messages import TRAIN, Reply, ReplyOrder
+
+ASKED = (7, 2, 9, 4)
+
+
+def reply(*clients: int, **parts: Any) -> Reply:
+    return Reply(3, TRAIN, clients, **parts)
+
+
+@given(st.permutations(ASKED), st.integers(1, 4))
+def test_replies_are_handed_on_in_the_order_in_which_clients_were_asked(arrival: list[int], together: int) -> None:
+    groups = [ASKED[i : i + together] for i in range(0, 4, together)]
+    groups.sort(key=lambda group: arrival.index(group[0]))
+    order, ready = ReplyOrder(ASKED), list[int]()
+    for number, group in enumerate(groups):
+        for one in order.arrive(reply(*group)):
+            ready += one.clients
+        assert order.missing() == [i for i in ASKED if not any(i in done for done in groups[: number + 1])]
+    assert tuple(ready) == ASKED
+    assert order.rest() == []
+
+
+def test_a_reply_waits_for_all_clients_before_it_and_is_copied_while_it_does() -> None:
+    order, send = ReplyOrder(ASKED), torch.ones(1, 3)
+    waiting = reply(9, send={"delta": send, "again": send}, models=send, changes=send + 1, buffers=[{"b": send}])
+    assert order.arrive(waiting) == []
+    send.zero_()  # the engine goes on with its memory
+    first = reply(7, send={"delta": send})
+    (found,) = order.arrive(first)
+    assert found is first, "nothing is copied where replies come in order"
+    _, copied = order.arrive(reply(2))
+    assert copied.send["delta"].tolist() == [[1.0] * 3]
+    assert copied.send["delta"] is copied.send["again"] is copied.models, "what is sent twice stays one"
+    assert copied.changes is not None
+    assert copied.changes.tolist() == [[2.0] * 3]
+    assert copied.buffers[0]["b"].tolist() == [[1.0] * 3]
+
+
+def test_replies_that_wait_for_clients_which_never_answer_are_the_rest_in_order() -> None:
+    order = ReplyOrder(ASKED)
+    for client in (4, 9):
+        assert order.arrive(reply(client)) == []
+    assert order.missing() == [7, 2]
+    assert [one.clients for one in order.rest()] == [(9,), (4,)]
+
+
+def test_rows_are_in_the_order_of_the_sum_without_clients_that_failed() -> None:
+    order = ReplyOrder(ASKED)
+    assert order.rows(reply(4, 9, 7)) == [2, 1, 0]
+    assert order.rows(reply(4, 9, 7, 2, failed={9: ClientError("no", "c9")})) == [2, 3, 0]
+
+
+def test_a_second_copy_counts_once_and_strangers_are_refused_by_name() -> None:
+    order = ReplyOrder(ASKED)
+    assert len(order.arrive(reply(7))) == 1
+    assert order.arrive(reply(7)) == []
+    assert order.arrive(reply()) == []
+    with pytest.raises(FederatedError, match="'train' of round 3 is of the client with stored index 1, which was not"):
+        order.arrive(reply(2, 1))
+    with pytest.raises(FederatedError, match="some of which have answered before, such as the one with stored index 7"):
+        order.arrive(reply(7, 2))
+    assert order.missing() == [2, 9, 4]

@@ -1,0 +1,139 @@
+"""The loop of rounds: what epoch and step are, when it ends, and what a round's hooks may change."""
+
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
+
+from lightning_fed import FederatedCallback, FederatedError, FederatedTrainer
+from tests.helpers.training import QUIET, data, fit, parameters, seeded, trainer
+
+
+class Seen(FederatedCallback):
+    """Keep what local steps were trained on, and how many there were."""
+
+    def __init__(self) -> None:
+        self.batches: list[torch.Tensor] = []
+        self.steps: list[dict[Any, int]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch[0])
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        self.steps.append(dict(round_report.steps))
+
+
+def test_accumulation_may_follow_a_schedule_of_rounds() -> None:
+    seen = Seen()
+    schedule = GradientAccumulationScheduler({0: 1, 1: 4})
+    fit(datamodule=data(sizes=(16,)), callbacks=[seen, schedule], clients_per_round=1, max_rounds=2)
+    assert seen.steps == [{0: 4}, {0: 1}]
+
+
+def test_during_a_round_epoch_and_step_are_the_completed_rounds() -> None:
+    class Look(FederatedCallback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            assert trainer.current_epoch == trainer.global_step == trainer.fit_loop.round
+
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+            assert (trainer.current_epoch, trainer.global_step) == (round_report.round, round_report.round + 1)
+
+    run = trainer(callbacks=Look(), max_rounds=3)
+    run.fit(seeded(), data())
+    assert (run.current_epoch, run.global_step, run.max_rounds) == (3, 3, 3)
+
+
+def test_zero_rounds_and_zero_batches_change_nothing() -> None:
+    for argument in ({"max_rounds": 0}, {"limit_train_batches": 0}):
+        model = seeded()
+        before = parameters(model).clone()
+        run = trainer(**argument)
+        run.fit(model, data())
+        assert torch.equal(parameters(model), before)
+        assert run.fit_loop.round == 0
+
+
+def test_max_epochs_is_another_name_for_max_rounds() -> None:
+    run = FederatedTrainer(**QUIET, local_epochs=1, max_epochs=2)
+    run.fit(seeded(), data())
+    assert run.fit_loop.round == 2
+
+
+def test_min_epochs_holds_off_a_request_to_stop() -> None:
+    class Stop(pl.Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.should_stop = True
+
+    run = trainer(callbacks=Stop(), min_epochs=3, max_rounds=9)
+    run.fit(seeded(), data())
+    assert run.fit_loop.round == 3
+
+
+def test_clipping_that_a_callback_turns_on_is_not_passed_over() -> None:
+    class TurnOn(pl.Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.gradient_clip_val = 0.05
+
+    assert torch.equal(fit(callbacks=TurnOn()), fit(gradient_clip_val=0.05))
+    assert not torch.equal(fit(callbacks=TurnOn()), fit())
+
+
+def test_local_steps_end_a_run_after_the_round_in_which_they_are_reached(caplog: pytest.LogCaptureFixture) -> None:
+    seen = Seen()
+    run = trainer(callbacks=seen, max_steps=10, max_rounds=9)
+    with caplog.at_level("INFO"):
+        run.fit(seeded(), data())
+    taken = [sum(steps.values()) for steps in seen.steps]
+    assert sum(taken[:-1]) < 10 <= sum(taken) == run.fit_loop.steps_taken
+    assert "`Trainer.fit` stopped: `max_steps=10` reached." in caplog.text
+    with pytest.warns(UserWarning, match=r"nothing to do: \d rounds are done and max_steps=10. Raise max_steps to go"):
+        run.fit(run.lightning_module, data())
+
+
+def test_hooks_of_a_round_are_called_inside_lightnings_hooks_of_an_epoch() -> None:
+    names = ["on_train_epoch_start", "on_round_start", "on_client_start", "on_client_end", "on_round_end"]
+    names += ["on_validation_end", "on_train_epoch_end"]
+
+    class Order(FederatedCallback):
+        def __init__(self) -> None:
+            self.called: list[str] = []
+            for name in names:
+                setattr(self, name, lambda *_, name=name: self.called.append(name))
+
+    order = Order()
+    fit(callbacks=order, max_rounds=2, num_sanity_val_steps=0)
+    of_a_round = [*names[:2], *names[2:4] * 3, *names[4:]]
+    assert order.called == of_a_round * 2
+
+
+def test_what_a_run_is_at_is_refused_by_name_before_a_fit() -> None:
+    run = trainer()
+    for ask in (lambda: run.fit_loop.state, lambda: run.fit_loop.server, lambda: run.fit_loop.round_state):
+        with pytest.raises(FederatedError, match=r"There is no server state before trainer.fit\(\)"):
+            ask()
+    with pytest.raises(FederatedError, match="fit_loop.arrived is of asynchronous runs"):
+        run.fit_loop.arrived  # noqa: B018
+    assert run.fit_loop.round == 0
+    assert (run.fit_loop.population, run.fit_loop.clients, run.fit_loop.epsilon) == (None, None, None)
+
+
+def test_a_client_at_work_is_seen_by_its_hooks_and_nobody_afterwards() -> None:
+    class Look(FederatedCallback):
+        steps: list[int]
+
+        def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+            self.steps = []
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self.steps.append(trainer.fit_loop.local_steps)
+            assert torch.equal(trainer.fit_loop.client_model[0], parameters(trainer.lightning_module))
+
+        def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+            assert self.steps == list(range(1, client_report.steps + 1))
+
+    run = trainer(callbacks=Look(), max_rounds=1)
+    run.fit(seeded(), data())
+    assert run.fit_loop.client_model is None
+    assert run.fit_loop.local_steps == 0
