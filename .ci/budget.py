@@ -23,7 +23,7 @@ LOOPS = 3_000_000
 
 
 def calibrate(loops: int) -> float:
-    """Return the CPU seconds of a fixed amount of interpreted work, the least of three: dictionaries, strings, calls."""
+    """Return the CPU seconds of a fixed amount of interpreted work, the least of three runs."""
     found = []
     for _ in range(3):
         start = time.process_time()
