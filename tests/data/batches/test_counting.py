@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches.counting import count_examples, possible_counts, sampled_length
+from tests.helpers.detection import Buckets, Detection, collate
 
 
 def images(*heights):
@@ -78,37 +79,6 @@ def test_an_ambiguous_batch_asks_for_a_function_by_name(batch):
 def test_other_readings_of_a_batch_are_known():
     assert possible_counts([torch.zeros(3, 4, 4)] * 5) == [3, 5]
     assert possible_counts([X, torch.zeros(3)]) == [3]
-
-
-class Detection(Dataset):
-    """Images of three channels, each with boxes of its own."""
-
-    def __init__(self, n=10):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, index):
-        return torch.full((3, 4, 4 + index % 2), float(index)), {"boxes": torch.zeros(1 + index % 3, 4)}
-
-
-def collate(examples):
-    return tuple(zip(*examples, strict=True))
-
-
-class Buckets(BatchSampler):
-    """A batch sampler with batches of different sizes."""
-
-    def __init__(self, generator):
-        self.generator = generator
-
-    def __iter__(self):
-        order = torch.randperm(10, generator=self.generator).tolist()
-        return iter([order[:4], order[4:9], order[9:]])
-
-    def __len__(self):
-        return 3
 
 
 def test_the_length_of_a_batch_is_known_before_it_is_loaded():

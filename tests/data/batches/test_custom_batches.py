@@ -4,9 +4,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
@@ -18,6 +16,7 @@ from lightning_fed.algorithms import FedAvg, Mime
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches.custom_batches import CustomBatches
 from lightning_fed.data.batches.settings import BatchSettings
+from tests.helpers.detection import Buckets, Detection, collate
 from tests.helpers.training import parameters, trainer
 
 
@@ -94,37 +93,6 @@ def test_the_epochs_of_a_loader_that_draws_nothing_are_augmented_differently():
     stream = generator()
     first, second = ([batch[2] for batch, _ in batches.epoch(stream)] for _ in range(2))
     assert not torch.equal(first[0], second[0])
-
-
-class Detection(Dataset):
-    """Images of three channels, each with boxes of its own."""
-
-    def __init__(self, n=10):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, index):
-        return torch.full((3, 4, 4 + index % 2), float(index)), {"boxes": torch.zeros(1 + index % 3, 4)}
-
-
-def collate(examples):
-    return tuple(zip(*examples, strict=True))
-
-
-class Buckets(BatchSampler):
-    """A batch sampler with batches of different sizes."""
-
-    def __init__(self, generator):
-        self.generator = generator
-
-    def __iter__(self):
-        order = torch.randperm(10, generator=self.generator).tolist()
-        return iter([order[:4], order[4:9], order[9:]])
-
-    def __len__(self):
-        return 3
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.thorough)])

@@ -1,6 +1,5 @@
 """Rules in place of the weighted mean: who may count unequally, what a rule of one's own needs, and how it is shown."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from lightning_fed.algorithms import (
     FedAvg,
 )
 from lightning_fed.server import (
-    Aggregator,
     CoordinateMedian,
     GeometricMedian,
     NormClipping,
@@ -20,39 +18,9 @@ from lightning_fed.server import (
     TrimmedMean,
     WeightedSampler,
 )
-from lightning_fed.server.participation import Participant
-from tests.helpers.aggregation import add_one
+from tests.helpers.aggregation import combined, matrix
 from tests.helpers.engines import run
 from tests.helpers.training import trainer
-
-X = torch.zeros(3, dtype=torch.float64)
-
-
-def cohort(sizes: Sequence[int], counts: Sequence[int] | None = None) -> list[Participant]:
-    return [Participant(f"c{i}", i, n, 1 if counts is None else counts[i], 1) for i, n in enumerate(sizes)]
-
-
-def combined(
-    rule: Aggregator,
-    messages: Tensor,
-    sizes: Sequence[int] | None = None,
-    counts: Sequence[int] | None = None,
-    reduces: str = "weighting",
-    weighting: str = "examples",
-    order: Sequence[int] | None = None,
-) -> Tensor:
-    """Return what a rule makes of messages [S, P] in a population of ten."""
-    members = cohort(sizes or [1] * len(messages), counts)
-    aggregation = rule.of_round({"delta": reduces}, weighting, members, 10)
-    for i in range(len(messages)) if order is None else order:
-        add_one(aggregation, i, 1, {"delta": messages[i]})
-    found, models = aggregation.compute(X)
-    assert models is None
-    return found["delta"]
-
-
-def matrix(*rows: Sequence[float]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
 
 
 def test_messages_by_examples_are_refused_where_clients_count_alike() -> None:

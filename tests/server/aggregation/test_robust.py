@@ -1,6 +1,6 @@
 """Robust aggregation: what each rule makes of messages, what bad clients can do to a run, and what is refused."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -35,7 +35,7 @@ from lightning_fed.server import (
 )
 from lightning_fed.server.aggregation.mean import Aggregation
 from lightning_fed.server.participation import Participant
-from tests.helpers.aggregation import add_one
+from tests.helpers.aggregation import X, add_one, cohort, combined, matrix
 from tests.helpers.engines import Ordinary, assert_agree, assert_close, run, state_of
 from tests.helpers.selection import covering, few
 from tests.helpers.training import Net, data, fit, trainer
@@ -47,36 +47,6 @@ RULES: dict[str, Aggregator] = {
     "geometric": GeometricMedian(iterations=100),
 }
 HOLDING = [name for name in RULES if name != "clipping"]
-X = torch.zeros(3, dtype=torch.float64)
-
-
-def cohort(sizes: Sequence[int], counts: Sequence[int] | None = None) -> list[Participant]:
-    return [Participant(f"c{i}", i, n, 1 if counts is None else counts[i], 1) for i, n in enumerate(sizes)]
-
-
-def combined(
-    rule: Aggregator,
-    messages: Tensor,
-    sizes: Sequence[int] | None = None,
-    counts: Sequence[int] | None = None,
-    reduces: str = "weighting",
-    weighting: str = "examples",
-    order: Sequence[int] | None = None,
-) -> Tensor:
-    """Return what a rule makes of messages [S, P] in a population of ten."""
-    members = cohort(sizes or [1] * len(messages), counts)
-    aggregation = rule.of_round({"delta": reduces}, weighting, members, 10)
-    for i in range(len(messages)) if order is None else order:
-        add_one(aggregation, i, 1, {"delta": messages[i]})
-    found, models = aggregation.compute(X)
-    assert models is None
-    return found["delta"]
-
-
-def matrix(*rows: Sequence[float]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
-
-
 messages_of = st.integers(1, 9).flatmap(
     lambda count: st.lists(
         st.lists(st.floats(-10, 10, width=32), min_size=3, max_size=3), min_size=count, max_size=count
