@@ -14,13 +14,13 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.rounds import ClientReport, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
+from lightning_fed.core.tracked_state import TrackedState
 from lightning_fed.core.types import ClientId, State, Vector
-from lightning_fed.core.watched import Watched
 from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.server.client_states.store import lasting_copies
+from lightning_fed.server.client_states.store import clone_rows
 from lightning_fed.server.participation import Participant
 
 __all__ = [
@@ -67,9 +67,9 @@ class RoundInputs:
 
     round: int
     x: Vector
-    server: Watched
+    server: TrackedState
     full_grad: dict[int, State]
-    cohort_grad: Watched
+    cohort_grad: TrackedState
     mean_examples: float
 
 
@@ -80,13 +80,13 @@ def per_parameter(whole: Step, layout: Layout) -> list[Step]:
         whole: What hooks of whole vectors read; what is read of the server's part counts as read.
         layout: The parameters' shapes.
     """
-    assert isinstance(whole.server, Watched)
-    assert isinstance(whole.cohort_grad, Watched)
-    servers = layout.state_views(whole.server.unwatched())
-    cohort_grads = layout.state_views(whole.cohort_grad.unwatched())
+    assert isinstance(whole.server, TrackedState)
+    assert isinstance(whole.cohort_grad, TrackedState)
+    servers = layout.state_views(whole.server.untracked())
+    cohort_grads = layout.state_views(whole.cohort_grad.untracked())
     # what is read of the first parameter's part is read of all
-    servers[0] = Watched(servers[0], whole.server.read)
-    cohort_grads[0] = Watched(cohort_grads[0], whole.cohort_grad.read)
+    servers[0] = TrackedState(servers[0], whole.server.read)
+    cohort_grads[0] = TrackedState(cohort_grads[0], whole.cohort_grad.read)
     rates = layout.state_views({"lr": whole.lr}) if isinstance(whole.lr, Tensor) else [{"lr": whole.lr}] * len(servers)
     columns = zip(
         layout.views(whole.x),
@@ -148,7 +148,7 @@ class ChunkResult:
 
     def kept(self) -> list[State]:
         """Return copies of what each client keeps, so that none holds on to the whole chunk."""
-        columns = zip(*map(lasting_copies, self.keep.values()), strict=True)
+        columns = zip(*map(clone_rows, self.keep.values()), strict=True)
         return [dict(zip(self.keep, row, strict=True)) for row in columns] or [{} for _ in self.reports]
 
 
@@ -272,10 +272,10 @@ class Engine(ABC):
         work, self.optimizer.work = self.optimizer.work, None
         return None if work is None else work.num_steps
 
-    def undo_point(self) -> Callable[[], None]:
+    def savepoint(self) -> Callable[[], None]:
         """Return a function that takes back what clients log from here on, and tidies up after one that failed."""
         module, results = self.trainer.lightning_module, self.trainer.fit_loop.epoch_loop._results
-        undo_results, hook = results.undo_point(), module._current_fx_name
+        undo_results, hook = results.savepoint(), module._current_fx_name
         metrics = [(metric, _state_of(metric)) for metric in self._metrics]
 
         def undo() -> None:

@@ -255,7 +255,7 @@ class RoundResults(SharedResults):
     def _client_size(self, batch_size: int | None) -> int:
         return batch_size if batch_size is not None else (self.batch_size or 1)
 
-    def undo_point(self) -> Callable[[], None]:
+    def savepoint(self) -> Callable[[], None]:
         """Return a function that takes back what is logged from here on; between clients only."""
         kept = {key: dict(vars(item)) for key, item in self.items()}  # values are replaced, never written to
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State
 from lightning_fed.server.client_states.state import ClientStates, Stacked
-from lightning_fed.server.client_states.store import fit_rows, lasting_copy
+from lightning_fed.server.client_states.store import clone_tensor, fit_rows
 from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server
 from lightning_fed.strategies.processes import Ranks, Sent, padded
@@ -193,7 +193,7 @@ class StateTransfer(ClientStates):
         staying = []
         for row, index in enumerate(indices):
             if index in self.moves:
-                self._returning[index] = {name: lasting_copy(value[row]) for name, value in states.items()}
+                self._returning[index] = {name: clone_tensor(value[row]) for name, value in states.items()}
             else:
                 staying.append(row)
         if len(staying) < len(indices):
@@ -260,7 +260,7 @@ def unpack(
             states[index] = {}
             for name, (shape, dtype) in kinds[index].items():
                 size = math.prod(shape) * dtype.itemsize
-                states[index][name] = lasting_copy(part[start : start + size].view(dtype).view(shape))
+                states[index][name] = clone_tensor(part[start : start + size].view(dtype).view(shape))
                 start += padded(size)
     return states
 

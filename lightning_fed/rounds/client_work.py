@@ -10,8 +10,8 @@ import torch
 
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.tracked_state import TrackedState
 from lightning_fed.core.types import ClientId, State, Vector
-from lightning_fed.core.watched import Watched
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.engines.base import Engine, OnlySequentialError, RoundInputs, WorkPlan
 from lightning_fed.engines.choice import make_engine, reason_in
@@ -214,7 +214,7 @@ class ClientWork:
     def _inputs_of(self, task: Task) -> RoundInputs:
         """Return a task as engines read it; what they read of it is noted."""
         if self._inputs is None or self._inputs[0] is not task:
-            server, cohort_grad = map(Watched, (task.server, task.cohort_grad), self._read)
+            server, cohort_grad = map(TrackedState, (task.server, task.cohort_grad), self._read)
             self._inputs = task, RoundInputs(task.round, task.x, server, {}, cohort_grad, task.mean_examples)
         return self._inputs[1]
 

@@ -189,7 +189,7 @@ class Isolation:
             ClientError: If a client fails and is not to be dropped, or if something fails that is no client's own
                 fault.
         """
-        undo = self.engine.undo_point() if self.drops else None
+        undo = self.engine.savepoint() if self.drops else None
         try:
             return train(plans)
         except ClientError as error:

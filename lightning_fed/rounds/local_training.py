@@ -164,7 +164,7 @@ class OwnSolve:
         kept = {plan.participant.index: client for plan, client in zip(plans, clients, strict=True)}
         failed: dict[int, ClientError] = {}
         for chunk in self.engine.chunks([self.plan(plan) for plan in plans if any(plan.epochs)]):
-            undo = self.engine.undo_point()
+            undo = self.engine.savepoint()
             try:
                 own: list[Any] = [kept[plan.participant.index] for plan in chunk]
                 result = self.engine.run(inputs, chunk, own, [{}] * len(chunk))

@@ -87,7 +87,7 @@ class Rounds:
             The server's half, ready to be closed, and the status of each process.
         """
         work, faults = self.work, self._faults
-        undo = work.engine.undo_point() if self.settings.drops_failed or work.may_restart else None
+        undo = work.engine.savepoint() if self.settings.drops_failed or work.may_restart else None
         failed_before = dict(faults.causes)
         while (statuses := self._try(status)) is None:
             assert undo is not None

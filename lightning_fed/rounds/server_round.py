@@ -10,8 +10,8 @@ import torch
 
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport, Cohort, RoundReport
+from lightning_fed.core.tracked_state import TrackedState
 from lightning_fed.core.types import ClientId, State
-from lightning_fed.core.watched import Watched
 from lightning_fed.rounds.cohort import DrawnCohort
 from lightning_fed.rounds.failures import Faults
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, ReplyOrder, Task
@@ -191,7 +191,7 @@ class ServerRound:
             self._cohort.loss = totals.mean_loss()
         else:
             self.cohort_grad = totals.mean_gradients()
-            self._cohort.grad = Watched(self.cohort_grad, totals.traffic.gradients)
+            self._cohort.grad = TrackedState(self.cohort_grad, totals.traffic.gradients)
             totals.traffic.gradient_clients = set(self.gradient_members)
         return True
 

@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric
 from lightning_fed import FederatedCallback
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.rounds import ClientReport, Step
-from lightning_fed.core.watched import Watched
+from lightning_fed.core.tracked_state import TrackedState
 from lightning_fed.engines.base import ChunkResult, per_parameter
 from lightning_fed.server.participation import Participant
 from tests.helpers.engines import Ordinary, run
@@ -21,8 +21,8 @@ X = torch.arange(10.0)
 
 
 def test_each_parameter_reads_its_part_and_what_it_reads_counts_as_read() -> None:
-    server = Watched({"c": X + 10, "d": X}, set())
-    mean = Watched({"x": X + 20}, set())
+    server = TrackedState({"c": X + 10, "d": X}, set())
+    mean = TrackedState({"x": X + 20}, set())
     rates = torch.cat([torch.full((6,), 0.1), torch.full((4,), 0.2)])
     whole = Step(X, server, {"v": X + 30}, {"k": torch.tensor(2.0)}, None, {"x": X + 40}, mean, 5.0, 4.0, rates)
     first, second = per_parameter(whole, Layout([torch.Size([2, 3]), torch.Size([4])]))
@@ -85,7 +85,7 @@ class Asks(FederatedCallback):
             self.gradients = [self.engine.gradient_at(self.x, batches, 0, index) for index in (1, 1, 2)]
             with self.engine.losses_at(self.x, 0) as loss_of:
                 self.losses = [loss_of(batches, 1) for _ in range(2)]
-        undo = self.engine.undo_point()
+        undo = self.engine.savepoint()
         pl_module.mean.update(3.0)
         pl_module._current_fx_name = "elsewhere"
         self.engine.flat.params[0].grad = torch.ones_like(self.engine.flat.params[0])

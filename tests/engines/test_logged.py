@@ -71,7 +71,7 @@ def test_what_a_failed_client_logged_is_taken_back() -> None:
     results = RoundResults()
     logged(results, [(2.0, 1)])
     results.close_client()
-    undo = results.undo_point()
+    undo = results.savepoint()
     logged(results, [(100.0, 5)])
     logged(results, [(1.0, 1)], "other")
     undo()

@@ -27,7 +27,7 @@ class Engine:
         self.trained: list[list[int]] = []
         self.undone = 0
 
-    def undo_point(self) -> Any:
+    def savepoint(self) -> Any:
         def undo() -> None:
             self.undone += 1
 

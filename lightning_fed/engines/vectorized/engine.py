@@ -236,7 +236,7 @@ class VectorizedEngine(Engine):
         """
         if cause is None or isinstance(cause, FederatedError):
             return
-        undo = self.undo_point()
+        undo = self.savepoint()
         self.flat.restore()  # hooks may have looked at the parameters of another client
         try:
             one_by_one(self._make_sequential())
@@ -348,9 +348,9 @@ class VectorizedEngine(Engine):
         """End the local work of clients that failed; return the local steps they had taken, None if at none."""
         return self.schedule.abandon()
 
-    def undo_point(self) -> Callable[[], None]:
+    def savepoint(self) -> Callable[[], None]:
         """Return a function that takes back what clients log from here on, and tidies up after one that failed."""
-        undo, logged = super().undo_point(), dict(self._logged)
+        undo, logged = super().savepoint(), dict(self._logged)
 
         def undo_all() -> None:
             undo()

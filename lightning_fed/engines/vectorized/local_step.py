@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lightning_fed.core.rounds import Step
 from lightning_fed.core.seeds import capture_random_state
+from lightning_fed.core.tracked_state import TrackedState
 from lightning_fed.core.types import State, Vector
-from lightning_fed.core.watched import Watched
 from lightning_fed.engines.base import per_parameter
 from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
@@ -99,7 +99,7 @@ class LocalStep:
     def _read(self) -> None:
         """Lay out what the method may read, as tensors in a fixed order."""
         work, x = self.work, self.work.inputs.x
-        server, cohort_grad = work.inputs.server.unwatched(), work.inputs.cohort_grad.unwatched()
+        server, cohort_grad = work.inputs.server.untracked(), work.inputs.cohort_grad.untracked()
         mean = torch.tensor(work.inputs.mean_examples, dtype=x.dtype, device=x.device)
         rate = torch.as_tensor(work.optimizer.spread(work.rates), dtype=x.dtype, device=x.device)
         self.shared = [x, mean, rate, *server.values(), *cohort_grad.values()]
@@ -215,8 +215,9 @@ class LocalStep:
         examples, *own_states = own
         server, cohort_grad = _named(self._shared_names, states)
         client, full_grad = _named(self._own_names, own_states)
-        watched = [Watched(server, self.work.read["server"]), Watched(cohort_grad, self.work.read["cohort_grad"])]
-        return Step(x, watched[0], client, local, None, full_grad, watched[1], examples, mean, lr)
+        server = TrackedState(server, self.work.read["server"])
+        cohort_grad = TrackedState(cohort_grad, self.work.read["cohort_grad"])
+        return Step(x, server, client, local, None, full_grad, cohort_grad, examples, mean, lr)
 
 
 def _keep(g: list[Tensor]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fed.core.types import State
 
-__all__ = ["ClientStore", "MemoryClientStore", "StateRows", "fit_rows", "lasting_copies", "lasting_copy"]
+__all__ = ["ClientStore", "MemoryClientStore", "StateRows", "clone_rows", "clone_tensor", "fit_rows"]
 
 _FIRST = 64  # rows at the start
 _NEW = 0  # the row that new clients' state is read from
@@ -119,8 +119,8 @@ _PAGES = 2**15  # bytes from which on a tensor's memory is worth being used agai
 _AT_ONCE = 2**10  # states that are put side by side on their way into rows
 
 
-def lasting_copy(value: Tensor) -> Tensor:
-    """Return a copy of what a client keeps.
+def clone_tensor(value: Tensor) -> Tensor:
+    """Return a copy of a tensor that a client keeps.
 
     Kept states come and go in one size. PyTorch asks for aligned memory, of which glibc cannot use again what was given
     back in the very same size: every state would be on new pages, each of which costs about as much as copying it. What
@@ -132,10 +132,10 @@ def lasting_copy(value: Tensor) -> Tensor:
     return memory.view(value.dtype).view(value.shape).copy_(value)
 
 
-def lasting_copies(rows: Tensor) -> Sequence[Tensor]:
-    """Return a copy of every row of what clients keep, none of which holds on to the others."""
+def clone_rows(rows: Tensor) -> Sequence[Tensor]:
+    """Return a copy of every row of a tensor, each in its own memory."""
     if rows.device.type == "cpu" and rows[0].nbytes >= _PAGES:
-        return [lasting_copy(row) for row in rows]
+        return [clone_tensor(row) for row in rows]
     copies: Sequence[Tensor] = torch.unbind_copy(rows)  # type: ignore[func-returns-value, assignment]
     return copies  # at once, which takes half the time where they are small
 
@@ -173,7 +173,7 @@ class ClientStore(ABC):
 
     def stage_all(self, indices: Sequence[int], states: State) -> None:
         """Hold several clients' new states [S, ...] until the round is complete; they are copied."""
-        columns = zip(*map(lasting_copies, states.values()), strict=True)
+        columns = zip(*map(clone_rows, states.values()), strict=True)
         for index, row in zip(indices, columns, strict=True):
             self.stage(index, dict(zip(states, row, strict=True)))
 

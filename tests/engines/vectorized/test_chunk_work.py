@@ -12,7 +12,7 @@ from lightning_fed.algorithms import Algorithm, FedAvg, Scaffold
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.rounds import Run, Update
-from lightning_fed.core.watched import Watched
+from lightning_fed.core.tracked_state import TrackedState
 from lightning_fed.engines.base import OnlySequentialError, RoundInputs
 from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
@@ -51,8 +51,8 @@ def work_of(algorithm: Algorithm, optimizer: Any = sgd, chunk: Sequence[int] = S
         model.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.float64)))
     wrapped = FederatedOptimizer(optimizer(model.parameters()), FlatParameters(list(model.named_parameters())))
     x = wrapped.flat.y.clone()
-    server = Watched(algorithm.init_server(x), set())
-    inputs = RoundInputs(0, x, server, {}, Watched({}, set()), 6.0)
+    server = TrackedState(algorithm.init_server(x), set())
+    inputs = RoundInputs(0, x, server, {}, TrackedState({}, set()), 6.0)
     members = [Participant(f"c{i}", i, 5 + i, 1, steps) for i, steps in enumerate(chunk)]
     clients = {name: torch.stack([value] * len(chunk)) for name, value in algorithm.init_client(x).items()}
     memory = ChunkMemory(wrapped.flat.layout, len(chunk), x)

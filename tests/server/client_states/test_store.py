@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_fed.core.types import State
 from lightning_fed.server.client_states import store as state_rows
 from lightning_fed.server.client_states.disk_store import DiskClientStore
-from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore, lasting_copies, lasting_copy
+from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore, clone_rows, clone_tensor
 from tests.helpers.training import same
 
 CPU = torch.device("cpu")
@@ -44,9 +44,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     ],
     ids=["plain", "strided", "double", "half", "bool", "number", "empty"],
 )
-def test_a_lasting_copy_is_the_same_in_memory_of_its_own(value: torch.Tensor) -> None:
+def test_a_clone_has_the_same_values_in_its_own_memory(value: torch.Tensor) -> None:
     expected = value.clone()
-    copy = lasting_copy(value)
+    copy = clone_tensor(value)
     value.zero_()
     assert (copy.dtype, copy.shape, copy.is_contiguous()) == (expected.dtype, expected.shape, True)
     assert torch.equal(copy, expected)
@@ -65,7 +65,7 @@ def test_a_lasting_copy_is_the_same_in_memory_of_its_own(value: torch.Tensor) ->
 )
 def test_copies_of_rows_do_not_hold_on_to_each_other(rows: torch.Tensor) -> None:
     expected = rows.clone()
-    copies = lasting_copies(rows)
+    copies = clone_rows(rows)
     rows.zero_()
     assert len(copies) == len(expected)
     for copy, row in zip(copies, expected, strict=True):

@@ -1,4 +1,4 @@
-"""A state that remembers what was read of it, so that only what clients read counts as sent to them."""
+"""A state that tracks which entries are read, so that only what clients read counts as sent to them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,11 +7,11 @@ from torch import Tensor
 
 from lightning_fed.core.types import State
 
-__all__ = ["Watched"]
+__all__ = ["TrackedState"]
 
 
-class Watched(dict[str, Tensor]):
-    """A copy of a state that adds the names of the entries read to a set.
+class TrackedState(dict[str, Tensor]):
+    """A copy of a state that adds the names of entries to a set as they are read.
 
     Args:
         state: The state.
@@ -20,7 +20,7 @@ class Watched(dict[str, Tensor]):
     Example:
         >>> import torch
         >>> read = set()
-        >>> state = Watched({"c": torch.zeros(2), "d": torch.ones(2)}, read)
+        >>> state = TrackedState({"c": torch.zeros(2), "d": torch.ones(2)}, read)
         >>> state["c"].sum(), read
         (tensor(0.), {'c'})
     """
@@ -29,8 +29,8 @@ class Watched(dict[str, Tensor]):
         super().__init__(state)
         self.read = read
 
-    def unwatched(self) -> State:
-        """Return a plain copy; nothing counts as read."""
+    def untracked(self) -> State:
+        """Return a plain copy; no entry counts as read."""
         return dict(dict.items(self))
 
     def __getitem__(self, name: str) -> Tensor:
