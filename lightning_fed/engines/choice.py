@@ -32,9 +32,6 @@ def make_engine(
         some: Yields clients' work, to try the vectorized engine out on.
         before: The engine that "auto" took for the first rounds of this run, if it goes on from a checkpoint: it is
             taken again, for the same bits.
-
-    Raises:
-        FederatedError: If the vectorized engine is asked for by name and cannot run the module.
     """
     if name == "sequential":
         return SequentialEngine(prepared)

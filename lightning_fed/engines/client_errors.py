@@ -94,11 +94,7 @@ class NamesClient:
         """Start watching."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Raise an error from the one inside, with the names in front.
-
-        Raises:
-            ClientError: From the error, unless that asks the run to stop.
-        """
+        """Raise an error from the one inside, with the names in front."""
         if not isinstance(error, Exception) or isinstance(error, (SIGTERMException, PeerError)):
             return
         steps = self.steps()

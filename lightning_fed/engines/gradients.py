@@ -42,11 +42,7 @@ def step_arguments(module: pl.LightningModule, batch: Any, batch_idx: int) -> tu
 
 
 def check_loss(loss: Tensor | None) -> None:
-    """Refuse a loss of several numbers, which has no gradient.
-
-    Raises:
-        FederatedError: Naming its shape.
-    """
+    """Refuse a loss of several numbers, which has no gradient."""
     if loss is not None and loss.ndim and loss.numel() != 1:
         raise FederatedError(
             f"training_step must return a loss of one number, found one of shape {list(loss.shape)}. Return its mean."
@@ -199,11 +195,7 @@ class GradientPass:
     def hessian_vector(
         self, point: Vector, vector: Vector, batches: Iterable[tuple[Any, int]], size: int, decay: Sequence[float]
     ) -> Vector:
-        """Return the product [P] of a client's full-batch Hessian at a point with a vector; else as :meth:`full`.
-
-        Raises:
-            FederatedError: If the model has an operation that cannot be differentiated twice.
-        """
+        """Return the product [P] of a client's full-batch Hessian at a point with a vector; else as :meth:`full`."""
         parts, out = self.flat.layout.views(vector), torch.zeros_like(point)
         with self.silent():
             self.flat.point_to(self.flat.layout.views(point))

@@ -118,11 +118,7 @@ class EvaluationResults(SharedResults):
         return super()._extract_batch_size(value, batch_size, meta)
 
     def share(self, ranks: Ranks) -> None:
-        """Put everything together that was logged for the current loader; metric objects are made ready to do so.
-
-        Raises:
-            FederatedError: If not every process logged the same metric objects, which exchange their states themselves.
-        """
+        """Put everything together that was logged for the current loader; metric objects are made ready to do so."""
         metrics = [key for key, item in self.valid_items() if not item.is_tensor]
         parts = ranks.gather((metrics, self.partial()))
         first = parts[0][0]
@@ -234,11 +230,7 @@ class RoundResults(SharedResults):
             del module.__dict__["log"]
 
     def partial(self) -> dict[str, Logged]:
-        """Return what was logged in this round's local steps, for other processes.
-
-        Raises:
-            FederatedError: If it is a metric object, which numbers cannot stand for.
-        """
+        """Return what was logged in this round's local steps, for other processes."""
         for _, item in self.valid_items():
             if not item.is_tensor and item.meta.fx not in _PER_ROUND:
                 raise FederatedError(

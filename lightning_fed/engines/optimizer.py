@@ -142,11 +142,7 @@ class FederatedOptimizer(Optimizer):
         self.base.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse new groups: the federated vector is laid out once.
-
-        Raises:
-            FederatedError: Always, once training has begun.
-        """
+        """Refuse new groups: the federated vector is laid out once."""
         if self._base is not None:
             raise FederatedError(
                 "A parameter group was added during training, which would change what clients and server exchange."

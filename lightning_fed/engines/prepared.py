@@ -43,9 +43,6 @@ class PreparedModule:
         seed: The run's seed.
         shuffle: Whether local epochs visit batches in random order.
         round: The round at which the schedules are, as far as :meth:`set_round` has set it.
-
-    Raises:
-        FederatedError: If optimizer, schedules, buffers or method cannot be federated, or cannot be combined.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -101,9 +98,6 @@ class PreparedModule:
             round: The round, from 0.
             plateaus: The states of the schedules that follow a metric (``ReduceLROnPlateau``) after the round before,
                 in the order of the schedules. Rates then are what the last of them says.
-
-        Raises:
-            FederatedError: If there are such schedules, and their states are not given.
         """
         configs = self.trainer.lr_scheduler_configs
         metric_schedules = [config.scheduler for config in configs if config.reduce_on_plateau]
@@ -172,10 +166,6 @@ def personal_names(
         module: The module.
         trained: Its trained parameters by name.
         buffers: The names of its buffers.
-
-    Raises:
-        FederatedError: If a pattern fits nothing, nothing is left to be shared, or the method cannot go without a whole
-            model on the server.
     """
     algorithm = settings.algorithm
     patterns = (*settings.personal, *algorithm.personal_names(module))

@@ -30,9 +30,6 @@ def check_lstm(trainer: pl.Trainer, flat: FlatParameters, some: Callable[[], Ite
         trainer: The trainer, with its module and precision set up.
         flat: The trainable parameters.
         some: Yields clients' work.
-
-    Raises:
-        FederatedError: Naming the layers, the precision and the ways out.
     """
     if trainer.strategy.root_device.type != "cpu":
         return
@@ -54,11 +51,7 @@ def check_lstm(trainer: pl.Trainer, flat: FlatParameters, some: Callable[[], Ite
 
 @contextmanager
 def lstm_errors(trainer: pl.Trainer) -> Iterator[None]:
-    """Name the layers, the precision and the ways out where an LSTM fails that this processor does not have.
-
-    Raises:
-        FederatedError: In the place of oneDNN's error.
-    """
+    """Name the layers, the precision and the ways out where an LSTM fails that this processor does not have."""
     try:
         yield
     except RuntimeError as error:

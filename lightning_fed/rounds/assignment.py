@@ -123,11 +123,7 @@ class StateTransfer(ClientStates):
         return sorted(chunks, key=lambda indices: not self.moves.keys().isdisjoint(indices))
 
     def send(self) -> None:
-        """Send states to the processes that train their clients; all processes must call it.
-
-        Raises:
-            FederatedError: If it cannot be read.
-        """
+        """Send states to the processes that train their clients; all processes must call it."""
         own: dict[int, State] = {}
         failure = None
         try:
@@ -142,11 +138,7 @@ class StateTransfer(ClientStates):
             raise failure
 
     def _await(self, indices: Sequence[int]) -> None:
-        """Wait until the states of these clients have arrived, if another process owns any.
-
-        Raises:
-            ClientError: If the owner has failed.
-        """
+        """Wait until the states of these clients have arrived, if another process owns any."""
         if self._deliver is None or self.moves.keys().isdisjoint(indices):
             return
         letters, received = zip(*self._deliver(), strict=True)
@@ -203,11 +195,7 @@ class StateTransfer(ClientStates):
             super().keep_all(indices, states)
 
     def _check_announced(self, state: State) -> None:
-        """Refuse a state if other processes do not know that clients keep any.
-
-        Raises:
-            FederatedError: If so.
-        """
+        """Refuse a state if other processes do not know that clients keep any."""
         if not self._is_announced:
             raise FederatedError(
                 f"{self.expected.method}.finish keeps {sorted(state)} without an init_client that says what a new"

@@ -91,9 +91,6 @@ class ClientWork:
             drawn: How often each client was drawn.
             round: The round.
             failed: Is told of clients whose data cannot be made.
-
-        Raises:
-            ClientError: If that of a client cannot, and nobody is told.
         """
         return self._plans_of(round).of_drawn(drawn, failed)
 
@@ -108,9 +105,6 @@ class ClientWork:
         Args:
             round: The round.
             members: The clients that are to train here, with the steps asked of them.
-
-        Raises:
-            FederatedError: If the engine that was asked for can no longer run the module.
         """
         self._held = HeldSettings(self.engine.prepared) if self.may_restart and hears_clients(self.trainer) else None
         self._training, self._inputs, self._read = [member.index for member in members], None, (set(), set())
@@ -317,9 +311,6 @@ def prepare_clients(
         clients: Those whose data is here; all of them by default.
         before: The engines that "auto" took before, if the run goes on from a checkpoint; see
             :attr:`ClientWork.engine_names`.
-
-    Raises:
-        FederatedError: If the engine, or this machine, cannot run the module.
     """
     settings = prepared.settings
     plans = LocalPlans(prepared.trainer, settings, population, clients)

@@ -49,9 +49,6 @@ class Faults:
             members: Those that are to train.
             gradient_members: Those whose full-batch gradients are averaged.
             dropped: Those that were drawn to train and left out.
-
-        Raises:
-            ClientError: If too many have failed.
         """
         failed = self.causes.keys()
         self.asked = {member.client_id for member in members} | (failed & set(dropped))
@@ -92,9 +89,6 @@ class Faults:
 
         Args:
             asked: The clients that were to do one thing together.
-
-        Raises:
-            ClientError: If all of them failed, or a larger share than allowed; it names them and the causes.
         """
         failed, count = sorted(self.causes.keys() & asked, key=str), len(asked)
         if not failed or (len(failed) < count and len(failed) <= self.max_share * count):
@@ -115,9 +109,6 @@ class Faults:
             norms: The norm of what each client that completed came back with.
             what: What that is.
             x: The server parameters [P].
-
-        Raises:
-            ClientError: Naming the first of them, if clients are not dropped.
         """
         if self.max_ratio is None or not norms:
             return set()

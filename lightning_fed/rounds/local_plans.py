@@ -54,11 +54,7 @@ class LocalPlans:
         self.clients: Sequence[ClientId] = population if clients is None else clients
 
     def some(self) -> Iterator[WorkPlan]:
-        """Yield the work of the first few clients that have examples, to try things out on.
-
-        Raises:
-            ClientError: If the data of none of them can be made.
-        """
+        """Yield the work of the first few clients that have examples, to try things out on."""
         failures: list[ClientError] = []
         for client_id in self.clients:
             try:
@@ -72,11 +68,7 @@ class LocalPlans:
                 yield plan
 
     def check_counts(self) -> None:
-        """Refuse clients' loaders whose batches do not tell how many examples they have; one client is tried.
-
-        Raises:
-            FederatedError: Naming the client, the batch and the remedy.
-        """
+        """Refuse clients' loaders whose batches do not tell how many examples they have; one client is tried."""
         try:
             plan = next(self.some(), None)
         except ClientError:
@@ -124,11 +116,7 @@ class RoundPlans:
         return members
 
     def plan(self, client_id: ClientId, warns: bool = True) -> WorkPlan | None:
-        """Return a client's whole work, None if it has no examples.
-
-        Raises:
-            ClientError: If its data cannot be made.
-        """
+        """Return a client's whole work, None if it has no examples."""
         if client_id not in self._plans:
             self._plans[client_id] = self._plan(client_id)
         plan = self._plans[client_id]
@@ -197,9 +185,6 @@ def check_lone_examples(plans: LocalPlans, flat: FlatParameters, sizes: Iterable
         plans: Plan clients' work.
         flat: The module's parameters.
         sizes: Clients with their numbers of examples.
-
-    Raises:
-        FederatedError: Naming the client, its number of examples, the layer and the ways out.
     """
     trainer, settings = plans.trainer, plans.settings
     module = trainer.lightning_module

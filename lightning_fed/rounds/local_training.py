@@ -67,11 +67,7 @@ class ClientGradients:
             yield plan, gradients
 
     def of_workers(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> dict[int, State]:
-        """Return the gradients of clients about to work, where these are theirs to read.
-
-        Raises:
-            ClientError: If a client has none.
-        """
+        """Return the gradients of clients about to work, where these are theirs to read."""
         if self.algorithm.full_grad_for == "cohort":
             return {}
         indices = [plan.participant.index for plan in plans]
@@ -245,10 +241,6 @@ class LocalTraining:
             inputs: The same for the engine.
             plans: The clients' work.
             states: What they keep.
-
-        Raises:
-            ClientError: If a client fails and is not to be dropped, or if something fails that is no client's own
-                fault.
         """
         if self._hears_start:
             for plan in plans:

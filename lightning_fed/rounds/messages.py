@@ -118,12 +118,7 @@ class ReplyOrder:
         return list(map(row_of.__getitem__, ordered))
 
     def arrive(self, reply: Reply) -> list[Reply]:
-        """Return the replies whose turn it is now that this one is here; a second copy of one is ignored.
-
-        Raises:
-            FederatedError: If it is of clients that were not asked, or of some that have answered and some that have
-                not.
-        """
+        """Return the replies whose turn it is now that this one is here; a second copy of one is ignored."""
         clients = set(reply.clients)
         what = f"A reply to {reply.phase!r} of round {reply.round} is of"
         if strangers := clients - self._place.keys():

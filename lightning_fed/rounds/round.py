@@ -64,9 +64,6 @@ class Rounds:
 
         It looks at all clients if their sizes are known, or else at the cohort that is drawn; at that one too if the
         user's own sampler decides who is ever drawn.
-
-        Raises:
-            FederatedError: Naming a client and the ways out.
         """
         population, cohort = self.sampling.population, self._cohort
         is_users = not type(self.settings.sampler).__module__.startswith("lightning_fed.")

@@ -153,11 +153,7 @@ class ServerRound:
         return self._task
 
     def partial(self) -> dict[str, Any]:
-        """Return this process's part of the phase for the other processes, without sums of vectors.
-
-        Raises:
-            ClientError: If a client has not answered and is not to be dropped.
-        """
+        """Return this process's part of the phase for the other processes, without sums of vectors."""
         return {"totals": self._totals.partial(self._complete().phase), "failed": self.faults.causes}
 
     def close_phase(self, partials: Sequence[Mapping[str, Any]] = (), ranks: Exchange | None = None) -> bool:

@@ -136,11 +136,7 @@ class WithinClientStrategy(UnwrappedDDPStrategy):
         self.split = BatchSplit(params, self.global_rank, self.world_size, self.peers)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``training_step`` on this process's part of a batch, if it has one.
-
-        Raises:
-            FederatedError: If there is no loss, while other processes may have one.
-        """
+        """Call ``training_step`` on this process's part of a batch, if it has one."""
         if args[0] is NO_EXAMPLES:
             return torch.zeros((), device=self.root_device, requires_grad=True)
         output = super().training_step(*args, **kwargs)
@@ -180,11 +176,7 @@ class WithinClientStrategy(UnwrappedDDPStrategy):
 
 
 def adopt(trainer: pl.Trainer) -> None:
-    """Let Lightning's DDP split the batches of clients, in a trainer that has it.
-
-    Raises:
-        FederatedError: If it is to do what would change the result.
-    """
+    """Let Lightning's DDP split the batches of clients, in a trainer that has it."""
     strategy = trainer.strategy
     if type(strategy) is not pl.strategies.DDPStrategy:
         return

@@ -33,12 +33,7 @@ class RoundLauncher(_MultiProcessingLauncher):
     _errors: Any = None  # a queue of exceptions, while processes are running
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        """Run a function in all processes; see Lightning's launcher.
-
-        Raises:
-            FederatedError: If the trainer has already run a fit this way, whose state has ended with its processes; or
-                if this process is in a process group, which forked processes would inherit.
-        """
+        """Run a function in all processes; see Lightning's launcher."""
         if self._start_method == "fork" and dist.is_available() and dist.is_initialized():
             raise FederatedError(
                 "A strategy that forks, such as 'clients_fork', cannot start here: this process is in a process group,"

@@ -105,11 +105,7 @@ class Peers:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Name the processes that are gone if an exchange inside fails because of them.
-
-        Raises:
-            FederatedError: With their ranks and machines.
-        """
+        """Name the processes that are gone if an exchange inside fails because of them."""
         try:
             yield
         except RuntimeError as error:

@@ -89,9 +89,6 @@ class SharedMemory:
 
         Args:
             parts: The message as bytes [n_1], [n_2], ..., one after the other.
-
-        Raises:
-            FederatedError: If there is no memory for it.
         """
         if self._has_begun:
             self.end()
@@ -106,11 +103,7 @@ class SharedMemory:
         self._has_begun = True
 
     def end(self) -> list[Tensor]:
-        """Return everybody's bytes, in the order of ranks, as they lie in memory; valid until the next exchange begins.
-
-        Raises:
-            FederatedError: If another process has ended, or does not come in time.
-        """
+        """Return everybody's bytes, in the order of ranks, as they lie in memory; valid until the next exchange begins."""
         self._has_begun = False
         half, found = (self.number - 1) % 2, []
         for rank, files in enumerate(self._files):
@@ -125,19 +118,12 @@ class SharedMemory:
 
         Args:
             message: This process's, of any length [n].
-
-        Raises:
-            FederatedError: If another process has ended, or does not come in time.
         """
         self.begin(message)
         return self.end()
 
     def sum(self, whole: Tensor) -> None:
-        """Replace a tensor [n] by its sum over all processes, of the same length everywhere, added up by rank.
-
-        Raises:
-            FederatedError: If another process has ended, or does not come in time.
-        """
+        """Replace a tensor [n] by its sum over all processes, of the same length everywhere, added up by rank."""
         for piece in whole.split(PIECE // whole.element_size()):
             add_up([part.view(whole.dtype) for part in self.gather(piece.view(torch.uint8))], piece)
 

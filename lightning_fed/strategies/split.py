@@ -61,9 +61,6 @@ class BatchSplit:
 
         Returns:
             The part, or :data:`NO_EXAMPLES`.
-
-        Raises:
-            FederatedError: If the batch cannot be cut.
         """
         if self.size == 1:
             return batch, examples
@@ -95,11 +92,7 @@ class BatchSplit:
                 part.copy_(total.view_as(part))
 
     def gather(self, record: Any) -> list[Any]:
-        """Return everybody's record, in the order of ranks, on every rank.
-
-        Raises:
-            PeerError: If there is a process that will not come here any more.
-        """
+        """Return everybody's record, in the order of ranks, on every rank."""
         if self.size == 1:
             return [record]
         self._confirm()
@@ -165,9 +158,6 @@ def part_of(batch: Any, examples: int, rows: slice) -> Any:
         batch: The batch.
         examples: The number of examples in it.
         rows: Which of them.
-
-    Raises:
-        FederatedError: Naming what cannot be cut.
 
     Example:
         >>> part_of({"x": torch.arange(6).view(3, 2), "name": ["a", "b", "c"]}, 3, slice(1, 3))

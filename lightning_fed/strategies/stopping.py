@@ -111,12 +111,7 @@ class RoundSignalConnector(_SignalConnector):
             self._register_signal(signal.SIGINT, self._sigint_handler_fn)
 
     def check(self) -> None:
-        """Stop here if a signal asked for it.
-
-        Raises:
-            SIGTERMException: After SIGTERM, or SLURM's signal.
-            KeyboardInterrupt: After SIGINT.
-        """
+        """Stop here if a signal asked for it."""
         if self.asked:
             raise exception_of(self.asked)
 

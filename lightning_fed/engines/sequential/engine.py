@@ -222,11 +222,7 @@ class _Frozen:
         self._before = {name: _sums(p) for name, p in self._parameters.items()}
 
     def check(self) -> None:
-        """Compare the parameters after the client's work.
-
-        Raises:
-            FederatedError: If one has changed, naming it.
-        """
+        """Compare the parameters after the client's work."""
         for name, p in self._parameters.items():
             if _sums(p) != self._before[name]:
                 raise FederatedError(

@@ -120,11 +120,7 @@ class ClientOptimization(_AutomaticOptimization):
         return {} if results[0].loss is None else results[0].asdict()
 
     def second_gradient(self, point: Vector) -> Vector:
-        """Return the gradient [P] at a point [P] on the batch at work, with the random numbers of its first one.
-
-        Raises:
-            FederatedError: If a callback has asked for steps over several batches, of which this is only the last.
-        """
+        """Return the gradient [P] at a point [P] on the batch at work, with the random numbers of its first one."""
         assert self.gradients is not None
         assert self._at_work is not None
         accumulated = self.trainer.accumulate_grad_batches
