@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 from torchmetrics import Metric
@@ -31,6 +30,9 @@ __all__ = [
     "WorkPlan",
     "per_parameter",
 ]
+
+
+_METRIC_COUNTS = ("_update_count", "_computed", "_forward_cache")  # what a metric object has seen, beside its state
 
 
 class OnlySequentialError(FederatedError):
@@ -74,12 +76,7 @@ class RoundInputs:
 
 
 def per_parameter(whole: Step, layout: Layout) -> list[Step]:
-    """Return what ``correct`` reads, one :class:`Step` per parameter.
-
-    Args:
-        whole: What hooks of whole vectors read; what is read of the server's part counts as read.
-        layout: The parameters' shapes.
-    """
+    """Return what ``correct`` reads, one :class:`Step` per parameter; reads of the server's parts are tracked."""
     assert isinstance(whole.server, TrackedState)
     assert isinstance(whole.cohort_grad, TrackedState)
     servers = layout.state_views(whole.server.untracked())
@@ -163,9 +160,8 @@ class Engine(ABC):
         self.prepared, self.trainer, self.algorithm = prepared, prepared.trainer, prepared.algorithm
         self.flat, self.optimizer, self.buffers = prepared.flat, prepared.optimizer, prepared.buffers
         self.seed, self.shuffle, self.keeps_solver = prepared.seed, prepared.shuffle, prepared.keeps_solver
-        self.gradients = GradientPass(self.trainer, self.flat)
+        self.gradients, self.split = GradientPass(self.trainer, self.flat), prepared.split
         self._metrics = [m for m in self.trainer.lightning_module.modules() if isinstance(m, Metric)]
-        self.split = self.gradients.split
 
     @abstractmethod
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
@@ -251,8 +247,7 @@ class Engine(ABC):
     def losses_at(self, point: Vector, round: int) -> Iterator[Callable[[ClientBatches, int], float]]:
         """Give a function from a client's batches and index to the sum of the loss over its examples at a point [P].
 
-        The loss is that in eval mode, over this process's part of the examples. What is random all the same draws from
-        a stream of the client's own, and the global generators are as they were afterwards.
+        See :meth:`GradientPass.losses`; each client has its own random stream.
         """
         with self.gradients.losses(point) as loss_of:
 
@@ -276,7 +271,10 @@ class Engine(ABC):
         """Return a function that takes back what clients log from here on, and tidies up after one that failed."""
         module, results = self.trainer.lightning_module, self.trainer.fit_loop.epoch_loop._results
         undo_results, hook = results.savepoint(), module._current_fx_name
-        metrics = [(metric, _state_of(metric)) for metric in self._metrics]
+        metrics = [
+            (metric, copy.deepcopy({name: vars(metric)[name] for name in (*metric.metric_state, *_METRIC_COUNTS)}))
+            for metric in self._metrics
+        ]
 
         def undo() -> None:
             undo_results()
@@ -287,9 +285,3 @@ class Engine(ABC):
                 p.grad = None
 
         return undo
-
-
-def _state_of(metric: Metric) -> dict[str, Any]:
-    """Return copies of what a metric object has seen so far."""
-    kept = (*metric.metric_state, "_update_count", "_computed", "_forward_cache")
-    return copy.deepcopy({name: vars(metric)[name] for name in kept})

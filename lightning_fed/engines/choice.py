@@ -23,15 +23,14 @@ def make_engine(
     some: Callable[[], Iterator[WorkPlan]],
     before: str | None = None,
 ) -> Engine:
-    """Return the engine of a name; "auto" takes the vectorized one wherever it can run the module, and says so.
+    """Return the engine of a name; "auto" takes the vectorized one if it can run the module, and logs its choice.
 
     Args:
         name: "sequential", "vectorized" or "auto".
         chunk_size: How many clients the vectorized engine runs at once.
-        prepared: What every engine takes.
-        some: Yields clients' work, to try the vectorized engine out on.
-        before: The engine that "auto" took for the first rounds of this run, if it goes on from a checkpoint: it is
-            taken again, for the same bits.
+        prepared: The module.
+        some: Yields clients' work for the vectorized engine's trial step.
+        before: The engine that "auto" took before this run resumed: it is taken again, for the same bits.
     """
     if name == "sequential":
         return SequentialEngine(prepared)

@@ -54,11 +54,11 @@ _NOT_A_CLIENTS = (MisconfigurationException, MemoryError, torch.OutOfMemoryError
 
 
 def fault_of(report: ClientReport, losses: Sequence[float], round: int) -> ClientError | None:
-    """Return what is wrong with a client whose loss or update is not finite, None if both are.
+    """Return the error of a client whose loss or update is not finite, None if both are.
 
     Args:
-        report: What it did.
-        losses: The loss of each of its local steps, as far as it is known.
+        report: The client's report.
+        losses: The loss of each of its local steps, as far as they are known.
         round: The round.
     """
     is_moved = math.isfinite(report.update_norm)
@@ -125,11 +125,7 @@ def _is_clients_own(error: Exception) -> bool:
 
 
 def in_short(error: BaseException) -> str:
-    """Return what an error is and where the user's code ran into it; its full text goes to the log, at level DEBUG.
-
-    Args:
-        error: An error that was raised and caught.
-    """
+    """Return what an error is and where the user's code ran into it; its full text goes to the log, at level DEBUG."""
     _log.debug("%s: %s", type(error).__name__, error)
     what = next((kind for words, kind in _KINDS.items() if words in str(error)), kind_of(error))
     return f"{what}{_place(error)}; the full text of the error is in the log, at level DEBUG"

@@ -23,7 +23,7 @@ from lightning_fed.core.types import Vector
 from lightning_fed.server.aggregation.mean import accumulation_dtype
 from lightning_fed.strategies.ddp import split_of
 
-__all__ = ["GradientPass", "buffer_owners", "check_loss", "prepare_batch", "step_arguments"]
+__all__ = ["GradientPass", "buffer_owners", "check_loss", "prepare_batch"]
 
 _METRICS = (Metric, MetricCollection)
 
@@ -33,12 +33,6 @@ def prepare_batch(trainer: pl.Trainer, batch: Any) -> Any:
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
     return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
-
-
-def step_arguments(module: pl.LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
-    """Return the arguments of ``training_step``, which may leave ``batch_idx`` out."""
-    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    return (batch, batch_idx) if takes_index else (batch,)
 
 
 def check_loss(loss: Tensor | None) -> None:
@@ -132,7 +126,7 @@ class GradientPass:
         self.flat.point_to(point)
         restore = capture_random_state(out.device) if factor > 1.0 else None
         grads = self._backward(batch, batch_idx, factor)
-        while restore is not None and factor > 1.0 and not _finite(grads):
+        while restore is not None and factor > 1.0 and not all(g.isfinite().all() for g in grads if g is not None):
             factor = max(1.0, factor / 64.0)
             restore()
             grads = self._backward(batch, batch_idx, factor)
@@ -142,7 +136,8 @@ class GradientPass:
 
     def _forward(self, batch: Any, batch_idx: int) -> Tensor | None:
         module = self.trainer.lightning_module
-        arguments = step_arguments(module, batch, batch_idx)
+        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        arguments = (batch, batch_idx) if takes_index else (batch,)
         output = call._call_strategy_hook(self.trainer, "training_step", *arguments)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is not None and not isinstance(loss, Tensor):
@@ -162,12 +157,7 @@ class GradientPass:
         return [p.grad for p in self.flat.params]
 
     def forward(self, batch: Any, batch_idx: int) -> None:
-        """Run the module's step on one prepared batch, with the parameters as they are; inside :meth:`silent`.
-
-        Args:
-            batch: The batch, on the device.
-            batch_idx: Its index.
-        """
+        """Run the module's step on one prepared batch, with the parameters as they are; inside :meth:`silent`."""
         with torch.enable_grad():
             self._forward(batch, batch_idx)
 
@@ -270,10 +260,6 @@ def preserved_modes(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
-
-
-def _finite(grads: Sequence[Tensor | None]) -> bool:
-    return all(bool(torch.isfinite(g).all()) for g in grads if g is not None)
 
 
 def _outside_metrics(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

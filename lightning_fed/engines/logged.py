@@ -78,11 +78,7 @@ class SharedResults(_ResultCollection):
         return out
 
     def merge(self, partials: Sequence[Mapping[str, Logged]]) -> None:
-        """Put the numbers together from those of all processes.
-
-        Args:
-            partials: Everybody's :meth:`partial`.
-        """
+        """Put the numbers together from every process's :meth:`partial`."""
         for key in dict.fromkeys(key for partial in partials for key in partial):
             parts = [partial[key] for partial in partials if key in partial]
             if key not in self:
@@ -198,18 +194,7 @@ class RoundResults(SharedResults):
         Anything that Lightning has not checked before, or anything but a 0-dim tensor, still goes Lightning's way. A
         module that overrides ``log`` is left alone.
         """
-        self._in_client = True
-        try:
-            with self._shortcut(module):
-                yield
-        finally:
-            self._in_client = False
-
-    @contextmanager
-    def _shortcut(self, module: pl.LightningModule) -> Iterator[None]:
-        if type(module).log is not pl.LightningModule.log or "log" in module.__dict__:
-            yield
-            return
+        has_shortcut = type(module).log is pl.LightningModule.log and "log" not in module.__dict__
         checked = module.log
 
         def log(name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
@@ -223,11 +208,15 @@ class RoundResults(SharedResults):
             if mean is not None and not args:
                 mean.options = options
 
-        module.__dict__["log"] = log
+        self._in_client = True
+        if has_shortcut:
+            module.__dict__["log"] = log
         try:
             yield
         finally:
-            del module.__dict__["log"]
+            self._in_client = False
+            if has_shortcut:
+                del module.__dict__["log"]
 
     def partial(self) -> dict[str, Logged]:
         """Return what was logged in this round's local steps, for other processes."""
@@ -245,7 +234,8 @@ class RoundResults(SharedResults):
             super().update_metrics(key, value, batch_size)
 
     def _client_size(self, batch_size: int | None) -> int:
-        return batch_size if batch_size is not None else (self.batch_size or 1)
+        size = self.batch_size if batch_size is None else batch_size
+        return 1 if size is None else size  # 0 for a process that has no example of a batch
 
     def savepoint(self) -> Callable[[], None]:
         """Return a function that takes back what is logged from here on; between clients only."""
@@ -269,6 +259,27 @@ class RoundResults(SharedResults):
         for key in [key for key, item in self.items() if item.meta.fx not in _PER_ROUND]:
             del self[key]
         self._means.clear()
+
+    def client_partial(self) -> dict[str, Logged]:
+        """Return the sums of the client at work, for the processes that split its batches with this one."""
+        return {
+            key: Logged(_flags_of(self[key].meta), float(mean.total), mean.weight, mean.total.dtype)
+            for key, mean in self._means.items()
+            if mean.weight
+        }
+
+    def merge_client(self, partials: Sequence[Mapping[str, Logged]], device: torch.device) -> None:
+        """Put the client's sums together from every process's :meth:`client_partial`."""
+        for key in dict.fromkeys(key for partial in partials for key in partial):
+            parts = [partial[key] for partial in partials if key in partial]
+            if key not in self._means:  # this process had no example to log it for
+                self._registering = True
+                super().log(value=torch.zeros((), device=device), batch_size=1, **parts[0].flags)
+                self._registering = False
+                self._means[key] = _ClientMean(device, ())
+            mean = self._means[key]
+            mean.total = torch.full_like(mean.total, sum(part.value for part in parts))
+            mean.weight = sum(part.weight for part in parts)
 
     def close_client(self) -> dict[str, float]:
         """Add the client's means to the round's and return them by name."""

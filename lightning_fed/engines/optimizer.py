@@ -18,6 +18,8 @@ from lightning_fed.core.types import State, Vector
 
 __all__ = ["FederatedOptimizer", "LocalWork", "StepPlan", "solver_entries"]
 
+_NO_CONTEXT = nullcontext()
+
 
 class StepPlan(NamedTuple):
     """How a method and the wrapped optimizer, as it is set now, make local steps.
@@ -108,10 +110,7 @@ class FederatedOptimizer(Optimizer):
         assert self._base is not None
         return self._base
 
-    @property
-    def optimizer(self) -> Optimizer:
-        """The wrapped optimizer, by the name that ``LearningRateMonitor`` looks for: schedulers belong to it."""
-        return self.base
+    optimizer = base  # the name that ``LearningRateMonitor`` looks for: schedulers belong to the wrapped optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -188,12 +187,7 @@ class FederatedOptimizer(Optimizer):
         return StepPlan(rates, is_plain, is_straight, tracks, injects, is_bare)
 
     def begin(self, work: LocalWork, kept: State | None = None) -> None:
-        """Start a client's local work.
-
-        Args:
-            work: What the hooks may read.
-            kept: The optimizer's state from the client's last round, by ``solver.<parameter>.<name>``; fresh if None.
-        """
+        """Start a client's local work, from the optimizer's state that it kept (see :meth:`solver_state`), if any."""
         if kept:
             self._load_solver(solver_entries(kept, len(self.flat.params)))
         else:
@@ -203,23 +197,16 @@ class FederatedOptimizer(Optimizer):
         self._advances = work.algorithm.overrides("advance")
         self._decay = self.decay if self.plan.injects else []
 
-    def end(self) -> LocalWork:
+    def end(self) -> None:
         """End a client's local work; the optimizer's own state is dropped."""
         assert self.work is not None
-        work, self.work = self.work, None
-        work.lr_sum = self._lr_sum()
+        self.work.lr_sum, self.work = self._lr_sum(), None
         self.base.state.clear()
-        return work
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take one local step: closure, correction, the wrapped optimizer's step.
+        """Take one local step: closure, correction, the wrapped optimizer's step; return what the closure returned.
 
-        Args:
-            closure: Runs forward and backward and returns the loss; None when that has happened already.
-
-        Returns:
-            What the closure returned. Where it left no gradient at all (``training_step`` returned None), no step is
-            taken or counted.
+        If there is no gradient at all (``training_step`` returned None), no step is taken or counted.
         """
         loss = None
         if closure is not None:
@@ -239,10 +226,12 @@ class FederatedOptimizer(Optimizer):
                 self.clip()
             if self.plan.tracks or any(group["lr"] == 0 for group in base.param_groups):
                 self._track(work)
-        if self.plan.injects or work.solver is not None:
-            self._step_base(base, work)
-        else:
+        if work.solver is not None:
+            self._load_solver(work.solver)
+        with without_coupled_decay(base) if self.plan.injects else _NO_CONTEXT:
             base.step()
+        if work.solver is not None:
+            base.state.clear()
         work.num_steps += 1
         for i, group in enumerate(base.param_groups):
             self._lr_sums[i] += float(group["lr"])
@@ -302,14 +291,6 @@ class FederatedOptimizer(Optimizer):
             elif self.plan.tracks:
                 path.add_(p.grad, alpha=rate)
 
-    def _step_base(self, base: Optimizer, work: LocalWork) -> None:
-        if work.solver is not None:
-            self._load_solver(work.solver)
-        with without_coupled_decay(base) if self.plan.injects else nullcontext():
-            base.step()
-        if work.solver is not None:
-            base.state.clear()
-
     def _load_solver(self, solver: list[dict[str, Tensor]]) -> None:
         self.base.state.clear()
         for p, entries in zip(self.flat.params, solver, strict=True):
@@ -327,15 +308,12 @@ class FederatedOptimizer(Optimizer):
 
     @torch.no_grad()
     def advance_solver(self, state: State, g: Vector, x: Vector) -> State:
-        """Advance the wrapped optimizer's statistics by one gradient; no parameter moves.
+        """Return the wrapped optimizer's statistics after a step with one gradient; no parameter moves.
 
         Args:
             state: The statistics, as :meth:`solver_state` returns them; empty before the first gradient.
             g: The gradient [P], coupled decay included.
             x: The point [P] at which it was taken.
-
-        Returns:
-            The statistics after the step, under the same names.
         """
         flat = self.flat
         kept = flat.y.clone()

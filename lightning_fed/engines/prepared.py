@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.buffers import Buffers
@@ -159,14 +158,7 @@ def _make_dense(layers: Mapping[str, nn.Embedding | nn.EmbeddingBag]) -> list[nn
 def personal_names(
     settings: Settings, module: nn.Module, trained: Mapping[str, Any], buffers: Collection[str]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of the parameters, and of the buffers, that stay with each client.
-
-    Args:
-        settings: How rounds are run: patterns of the trainer, and of the method.
-        module: The module.
-        trained: Its trained parameters by name.
-        buffers: The names of its buffers.
-    """
+    """Return the names of the trained parameters, and of the buffers, that stay with each client."""
     algorithm = settings.algorithm
     patterns = (*settings.personal, *algorithm.personal_names(module))
     names = (*trained, *buffers)
@@ -184,22 +176,16 @@ def personal_names(
             f"personal={list(patterns)} leaves no trained parameter of {type(module).__name__} to be shared, so there"
             " is nothing to federate. Leave some parameters out of it."
         )
-    if personal:
-        _check_method(algorithm)
-    return frozenset(trained.keys() & personal), frozenset(personal.intersection(buffers))
-
-
-def _check_method(algorithm: Algorithm) -> None:
-    """Refuse a method that asks for more than the shared part of a model."""
-    reasons = {
+    reasons = {  # a method may need more than the shared part of a model
         "gives clients no local steps to train them in": not algorithm.local_work,
         "takes clients' gradients at the server's model": bool(algorithm.full_grad_at or algorithm.anchor_at),
         "gives every client a whole model of its own": algorithm.init_client_at_start,
         "watches the loss of the server's model": algorithm.population_loss,
     }
     for reason, holds in reasons.items():
-        if holds:
+        if personal and holds:
             raise FederatedError(
                 f"personal parameters do not go with {algorithm!r}, which {reason}: the server has a part of the model"
                 " only. Use another method, such as FedAvg or Scaffold('ii')."
             )
+    return frozenset(trained.keys() & personal), frozenset(personal.intersection(buffers))

@@ -23,13 +23,7 @@ def check_lstm(trainer: pl.Trainer, flat: FlatParameters, some: Callable[[], Ite
     """Refuse an LSTM that this processor does not have, before the first round.
 
     PyTorch hands an LSTM under autocast to oneDNN, which has a bfloat16 LSTM for processors with AVX-512 only. A module
-    may run its LSTM outside autocast, so its layers do not decide: its step is tried on a client's first batch. Nothing
-    of it remains.
-
-    Args:
-        trainer: The trainer, with its module and precision set up.
-        flat: The trainable parameters.
-        some: Yields clients' work.
+    may run its LSTM outside autocast, so its layers do not decide: its step is tried on a client's first batch.
     """
     if trainer.strategy.root_device.type != "cpu":
         return
@@ -51,7 +45,7 @@ def check_lstm(trainer: pl.Trainer, flat: FlatParameters, some: Callable[[], Ite
 
 @contextmanager
 def lstm_errors(trainer: pl.Trainer) -> Iterator[None]:
-    """Name the layers, the precision and the ways out where an LSTM fails that this processor does not have."""
+    """Replace oneDNN's error by one that names the LSTMs, the precision and the remedies."""
     try:
         yield
     except RuntimeError as error:

@@ -106,6 +106,16 @@ def test_processes_put_their_values_together_each_with_its_weight() -> None:
         assert found == {"loss": (6 + 27) / 5, "rare": 6.0, "least": 1.0, "most": 3.0, "total": 4.0}
 
 
+def test_a_clients_means_are_those_of_all_processes_also_where_one_had_no_example() -> None:
+    processes = [RoundResults() for _ in range(3)]
+    logged(processes[0], [(2.0, 1), (5.0, 2)])
+    logged(processes[1], [(1.0, 3)])
+    parts = [results.client_partial() for results in processes]
+    for results in processes:
+        results.merge_client(parts, torch.device("cpu"))
+        assert results.close_client() == {"loss": (2 + 10 + 3) / 6}
+
+
 def test_an_evaluation_counts_the_examples_that_it_is_told_of() -> None:
     results = EvaluationResults(training=False)
     for value, count in ((2.0, 1), (5.0, 2)):

@@ -8,11 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from lightning_fed.core.buffers import BufferMean
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.rounds import ClientReport, Run, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import State
@@ -42,7 +40,7 @@ class SequentialEngine(Engine):
         self.fetcher = ClientFetcher()
         self.anchor_grad = torch.zeros_like(self.flat.y) if self.algorithm.anchor_at else None
         self.looks_ahead = self.epoch_loop.automatic_optimization.looks_ahead = self.algorithm.looks_ahead
-        self._frozen: _Frozen | None = _Frozen(prepared.module, self.flat)  # until one client has been checked
+        self._has_checked_frozen = False  # parameters, of one client's work
         self.epoch_loop.prepare()
 
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
@@ -62,15 +60,13 @@ class SequentialEngine(Engine):
             local = self.algorithm.init_local(inputs.x, inputs.server, client)
             work = self._begin(inputs, plan, client, local, solver)
             before = self.buffers.read() if self.split.size > 1 else {}
-            if self._frozen is not None:
-                self._frozen.remember()
+            frozen = {} if self._has_checked_frozen else self._sums_of_frozen()
             self.epoch_loop.begin_client()
             with self.epoch_loop._results.of_client(self.trainer.lightning_module):
                 self._train(inputs, plan)
             loss, metrics = self.epoch_loop.close_client()
-            if self._frozen is not None:
-                self._frozen.check()
-                self._frozen = None
+            if not self._has_checked_frozen:
+                self._check_frozen(frozen)
             buffers = self._merged_buffers(before) if before else self.buffers.read()
             statistics = [self.optimizer.solver_state()] if self.keeps_solver else []
             self.optimizer.end()
@@ -199,40 +195,26 @@ class SequentialEngine(Engine):
             " one batch, or leave the client out of client_ids."
         )
 
+    def _sums_of_frozen(self) -> dict[str, tuple[float, float]]:
+        """Return sums over each parameter that is not trained, which change with its values; a copy may not fit."""
+        trained, sums = {id(p) for p in self.flat.params}, {}
+        for name, p in self.trainer.lightning_module.named_parameters():
+            if id(p) not in trained:
+                value = p.detach().double().nan_to_num()
+                sums[name] = float(value.sum()), float(torch.linalg.vector_norm(value))
+        return sums
 
-class _Frozen:
-    """Notice that local work changes parameters that are not trained, such as the teacher of self-supervised methods.
+    def _check_frozen(self, before: dict[str, tuple[float, float]]) -> None:
+        """Refuse local work that changes frozen parameters, such as the teacher of self-supervised methods.
 
-    Such parameters neither start from the server's for each client nor are averaged, as buffers are. One client's work
-    is checked, by sums over the parameters, so that no copy of a large frozen model is made.
-
-    Args:
-        module: The module.
-        flat: Its trained parameters.
-    """
-
-    def __init__(self, module: nn.Module, flat: FlatParameters) -> None:
-        trained = {id(p) for p in flat.params}
-        self._module = module
-        self._parameters = {name: p for name, p in module.named_parameters() if id(p) not in trained}
-        self._before: dict[str, tuple[float, float]] = {}
-
-    def remember(self) -> None:
-        """Take note of the parameters before a client's work."""
-        self._before = {name: _sums(p) for name, p in self._parameters.items()}
-
-    def check(self) -> None:
-        """Compare the parameters after the client's work."""
-        for name, p in self._parameters.items():
-            if _sums(p) != self._before[name]:
+        Unlike buffers, these neither start from the server's for each client nor are averaged.
+        """
+        self._has_checked_frozen = True
+        for name, sums in self._sums_of_frozen().items():
+            if sums != before[name]:
                 raise FederatedError(
-                    f"{type(self._module).__name__} changes the parameter {name!r} while a client trains, though it is"
-                    " frozen (requires_grad=False): other clients would start from the changed one. Make it a buffer"
-                    " with register_buffer(): buffers start from the server's for every client, and are averaged."
+                    f"{type(self.trainer.lightning_module).__name__} changes the parameter {name!r} while a client"
+                    " trains, though it is frozen (requires_grad=False): other clients would start from the changed"
+                    " one. Make it a buffer with register_buffer(): buffers start from the server's for every client,"
+                    " and are averaged."
                 )
-
-
-def _sums(p: Tensor) -> tuple[float, float]:
-    """Return two numbers that change with the values of a parameter; NaN becomes 0."""
-    value = p.detach().double().nan_to_num()
-    return float(value.sum()), float(torch.linalg.vector_norm(value))

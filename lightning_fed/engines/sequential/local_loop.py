@@ -1,7 +1,7 @@
 """Lightning's own training epoch loop and automatic optimization, reused for one client after another."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from operator import mul
 from typing import Any
@@ -20,7 +20,7 @@ from lightning_fed.compat.private import (
 )
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.batch_hooks import has_transfer_hooks, uses_batch_hook
-from lightning_fed.engines.logged import Logged, RoundResults, _ClientMean, _flags_of
+from lightning_fed.engines.logged import RoundResults
 from lightning_fed.engines.sequential.optimization import ClientOptimization
 from lightning_fed.strategies.ddp import split_of
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
@@ -58,50 +58,6 @@ class ClientFetcher(_DataFetcher):
     def teardown(self) -> None:
         """Let go of the data."""
         self._batches = iter(())
-
-
-class SplitResults(RoundResults):
-    """A round's results whose means over a client are those of all processes, weighted by examples.
-
-    Args:
-        device: The device of the module.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._split_device = device
-
-    def outline_client(self) -> dict[str, Logged]:
-        """Return the sums that this process has of the client at work, for other processes."""
-        return {
-            key: Logged(_flags_of(self[key].meta), float(mean.total), mean.weight, mean.total.dtype)
-            for key, mean in self._means.items()
-            if mean.weight
-        }
-
-    def merge_client(self, outlines: Sequence[Mapping[str, Logged]]) -> None:
-        """Put the client's sums together from those of all processes.
-
-        Args:
-            outlines: Everybody's :meth:`outline_client`.
-        """
-        for key in dict.fromkeys(key for outline in outlines for key in outline):
-            parts = [outline[key] for outline in outlines if key in outline]
-            if key not in self._means:  # this process had no example to log it for
-                self._register(key, parts[0])
-            mean = self._means[key]
-            mean.total = torch.full_like(mean.total, sum(part.value for part in parts))
-            mean.weight = sum(part.weight for part in parts)
-
-    def _register(self, key: str, logged: Logged) -> None:
-        self._registering = True
-        super(RoundResults, self).log(value=torch.zeros((), device=self._split_device), batch_size=1, **logged.flags)
-        self._registering = False
-        self._means[key] = _ClientMean(self._split_device, ())
-
-    def _client_size(self, batch_size: int | None) -> int:
-        size = self.batch_size if batch_size is None else batch_size
-        return 1 if size is None else size
 
 
 class ClientEpochLoop(_TrainingEpochLoop):
@@ -164,8 +120,6 @@ class ClientEpochLoop(_TrainingEpochLoop):
         }
         self.automatic_optimization.prepare(trainer.callbacks)
         self._split = split_of(trainer)
-        if self._split.size > 1:
-            self._results = SplitResults(trainer.strategy.root_device)
         self._transfers = trainer.strategy.root_device.type != "cpu" or has_transfer_hooks(trainer)
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
@@ -191,10 +145,10 @@ class ClientEpochLoop(_TrainingEpochLoop):
         losses = torch.stack(self._losses).tolist() if self._losses else []
         total: float = sum(map(mul, losses, self._loss_weights)) * self.trainer.accumulate_grad_batches
         examples = sum(self._loss_weights)
-        if isinstance(self._results, SplitResults):
-            parts = self._split.gather((total, examples, self._results.outline_client()))
+        if self._split.size > 1:
+            parts = self._split.gather((total, examples, self._results.client_partial()))
             total, examples = sum(part[0] for part in parts), sum(part[1] for part in parts)
-            self._results.merge_client([outline for _, _, outline in parts])
+            self._results.merge_client([partial for _, _, partial in parts], self.trainer.strategy.root_device)
         return total / examples if examples else float("nan"), self._results.close_client()
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -223,7 +177,12 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self._results.batch, self._results.batch_size, self._results.dataloader_idx = batch, examples, None
         skips_epoch = self._uses["on_train_batch_start"] and not is_idle and self._start_hooks(batch, batch_idx) == -1
         if skips_epoch:
-            self._check_may_skip()
+            if self._split.size > 1:
+                raise FederatedError(
+                    "on_train_batch_start returned -1, which skips the rest of a local epoch: processes that see"
+                    " different parts of a batch may not agree on it. Use strategy='clients', which leaves batches"
+                    " whole."
+                )
             self.batch_progress.increment_by(0, is_last_batch=True)
             raise StopIteration
         self.batch_progress.increment_started()
@@ -243,13 +202,6 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """Do nothing per batch: validation, schedulers and loggers have their place at the end of the round."""
-
-    def _check_may_skip(self) -> None:
-        if self._split.size > 1:
-            raise FederatedError(
-                "on_train_batch_start returned -1, which skips the rest of a local epoch: processes that see different"
-                " parts of a batch may not agree on it. Use strategy='clients', which leaves batches whole."
-            )
 
     def _start_hooks(self, batch: Any, batch_idx: int) -> Any:
         call._call_callback_hooks(self.trainer, "on_train_batch_start", batch, batch_idx)

@@ -1,16 +1,13 @@
-"""The loop of one client's local epochs: batches that are handed to it, losses of its steps, and processes that share
-them."""
+"""The loop of one client's local epochs: the batches it gets, and the losses of its steps."""
 
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from lightning_fed import FederatedCallback
-from lightning_fed.engines.sequential.local_loop import ClientFetcher, SplitResults
+from lightning_fed.engines.sequential.local_loop import ClientFetcher
 from tests.helpers.engines import Ordinary, run
-from tests.helpers.training import Net
 
 
 def test_batches_of_each_local_epoch_are_handed_out_in_order() -> None:
@@ -27,23 +24,6 @@ def test_batches_of_each_local_epoch_are_handed_out_in_order() -> None:
     assert fetcher.done
     with pytest.raises(StopIteration):
         next(fetcher)
-
-
-def results_of(*values: tuple[float, int]) -> SplitResults:
-    """Return what a process has collected of a client."""
-    results = SplitResults(torch.device("cpu"))
-    with results.of_client(Net()):
-        for value, size in values:
-            results.log("training_step", "loss", torch.tensor(value), batch_size=size)
-    return results
-
-
-def test_a_clients_means_are_those_of_all_processes_also_where_one_had_no_example() -> None:
-    processes = [results_of((2.0, 1), (5.0, 2)), results_of((1.0, 3)), results_of()]
-    parts = [results.outline_client() for results in processes]
-    for results in processes:
-        results.merge_client(parts)
-        assert results.close_client() == {"loss": (2 + 10 + 3) / 6}
 
 
 class Losses(FederatedCallback):
