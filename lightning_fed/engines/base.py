@@ -138,11 +138,6 @@ class ChunkResult:
         """The part of :attr:`y` that is exchanged [S, P]."""
         return self.y[:, : self.delta.shape[1]]
 
-    @property
-    def keeps_states_only(self) -> bool:
-        """Whether clients keep new states of the method, and nothing else."""
-        return bool(self.keep) and not self.solver and not self.buffers
-
     def kept(self) -> list[State]:
         """Return copies of what each client keeps, so that none holds on to the whole chunk."""
         columns = zip(*map(clone_rows, self.keep.values()), strict=True)
@@ -150,11 +145,7 @@ class ChunkResult:
 
 
 class Engine(ABC):
-    """Run the clients of a round on the trainer's own module.
-
-    Args:
-        prepared: The module, the wrapped optimizer, and what else local work needs.
-    """
+    """Run the clients of a round on the trainer's own module."""
 
     def __init__(self, prepared: PreparedModule) -> None:
         self.prepared, self.trainer, self.algorithm = prepared, prepared.trainer, prepared.algorithm

@@ -54,13 +54,7 @@ _NOT_A_CLIENTS = (MisconfigurationException, MemoryError, torch.OutOfMemoryError
 
 
 def fault_of(report: ClientReport, losses: Sequence[float], round: int) -> ClientError | None:
-    """Return the error of a client whose loss or update is not finite, None if both are.
-
-    Args:
-        report: The client's report.
-        losses: The loss of each of its local steps, as far as they are known.
-        round: The round.
-    """
+    """Return the error of a client whose loss or update is not finite, None if both are."""
     is_moved = math.isfinite(report.update_norm)
     if is_moved and (report.steps == 0 or math.isfinite(report.loss)):
         return None

@@ -48,12 +48,7 @@ def _no_log(*_: Any, **__: Any) -> None:
 
 
 class GradientPass:
-    """Take gradients of ``training_step`` at given points, leaving everything else as it was.
-
-    Args:
-        trainer: The trainer, with its module attached.
-        flat: The trainable parameters.
-    """
+    """Take gradients of ``training_step`` at given points, leaving everything else as it was."""
 
     def __init__(self, trainer: pl.Trainer, flat: FlatParameters) -> None:
         self.trainer = trainer
@@ -162,14 +157,7 @@ class GradientPass:
             self._forward(batch, batch_idx)
 
     def full(self, point: Vector, batches: Iterable[tuple[Any, int]], size: int, decay: Sequence[float]) -> Vector:
-        """Return the full-batch gradient [P] at a point: the means over batches, combined by their sizes.
-
-        Args:
-            point: The parameters [P].
-            batches: (batch, examples in it) pairs that visit every example once.
-            size: The number of examples.
-            decay: The coupled weight decay of each parameter, which is part of the loss.
-        """
+        """Return the full-batch gradient [P] at a point: the means over batches, combined by their sizes."""
         views = self.flat.layout.views(point)
         out = torch.zeros_like(point)
         with self.silent():

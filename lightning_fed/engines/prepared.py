@@ -31,9 +31,6 @@ class PreparedModule:
     The trainer's strategy has set up module, precision and optimizer; the wrapped optimizer takes the place of the
     user's there.
 
-    Args:
-        trainer: The trainer.
-
     Attributes:
         flat: The trained parameters.
         optimizer: The wrapped optimizer.

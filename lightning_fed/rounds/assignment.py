@@ -85,11 +85,9 @@ def _balanced(
 
 
 def _nearest(movable: Sequence[tuple[int, int]], amount: float) -> list[tuple[int, int]]:
-    """Return the clients with the work next to an amount, below and from there up, the lowest index of each.
+    """Return the clients with the work next to an amount, below and above, the lowest index of each.
 
-    Args:
-        movable: Work and negated index of each client, sorted.
-        amount: The amount.
+    ``movable`` is the sorted work and negated index of each client.
     """
     at = bisect_left(movable, (amount, -math.inf))
     above = [movable[bisect_left(movable, (movable[at][0], 1)) - 1]] if at < len(movable) else []
@@ -207,23 +205,15 @@ class StateTransfer(ClientStates):
         return pack(self._returning, self._owners, self.ranks.size)
 
     def take_back(self, kinds: Sequence[Kinds], received: Sequence[Tensor]) -> None:
-        """Stage the states that have come back.
-
-        Args:
-            kinds: The shapes and types of what each process has sent.
-            received: The bytes that came here from each.
-        """
+        """Stage the states that have come back, given every process's :meth:`returning` and the bytes."""
         for index, state in unpack(kinds, received, self._owners, self.ranks.rank).items():
             self.store.stage(index, state)
 
 
 def pack(states: Mapping[int, State], to: Mapping[int, int], size: int) -> tuple[Kinds, Sent]:
-    """Return clients' states as bytes for each process, with their shapes and types.
+    """Return clients' states as bytes for each of ``size`` processes, with their shapes and types.
 
-    Args:
-        states: The states, by stored index.
-        to: The rank to which each goes.
-        size: The number of processes.
+    ``to`` is the rank to which each state goes.
     """
     outgoing = [[states[index] for index in sorted(states) if to[index] == rank] for rank in range(size)]
     sent = [[part for state in leaving for value in state.values() for part in _bytes(value)] for leaving in outgoing]
@@ -233,14 +223,7 @@ def pack(states: Mapping[int, State], to: Mapping[int, int], size: int) -> tuple
 def unpack(
     everybodys: Sequence[Kinds], received: Sequence[Tensor], to: Mapping[int, int], rank: int
 ) -> dict[int, State]:
-    """Return copies of the states that have arrived, by stored index.
-
-    Args:
-        everybodys: The shapes and types of what each process has sent, to any process.
-        received: The bytes that came here from each.
-        to: The rank to which each state goes.
-        rank: This process.
-    """
+    """Return copies of the states that have arrived at ``rank``, given what every process packed and the bytes."""
     states: dict[int, State] = {}
     for kinds, part in zip(everybodys, received, strict=True):
         start = 0

@@ -90,7 +90,7 @@ class ClientWork:
         Args:
             drawn: How often each client was drawn.
             round: The round.
-            failed: Is told of clients whose data cannot be made.
+            failed: Records clients whose data cannot be made; by default their error is raised.
         """
         return self._plans_of(round).of_drawn(drawn, failed)
 
@@ -100,12 +100,7 @@ class ClientWork:
         return self._round
 
     def begin(self, round: int, members: Sequence[Participant]) -> None:
-        """Begin a round, or begin it again.
-
-        Args:
-            round: The round.
-            members: The clients that are to train here, with the steps asked of them.
-        """
+        """Begin a round, or begin it again, given the clients that are to train here and the steps asked of them."""
         self._held = HeldSettings(self.engine.prepared) if self.may_restart and hears_clients(self.trainer) else None
         self._training, self._inputs, self._read = [member.index for member in members], None, (set(), set())
         self._gradients.begin_round(len(members))
@@ -115,7 +110,7 @@ class ClientWork:
         try:
             self.engine.begin_round(work)
             if self._own_solve is not None:
-                self._own_solve.begin_round(work)
+                self._own_solve.engine.begin_round(list(map(self._own_solve.plan, work)))
         except FederatedError as error:
             if not self.may_restart:
                 raise
@@ -134,21 +129,12 @@ class ClientWork:
         return self.settings.engine == "auto" and "vectorized" in self.engine_names
 
     def reason_to_restart(self, error: FederatedError) -> str | None:
-        """Return why the round must start again with another engine, None if an error is no reason to.
-
-        Args:
-            error: What :meth:`answer` or :meth:`call_end_hooks` has raised.
-        """
+        """Return why the round must start again with another engine after an error, None if it need not."""
         found = next((one for one in (error, error.__cause__) if isinstance(one, OnlySequentialError)), None)
         return str(found) if found is not None and self.may_restart else None
 
     def restart(self, round: int, reason: str) -> None:
-        """Go on with the sequential engine, once the round at work begins again; put back what its hooks have set.
-
-        Args:
-            round: The round.
-            reason: Why, as a sentence.
-        """
+        """Go on with the sequential engine, once the round at work begins again; put back what its hooks have set."""
         rank_zero_warn(f"engine='auto' restarts round {round} with 'sequential', and stays with it: {reason}")
         held, self._held = self._held, None
         if held is not None:
@@ -178,12 +164,7 @@ class ClientWork:
         return [clients] if clients else []
 
     def answer(self, task: Task, clients: Sequence[int], states: ClientStates) -> Iterator[Reply]:
-        """Yield replies for some clients.
-
-        Args:
-            task: What is asked.
-            clients: The clients, by stored index; see :meth:`chunks`.
-            states: What they keep.
+        """Yield replies for some clients, by stored index; see :meth:`chunks`.
 
         Raises:
             ClientError: If a client fails and is not to be dropped, or if something fails that is no client's own
@@ -273,11 +254,7 @@ class ClientWork:
             engine.end_round()
 
     def call_end_hooks(self, clients: Sequence[ClientId]) -> None:
-        """Let callbacks hear of clients of the last reply that are done.
-
-        Args:
-            clients: Those whose answers count.
-        """
+        """Call ``on_client_end`` for the clients of the last reply whose answers count."""
         self._local.call_end_hooks(clients)
 
     def _reply(self, task: Task, clients: Sequence[int], **parts: Any) -> Reply:
@@ -287,11 +264,7 @@ class ClientWork:
 
 
 def gradients_together(x: Vector) -> int:
-    """Return how many clients' gradients are summed at once, which decides on the last bits of a sum.
-
-    Args:
-        x: The parameters [P].
-    """
+    """Return how many clients' gradients are summed at once, which decides on the last bits of a sum."""
     return max(1, _TOGETHER // len(x))
 
 
@@ -302,15 +275,14 @@ def prepare_clients(
     clients: Sequence[ClientId] | None = None,
     before: Sequence[str] = (),
 ) -> ClientWork:
-    """Return what answers for clients.
+    """Return what answers for clients, with the engine of a name; see :func:`make_engine`.
 
     Args:
         prepared: The module.
-        population: The clients there are.
+        population: All clients.
         engine: The engine's name.
         clients: Those whose data is here; all of them by default.
-        before: The engines that "auto" took before, if the run goes on from a checkpoint; see
-            :attr:`ClientWork.engine_names`.
+        before: The :attr:`ClientWork.engine_names` before this run resumed.
     """
     settings = prepared.settings
     plans = LocalPlans(prepared.trainer, settings, population, clients)

@@ -56,8 +56,11 @@ class CohortSampling:
         settings, algorithm = self.settings, self.settings.algorithm
         drawn = self._drawn(settings.sampler, self.seed, round)
         members = ask(drawn)
-        if settings.heterogeneity is not None:
-            members = self._completed(members, round)
+        if settings.heterogeneity is not None:  # it decides how many steps each client completes
+            epochs, planned = [settings.local_epochs or 1] * len(members), [m.steps for m in members]
+            steps = settings.heterogeneity(self.seed, round, [m.index for m in members], epochs, planned)
+            completed = zip(members, steps, strict=True)
+            members = [replace(member, steps=done) for member, done in completed if done is not None]
         if algorithm.needs_everyone:
             self._check_everyone(members, round)
         gradient_members: Sequence[Participant] = ()
@@ -88,24 +91,9 @@ class CohortSampling:
         """Draw ids, with how often each came up, in the order in which they first did."""
         return Counter(draw(sampler, seed, round, self.population, self.seed))
 
-    def _completed(self, members: Sequence[Participant], round: int) -> list[Participant]:
-        """Cut the work to what heterogeneity lets clients complete."""
-        assert self.settings.heterogeneity is not None
-        epochs = [self.settings.local_epochs or 1] * len(members)
-        steps = self.settings.heterogeneity(
-            self.seed, round, [m.index for m in members], epochs, [m.steps for m in members]
-        )
-        return [replace(m, steps=done) for m, done in zip(members, steps, strict=True) if done is not None]
-
 
 def secret_seed(trainer: pl.Trainer, aggregator: DifferentialPrivacy, population: Population) -> int:
-    """Return a seed of the cohorts that nobody knows, which privacy depends on.
-
-    Args:
-        trainer: The trainer, all of whose processes must ask.
-        aggregator: Adds the noise.
-        population: The clients.
-    """
+    """Return a secret seed of the cohorts, which privacy depends on; all processes must call it."""
     rank_zero_info(
         f"{aggregator!r}: cohorts and noise are drawn from the operating system's entropy, so that the run does not"
         " repeat itself. What is known of clients' training is not logged."

@@ -43,12 +43,9 @@ class Faults:
     def ask(
         self, members: Sequence[Participant], gradient_members: Sequence[Participant], dropped: Sequence[ClientId]
     ) -> None:
-        """Record who is asked, before the round starts or starts again without the clients that have failed.
+        """Record who is asked, before the round starts, or starts again without the clients that have failed.
 
-        Args:
-            members: Those that are to train.
-            gradient_members: Those whose full-batch gradients are averaged.
-            dropped: Those that were drawn to train and left out.
+        See :class:`DrawnCohort`.
         """
         failed = self.causes.keys()
         self.asked = {member.client_id for member in members} | (failed & set(dropped))
@@ -85,11 +82,7 @@ class Faults:
             self.causes.update(part)
 
     def check(self, asked: Collection[ClientId]) -> None:
-        """End the run if too many clients failed.
-
-        Args:
-            asked: The clients that were to do one thing together.
-        """
+        """End the run if all of the clients asked to do one thing failed, or a larger share than allowed."""
         failed, count = sorted(self.causes.keys() & asked, key=str), len(asked)
         if not failed or (len(failed) < count and len(failed) <= self.max_share * count):
             return
@@ -101,12 +94,10 @@ class Faults:
         ) from self._first
 
     def add_outliers(self, norms: Mapping[ClientId, float], what: str, x: torch.Tensor) -> set[ClientId]:
-        """Record the clients that are out of proportion, and return them.
-
-        The median is that of the cohort, but no less than what rounding to float32 does to the parameters.
+        """Record the clients whose norm is out of proportion to the median, and return them.
 
         Args:
-            norms: The norm of what each client that completed came back with.
+            norms: Norms of what each client that completed sent.
             what: What that is.
             x: The server parameters [P].
         """
@@ -136,12 +127,7 @@ class Faults:
 
 
 def warn_of(failed: Mapping[ClientId, str], warned: set[ClientId]) -> None:
-    """Warn of clients that have failed in a round, once of each in a run.
-
-    Args:
-        failed: Why each has failed, by id.
-        warned: Those of whom a warning was given before; these are added.
-    """
+    """Warn once a run of each client that has failed, given why, and whom ``warned`` names already."""
     for client_id, cause in failed.items():
         if client_id not in warned:
             warned.add(client_id)
@@ -152,12 +138,7 @@ def warn_of(failed: Mapping[ClientId, str], warned: set[ClientId]) -> None:
 
 
 class Isolation:
-    """Train clients as if those that fail were not there.
-
-    Args:
-        engine: The engine that trains them.
-        drops: Whether clients that fail leave the round.
-    """
+    """Train clients as if those that fail were not there."""
 
     def __init__(self, engine: Engine, drops: bool) -> None:
         self.engine, self.drops = engine, drops
@@ -171,10 +152,7 @@ class Isolation:
     ) -> ChunkResult | None:
         """Train the clients that can be trained; return None if there are none.
 
-        Args:
-            train: Trains some clients together.
-            plans: The work of all clients.
-            failed: Receives the clients that failed, by stored index.
+        ``failed`` receives the clients that failed, by stored index.
 
         Raises:
             ClientError: If a client fails and is not to be dropped, or if something fails that is no client's own

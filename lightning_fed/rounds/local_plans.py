@@ -34,14 +34,7 @@ _TRIED = 10  # clients whose data cannot be made, before the first round
 
 
 class LocalPlans:
-    """Plan what clients do, from their data.
-
-    Args:
-        trainer: The trainer, with its data module attached.
-        settings: How rounds are run.
-        population: The clients there are.
-        clients: Those whose data is here; all of them by default.
-    """
+    """Plan what clients do, from their data."""
 
     def __init__(
         self,
@@ -51,7 +44,7 @@ class LocalPlans:
         clients: Sequence[ClientId] | None = None,
     ) -> None:
         self.trainer, self.settings, self.population = trainer, settings, population
-        self.clients: Sequence[ClientId] = population if clients is None else clients
+        self.clients: Sequence[ClientId] = population if clients is None else clients  # whose data is here
 
     def some(self) -> Iterator[WorkPlan]:
         """Yield the work of the first few clients that have examples, to try things out on."""
@@ -78,12 +71,7 @@ class LocalPlans:
 
 
 class RoundPlans:
-    """Plan the work of one round; each client's data is built once.
-
-    Args:
-        plans: What the run plans with.
-        round: The round.
-    """
+    """Plan the work of one round; each client's data is built once."""
 
     def __init__(self, plans: LocalPlans, round: int) -> None:
         self.round, self.settings, self.population = round, plans.settings, plans.population
@@ -98,9 +86,7 @@ class RoundPlans:
     ) -> list[Participant]:
         """Plan the work asked of each client, and return those that can take part; one drawn twice is trained once.
 
-        Args:
-            drawn: How often each client was drawn.
-            failed: Is told of clients whose data cannot be made; None to stop there.
+        ``failed`` records clients whose data cannot be made; by default their error is raised.
         """
         members = []
         for client_id, count in drawn.items():
@@ -146,12 +132,7 @@ class RoundPlans:
         return WorkPlan(who, batches, epochs)
 
     def of(self, index: int, steps: int | None = None) -> WorkPlan:
-        """Return the work planned for a client, cut to what is asked of it.
-
-        Args:
-            index: Its stored index.
-            steps: The local steps asked of it; None for all that were planned.
-        """
+        """Return the work planned for a client, cut to the steps asked of it, if fewer."""
         client_id = self.population.ids[index]
         plan = self._plans.get(client_id) or self.plan(client_id)
         if plan is None:
@@ -180,15 +161,12 @@ def check_lone_examples(plans: LocalPlans, flat: FlatParameters, sizes: Iterable
     The module's step is tried on one example of such a client, since that depends on shapes: BatchNorm2d can normalise
     one picture. Nothing of the trial remains. Where hooks of the module or of callbacks run before a batch, they may
     set modes, and nothing is refused here.
-
-    Args:
-        plans: Plan clients' work.
-        flat: The module's parameters.
-        sizes: Clients with their numbers of examples.
     """
     trainer, settings = plans.trainer, plans.settings
     module = trainer.lightning_module
-    if settings.drops_failed or not _uses_batch_statistics(module) or _may_set_modes(trainer):
+    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    uses_batch_statistics = any(layer.training or layer.running_mean is None for layer in layers)
+    if settings.drops_failed or not uses_batch_statistics or _may_set_modes(trainer):
         return
     clients: dict[int, ClientId] = {}
     counts = Counter[int]()
@@ -197,16 +175,15 @@ def check_lone_examples(plans: LocalPlans, flat: FlatParameters, sizes: Iterable
         counts[size] += 1
     for is_lone, in_epochs in ((_ends_alone(plans), True), (_passes_alone(plans), False)):
         lone = [size for size in sorted(clients) if is_lone(size)]
-        plan = _plan_of(plans, clients[lone[0]]) if lone else None
+        try:
+            plan = RoundPlans(plans, 0).plan(clients[lone[0]], warns=False) if lone else None
+        except ClientError:
+            continue  # it is reported when the client is at work
         if plan is None or (in_epochs and not _trains_alone(plan, settings.algorithm.steps_per_batch)):
             continue
         layer = _failing_layer(plans.trainer, flat, plan)
         if layer is not None:
             raise _refusal(trainer, plan, layer, in_epochs, sum(counts[size] for size in lone))
-
-
-def _uses_batch_statistics(module: nn.Module) -> bool:
-    return any(isinstance(m, _BatchNorm) and (m.training or m.running_mean is None) for m in module.modules())
 
 
 def _may_set_modes(trainer: pl.Trainer) -> bool:
@@ -242,13 +219,6 @@ def _passes_alone(plans: LocalPlans) -> Callable[[int], bool]:
         return lambda size: False
     batch_size = plans.trainer.datamodule.batch_settings.full_batch_size
     return lambda size: size > 0 and (size % batch_size == 1 or batch_size == 1)
-
-
-def _plan_of(plans: LocalPlans, client_id: ClientId) -> WorkPlan | None:
-    try:
-        return RoundPlans(plans, 0).plan(client_id, warns=False)
-    except ClientError:
-        return None  # it is reported when the client is at work
 
 
 def _trains_alone(plan: WorkPlan, repeats: int) -> bool:

@@ -33,9 +33,6 @@ _KEPT_BYTES = 2**30  # of full-batch gradients that are kept from their average 
 class ClientGradients:
     """The full-batch gradients that clients take in one round, by stored index and point.
 
-    Args:
-        engine: The engine that takes them.
-
     Attributes:
         keeps: Whether they are kept from their average to the local work. Beyond a gigabyte they are taken anew then,
             which takes as long again but keeps memory within bounds.
@@ -82,9 +79,7 @@ class ClientGradients:
     def norms_of(self, indices: Iterable[int], taken_anew: bool = False) -> dict[str, dict[int, float]]:
         """Return the norms of clients' gradients, by point and stored index.
 
-        Args:
-            indices: The clients.
-            taken_anew: Whether those that were kept from their average are left out.
+        With ``taken_anew``, gradients that were kept from their average are left out.
         """
         known = [index for index in indices if index in (self._anew if taken_anew else self._norms)]
         points = self.algorithm.full_grad_at if known else ()
@@ -121,19 +116,11 @@ class OwnSolve:
     """Run :attr:`Algorithm.own_solve` of clients; what it keeps is theirs when their work begins.
 
     It leaves no other trace: what it logs is forgotten, and buffers are written anew before the work.
-
-    Args:
-        engine: Runs it.
-        settings: How rounds are run.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.engine, self.settings, self._trainer = engine, settings, engine.trainer
         self._epochs = engine.algorithm.own_epochs
-
-    def begin_round(self, plans: Sequence[WorkPlan]) -> None:
-        """Look at what may have changed since the last round, before any client does anything in this one."""
-        self.engine.begin_round([self.plan(plan) for plan in plans])
 
     def plan(self, plan: WorkPlan) -> WorkPlan:
         """Return the work of a client's own solve: as long as its work in the round, unless the method says."""
@@ -152,10 +139,7 @@ class OwnSolve:
     ) -> tuple[list[State], dict[int, ClientError]]:
         """Return what clients keep after their own solve, and those that failed, by stored index.
 
-        Args:
-            inputs: What the server hands out.
-            plans: The clients' work in the round.
-            clients: What they keep.
+        ``plans`` is their work in the round, ``clients`` what they kept before.
         """
         kept = {plan.participant.index: client for plan, client in zip(plans, clients, strict=True)}
         failed: dict[int, ClientError] = {}
@@ -171,19 +155,9 @@ class OwnSolve:
                 undo()
         return [kept[plan.participant.index] for plan in plans], failed
 
-    def examples(self, plans: Iterable[WorkPlan]) -> list[int]:
-        """Return how many examples each client goes through."""
-        return [num_examples(self.plan(plan)) for plan in plans]
-
 
 class LocalTraining:
     """Train clients, several at once where the engine does, and make their replies.
-
-    Args:
-        engine: The engine that trains them.
-        settings: How rounds are run.
-        gradients: Their full-batch gradients.
-        own_solve: Runs the method's own solve, if it has one.
 
     Attributes:
         result: What the engine returned of the clients whose reply is out.
@@ -235,12 +209,7 @@ class LocalTraining:
     ) -> Iterator[Reply]:
         """Train clients, and yield one reply of all, or one of each that sends compressed messages.
 
-        Args:
-            reply: Makes a reply of clients, given what it says beside the task.
-            task: What is asked.
-            inputs: The same for the engine.
-            plans: The clients' work.
-            states: What they keep.
+        ``reply`` makes a reply to the task from clients and its other parts, ``inputs`` is the task for the engine.
         """
         if self._hears_start:
             for plan in plans:
@@ -264,7 +233,9 @@ class LocalTraining:
         self.result, self._ended = result, 0
         clients, work = [who.index for who in result.participants], {plan.participant.index: plan for plan in plans}
         examples = [num_examples(work[index]) for index in clients]
-        own_examples = [] if self.own_solve is None else self.own_solve.examples([work[index] for index in clients])
+        own_examples: list[int] = []
+        if self.own_solve is not None:
+            own_examples = [num_examples(self.own_solve.plan(work[index])) for index in clients]
         buffers = result.buffers
         if personal := self.engine.buffers.personal:  # these stay with the client
             buffers = [{name: value for name, value in own.items() if name not in personal} for own in buffers]

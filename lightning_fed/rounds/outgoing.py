@@ -14,12 +14,7 @@ __all__ = ["Outgoing"]
 
 
 class Outgoing:
-    """Hand on what a chunk of clients sends and keeps.
-
-    Args:
-        engine: The engine that trains them.
-        settings: How rounds are run.
-    """
+    """Hand on what a chunk of clients sends and keeps."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.engine, self.compressor = engine, settings.compression
@@ -29,13 +24,8 @@ class Outgoing:
     ) -> Iterator[tuple[slice, dict[str, Any]]]:
         """Stage the clients' new states, and yield the rows of each reply with its messages.
 
-        There is one reply for all clients, or one for each that sends compressed messages.
-
-        Args:
-            result: What the engine returned.
-            before: What the clients had before their work, in the order of :attr:`ChunkResult.asked`.
-            round: The round.
-            states: Where their states go.
+        There is one reply for all clients, or one for each that sends compressed messages. ``before`` is what they kept
+        before, in the order of :attr:`ChunkResult.asked`.
         """
         sound = [row for row in result.asked if row not in result.faults]
         sending = sound
@@ -71,7 +61,7 @@ class Outgoing:
         self, result: ChunkResult, before: Sequence[State], states: ClientStates, rows: Sequence[int]
     ) -> None:
         """Stage the states of several clients, at once if they are the method's alone."""
-        if len(rows) > 1 and result.keeps_states_only:
+        if len(rows) > 1 and result.keep and not result.solver and not result.buffers:
             ordered, some = sorted(rows), len(rows) < len(result.reports)
             keep = {name: value[ordered] if some else value for name, value in result.keep.items()}
             states.keep_all([result.participants[row].index for row in ordered], keep)

@@ -34,12 +34,6 @@ class Rounds:
     Both halves are in every process, and what passes between them is handed over by reference. Several processes draw
     the same cohort and each answers for its own part of it; no task is sent, and sums of replies are exchanged.
 
-    Args:
-        server: The server's side of the run.
-        sampling: Draws cohorts.
-        work: Answers for clients.
-        ranks: The processes that share the clients.
-
     Attributes:
         at_work: The server's half of the current round; None between rounds.
     """
@@ -75,7 +69,7 @@ class Rounds:
         check_lone_examples(self.work.plans, self.work.engine.flat, sizes)
 
     def run(self, status: Callable[[], Status]) -> tuple[ServerRound, list[Status]]:
-        """Run the clients of the cohort. Those that fail on the way are left out, if that is what is asked for.
+        """Run the clients of the cohort. Those that fail are left out if ``on_client_error`` is "drop".
 
         Args:
             status: Returns the status of this process; called when its clients are done.

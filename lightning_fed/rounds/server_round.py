@@ -157,14 +157,10 @@ class ServerRound:
         return {"totals": self._totals.partial(self._complete().phase), "failed": self.faults.causes}
 
     def close_phase(self, partials: Sequence[Mapping[str, Any]] = (), ranks: Exchange | None = None) -> bool:
-        """Complete the phase, over all processes.
-
-        Args:
-            partials: Each process's :meth:`partial`, if there are several.
-            ranks: The processes, if there are several.
+        """Complete the phase, over all processes, given each one's :meth:`partial` if there are several.
 
         Returns:
-            Whether all is well. If not, others depend on a client that failed, and the round must start again.
+            False if others depend on a client that failed, and the round must start again.
 
         Raises:
             ClientError: If too many clients failed, or if one did or has not answered, and is not to be dropped.
@@ -212,16 +208,11 @@ class ServerRound:
     # ------------------------------------------------------------------ the server's step
 
     def close(self, metrics: Mapping[str, float], seconds: float) -> RoundReport:
-        """Average the messages, take the server's step, and report.
-
-        Args:
-            metrics: The cohort's training metrics.
-            seconds: The wall time of the round.
-        """
+        """Average the messages, take the server's step, and report."""
         totals, server, done = self._totals, self.server, self._done
         self._cohort.size = len(done)
-        means = totals.compute(done)
-        for name, value in means.messages.items():
+        messages, models, new_buffers, drift = totals.compute(done)
+        for name, value in messages.items():
             if not (math.isfinite(float(value.sum())) or bool(torch.isfinite(value).all())):  # the sum is fast
                 raise FederatedError(
                     f"The mean of the clients' message {name!r} is not finite in round {self._cohort.round}, though"
@@ -236,7 +227,7 @@ class ServerRound:
             refused=len(self.faults.refused),
             everyone=len(self.population) if self.algorithm.population_loss and self.members else 0,
         )
-        norm = server.close_round(means.messages, means.models, self.state, self._cohort, means.buffers)
+        norm = server.close_round(messages, models, self.state, self._cohort, new_buffers)
         server.count(list(totals.reports), bytes_up, bytes_down)
         reports, causes, failed = self._reports, self.faults.causes, dict[ClientId, str]()
         weights = dict(zip([member.client_id for member in self.members.values()], totals.weights(), strict=True))
@@ -254,7 +245,7 @@ class ServerRound:
             clients=MappingProxyType(reports),
             loss=sum([reports[i].loss * reports[i].size for i in done]) / examples if examples else math.nan,
             update_norm=norm,
-            drift=means.drift,
+            drift=drift,
             bytes_up=bytes_up,
             bytes_down=bytes_down,
             seconds=seconds,

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -20,29 +19,12 @@ from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["Drift", "RoundMeans", "RoundTotals", "Traffic"]
+__all__ = ["Drift", "RoundTotals", "Traffic"]
 
 _BLOCK = 2**16  # numbers that are converted to float64 at once
 
 Failed: TypeAlias = Callable[[ClientError], None]
 """Records a client that failed, or raises its error."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundMeans:
-    """What the server steps with.
-
-    Attributes:
-        messages: The averaged messages; empty if nobody took part, and nothing then changes.
-        models: The mean of the client models [P], where the message "delta" is their change.
-        buffers: The server's new buffers.
-        drift: How far the clients ended from their mean; nan if nobody took part.
-    """
-
-    messages: State
-    models: Vector | None
-    buffers: State
-    drift: float
 
 
 class RoundTotals:
@@ -207,13 +189,7 @@ class RoundTotals:
         }
 
     def merge(self, phase: str, partials: Sequence[Mapping[str, Any]], ranks: Exchange) -> None:
-        """Combine the parts of all processes.
-
-        Args:
-            phase: The phase that ends.
-            partials: Each process's :meth:`partial`.
-            ranks: The processes.
-        """
+        """Combine every process's :meth:`partial` of the phase that ends."""
         x, parts = self.server.x, dict[str, list[Any]]()
         for partial in partials:
             for name, value in partial.items():
@@ -247,11 +223,15 @@ class RoundTotals:
         means, _ = self._gradients.compute(self.server.x)
         return {name.removeprefix(FULL_GRAD): value for name, value in means.items()}
 
-    def compute(self, done: Sequence[ClientId]) -> RoundMeans:
-        """Return the means that the server steps with.
+    def compute(self, done: Sequence[ClientId]) -> tuple[State, Vector | None, State, float]:
+        """Return what the server steps with, and the drift.
 
         Args:
             done: The clients whose messages count.
+
+        Returns:
+            The averaged messages, empty if nobody took part; the mean of the client models [P], if the message "delta"
+            is their change; the server's new buffers; and the drift, nan if nobody took part.
         """
         x, means, models = self.server.x, State(), None
         drift = self._drift.compute(x) if done else math.nan  # first: the aggregation overwrites the sum of models
@@ -261,7 +241,7 @@ class RoundTotals:
         if self.moved_buffers:  # the others keep their bits
             found = self._mean_buffers.compute(self._buffers)
             buffers = {name: found[name] if name in self.moved_buffers else old for name, old in self._buffers.items()}
-        return RoundMeans(means, models, buffers, drift)
+        return means, models, buffers, drift
 
     def weights(self) -> list[float]:
         """Return the weights of all members in the mean of changes."""
@@ -295,10 +275,6 @@ def _rows(rows: Sequence[int], stacked: Tensor) -> Tensor:
 
 class Traffic:
     """The bytes that travel in a round: the part of the server state that clients read, and what is used of messages.
-
-    Args:
-        algorithm: The method.
-        x: The server parameters [P].
 
     Attributes:
         server: The entries of the server state that clients read.
@@ -381,13 +357,7 @@ class Drift:
         self._is_merged = False
 
     def update(self, deltas: Tensor, weights: Sequence[float], is_summed: bool) -> None:
-        """Add the changes of several clients.
-
-        Args:
-            deltas: The changes [S, P].
-            weights: Their weights.
-            is_summed: Whether the aggregation sums the clients' models with these weights.
-        """
+        """Add the changes [S, P] of several clients; ``is_summed``: the aggregation sums models with these weights."""
         if self._reference is None:
             self._reference = deltas[0].clone()
         several = max(1, _BLOCK // len(self._reference))  # clients whose differences are computed at once
@@ -422,13 +392,7 @@ class Drift:
         self._own = None
 
     def merge(self, weights: Sequence[float], ranks: Exchange, x: Tensor) -> None:
-        """Combine the parts of all processes.
-
-        Args:
-            weights: The sums of weights of all processes.
-            ranks: The processes.
-            x: The server parameters [P].
-        """
+        """Combine the parts of all processes, given each one's :attr:`weight`."""
         self._center(x)
         total = sum(weights)
         mine = torch.zeros_like(x) if self._reference is None else self._reference

@@ -68,7 +68,7 @@ class RoundLauncher(_MultiProcessingLauncher):
             raise
 
     def _first_error(self) -> Exception | None:
-        """Return an exception that ended a child, one of its own rather than one it has heard of."""
+        """Return the exception that ended a child, rather than one by which another process ended it."""
         errors: list[Exception] = []
         while not self._errors.empty():
             errors.append(self._errors.get())

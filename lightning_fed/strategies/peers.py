@@ -31,32 +31,17 @@ _KEY = 16  # bytes by which two processes know that they have reached each other
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process is.
-
-    Attributes:
-        host: The name of its machine.
-        pid: Its number there.
-        port: Where it is called at the start.
-        addresses: Of its machine, as it knows them; some may mean nothing elsewhere.
-        key: What it answers when it is called.
-    """
+    """Where a process is, and how the others first connect to it."""
 
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     port: int = 0
-    addresses: tuple[str, ...] = ()
-    key: bytes = b""
+    addresses: tuple[str, ...] = ()  # of its machine, as it knows them; some may mean nothing elsewhere
+    key: bytes = b""  # what it answers, so that others know that they have reached it
 
 
 class Peers:
-    """The other processes of a run, as far as they can be seen. A single process has none.
-
-    Args:
-        rank: This process, from 0.
-        places: Where every process is, in the order of ranks.
-        lines: A connection to each of the others that could be reached.
-        limit: Seconds without an answer after which a machine counts as gone.
-    """
+    """The other processes of a run, and a connection to each that could be reached. A single process has none."""
 
     def __init__(
         self,
@@ -76,13 +61,7 @@ class Peers:
 
     @staticmethod
     def meet(rank: int, size: int, limit: float = LIMIT) -> "Peers":
-        """Let every two processes of the default process group connect; all must call it.
-
-        Args:
-            rank: This process, from 0.
-            size: The number of processes.
-            limit: Seconds to wait for an answer, now and later.
-        """
+        """Let every two processes of the default process group connect; all must call it."""
         if size == 1:
             return Peers(rank, [Place()], limit=limit)
         dual = socket.has_dualstack_ipv6()
@@ -154,11 +133,7 @@ NO_PEERS = Peers()
 
 @contextmanager
 def kept_under_test(limit: float = LIMIT) -> Iterator[None]:
-    """Let the system test the connections that are made inside: gloo does not ask for that.
-
-    Args:
-        limit: Seconds without an answer after which they fail.
-    """
+    """Let the system test the connections that are made inside: gloo does not ask for that."""
     before = _sockets()
     yield
     for node, number in _sockets().items():
@@ -169,7 +144,7 @@ def kept_under_test(limit: float = LIMIT) -> Iterator[None]:
 
 
 def _sockets() -> dict[int, int]:
-    """Return the open sockets of this process: what the system knows them by, and their file numbers."""
+    """Return the file numbers of this process's open sockets, by inode."""
     found = {}
     with suppress(OSError):  # where there is no such folder
         for name in os.listdir("/dev/fd"):

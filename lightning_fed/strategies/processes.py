@@ -50,7 +50,6 @@ class Ranks:
     ) -> None:
         self.rank, self.size, self.device, self._shared = rank, size, device, memory
         self._peers = peers
-        self._capacity = 2**13  # bytes of a record that are exchanged at once
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is alone until its trainer's next fit, which finds the other processes again."""
@@ -70,33 +69,15 @@ class Ranks:
             return [record]
         if self._shared is not None:
             return [part for part, _ in self.deliver(record, [()] * self.size)()]
-        mine = pickle.dumps(record)
-        parts = self._all_gather(mine)
-        longest = max(length for length, _ in parts)
-        if longest > self._capacity:  # everybody sees that, and knows better next time
-            self._capacity = 2 * longest
-            parts = self._all_gather(mine)
-        # this run's own processes wrote it
-        return [pickle.loads(data[:length].numpy().tobytes()) for length, data in parts]  # noqa: S301
-
-    def _all_gather(self, record: bytes) -> list[tuple[int, Tensor]]:
-        """Return everybody's length and bytes in a single exchange, which is what takes time in short rounds."""
-        mine = torch.zeros(8 + self._capacity, dtype=torch.uint8)
-        message = len(record).to_bytes(8, "little") + (record if len(record) <= self._capacity else b"")
-        mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        mine = mine.to(self.device)
-        everybodys = [torch.empty_like(mine) for _ in range(self.size)]
+        records: list[Any] = [None] * self.size
         with self._peers.naming():
-            dist.all_gather(everybodys, mine)
-        return [(int.from_bytes(m[:8].cpu().numpy().tobytes(), "little"), m[8:].cpu()) for m in everybodys]
+            dist.all_gather_object(records, record)
+        return records
 
     def exchange(self, work: Callable[[], tuple[Record, Sent]]) -> list[tuple[Record, Tensor]]:
-        """Do this process's part, and return each process's record and the bytes that it sent here.
+        """Do this process's part, and return every process's record and the bytes sent here; see :meth:`deliver`.
 
         An error in one process is raised in all, so that none waits for one that is gone. So is a request to stop.
-
-        Args:
-            work: Returns this process's record, and the bytes that go to each process; see :meth:`deliver`.
 
         Raises:
             ClientError: If another process failed.
@@ -119,11 +100,10 @@ class Ranks:
         """Return everybody's record on rank zero, and nothing elsewhere."""
         if self.size == 1:
             return [record]
-        written = torch.frombuffer(bytearray(pickle.dumps(record)), dtype=torch.uint8).to(self.device)
-        to_zero = [[written], *[()] * (self.size - 1)]
-        parts = self._delivered_by_group(self.gather((None, _lengths(to_zero))), to_zero)
-        # this run's own processes wrote it
-        return [pickle.loads(p.cpu().numpy().tobytes()) for _, p in parts] if self.rank == 0 else []  # noqa: S301
+        records: list[Any] = [None] * self.size if self.rank == 0 else []
+        with self._peers.naming():
+            dist.gather_object(record, records or None)
+        return records
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Replace contiguous tensors of one dtype by their sums over all ranks, whose tensors have the same shapes.
@@ -171,9 +151,7 @@ class Ranks:
     def columns(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return this process's share of the columns of everybody's rows [S, p], in the order of ranks.
 
-        Args:
-            rows: This process's rows [n, P], of the same dtype everywhere.
-            counts: How many rows each process has.
+        ``rows`` [n, P] are this process's, ``counts`` the number of rows of each process.
         """
         if self.size == 1:
             return rows
@@ -191,15 +169,8 @@ class Ranks:
     def deliver(self, record: Record, sent: Sent) -> Callable[[], list[tuple[Record, Tensor]]]:
         """Send a record to everybody, and bytes to each process; return a function that returns what comes here.
 
-        Processes that share memory do not wait for each other until it is called. It must be before the next exchange.
-
-        Args:
-            record: What all processes get.
-            sent: What goes to each process, as bytes [n].
-
-        Returns:
-            The function, which returns everybody's record and bytes [n] for this process, in the order of ranks; these
-            are valid until the next exchange.
+        Processes that share memory do not wait for each other until it is called, which must be before the next
+        exchange. It returns everybody's record and bytes [n], in the order of ranks, valid until the next exchange.
         """
         if self.size == 1:
             return lambda: [(record, torch.empty(0, dtype=torch.uint8))]
@@ -257,7 +228,7 @@ def metrics_alone(trainer: pl.Trainer) -> Iterator[None]:
     parts = trainer.lightning_module.modules()
     kept = [(part, part.distributed_available_fn) for part in parts if isinstance(part, Metric)]
     for metric, _ in kept:
-        metric.distributed_available_fn = _is_alone
+        metric.distributed_available_fn = bool  # always False, and can be pickled
     try:
         yield
     finally:
@@ -273,7 +244,3 @@ def padded(length: int) -> int:
 def _lengths(sent: Sent) -> list[int]:
     """Return how many bytes go to each process."""
     return [sum(map(len, to)) for to in sent]
-
-
-def _is_alone() -> bool:
-    return False

@@ -58,13 +58,7 @@ class SharedMemory:
     def open(rank: int, size: int, timeout: float) -> "SharedMemory | None":
         """Let all processes of the default process group share memory; all must call it.
 
-        Args:
-            rank: This process, from 0.
-            size: The number of processes.
-            timeout: Seconds after which waiting for another process is given up.
-
-        Returns:
-            None if they cannot: on several machines, or where the system does not offer it.
+        Returns None if they cannot: on several machines, or if the system does not offer it.
         """
         own = _offer()
         offers: list[tuple[str, int, list[int]]] = [("", 0, [])] * size
@@ -72,7 +66,10 @@ class SharedMemory:
         found = None
         if all(machine == _machine() and files for machine, _, files in offers):
             try:
-                files = [own if r == rank else _opened(pid, theirs) for r, (_, pid, theirs) in enumerate(offers)]
+                files = [
+                    own if r == rank else [os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR) for file in theirs]
+                    for r, (_, pid, theirs) in enumerate(offers)
+                ]
                 found = SharedMemory(rank, [pid for _, pid, _ in offers], files, timeout)
             except OSError:
                 found = None
@@ -83,12 +80,9 @@ class SharedMemory:
         return found if all(answers) else None
 
     def begin(self, *parts: Tensor) -> None:
-        """Let the others have a message, whenever they come for it; :meth:`end` returns theirs.
+        """Offer the others a message of parts, as bytes [n_1], [n_2], ...; :meth:`end` returns theirs.
 
-        What has begun is ended by whatever is exchanged next, if by nothing else.
-
-        Args:
-            parts: The message as bytes [n_1], [n_2], ..., one after the other.
+        The next exchange ends it if nothing else does.
         """
         if self._has_begun:
             self.end()
@@ -103,7 +97,7 @@ class SharedMemory:
         self._has_begun = True
 
     def end(self) -> list[Tensor]:
-        """Return everybody's bytes, in the order of ranks, as they lie in memory; valid until the next exchange begins."""
+        """Return everybody's bytes, in the order of ranks, in shared memory; valid until the next exchange begins."""
         self._has_begun = False
         half, found = (self.number - 1) % 2, []
         for rank, files in enumerate(self._files):
@@ -114,11 +108,7 @@ class SharedMemory:
         return found
 
     def gather(self, message: Tensor) -> list[Tensor]:
-        """Do both: return everybody's bytes, valid until the next exchange begins.
-
-        Args:
-            message: This process's, of any length [n].
-        """
+        """Do both, with a message of any length [n]."""
         self.begin(message)
         return self.end()
 
@@ -196,11 +186,6 @@ def _offer() -> list[int]:
     except (AttributeError, OSError):
         return []
     return files
-
-
-def _opened(pid: int, files: Sequence[int]) -> list[int]:
-    """Open the files that another process has open."""
-    return [os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR) for file in files]
 
 
 def _close(files: Sequence[int]) -> None:

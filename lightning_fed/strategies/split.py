@@ -36,12 +36,6 @@ class BatchSplit:
 
     Every exchange while clients are trained is one sum of the same length, whatever it is for, with a place for bad
     news: a process that failed takes part in the next sum of the others, and all of them stop.
-
-    Args:
-        params: The trained parameters, of one dtype and on one device.
-        rank: This process, from 0.
-        size: The number of processes.
-        peers: Who is named if an exchange fails, as far as they can be seen.
     """
 
     def __init__(self, params: Sequence[Tensor] = (), rank: int = 0, size: int = 1, peers: Peers = NO_PEERS) -> None:
@@ -51,16 +45,9 @@ class BatchSplit:
         self._params = list(params)
 
     def cut(self, batch: Any, examples: int) -> tuple[Any, int]:
-        """Return this process's part of a batch, and the number of examples in it.
+        """Return this process's part of a batch, or :data:`NO_EXAMPLES`, and the number of examples in it.
 
         Parts are consecutive and differ by one example at most, the larger ones first: process 0 is never without.
-
-        Args:
-            batch: The whole batch.
-            examples: The number of examples in it.
-
-        Returns:
-            The part, or :data:`NO_EXAMPLES`.
         """
         if self.size == 1:
             return batch, examples
@@ -153,11 +140,6 @@ def part_of(batch: Any, examples: int, rows: slice) -> Any:
     Every tensor holds the examples along its first dimension, unless it is a single number. A list that is as long as
     the batch has one entry per example if it holds no tensors, as one of texts does, or tensors with other first
     dimensions, as one of images does.
-
-    Args:
-        batch: The batch.
-        examples: The number of examples in it.
-        rows: Which of them.
 
     Example:
         >>> part_of({"x": torch.arange(6).view(3, 2), "name": ["a", "b", "c"]}, 3, slice(1, 3))

@@ -77,10 +77,6 @@ class Failure:
     def raise_first(failures: Sequence["Failure | None"], own: BaseException | None = None) -> None:
         """Raise in every process what ends them all; return if nobody failed.
 
-        Args:
-            failures: Everybody's, in the order of ranks.
-            own: This process's own exception.
-
         Raises:
             OtherProcessError: If another process failed; this one's own exception goes before.
             SIGTERMException: If nobody failed, and one was told to stop; KeyboardInterrupt likewise.

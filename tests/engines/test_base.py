@@ -61,13 +61,6 @@ def test_personal_parameters_are_no_part_of_what_is_exchanged() -> None:
     assert chunk(keep={}).shared.tolist() == [[0.0, 1.0, 2.0], [4.0, 5.0, 6.0]]
 
 
-def test_states_are_kept_at_once_only_where_there_is_nothing_beside_them() -> None:
-    own = {"c": torch.zeros(2, 3)}
-    assert chunk(keep=own).keeps_states_only
-    for beside in ({"keep": {}}, {"keep": own, "solver": [{}, {}]}, {"keep": own, "buffers": [{}, {}]}):
-        assert not chunk(**beside).keeps_states_only
-
-
 class WithMetric(Ordinary):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

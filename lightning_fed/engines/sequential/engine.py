@@ -25,11 +25,7 @@ __all__ = ["SequentialEngine"]
 
 
 class SequentialEngine(Engine):
-    """Run clients one by one.
-
-    Args:
-        prepared: What every engine takes.
-    """
+    """Run clients one by one."""
 
     name = "sequential"
 
