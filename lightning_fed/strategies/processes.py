@@ -50,6 +50,7 @@ class Ranks:
     ) -> None:
         self.rank, self.size, self.device, self._shared = rank, size, device, memory
         self._peers = peers
+        self._capacity = 2**13  # bytes of a record that are exchanged at once
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is alone until its trainer's next fit, which finds the other processes again."""
@@ -69,10 +70,25 @@ class Ranks:
             return [record]
         if self._shared is not None:
             return [part for part, _ in self.deliver(record, [()] * self.size)()]
-        records: list[Any] = [None] * self.size
+        mine = pickle.dumps(record)
+        parts = self._all_gather(mine)
+        longest = max(length for length, _ in parts)
+        if longest > self._capacity:  # everybody sees that, and knows better next time
+            self._capacity = 2 * longest
+            parts = self._all_gather(mine)
+        # this run's own processes wrote it
+        return [pickle.loads(data[:length].numpy().tobytes()) for length, data in parts]  # noqa: S301
+
+    def _all_gather(self, record: bytes) -> list[tuple[int, Tensor]]:
+        """Return everybody's length and bytes in one exchange; all_gather_object takes two: 10 % of a short round."""
+        mine = torch.zeros(8 + self._capacity, dtype=torch.uint8)
+        message = len(record).to_bytes(8, "little") + (record if len(record) <= self._capacity else b"")
+        mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        mine = mine.to(self.device)
+        everybodys = [torch.empty_like(mine) for _ in range(self.size)]
         with self._peers.naming():
-            dist.all_gather_object(records, record)
-        return records
+            dist.all_gather(everybodys, mine)
+        return [(int.from_bytes(m[:8].cpu().numpy().tobytes(), "little"), m[8:].cpu()) for m in everybodys]
 
     def exchange(self, work: Callable[[], tuple[Record, Sent]]) -> list[tuple[Record, Tensor]]:
         """Do this process's part, and return every process's record and the bytes sent here; see :meth:`deliver`.
