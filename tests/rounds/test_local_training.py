@@ -138,7 +138,9 @@ def test_what_an_own_solve_logs_and_leaves_in_buffers_is_no_part_of_the_round() 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             self.steps += 1
             self.log("steps", self.steps.clone())
-            return super().training_step(batch, batch_idx)
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss.detach())
+            return loss
 
     record, options = Record(), {"max_rounds": 1, "clients_per_round": 6, "limit_val_batches": 0}
     t = run("sequential", Counts, full_batches, algorithm=Ditto(0.5), callbacks=record, **options)
@@ -147,6 +149,8 @@ def test_what_an_own_solve_logs_and_leaves_in_buffers_is_no_part_of_the_round() 
     for report, n in zip(record.reports, steps, strict=True):
         assert report.metrics["steps"] == pytest.approx((n + 1) / 2), "counted from the server's buffer on"
     examples = sum(report.size for report in record.reports)
+    losses = sum(report.size * report.metrics["loss"] for report in record.reports)
+    assert record.rounds[0].metrics["loss"] == pytest.approx(losses / examples), "without those of the own solves"
     assert record.rounds[0].gradients == 2 * examples, "its gradients are computed all the same"
     assert float(t.fit_loop.state.buffers["steps"]) == pytest.approx(
         sum(report.size * n for report, n in zip(record.reports, steps, strict=True)) / examples
