@@ -87,10 +87,71 @@ def test_the_first_error_of_a_process_goes_before_those_it_caused_elsewhere() ->
         Failure.raise_first([None, Failure.of(own)])
 
 
-@pytest.mark.parametrize("strategy", ["clients_fork", "ddp_notebook"])
-def test_the_parent_knows_the_round_and_says_where_the_state_is(strategy: str, tmp_path: Path) -> None:
-    forked = trainer(strategy=strategy, max_rounds=2, **TWO)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the forked processes write a checkpoint, and on how many threads they compute."""
+    return tmp_path_factory.mktemp("forked")
+
+
+@pytest.fixture(scope="module")
+def forked(folder: Path) -> Any:
+    """A trainer whose processes have trained for two rounds; the parent has three threads."""
+    callbacks = [ModelCheckpoint(folder, "last"), Threads(folder)]
+    run = trainer(
+        **TWO,
+        strategy="clients_fork",
+        precision="64-true",
+        callbacks=callbacks,
+        enable_checkpointing=True,
+        max_rounds=2,
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "3")  # or Lightning gives each process its share of the cores
+            run.fit(seeded(), data())
+    finally:
+        torch.set_num_threads(before)
+    return run
+
+
+def test_forked_processes_compute_on_one_thread(forked: Any, folder: Path) -> None:
+    assert [(folder / f"{rank}").read_text() for rank in range(2)] == ["1", "1"]
+
+
+def test_the_parent_has_the_module_that_forked_processes_trained(forked: Any, folder: Path) -> None:
+    assert_has_the_module(forked, folder, torch.float64)
+
+
+@pytest.mark.thorough
+def test_the_parent_has_the_module_in_half_precision_too(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "last")
+    options = {"precision": "bf16-true", "callbacks": saver, "enable_checkpointing": True, "max_rounds": 2}
+    run = trainer(**TWO, strategy="clients_fork", **options)
+    run.fit(seeded(), data())
+    assert_has_the_module(run, tmp_path, torch.bfloat16)
+
+
+def assert_has_the_module(run: Any, folder: Path, dtype: torch.dtype) -> None:
+    saved = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
+    assert {value.dtype for value in saved.values()} == {dtype}
+    for copied in (run, pickle.loads(pickle.dumps(run)), copy.deepcopy(run)):
+        assert same(dict(copied.lightning_module.state_dict()), dict(saved))
+
+
+def test_the_parent_knows_the_round_and_says_where_the_state_is(forked: Any, tmp_path: Path) -> None:
+    assert_knows_the_round(forked, tmp_path)
+
+
+@pytest.mark.thorough
+def test_the_parent_knows_the_round_of_split_batches_too(tmp_path: Path) -> None:
+    forked = trainer(strategy="ddp_notebook", max_rounds=2, **TWO)
     forked.fit(seeded(), data())
+    assert_knows_the_round(forked, tmp_path)
+
+
+def assert_knows_the_round(forked: Any, tmp_path: Path) -> None:
     assert (forked.fit_loop.round, forked.current_epoch, forked.global_step) == (2, 2, 2)
     with pytest.raises(FederatedError, match=r"server state after round 1 has ended with the processes"):
         _ = forked.fit_loop.state
@@ -100,17 +161,6 @@ def test_the_parent_knows_the_round_and_says_where_the_state_is(strategy: str, t
     forked.max_rounds = 3
     with pytest.raises(FederatedError, match=r"A second fit of this trainer .* ckpt_path"):
         forked.fit(seeded(), data())
-
-
-def test_forked_processes_compute_on_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # or Lightning gives each process its share of the cores
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        trainer(strategy="clients_fork", callbacks=Threads(tmp_path), **TWO).fit(seeded(), data())
-    finally:
-        torch.set_num_threads(before)
-    assert [file.read_text() for file in sorted(tmp_path.iterdir())] == ["1", "1"]
 
 
 def test_a_fork_that_is_killed_at_its_bar_leaves_the_parent_its_bars(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,22 +179,6 @@ def test_a_notebook_is_told_which_strategy_it_can_have(
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
     with pytest.raises(FederatedError, match=rf"strategy='{strategy}' starts the script .* strategy='{instead}'"):
         trainer(strategy=strategy, **TWO)
-
-
-DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
-
-
-@pytest.mark.parametrize("precision", ["64-true", pytest.param("bf16-true", marks=pytest.mark.thorough)])
-def test_the_parent_has_the_module_that_forked_processes_trained(precision: str, tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, "last")
-    run = trainer(
-        **TWO, strategy="clients_fork", precision=precision, callbacks=saver, enable_checkpointing=True, max_rounds=2
-    )
-    run.fit(seeded(), data())
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
-    assert {value.dtype for value in saved.values()} == {DTYPES[precision]}
-    for copied in (run, pickle.loads(pickle.dumps(run)), copy.deepcopy(run)):
-        assert same(dict(copied.lightning_module.state_dict()), dict(saved))
 
 
 def test_a_process_of_a_group_is_not_forked() -> None:

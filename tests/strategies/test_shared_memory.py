@@ -17,9 +17,10 @@ from lightning_fed.strategies import shared_memory
 from lightning_fed.strategies.shared_memory import SharedMemory
 from tests.helpers.memory import message, shared
 from tests.helpers.processes import HANGS, in_processes, wait_until
+from tests.helpers.selection import few
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", few([2, 3], [3]))
 def test_everybody_gets_everybodys_bytes(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "PIECE", 1000)
     # nothing, less than a piece, exactly one, several, and each process another number of pieces
@@ -35,25 +36,24 @@ def test_everybody_gets_everybodys_bytes(count: int, tmp_path: Path, monkeypatch
             assert [part.tolist() for part in found] == [message(r, of[r]).tolist() for r in range(count)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sums_are_added_up_by_rank(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_added_up_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "PIECE", 1000)
-    sizes = [1, 125, 126, 3000, 2]
+    cases = [(n, dtype) for dtype in (torch.float32, torch.float64) for n in (1, 125, 126, 3000, 2)]
 
-    def of(rank: int, size: int) -> Tensor:
+    def of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=dtype)
 
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
         assert memory is not None
-        totals = [of(rank, n) for n in sizes]
+        totals = [of(rank, *case) for case in cases]
         for total in totals:
             memory.sum(total)
         return totals
 
     for outcome in shared(work, tmp_path, 3):
         assert not outcome.error, outcome.trace
-        for found, n in zip(outcome.value, sizes, strict=True):
-            assert torch.equal(found, of(0, n) + of(1, n) + of(2, n))
+        for found, case in zip(outcome.value, cases, strict=True):
+            assert torch.equal(found, of(0, *case) + of(1, *case) + of(2, *case)), case
 
 
 def test_no_message_is_overwritten_before_it_is_read(tmp_path: Path) -> None:
@@ -149,15 +149,18 @@ def test_too_little_shared_memory_is_an_error_that_names_the_size(tmp_path: Path
         assert f"FederatedError: Process {rank} cannot get 4 MiB of memory to share" in outcome.error
 
 
-@pytest.mark.parametrize("fault", ["machine", "files"])
-def test_processes_that_cannot_share_memory_do_not(fault: str, tmp_path: Path) -> None:
+def test_processes_that_cannot_share_memory_do_not(tmp_path: Path) -> None:
+    faults = {"_machine": lambda: "another", "_offer": list}
+
     def run() -> Any:
         rank = int(os.environ["RANK"])
-        if rank == 1 and fault == "machine":
-            shared_memory._machine = lambda: "another"
-        if rank == 1 and fault == "files":
-            shared_memory._offer = list
         dist.init_process_group("gloo", rank=rank, world_size=3)
-        return SharedMemory.open(rank, 3, HANGS) is None
+        found = []
+        for name, fault in faults.items():
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1:
+                    patch.setattr(shared_memory, name, fault)
+                found.append(SharedMemory.open(rank, 3, HANGS) is None)
+        return found
 
-    assert [outcome.value for outcome in in_processes(run, tmp_path, 3)] == [True] * 3
+    assert [outcome.value for outcome in in_processes(run, tmp_path, 3)] == [[True, True]] * 3
