@@ -83,7 +83,7 @@ def run_way(way: str, datamodule: Any, **options: Any) -> Any:
     return run(model, datamodule, local_epochs=2, **{**chosen, **options})
 
 
-@pytest.mark.parametrize("way", few(WAYS, ["FedPer", "Scaffold", "FedProx, clipped", "FedSAM", "FedBuff"]))
+@pytest.mark.parametrize("way", few(WAYS, ["Scaffold", "FedProx, clipped", "FedSAM", "FedBuff"]))
 def test_engines_agree(way: str) -> None:
     one, other = (run_way(way, full_batches(), **own) for own in ({}, {"engine": "vectorized", "chunk_size": 2}))
     close(one.fit_loop.state.x, other.fit_loop.state.x)
@@ -177,11 +177,12 @@ def with_norm(solver: str) -> WithNorm:
 
 
 def kept(way: str, solver: str, where: str, folder: Path, part: str = "whole", **options: Any) -> Any:
-    """Return x and what this process's clients keep after five rounds, or after the first or the last of them."""
+    """Return x and what this process's clients keep after three rounds, or after the first or the last of them."""
     fitted = run(
         with_norm(solver),
         data((14, 8, 22, 6, 16, 10)),  # none of whose batches has one example, which BatchNorm refuses
-        max_rounds=2 if part == "first" else 5,
+        max_rounds=2 if part == "first" else 3,
+        clients_per_round=4,  # of six: two or more train before and after the checkpoint
         ckpt_path=folder / f"{way}, {solver}.ckpt" if part == "last" else None,
         local_optimizer_state="keep",
         client_states=where,
@@ -198,14 +199,12 @@ def kept(way: str, solver: str, where: str, folder: Path, part: str = "whole", *
 @pytest.mark.parametrize(("way", "solver", "where"), covering([*OWN], [*SOLVERS], ["disk", "memory"]))
 def test_kept_optimizers_are_resumed_exactly(way: str, solver: str, where: str, tmp_path: Path) -> None:
     straight = kept(way, solver, "memory", tmp_path)
-    assert any(name.startswith("solver.") for name in straight[1][0])
+    assert all(any(name.startswith("solver.") for name in state) for state in straight[1].values())
     kept(way, solver, where, tmp_path, "first")
     assert same(kept(way, solver, where, tmp_path, "last"), straight)
 
 
-@pytest.mark.parametrize(
-    "ways", few([pytest.param(["FedPer", "APFL"], id="two"), pytest.param([*OWN], id="all")], ["two"])
-)
+@pytest.mark.parametrize("ways", few([pytest.param(["APFL"], id="one"), pytest.param([*OWN], id="all")], ["one"]))
 @pytest.mark.parametrize(
     ("solver", "where"),
     few(

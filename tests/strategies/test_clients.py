@@ -61,7 +61,7 @@ RUNS: dict[str, Callable[..., dict[str, Any]]] = {
     "momentum at once": partial(end, "vectorized", algorithm=Mime(base=SGDm()), clients_per_round=5),
     "a larger model": partial(end, make=Wide, precision="32-true", clients_per_round=5, max_rounds=2),
     "states that move, of a larger model": partial(
-        end, make=Wide, algorithm=Scaffold(), precision="32-true", **{**UNEVEN, "max_rounds": 3}
+        end, make=Wide, algorithm=Scaffold(), precision="32-true", **{**UNEVEN, "max_rounds": 2}
     ),
     "columns": partial(end, aggregator=TrimmedMean(0.2), clients_per_round=5),
 }

@@ -69,6 +69,24 @@ def test_an_exception_of_a_child_process_is_raised_as_itself_with_its_trace() ->
     assert "in on_round_end" in str(caught.value.__cause__)
 
 
+def test_an_exception_that_cannot_be_pickled_is_not_sent_to_the_parent() -> None:
+    launcher = RoundLauncher.__new__(RoundLauncher)
+    launcher._start_method, launcher._errors = "spawn", multiprocessing.get_context("fork").SimpleQueue()
+
+    def fails(error: Exception) -> None:
+        raise error
+
+    for error, arrives in (
+        (TooManyWordsError("lost", "words"), False),
+        (KeyError("x" * 2**16), False),
+        (KeyError(1), True),
+    ):
+        with pytest.raises(type(error)):
+            launcher._in_child(fails, error)
+        assert (launcher._first_error() is not None) == arrives, error
+
+
+@pytest.mark.thorough
 def test_an_exception_that_cannot_be_pickled_is_raised_as_text() -> None:
     with pytest.raises(ProcessRaisedException, match="lost words"):
         trainer(strategy="clients_fork", callbacks=Ends(TooManyWordsError("lost", "words")), **TWO).fit(
