@@ -122,13 +122,8 @@ def in_short(error: BaseException) -> str:
     """Return what an error is and where the user's code ran into it; its full text goes to the log, at level DEBUG."""
     _log.debug("%s: %s", type(error).__name__, error)
     what = next((kind for words, kind in _KINDS.items() if words in str(error)), kind_of(error))
-    return f"{what}{_place(error)}; the full text of the error is in the log, at level DEBUG"
-
-
-def _place(error: BaseException) -> str:
-    """Return the last line that is not a framework's, nothing if there is none."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    for frame, line in reversed(frames):
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "").split(".")[0] not in _FRAMEWORKS:
-            return f", in {Path(frame.f_code.co_filename).name}, line {line}"
-    return ""
+            place = f", in {Path(frame.f_code.co_filename).name}, line {line}"
+    return f"{what}{place}; the full text of the error is in the log, at level DEBUG"

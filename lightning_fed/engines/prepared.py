@@ -65,17 +65,19 @@ class PreparedModule:
         self.keeps_solver = settings.keeps_solver
         self.round = 0
         self._at_start: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
-        sparse = {
+        self._made_dense = self._make_dense()
+
+    def _make_dense(self) -> list[nn.Embedding | nn.EmbeddingBag]:
+        """Give sparse embeddings dense gradients, unless plain SGD alone reads them; warn of it, and return them."""
+        layers = {
             name: layer
             for name, layer in self.module.named_modules()
             if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad
         }
-        self._made_dense = [] if not sparse or self._takes_sparse() else _make_dense(sparse)
-
-    def _takes_sparse(self) -> bool:
-        """Whether nothing but plain SGD reads gradients."""
+        if not layers:
+            return []
         plan = self.optimizer.plan_of(self.algorithm)
-        return (
+        takes_sparse = (
             self.settings.engine == "sequential"
             and plan.is_plain
             and not plan.injects
@@ -84,16 +86,23 @@ class PreparedModule:
             and not self.trainer.gradient_clip_val
             and self.split.size == 1
         )
+        if takes_sparse:
+            return []
+        rank_zero_warn(
+            f"{', '.join(map(repr, layers))}: sparse=True has no effect in this run. Gradients are dense, with the same"
+            " numbers, since the method, the optimizer, the engine or clipping needs all of their entries. Only"
+            " engine='sequential' with a method that leaves gradients as they are, such as FedAvg, and plain SGD takes"
+            " sparse gradients."
+        )
+        for layer in layers.values():
+            layer.sparse = False
+        return list(layers.values())
 
     def set_round(self, round: int, plateaus: Sequence[Mapping[str, Any]] = ()) -> None:
         """Let learning rates be those of a round, whichever round was the last; the trainer's epoch is the round too.
 
-        Schedules are wound on step by step, as a fit would have stepped them: rates have the same bits.
-
-        Args:
-            round: The round, from 0.
-            plateaus: The states of the schedules that follow a metric (``ReduceLROnPlateau``) after the round before,
-                in the order of the schedules. Rates then are what the last of them says.
+        Schedules are stepped one by one, as in a fit: rates have the same bits. ``plateaus`` are the states, after the
+        round before, of the schedules that follow a metric (``ReduceLROnPlateau``); the last of them decides on rates.
         """
         configs = self.trainer.lr_scheduler_configs
         metric_schedules = [config.scheduler for config in configs if config.reduce_on_plateau]
@@ -137,19 +146,6 @@ class PreparedModule:
         self.flat.release()
         for layer in self._made_dense:
             layer.sparse = True
-
-
-def _make_dense(layers: Mapping[str, nn.Embedding | nn.EmbeddingBag]) -> list[nn.Embedding | nn.EmbeddingBag]:
-    """Give sparse embeddings dense gradients, which have the same numbers; warn of it, and return the layers."""
-    rank_zero_warn(
-        f"{', '.join(map(repr, layers))}: sparse=True has no effect in this run. Gradients are dense, with the same"
-        " numbers, since the method, the optimizer, the engine or clipping needs all of their entries. Only"
-        " engine='sequential' with a method that leaves gradients as they are, such as FedAvg, and plain SGD takes"
-        " sparse gradients."
-    )
-    for layer in layers.values():
-        layer.sparse = False
-    return list(layers.values())
 
 
 def personal_names(

@@ -1,13 +1,10 @@
 """The work of clients in a round, planned from their data, and the refusal of batches that a module cannot train on."""
 
-import copy
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +22,7 @@ from lightning_fed.engines.base import WorkPlan
 from lightning_fed.engines.batch_hooks import uses_batch_hook
 from lightning_fed.engines.client_errors import ONE_VALUE, NamesClient
 from lightning_fed.engines.gradients import GradientPass, prepare_batch
+from lightning_fed.engines.vectorized.changes import Snapshot
 from lightning_fed.server.participation import Participant, Population
 from lightning_fed.settings.settings import Settings, cut
 
@@ -179,7 +177,11 @@ def check_lone_examples(plans: LocalPlans, flat: FlatParameters, sizes: Iterable
             plan = RoundPlans(plans, 0).plan(clients[lone[0]], warns=False) if lone else None
         except ClientError:
             continue  # it is reported when the client is at work
-        if plan is None or (in_epochs and not _trains_alone(plan, settings.algorithm.steps_per_batch)):
+        if plan is None:
+            continue
+        # a data module may make other batches than its settings tell
+        batches, length, repeats = plan.batches, plan.batches.num_batches(), settings.algorithm.steps_per_batch
+        if in_epochs and batches.num_examples(length) - batches.num_examples(length - repeats) != repeats:
             continue
         layer = _failing_layer(plans.trainer, flat, plan)
         if layer is not None:
@@ -221,18 +223,12 @@ def _passes_alone(plans: LocalPlans) -> Callable[[int], bool]:
     return lambda size: size > 0 and (size % batch_size == 1 or batch_size == 1)
 
 
-def _trains_alone(plan: WorkPlan, repeats: int) -> bool:
-    """Whether the client's own batches end with one example: a data module may make other batches than it says."""
-    batches, length = plan.batches, plan.batches.num_batches()
-    return batches.num_examples(length) - batches.num_examples(length - repeats) == repeats
-
-
 def _failing_layer(trainer: pl.Trainer, flat: FlatParameters, plan: WorkPlan) -> tuple[str, nn.Module] | None:
     """Return the layer that cannot normalise one example of a client, None if the module's step works."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
-    gradients = GradientPass(trainer, flat)
+    gradients, snapshot = GradientPass(trainer, flat), Snapshot(module.modules())
     try:
-        with preserved_random_state(device), _kept(module), gradients.silent():
+        with preserved_random_state(device), gradients.silent():
             for batch, _ in islice(plan.batches.one(torch.Generator()), 1):
                 gradients.forward(prepare_batch(trainer, batch), 0)
     except ValueError as error:
@@ -243,25 +239,9 @@ def _failing_layer(trainer: pl.Trainer, flat: FlatParameters, plan: WorkPlan) ->
         return next((pair for pair in named if isinstance(pair[1], _BatchNorm)), ("a layer", module))
     except Exception:
         return None  # it is reported with the client's name when the client is at work
-    return None
-
-
-@contextmanager
-def _kept(module: nn.Module) -> Iterator[None]:
-    """Give modules the attributes that they have now, and lists, dicts and sets in them their contents, on exit."""
-    held = [(part, dict(vars(part))) for part in module.modules()]
-    contents: list[tuple[Any, Any]] = [
-        (value, copy.copy(value)) for _, own in held for value in own.values() if isinstance(value, (list, dict, set))
-    ]
-    try:
-        yield
     finally:
-        for value, content in contents:
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
-        for part, own in held:
-            vars(part).clear()
-            vars(part).update(own)
+        snapshot.put_back()
+    return None
 
 
 def _refusal(

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -183,14 +182,12 @@ class LocalTraining:
         averages = bool(algorithm.full_grad_at) and algorithm.full_grad_for != "client"
         self._has_measured = averages or algorithm.population_loss
 
-    @contextmanager
-    def _attributes_kept(self, client_id: ClientId) -> Iterator[None]:
-        """Refuse that ``on_client_start`` changes what full-batch gradients or losses have been taken without."""
+    def _start(self, round: int, client_id: ClientId) -> None:
+        """Call ``on_client_start``, which may not change what full-batch gradients or losses were taken without."""
         module = self.trainer.lightning_module
-        before = marks(module)
-        yield
-        name = changed(before, marks(module))
-        if name is not None:
+        before = marks(module) if self._has_measured else {}
+        call_round_hook(self.trainer, "on_client_start", round, client_id)
+        if self._has_measured and (name := changed(before, marks(module))) is not None:
             method = type(self.engine.algorithm).__name__
             raise FederatedError(
                 f"on_client_start changes the attribute {name!r} of {type(module).__name__} for client {client_id!r},"
@@ -214,8 +211,7 @@ class LocalTraining:
         if self._hears_start:
             for plan in plans:
                 client_id = plan.participant.client_id
-                with self._attributes_kept(client_id) if self._has_measured else nullcontext():
-                    call_round_hook(self.trainer, "on_client_start", task.round, client_id)
+                self._start(task.round, client_id)
                 for engine in self.engines:
                     engine.client_started(client_id)
         if self._hears_start or self._hears_end:
