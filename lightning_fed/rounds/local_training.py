@@ -185,9 +185,9 @@ class LocalTraining:
     def _start(self, round: int, client_id: ClientId) -> None:
         """Call ``on_client_start``, which may not change what full-batch gradients or losses were taken without."""
         module = self.trainer.lightning_module
-        before = marks(module) if self._has_measured else {}
+        before = marks(module) if self._has_measured else None
         call_round_hook(self.trainer, "on_client_start", round, client_id)
-        if self._has_measured and (name := changed(before, marks(module))) is not None:
+        if before is not None and (name := changed(before, marks(module))) is not None:
             method = type(self.engine.algorithm).__name__
             raise FederatedError(
                 f"on_client_start changes the attribute {name!r} of {type(module).__name__} for client {client_id!r},"
