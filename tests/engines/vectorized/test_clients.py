@@ -65,7 +65,7 @@ def test_some_clients_of_a_chunk_read_and_write_their_rows() -> None:
         ]
         assert torch.equal(some.of([numbers])[0], states[at])
         some.put(whole, [-view for view in some.views])
-        some.put_states(numbers, some.of([numbers])[0] + 10)
+        numbers[some.at] += 10
         others = [i for i in range(4) if i not in rows]
         assert torch.equal(whole[at], -y[at])
         assert torch.equal(numbers[at], states[at] + 10)
