@@ -141,9 +141,8 @@ class AnyBatches:
             for key, members in groups.items():
                 clients, batches = zip(*members, strict=True)
                 examples, batch_idx, spec, _ = key
-                stacked = (
-                    batches[0] if len(batches) == 1 else [torch.stack(each) for each in zip(*batches, strict=True)]
-                )
+                columns = zip(*batches, strict=True)
+                stacked = batches[0] if len(batches) == 1 else [torch.stack(column) for column in columns]
                 out.append(BatchGroup(clients, stacked, spec, examples, batch_idx, kind=key))
             yield out
 

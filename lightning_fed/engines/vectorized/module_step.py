@@ -40,16 +40,10 @@ Sizes: TypeAlias = dict[str, float | None]
 
 
 class OwnStep(NamedTuple):
-    """What a step of the module itself gives, beside gradients.
-
-    Attributes:
-        loss: The loss [].
-        values: What it logs, by name, each [].
-        sizes: The batch size of each value.
-    """
+    """What a step of the module itself gives, beside gradients."""
 
     loss: Tensor
-    values: dict[str, Tensor]
+    values: dict[str, Tensor]  # what it logs, by name
     sizes: Sizes
 
 
@@ -66,10 +60,6 @@ class _Step(nn.Module):
 
 class ModuleStep:
     """Gradients of ``training_step`` for one client: as a pure function, to be mapped and traced, and the module's own.
-
-    Args:
-        trainer: The trainer, with its module attached.
-        flat: The trainable parameters.
 
     Attributes:
         traces: The traces of functions that call it.
@@ -108,22 +98,12 @@ class ModuleStep:
     # ------------------------------------------------------------------ gradients of one client
 
     def gradient(
-        self,
-        point: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-        spec: Any,
-        batch_idx: int = 0,
+        self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int = 0
     ) -> tuple[Sequence[Tensor], Tensor, dict[str, Tensor]]:
         """Return gradients, loss and logged values as a pure function of tensors, for ``vmap`` and for traces.
 
         ``torch.func.grad`` would do the same in a way that could be differentiated again, for which some operations
         have a formula of many steps instead of a kernel: the backward pass of a group norm takes twenty passes.
-
-        Args:
-            point: One tensor per parameter, [*shape].
-            leaves: The tensors of the batch.
-            spec: What puts the batch together.
-            batch_idx: Its index in the local epoch.
         """
 
         def loss_at(*at: Tensor) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
@@ -211,11 +191,7 @@ class ModuleStep:
         return None
 
     def give_up(self, what: str) -> Literal[False]:
-        """Use no trace from here on and warn, as the module does something else than its trace; return False.
-
-        Args:
-            what: What it does.
-        """
+        """Use no trace from here on and warn, as the module does something else than its trace; return False."""
         return self.traces.forbid(
             f"{type(self.module).__name__}.training_step {what} than when it was traced, so it reads something beside"
             " self and the batch that changes. Local steps run untraced from here on, which is slower."
