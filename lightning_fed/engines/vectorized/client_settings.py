@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
 from lightning_fed.callbacks.base import FederatedCallback, hears, uses_hook
@@ -209,7 +209,8 @@ class HeldSettings:
         self._clip = trainer.fit_loop.corrected_clip
         self._requires_grad = [(p, p.requires_grad) for p in prepared.module.parameters()]
         trained = set(map(id, prepared.flat.params))
-        tensors = [(name, p) for name, p in prepared.module.named_parameters() if id(p) not in trained]
+        parameters: Any = prepared.module.named_parameters()
+        tensors: list[tuple[str, Tensor]] = [(name, p) for name, p in parameters if id(p) not in trained]
         tensors += [(name, t) for (_, name), t in attribute_tensors(parts) if not isinstance(t, nn.Parameter)]
         self._small = [(tensor, tensor.detach().clone()) for _, tensor in tensors if tensor.numel() <= _COPIED]
         self._large = [(name, tensor, numbers_in(tensor)) for name, tensor in tensors if tensor.numel() > _COPIED]

@@ -186,7 +186,7 @@ class LocalSteps:
         stacked = [(count, *shape) for shape in self.work.layout.shapes]
         if once or any(part is not None and part.shape != shape for part, shape in zip(sums, stacked, strict=False)):
             return trace.once([*step.shared, *clients.of(step.own)])
-        return [None if part is None else clients.of([part])[0] for part in sums], once
+        return [None if part is None else part[clients.at] for part in sums], once
 
     def _run_traced(self, bound: _Bound, clients: Clients, group: BatchGroup) -> bool:
         """Take a step through its trace; return False, with nothing changed, if the trace is wrong."""

@@ -75,7 +75,7 @@ class ModuleStep:
         self.is_random = False
         self.compared: set[Trace] = set()
         module = self.module = trainer.lightning_module
-        self.reads_index = _reads(module.training_step, _index_of(module.training_step))
+        self.reads_index = _reads_index(module.training_step)
         with trainer.precision_plugin.train_step_context():
             self.traces = Traces(torch.get_default_dtype(), rank_zero_warn)
         self._call = _Step(module)
@@ -287,15 +287,11 @@ def _check_logged(name: str, value: Any, options: dict[str, Any]) -> None:
         )
 
 
-def _index_of(step: Callable[..., Any]) -> str:
-    """Return what ``training_step`` calls the index of the batch, its second argument."""
+def _reads_index(step: Callable[..., Any]) -> bool:
+    """Whether the own code of ``training_step`` reads the index of the batch; True where that cannot be told."""
     names = list(inspect.signature(step).parameters)
-    return "batch_idx" if "batch_idx" in names or len(names) < 2 else names[1]
-
-
-def _reads(function: Callable[..., Any], argument: str) -> bool:
-    """Whether a function's own code reads an argument; True where that cannot be told."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    argument = "batch_idx" if "batch_idx" in names or len(names) < 2 else names[1]
+    code = getattr(inspect.unwrap(step), "__code__", None)
     if code is None or argument not in code.co_varnames[: code.co_argcount]:
         return code is None or bool(code.co_flags & inspect.CO_VARARGS)
     read = (i.argval if isinstance(i.argval, tuple) else (i.argval,) for i in dis.get_instructions(code))
