@@ -35,8 +35,8 @@ class Traces:
     must not depend on what was run before: a trace rounds otherwise, and a resumed run has the same bits.
 
     Args:
-        dtype: The type that PyTorch makes of whole numbers, within the functions.
-        warn: Tells the user something.
+        dtype: The default type of PyTorch within the functions.
+        warn: Shows the user a warning.
 
     Attributes:
         allowed: Whether traces may be made and used.
@@ -83,7 +83,7 @@ class Traces:
         constants: int,
         notes: dict[str, set[str]] | None = None,
     ) -> "Trace | None":
-        """Return the trace of a function.
+        """Return the trace of a function, None if there can be none.
 
         Args:
             key: What decides the function and its inputs' shapes, up to their size.
@@ -93,9 +93,6 @@ class Traces:
             moves: How many of its first inputs are moved along as many first results, in place.
             constants: How many of its last inputs stay as they are from call to call.
             notes: What the function notes while it is traced; a copy stays with the trace.
-
-        Returns:
-            None if there can be none.
         """
         if key not in self._traces:
             if not self.allowed:
@@ -164,11 +161,6 @@ class Traces:
 class Trace:
     """A traced function, in two parts: what depends on constants alone is done once, the rest in every call.
 
-    Args:
-        graph: The two parts.
-        dtype: The type that PyTorch makes of whole numbers in it.
-        notes: What the function noted when it was traced.
-
     Attributes:
         checked: By the kinds of inputs for which it was compared with the function: what Python numbers the function
             gave there, which are no part of the trace; None where the trace is wrong.
@@ -192,8 +184,7 @@ class Trace:
     def __call__(self, *arguments: Any) -> Found:
         """Move inputs and return the function's other results; to be called without gradients.
 
-        Args:
-            arguments: The inputs but for the constants, what :meth:`once` returned, and the factor of the move.
+        Arguments are the inputs but for the constants, what :meth:`once` returned, and the factor of the move.
         """
         results = self._call(*arguments)
         start = len(results) - len(self._names) - 1
@@ -204,10 +195,8 @@ def _call_directly(graph: fx.Graph) -> None:
     """Call operators without the Python function around each of them, which takes half a microsecond."""
     for node in graph.nodes:
         if (operator := getattr(node.target, "_op", None)) is not None:
-            direct = partial(operator)
-            vars(direct).update(
-                __name__=str(node.target), __module__=__name__
-            )  # for the code that is made of the graph
+            direct: Any = partial(operator)
+            direct.__name__, direct.__module__ = str(node.target), __name__  # for the code that is made of the graph
             node.target = direct
 
 

@@ -17,7 +17,7 @@ from lightning_fed.tracing.traces import Trace, Traces
 from tests.behaviour.test_contract import METHODS
 from tests.helpers.engines import Ordinary, assert_agree, full_batches, run
 from tests.helpers.selection import few
-from tests.helpers.training import data, trainer
+from tests.helpers.training import trainer
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 
@@ -39,14 +39,14 @@ TRACED = ["FedAvg", "Scaffold i", "FedDyn", "Mime Adam", "CMime SGDm", "MimeMVR 
 def test_traced_steps_agree_with_the_sequential_engine(name: str, chunk_size: int) -> None:
     method = METHODS[name]
     make = partial(Ordinary, method.optimizer)
-    options = {"algorithm": method.algorithm, "local_epochs": 2, "max_rounds": 4, "datamodule": full_batches}
+    options = {"algorithm": method.algorithm, "local_epochs": 2, "max_rounds": 3, "datamodule": full_batches}
     traced = run("vectorized", make, chunk_size=chunk_size, **options)
     assert len(traces_of(traced)) > 0
     assert_agree(run("sequential", make, **options), traced)
 
 
 def test_traced_steps_of_another_local_optimizer_agree() -> None:
-    options = {"make": partial(Ordinary, ADAM), "algorithm": Scaffold(), "max_rounds": 4, "datamodule": full_batches}
+    options = {"make": partial(Ordinary, ADAM), "algorithm": Scaffold(), "max_rounds": 3, "datamodule": full_batches}
     traced = run("vectorized", **options)
     assert len(traces_of(traced)) > 0
     assert_agree(run("sequential", **options), traced)
@@ -88,7 +88,7 @@ class Cool(FederatedCallback):
 @pytest.mark.parametrize("chunk_size", few([1, 64], [1]))
 def test_an_attribute_that_changes_between_rounds_is_heeded(chunk_size: int) -> None:
     runs = [
-        run(engine, Tempered, algorithm=FedAvg(), max_rounds=4, callbacks=[Cool()], **options)
+        run(engine, Tempered, full_batches, algorithm=FedAvg(), callbacks=[Cool()], **options)
         for engine, options in (("sequential", {}), ("vectorized", {"chunk_size": chunk_size}))
     ]
     assert traces_of(runs[1]).allowed
@@ -195,7 +195,7 @@ class Entangled(Ordinary):
 @pytest.mark.parametrize("chunk_size", few([1, 64], [1]))
 def test_parameters_whose_gradients_look_at_each_other_agree(chunk_size: int) -> None:
     make = partial(Entangled, partial(torch.optim.SGD, lr=0.02))
-    options = {"algorithm": FedAvg(), "max_rounds": 5}
+    options = {"algorithm": FedAvg(), "max_rounds": 3}
     traced = run("vectorized", make, chunk_size=chunk_size, **options)
     assert len(traces_of(traced)) > 0
     assert_agree(run("sequential", make, **options), traced)
@@ -204,11 +204,10 @@ def test_parameters_whose_gradients_look_at_each_other_agree(chunk_size: int) ->
 @pytest.mark.parametrize("chunk_size", few([1, 64], [1]))
 def test_a_resumed_traced_run_has_the_same_bits(chunk_size: int, tmp_path: Any) -> None:
     options = {"algorithm": FedAvg(), "chunk_size": chunk_size, "precision": "32-true"}
-    whole = run("vectorized", max_rounds=6, **options)
-    half = run("vectorized", max_rounds=3, **options)
+    whole, half = (run("vectorized", datamodule=full_batches, max_rounds=rounds, **options) for rounds in (4, 2))
     half.save_checkpoint(tmp_path / "half.ckpt")
-    rest = trainer(engine="vectorized", clients_per_round=4, max_rounds=6, **options)
-    rest.fit(Ordinary(), data(), ckpt_path=tmp_path / "half.ckpt")
+    rest = trainer(engine="vectorized", clients_per_round=4, max_rounds=4, **options)
+    rest.fit(Ordinary(), full_batches(), ckpt_path=tmp_path / "half.ckpt")
     assert torch.equal(rest.fit_loop.state.x, whole.fit_loop.state.x)
 
 

@@ -1,13 +1,13 @@
 """The batches of the clients of a chunk, step by step, those of one shape together; rows of tensors are looked up."""
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import kind_of
@@ -23,7 +23,6 @@ __all__ = [
     "RowBatches",
     "RowLookup",
     "StepGroup",
-    "check_tensors",
     "flatten",
     "is_rows",
     "rows_of_one_kind",
@@ -41,15 +40,10 @@ _Members: TypeAlias = list[tuple[int, Tensor]]  # clients, with the rows of thei
 
 
 class StepGroup(NamedTuple):
-    """Adjacent clients of a chunk that take a step together.
+    """Adjacent clients of a chunk that take a step together."""
 
-    Attributes:
-        clients: Their rows in the chunk.
-        at: The position of the batch that each of them takes.
-    """
-
-    clients: range
-    at: Sequence[int]
+    clients: range  # their rows in the chunk
+    at: Sequence[int]  # the position of the batch that each of them takes
 
 
 class BatchGroup(NamedTuple):
@@ -80,12 +74,7 @@ class BatchGroup(NamedTuple):
 class RowBatches:
     """Batches that are rows of tensors of one kind: looked up in these tensors, without a loader.
 
-    Args:
-        lookup: Finds the rows.
-        plans: The clients' work.
-        stream: Makes the generators of their batch orders.
-        shuffle: Whether local epochs visit batches in random order.
-        by_index: Whether clients at different batch indices of their local epochs must be kept apart.
+    ``by_index`` keeps clients apart that are at different batch indices of their local epochs.
     """
 
     def __init__(
@@ -118,13 +107,7 @@ class RowBatches:
 
 
 class AnyBatches:
-    """Batches of any kind: each is made by itself, then those of one shape are stacked.
-
-    Args:
-        trainer: The trainer, whose transfer hooks every batch goes through.
-        plans, stream, shuffle, by_index: As of :class:`RowBatches`.
-        has_hooks: Whether transfer hooks are overridden.
-    """
+    """Batches of any kind: each is made by itself, then those of one shape are stacked."""
 
     def __init__(
         self,
@@ -144,21 +127,24 @@ class AnyBatches:
             groups: dict[Any, list[tuple[int, Sequence[Tensor]]]] = {}
             for client in step.clients:
                 batch_idx, batch, examples = next(self._batches[client])
-                leaves, spec = flatten(self._prepared(batch))
-                check_tensors(leaves)
+                is_plain = _is_plain(batch) and not self._has_hooks
+                leaves, spec = flatten((_on_device if is_plain else prepare_batch)(self._trainer, batch))
+                for leaf in leaves:
+                    if not isinstance(leaf, Tensor):
+                        raise OnlySequentialError(
+                            f"engine='vectorized' needs batches of tensors only, found {kind_of(leaf)} in one. Leave it"
+                            " out of the batch, or use engine='sequential'."
+                        )
                 key = (examples, batch_idx if self._by_index else 0, spec, kinds(leaves))
                 groups.setdefault(key, []).append((client, leaves))
-            yield [self._group(key, members) for key, members in groups.items()]
-
-    def _prepared(self, batch: Any) -> Any:
-        is_plain = type(batch) is list and all(type(part) is Tensor for part in batch) and not self._has_hooks
-        return _on_device(self._trainer, batch) if is_plain else prepare_batch(self._trainer, batch)
-
-    def _group(self, key: tuple[int, int, Any, Any], members: Sequence[tuple[int, Sequence[Tensor]]]) -> BatchGroup:
-        clients, batches = zip(*members, strict=True)
-        examples, batch_idx, spec, _ = key
-        leaves = batches[0] if len(batches) == 1 else [torch.stack(column) for column in zip(*batches, strict=True)]
-        return BatchGroup(clients, leaves, spec, examples, batch_idx, kind=key)
+            out = []
+            for key, members in groups.items():
+                clients, batches = zip(*members, strict=True)
+                examples, batch_idx, spec, _ = key
+                columns = zip(*batches, strict=True)
+                stacked = batches[0] if len(batches) == 1 else [torch.stack(column) for column in columns]
+                out.append(BatchGroup(clients, stacked, spec, examples, batch_idx, kind=key))
+            yield out
 
 
 def _batches(plan: WorkPlan, stream: torch.Generator, shuffle: bool) -> Iterator[tuple[int, Any, int]]:
@@ -180,11 +166,14 @@ def _epoch_rows(plan: WorkPlan, stream: torch.Generator, shuffle: bool) -> list[
     return out
 
 
+def _is_plain(batch: Any) -> bool:
+    """Whether a batch is a list of tensors."""
+    return type(batch) is list and all(type(part) is Tensor for part in batch)
+
+
 def flatten(batch: Any) -> tuple[Sequence[Tensor], Any]:
     """Return the tensors of a batch, and what :func:`unflatten` needs to put them together again."""
-    if type(batch) is list and all(type(part) is Tensor for part in batch):
-        return batch, list  # the usual case, at a fraction of the cost
-    return pytree.tree_flatten(batch)
+    return (batch, list) if _is_plain(batch) else pytree.tree_flatten(batch)  # the first at a fraction of the cost
 
 
 def unflatten(leaves: Sequence[Tensor], spec: Any) -> Any:
@@ -192,57 +181,32 @@ def unflatten(leaves: Sequence[Tensor], spec: Any) -> Any:
     return list(leaves) if spec is list else pytree.tree_unflatten(leaves, spec)
 
 
-def check_tensors(leaves: Sequence[Any]) -> None:
-    """Refuse a batch that holds anything but tensors.
-
-    Raises:
-        OnlySequentialError: Naming what it holds.
-    """
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            raise OnlySequentialError(
-                f"engine='vectorized' needs batches of tensors only, found {kind_of(leaf)} in one. Leave it out"
-                " of the batch, or use engine='sequential'."
-            )
-
-
 class DeviceData:
     """Copies of data sets' tensors on a GPU, where they fit a quarter of its free memory; on a CPU there is no need.
 
     A copy is let go of together with its original: clients that are built on demand leave nothing behind.
-
-    Args:
-        device: Where clients are trained.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._copies: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[Tensor, ...] | None]] = {}
+        # by tensor, its version that was looked at, and the copy if there is one
+        self._copies: MutableMapping[Tensor, tuple[int, Tensor | None]] = WeakTensorKeyDictionary()
 
     def of(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return tensors of the same content, on the device if they fit; copied again after they were written to."""
         if self.device.type == "cpu":
             return tensors
-        key, versions = tuple(map(id, tensors)), tuple(t._version for t in tensors)
-        copy = self._copies.get(key)
-        if copy is None:
-            for t in tensors:  # its id may be another's later
-                weakref.finalize(t, _forget, weakref.ref(self), key).atexit = False
-        if copy is None or copy[0] != versions:
-            size = _bytes(t for t in tensors if t.device != self.device)
-            fits = _SHARE * size <= self.free()
-            copy = self._copies[key] = (versions, tuple(t.to(self.device) for t in tensors) if fits else None)
-        return tensors if copy[1] is None else copy[1]
+        elsewhere = [t for t in tensors if t.device != self.device]
+        new = [t for t in elsewhere if self._copies.get(t, (-1, None))[0] != t._version]
+        fits = not new or _SHARE * _bytes(new) <= self.free()
+        for t in new:
+            self._copies[t] = (t._version, t.to(self.device) if fits else None)
+        copies = [self._copies.get(t, (0, None))[1] for t in tensors]
+        return tuple(t if copy is None else copy for t, copy in zip(tensors, copies, strict=True))
 
     def free(self) -> int:
         """The free memory of the device in bytes."""
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
-
-
-def _forget(data: "weakref.ref[DeviceData]", key: tuple[int, ...]) -> None:
-    found = data()
-    if found is not None:
-        found._copies.pop(key, None)
 
 
 class RowLookup:
@@ -250,11 +214,6 @@ class RowLookup:
 
     Clients that are cut out of the same tensors take one lookup. Tensors of clients that have their own are put side by
     side first if they are small; each client has a lookup of its own if they are not.
-
-    Args:
-        trainer: The trainer, which says where batches go.
-        clients: The clients, of one kind.
-        data: The data on the device.
     """
 
     def __init__(self, trainer: pl.Trainer, clients: Sequence[TensorBatches], data: DeviceData) -> None:
@@ -276,10 +235,9 @@ class RowLookup:
             self._starts = [starts[id(b.tensors)] for b in clients]
 
     def in_order(self, steps: Sequence[Sequence[tuple[int, Tensor]]]) -> Iterator[list[Tensor]]:
-        """Yield the rows of one step after the other, [n * B, ...]; those of several are looked up at once.
+        """Yield the rows of one step after the other, [n * B, ...], given its clients with rows of their tensors [B].
 
-        Args:
-            steps: For every step its clients, each with rows of its tensors [B].
+        Rows of several steps are looked up at once.
         """
         if self._whole is None:
             for step in steps:
@@ -325,11 +283,7 @@ def rows_of_one_kind(clients: Iterable[ClientBatches]) -> list[TensorBatches]:
 
 
 def _bytes(*sources: Iterable[Tensor]) -> int:
-    total = 0
-    for tensors in sources:
-        for t in tensors:
-            total += t.numel() * t.element_size()
-    return total
+    return sum([t.numel() * t.element_size() for tensors in sources for t in tensors])
 
 
 def _on_device(trainer: pl.Trainer, tensors: list[Tensor]) -> list[Tensor]:

@@ -32,28 +32,15 @@ __all__ = [
     "changed",
     "class_data",
     "describe",
-    "holders",
-    "mark",
     "marks",
     "numbers_in",
     "own_classes",
     "own_tensors",
     "parts_of",
     "tensor_marks",
-    "version_of",
 ]
 
 _WARN_AFTER = 3  # rounds in a row that begin with a changed attribute
-
-
-class Marks(dict[tuple[str, str], Any]):
-    """Descriptions by module and attribute, which differ if a value does.
-
-    Attributes:
-        held: The objects that are described by their identity: as long as they live, no other object has it.
-    """
-
-    held: list[Any]
 
 
 PASSING = ("log", "log_dict", "_trainer", "_current_fx_name", "_metric_attributes")
@@ -74,14 +61,17 @@ _MOST = 1_000  # values that are looked at in one attribute; larger collections 
 _SMALL = 2**14  # numbers in a tensor up to which all of them are compared
 
 
+class Marks(dict[tuple[str, str], Any]):
+    """Descriptions by module and attribute, which differ if a value does."""
+
+    held: list[Any]  # the objects that are described by identity: while they live, no other object has it
+
+
 def marks(module: nn.Module, algorithm: Algorithm | None = None) -> Marks:
-    """Return, by module and attribute, what changes when an attribute is set, a collection grows, a tensor is written.
+    """Return what changes when an attribute is set, a collection grows or a tensor is written, by module and attribute.
 
-    Collections and plain objects are looked into. Parameters, buffers and metrics are not described.
-
-    Args:
-        module: The module.
-        algorithm: A method whose attributes, and those of its base optimizer, are described too.
+    Includes the attributes of the method and of its base optimizer, if a method is given. Looks into collections and
+    plain objects; leaves out parameters, buffers and metrics.
     """
     owners: list[tuple[str, Any]] = [*parts_of(module)]
     if algorithm is not None:
@@ -98,29 +88,27 @@ def marks(module: nn.Module, algorithm: Algorithm | None = None) -> Marks:
             if type(value) in _PLAIN:
                 found[name, key] = value
             else:
-                found[name, key] = len(value) if key in INTERNAL else _described(value, [_MOST], held, _DEPTH)
+                found[name, key] = len(value) if key in INTERNAL else describe(value, held)
     return found
 
 
 def tensor_marks(module: nn.Module, with_trained: bool) -> Marks:
-    """Return, by kind and name, what changes when a tensor is assigned or changed in place, or a metric is updated.
+    """Return what changes when a parameter or buffer is assigned or written, or a metric updated, by kind and name.
 
-    Args:
-        module: The module.
-        with_trained: Whether to look at parameters that are trained too.
-
-    Returns:
-        Descriptions for the kinds "parameter", "buffer" and "metric".
+    Trained parameters are included if ``with_trained``.
     """
     found, parts = Marks(), list(parts_of(module))
     held = found.held = []
     for key, value in own_tensors(parts):
         if with_trained or not value.requires_grad:
-            found[key] = id(value), version_of(value)
+            found[key] = id(value), _version_of(value)
             held.append(value)
     for name, part in parts:
         if isinstance(part, Metric):
-            found["metric", name] = part._update_count
+            states = [getattr(part, state) for state in part._defaults]
+            versions = [(id(s), _version_of(s) if isinstance(s, Tensor) else len(s)) for s in states]
+            found["metric", name] = part._update_count, versions
+            held += states
     return found
 
 
@@ -138,10 +126,7 @@ def changed(before: Marks, after: Marks) -> str | None:
 
 
 def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module, its submodules, and modules that only collections or plain objects of these hold, by name.
-
-    Layers of PyTorch hold no others, and looking into their attributes takes most of the time.
-    """
+    """Yield a module, its submodules, and modules that only collections or plain objects of these hold, by name."""
     seen: set[nn.Module] = set()
     waiting = [("", module)]
     while waiting:
@@ -149,6 +134,7 @@ def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for name, part in root.named_modules(memo=seen, prefix=prefix):
             yield name, part
             cls: Any = type(part)
+            # layers of PyTorch hold no others, and looking into their attributes takes most of the time
             for key, value in vars(part).items() if _is_own(cls) else ():
                 if type(value) in _PLAIN or key in INTERNAL or key in PASSING:
                     continue
@@ -201,14 +187,8 @@ def class_data(cls: type) -> dict[str, Any]:
 
 
 def values_in(value: Any, left: list[int] | None = None, depth: int = _DEPTH) -> Iterator[Any]:
-    """Yield a value and what is in it, as far as :func:`marks` looks.
-
-    Args:
-        value: The value.
-        left: How many values may still be looked at.
-        depth: How deep to look.
-    """
-    left = [_MOST] if left is None else left
+    """Yield a value and what is in it, as far as :func:`marks` looks."""
+    left = [_MOST] if left is None else left  # how many values may still be looked at
     inner = _inside(value)
     is_open = inner is not None and depth > 0 and left[0] >= len(inner)
     if inner is None or is_open:
@@ -217,14 +197,6 @@ def values_in(value: Any, left: list[int] | None = None, depth: int = _DEPTH) ->
         left[0] -= len(inner)
         for part in inner.values() if isinstance(inner, Mapping) else inner:
             yield from values_in(part, left, depth - 1)
-
-
-def holders(value: Any) -> Iterator[list[Any] | deque[Any] | dict[Any, Any] | set[Any]]:
-    """Yield the mutable collections in a value, and the attributes of plain objects, as far as :func:`marks` looks."""
-    for part in values_in(value):
-        inner = _inside(part)
-        if isinstance(inner, (list, deque, dict, set)):
-            yield inner
 
 
 def _inside(value: Any) -> Any:
@@ -238,39 +210,30 @@ def _inside(value: Any) -> Any:
     return getattr(value, "__dict__", None)
 
 
-def mark(value: Any, held: list[Any]) -> Any:
-    """Return what changes when a value is set, grows or is written to: another object never has the same mark.
+def describe(value: Any, held: list[Any] | None = None, left: list[int] | None = None, depth: int = _DEPTH) -> Any:
+    """Return what is equal for equal values: the numbers in tensors, the content of collections; else the identity.
 
-    Args:
-        value: The value.
-        held: Takes the objects that must live as long as the mark.
+    With a list of ``held`` objects, which must live as long as the description, return instead what changes when the
+    value is set, grows or is written to: no other object has the same.
     """
-    return _described(value, [_MOST], held, _DEPTH)
-
-
-def describe(value: Any) -> Any:
-    """Return what is equal for equal values: the numbers in tensors, the content of collections; else the identity."""
-    return _described(value, [_MOST], None, _DEPTH)
-
-
-def _described(value: Any, left: list[int], held: list[Any] | None, depth: int) -> Any:
-    """Return a mark if there is a list of held objects, else a description by value."""
     if isinstance(value, (int, float, str, bool, type(None))):
         return value if value == value else "nan"
+    left = [_MOST] if left is None else left  # how many values may still be looked at
     if held is not None:
         held.append(value)
     if isinstance(value, Tensor):
         if held is not None:
-            return id(value), version_of(value)
+            return id(value), _version_of(value)
         return id(value) if isinstance(value, nn.Parameter) else numbers_in(value)
     if isinstance(value, np.ndarray) and value.dtype != object:
         if held is not None:
             return id(value), value.tobytes() if value.size <= left[0] else 0
         return value.shape, value.dtype.str, value.tobytes() if value.size <= _SMALL else id(value)
     if isinstance(value, _GENERATORS):
-        if held is not None:
-            return id(value), _generator_state(value)
-        return _generator_state(value) if isinstance(value, torch.Generator) else id(value)
+        if held is None and not isinstance(value, torch.Generator):
+            return id(value)
+        generator = _state_of(value)
+        return None if held is None else id(value), pickle.dumps(generator and generator[0])
     inner = _inside(value)
     if inner is None:
         return id(value)
@@ -279,17 +242,17 @@ def _described(value: Any, left: list[int], held: list[Any] | None, depth: int) 
     left[0] -= len(inner)
     who = type(value).__name__ if held is None else id(value)
     if isinstance(inner, (set, frozenset)):
-        return who, frozenset(_described(part, left, held, 0) for part in inner)
+        return who, frozenset(describe(part, held, left, 0) for part in inner)
     found = [who]
     for part in inner.items() if isinstance(inner, Mapping) else inner:
         if isinstance(inner, Mapping):
-            found.append(_described(part[0], left, held, 0))
+            found.append(describe(part[0], held, left, 0))
             part = part[1]
-        found.append(_described(part, left, held, depth - 1))
+        found.append(describe(part, held, left, depth - 1))
     return tuple(found)
 
 
-def version_of(value: Tensor) -> int:
+def _version_of(value: Tensor) -> int:
     """Return how often a tensor was changed in place; 0 of one that cannot be, made in inference mode."""
     return 0 if value.is_inference() else value._version
 
@@ -305,15 +268,17 @@ def numbers_in(tensor: Tensor) -> Any:
     return *kind, flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def _generator_state(value: Any) -> Any:
-    """Return what changes when a generator is drawn from."""
+def _state_of(value: Any) -> tuple[Any, Callable[[Any], Any]] | None:
+    """Return the state of a generator, and what sets it; None for anything else."""
     if isinstance(value, torch.Generator):
-        return value.get_state().cpu().numpy().tobytes()
-    if isinstance(value, random.Random):
-        return value.getstate() if type(value) is random.Random else 0
+        return value.get_state().numpy(), lambda state: value.set_state(torch.from_numpy(state))
+    if type(value) is random.Random:
+        return value.getstate(), value.setstate
     if isinstance(value, np.random.RandomState):
-        return pickle.dumps(value.get_state(legacy=False))
-    return pickle.dumps(value.bit_generator.state)
+        return value.get_state(legacy=False), value.set_state
+    if isinstance(value, np.random.Generator):
+        return copy.deepcopy(value.bit_generator.state), partial(setattr, value.bit_generator, "state")
+    return None
 
 
 # ------------------------------------------------------------------ what is put back
@@ -323,15 +288,12 @@ class Snapshot:
     """The attributes of objects, the contents of their collections and the states of their generators, to be put back.
 
     Values are held as they are; the numbers in tensors are not held.
-
-    Args:
-        owners: The objects.
     """
 
     def __init__(self, owners: Iterable[Any]) -> None:
         self._attributes = [(owner, dict(vars(owner))) for owner in owners]
         self._contents: list[tuple[Any, Any]] = []
-        self._rewinds: list[Callable[[], Any]] = []
+        self._generators: list[tuple[Any, Callable[[Any], Any]]] = []
         for owner, attributes in self._attributes:
             for name, value in attributes.items():
                 if name in INTERNAL and isinstance(owner, nn.Module):
@@ -342,8 +304,12 @@ class Snapshot:
 
     def hold(self, value: Any) -> None:
         """Hold what is in a value."""
-        self._contents += [(inner, copy.copy(inner)) for inner in holders(value)]
-        self._rewinds += filter(None, map(_rewind, values_in(value)))
+        for part in values_in(value):
+            inner, generator = _inside(part), _state_of(part)
+            if isinstance(inner, (list, deque, dict, set)):
+                self._contents.append((inner, copy.copy(inner)))
+            if generator is not None:
+                self._generators.append(generator)
 
     def put_back(self) -> None:
         """Put everything back."""
@@ -355,33 +321,15 @@ class Snapshot:
         for inner, content in self._contents:
             inner.clear()
             (inner.extend if isinstance(inner, (list, deque)) else inner.update)(content)
-        for rewind in self._rewinds:
-            rewind()
-
-
-def _rewind(value: Any) -> Callable[[], Any] | None:
-    """Return what sets a generator back to where it is now; None for anything else."""
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if type(value) is random.Random:
-        return partial(value.setstate, value.getstate())
-    if isinstance(value, np.random.RandomState):
-        return partial(value.set_state, value.get_state(legacy=False))
-    if isinstance(value, np.random.Generator):
-        return partial(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
-    return None
+        for state, set_state in self._generators:
+            set_state(state)
 
 
 # ------------------------------------------------------------------ the watch over a run
 
 
 class ChangeWatch:
-    """Makes sure that nothing changes between clients that are run at once.
-
-    Args:
-        trainer: The trainer, with its module attached.
-        algorithm: The method.
-    """
+    """Makes sure that nothing changes between clients that are run at once."""
 
     def __init__(self, trainer: pl.Trainer, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
@@ -423,8 +371,8 @@ class ChangeWatch:
     def expect_hooks(self) -> None:
         """Take note of all attributes between chunks, where hooks of clients may have set some.
 
-        :class:`~lightning_fed.engines.vectorized.client_settings.ClientSettings` compares these; the work of every
-        chunk is then compared with this note, and not only that of the first.
+        ``ClientSettings`` compares these. The work of every chunk is then compared with this note, not only that of the
+        first.
         """
         before, is_first = self._marks, not self._has_hooks
         self.remember()
@@ -440,11 +388,7 @@ class ChangeWatch:
             self._tensors = tensor_marks(self.module, with_trained=False)
 
     def check_work(self) -> None:
-        """Refuse a ``training_step`` that has begun to leave something behind; after the first clients of a round.
-
-        Raises:
-            FederatedError: Naming one.
-        """
+        """Refuse a ``training_step`` that has begun to leave something behind; after the first clients of a round."""
         self._worked += 1
         if self._worked > 1:
             return

@@ -21,24 +21,13 @@ __all__ = ["ChunkWork"]
 
 
 class ChunkWork:
-    """Parameters, states and optimizer of the S clients of a chunk.
-
-    Args:
-        algorithm: The method.
-        optimizer: The wrapped local optimizer, which gives decay and options.
-        plan: How it makes local steps under the method.
-        inputs: What the server hands out.
-        participants: The clients.
-        clients: Their kept states, stacked: vectors [S, P], numbers [S].
-        memory: Where their parameters go.
-        clip: How gradients are clipped, if they are.
+    """Parameters, states and optimizer of the S clients of a chunk; states are stacked: vectors [S, P], numbers [S].
 
     Attributes:
         y: Their parameters [S, P + Q], personal ones last.
         shared: The part of them that is exchanged [S, P].
-        local: Their states of this round, stacked.
-        examples: Their numbers of examples [S].
-        full_grad: Their full-batch gradients by point [S, P].
+        local: Their states of this round.
+        full_grad: Their full-batch gradients by point.
         read: The names of the server's state and of mean gradients that were read.
         is_bare: Whether a step is one rate times a direction, and leaves nothing behind but parameters.
         sends_delta: Whether the message "delta" is the changes themselves, once the work is finished.
@@ -73,7 +62,14 @@ class ChunkWork:
         self.full_grad = stack_states(full_grad, range(len(full_grad)))
         self.examples = torch.tensor([who.size for who in participants], dtype=x.dtype, device=x.device)
         self._num_steps = torch.tensor([who.steps for who in participants], dtype=x.dtype, device=x.device)
-        self.local = self._init_local() if algorithm.overrides("init_local") else {}
+        self.local: State = {}
+        if algorithm.overrides("init_local"):
+            local = of_each(
+                lambda client, _: dict(algorithm.init_local(x, inputs.server, client).items()),
+                (self.clients, self.examples),
+                len(self.y),
+            )
+            self.local = {name: value.clone() for name, value in local.items()}
         self.read: dict[str, set[str]] = {"server": set(), "cohort_grad": set()}
         self.sends_delta, self.implied = False, tuple[str, ...]()
         self.is_bare = plan.is_bare and clip is None
@@ -87,25 +83,11 @@ class ChunkWork:
         is_uniform = plan.is_plain and len(set(self.rates)) == 1
         self._base = None if is_uniform else StackedOptimizer(optimizer)
 
-    def _init_local(self) -> State:
-        x, server = self.inputs.x, self.inputs.server
-        local: State = of_each(
-            lambda client, _: dict(self.algorithm.init_local(x, server, client).items()),
-            (self.clients, self.examples),
-            len(self.y),
-        )
-        return {name: value.clone() for name, value in local.items()}
-
-    # ------------------------------------------------------------------ local steps
-
     @torch.no_grad()
     def move(self, clients: Clients, directions: Sequence[Tensor], unused: frozenset[int]) -> None:
-        """Move clients along directions.
+        """Move clients along directions, which are shaped as their views and include coupled weight decay.
 
-        Args:
-            clients: Those at work.
-            directions: One tensor per parameter, as their views; weight decay that is part of the loss is in them.
-            unused: Positions of the parameters that their losses do not depend on; looked at if :attr:`skips`.
+        If :attr:`skips`, parameters at the positions ``unused``, on which losses do not depend, stand still.
         """
         self._track(clients, directions)
         skipped = unused if self.skips else frozenset()
@@ -126,19 +108,12 @@ class ChunkWork:
                     part.add_(direction, alpha=1.0 if of_rate_zero else rate)
 
     def keep_local(self, clients: Clients, columns: Sequence[State]) -> None:
-        """Put new states of this round in the place of the old ones.
-
-        Args:
-            clients: Whose they are.
-            columns: The states once per parameter; what is no vector is the same in all.
-        """
+        """Replace states of this round by new ones, given once per parameter; what is no vector is the same in all."""
         for name, whole in self.local.items():
             if whole.shape == self.shared.shape:
                 clients.put(whole, [column[name] for column in columns])
             else:
-                clients.put_states(whole, columns[0][name])
-
-    # ------------------------------------------------------------------ the end of the round
+                whole[clients.at] = columns[0][name]
 
     def finish(self) -> tuple[Tensor, State, State]:
         """Return changes ``y - x`` [S, P], messages and kept states [S, ...]."""

@@ -21,7 +21,6 @@ from lightning_fed.engines.vectorized.changes import (
     Snapshot,
     attribute_tensors,
     describe,
-    mark,
     numbers_in,
     parts_of,
 )
@@ -61,19 +60,13 @@ class ClientSettings:
     the training mode; frozen parameters and ``requires_grad``; options of the local optimizer; attributes of the method
     and its base optimizer; attributes of the trainer such as ``gradient_clip_val``; attributes of the data module.
     Trained parameters and buffers are not: every client starts from the server's.
-
-    Args:
-        prepared: The module, the wrapped optimizer and the method.
-
-    Attributes:
-        is_needed: Whether any callback has hooks of single clients in this round.
     """
 
     def __init__(self, prepared: PreparedModule) -> None:
         self.trainer: Any = prepared.trainer
         self._prepared, self.module = prepared, prepared.module
         self._trained = set(map(id, prepared.flat.params))
-        self.is_needed = False
+        self.is_needed = False  # whether any callback has hooks of single clients in this round
         self._at_start: Settings = {}  # of the round
         self._buffers: list[int] = []  # the identities of buffers at that time
         self._first: tuple[ClientId, Settings] | None = None  # of the clients whose hooks have been called
@@ -91,11 +84,7 @@ class ClientSettings:
             self._at_start, self._buffers = self._now(), self._buffers_now()
 
     def client_started(self, client_id: ClientId) -> None:
-        """Compare settings after the hook of a client with those after the first client's of the chunk.
-
-        Raises:
-            OnlySequentialError: If they differ, naming the setting and the clients.
-        """
+        """Refuse settings that differ, after the hook of a client, from those after the first client's of the chunk."""
         if self._first is None:
             self._first = client_id, self._now(with_data=True)
             return
@@ -104,13 +93,9 @@ class ClientSettings:
             raise self._refusal(f"on_client_start changes {self._name(kind, name)} for client {client_id!r}", first)
 
     def check(self, clients: Sequence[ClientId]) -> set[str]:
-        """Return the kinds of settings that have changed since the round began; called before a chunk's clients work.
+        """Return the kinds of settings that have changed since the round began, before a chunk's clients work.
 
-        Args:
-            clients: The clients.
-
-        Raises:
-            OnlySequentialError: If clients of this round have worked with other settings.
+        Refuses settings with which other clients of this round have not worked.
         """
         first, self._first = self._first, None
         client_id, now = first or (clients[0], self._now(with_data=True))
@@ -137,11 +122,7 @@ class ClientSettings:
             self._after = self._now(with_data=True)
 
     def client_ended(self, client_id: ClientId) -> None:
-        """Refuse what the hook of a client has set for the next ones, which have been trained already.
-
-        Raises:
-            OnlySequentialError: Naming the setting and the client.
-        """
+        """Refuse what the hook of a client has set for the next ones, which have been trained already."""
         for kind, name in _differing(self._after, self._now(with_data=True)):
             raise OnlySequentialError(
                 f"engine='vectorized' cannot give each client its own settings: on_client_end changes"
@@ -197,7 +178,7 @@ class ClientSettings:
         found["trainer", "fit_loop.corrected_clip"] = describe(trainer.fit_loop.corrected_clip)
         if with_data and trainer.datamodule is not None:  # by identity: it may hold all the data
             data = vars(trainer.datamodule).items()
-            found |= {("trainer", f"{_DATA}{key}"): mark(value, self._held) for key, value in data if key != "trainer"}
+            found |= {("trainer", _DATA + key): describe(value, self._held) for key, value in data if key != "trainer"}
         return found
 
 
@@ -206,9 +187,6 @@ class HeldSettings:
 
     Values are held as they are: attributes, the contents of lists, dicts and sets, and the numbers in tensors. What
     hooks do elsewhere cannot be taken back.
-
-    Args:
-        prepared: The module, the wrapped optimizer and the method.
     """
 
     def __init__(self, prepared: PreparedModule) -> None:
@@ -222,31 +200,24 @@ class HeldSettings:
         ]
         parts = [(name, part) for name, part in parts_of(prepared.module) if not isinstance(part, METRICS)]
         methods = [part for _, part in _methods(prepared)]
-        self._objects = Snapshot([*(part for _, part in parts), *methods, *callbacks])
-        self._groups = Snapshot([])
+        self._snapshot = Snapshot([*(part for _, part in parts), *methods, *callbacks])
         for group in prepared.optimizer.param_groups:  # each by itself, however many parameters there are
-            self._groups.hold(group)
+            self._snapshot.hold(group)
         datamodule = trainer.datamodule
         self._data = {} if datamodule is None else dict(vars(datamodule))  # what it has made may stay
         self._of_trainer = {name: getattr(trainer, name) for name in _TRAINER}
         self._clip = trainer.fit_loop.corrected_clip
         self._requires_grad = [(p, p.requires_grad) for p in prepared.module.parameters()]
         trained = set(map(id, prepared.flat.params))
-        tensors: list[tuple[str, Tensor]] = [
-            (name, p) for name, p in prepared.module.named_parameters() if id(p) not in trained
-        ]
+        parameters: Any = prepared.module.named_parameters()
+        tensors: list[tuple[str, Tensor]] = [(name, p) for name, p in parameters if id(p) not in trained]
         tensors += [(name, t) for (_, name), t in attribute_tensors(parts) if not isinstance(t, nn.Parameter)]
         self._small = [(tensor, tensor.detach().clone()) for _, tensor in tensors if tensor.numel() <= _COPIED]
         self._large = [(name, tensor, numbers_in(tensor)) for name, tensor in tensors if tensor.numel() > _COPIED]
 
     def put_back(self) -> None:
-        """Put everything back.
-
-        Raises:
-            FederatedError: If a large tensor has been changed, of which there is no copy.
-        """
-        self._objects.put_back()
-        self._groups.put_back()
+        """Put everything back; refuse a large tensor that has been changed, of which there is no copy."""
+        self._snapshot.put_back()
         if self._data:
             vars(self._trainer.datamodule).clear()
             vars(self._trainer.datamodule).update(self._data)

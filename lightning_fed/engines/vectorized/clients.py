@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from lightning_fed.compat.package import pl
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.types import State, Vector
 from lightning_fed.server.client_states.state import Stacked
 
-__all__ = ["ChunkMeans", "ChunkMemory", "Clients", "default_chunk_size", "log_means", "of_each", "stack_states"]
+__all__ = ["ChunkMeans", "ChunkMemory", "Clients", "default_chunk_size", "of_each", "stack_states"]
 
 _Entry: TypeAlias = tuple[Sequence[int], Tensor, float]  # clients, a value of each, and its weight
 _Sums: TypeAlias = tuple[list[float], list[float]]  # by client: of values times weights, and of weights
@@ -21,70 +20,47 @@ _SMALL = 2**16  # parameters, up to which a CPU runs several clients at once
 
 
 class Clients:
-    """Some clients of a chunk that step together.
+    """Clients of a chunk that step together, those of some rows of the chunk's parameters [S, P].
 
     Tensors of one client have their own shapes; those of several have one dimension more, the first. Whatever is
     written for one client is :meth:`each` client's.
-
-    Args:
-        y: The parameters of all clients of the chunk [S, P].
-        rows: Which of them these are; parameters of rows that are no range are copies.
-        layout: The parameters' shapes.
-
-    Attributes:
-        count: Their number, n.
-        is_one: Whether it is a single client.
-        y: Their parameters [n, P], [P] of one.
-        views: The same once per parameter, [n, *shape], [*shape] of one.
     """
 
     def __init__(self, y: Tensor, rows: Sequence[int], layout: Layout) -> None:
         self.rows, self.count, self._layout = rows, len(rows), layout
         self.is_one = len(rows) == 1
-        self._at: int | slice | Tensor = rows[0]
+        self.at: int | slice | Tensor = rows[0]  # indexes tensors of the chunk's clients [S, ...]
         if not self.is_one:
-            self._at = slice(rows.start, rows.stop) if isinstance(rows, range) else torch.tensor(rows, device=y.device)
-        self.y = y[self._at]
+            self.at = slice(rows.start, rows.stop) if isinstance(rows, range) else torch.tensor(rows, device=y.device)
+        self.y = y[self.at]  # [n, P], [P] of one; a copy where rows are no range
         self.views = self._cut(self.y)
 
     def of(self, stacked: Iterable[Tensor]) -> list[Tensor]:
         """Return these clients' part of tensors of the chunk's clients [S, ...]."""
-        return [value[self._at] for value in stacked]
+        return [value[self.at] for value in stacked]
 
     def cut(self, stacked: Tensor) -> list[Tensor]:
         """Return these clients' part of vectors of the chunk's clients [S, P], once per parameter."""
-        return self._cut(stacked[self._at])
-
-    def put(self, stacked: Tensor, columns: Sequence[Tensor]) -> None:
-        """Write vectors of these clients, given once per parameter, into those of the chunk's [S, P]."""
-        shape = (-1,) if self.is_one else (self.count, -1)
-        stacked[self._at] = torch.cat([column.reshape(shape) for column in columns], dim=-1)
-
-    def put_states(self, stacked: Tensor, values: Tensor) -> None:
-        """Write what is no vector of these clients into that of the chunk's [S, ...]."""
-        stacked[self._at] = values
+        return self._cut(stacked[self.at])
 
     def _cut(self, part: Tensor) -> list[Tensor]:
         return self._layout.views(part) if self.is_one else self._layout.stacked_views(part)
 
-    def each(self, function: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
-        """Return a function of one client's tensors as one of all of theirs: itself for one, mapped for several.
+    def put(self, stacked: Tensor, columns: Sequence[Tensor]) -> None:
+        """Write vectors of these clients, given once per parameter, into those of the chunk's [S, P]."""
+        shape = (-1,) if self.is_one else (self.count, -1)
+        stacked[self.at] = torch.cat([column.reshape(shape) for column in columns], dim=-1)
 
-        Args:
-            function: The function.
-            in_dims: As for ``vmap``: 0 for arguments that are the clients' own, None for those that all share.
-        """
+    def each(self, function: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
+        """Return a function of one client's tensors as one of all of theirs: itself for one, mapped for several."""
         return function if self.is_one else vmap(function, in_dims=in_dims, randomness="different")
 
 
 def default_chunk_size(y: Vector) -> int:
-    """Return how many clients to run at once.
+    """Return how many clients with parameters [P] to run at once.
 
     On a CPU one at a time is fastest unless the model is small: its parameters stay in the cache then. On a GPU as many
     as fit its memory.
-
-    Args:
-        y: The parameters [P].
     """
     if y.device.type == "cpu":
         return min(128, 2**20 // y.numel()) if y.numel() <= _SMALL else 1
@@ -94,13 +70,7 @@ def default_chunk_size(y: Vector) -> int:
 
 
 class ChunkMemory:
-    """Memory for the parameters of a chunk's clients and for their changes, the same for every chunk.
-
-    Args:
-        layout: The parameters' shapes.
-        count: The most clients of a chunk, S.
-        like: A vector [P] of the type and the device that the parameters have.
-    """
+    """Memory for the parameters and changes [S, P] of up to S clients of a chunk, the same for every chunk."""
 
     def __init__(self, layout: Layout, count: int, like: Vector) -> None:
         self.layout = layout
@@ -116,11 +86,7 @@ class ChunkMemory:
 
 
 class ChunkMeans:
-    """Collect the values of a chunk's steps; they are looked at once, at the end.
-
-    Args:
-        count: The number of clients.
-    """
+    """Collect the values of a chunk's steps; they are looked at once, at the end."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -136,14 +102,9 @@ class ChunkMeans:
         values: Mapping[str, Tensor],
         sizes: Mapping[str, float | None],
     ) -> None:
-        """Add a step of some clients on batches of one size.
+        """Add the losses and logged values of some clients' step on batches of so many examples.
 
-        Args:
-            clients: Whose step it is.
-            examples: The examples in each batch.
-            loss: The loss of each.
-            values: What each logged, by name.
-            sizes: The batch size that each value was logged with; None stands for the examples.
+        ``sizes`` are the batch sizes that the values were logged with; None stands for the examples.
         """
         self._losses.append((clients, loss, examples))
         for name, value in values.items():
@@ -183,12 +144,7 @@ class ChunkMeans:
         return [loss for step in steps for client, loss in step if client == row]
 
     def add_to(self, means: dict[str, tuple[float, float]], without: Collection[int] = ()) -> None:
-        """Add what the chunk's clients logged to the sums of the round, of values times examples and of examples.
-
-        Args:
-            means: The sums of the round, by name.
-            without: The rows of clients that are left out.
-        """
+        """Add what clients logged, but for some rows, to the round's sums of values times examples and of examples."""
         for name, (totals, weights) in self._sums.items():
             for row in without:
                 totals[row], weights[row] = 0.0, 0
@@ -198,13 +154,7 @@ class ChunkMeans:
 
 
 def of_each(function: Callable[..., Any], arguments: tuple[Any, ...], count: int) -> Any:
-    """Call a function of one client's tensors for every client of a chunk.
-
-    Args:
-        function: The function; tensors may come and go in dictionaries and tuples.
-        arguments: Its arguments, stacked [S, ...].
-        count: The number of clients, S.
-    """
+    """Call a function of one client's tensors, in dicts and tuples, with those of all clients, stacked [S, ...]."""
     if count > 1:
         return vmap(function)(*arguments)
     return _each_tensor(lambda value: value[None], function(*_each_tensor(lambda value: value[0], arguments)))
@@ -228,23 +178,3 @@ def stack_states(states: Sequence[State], order: Sequence[int]) -> State:
         is_ordered = list(order) == list(range(len(order)))
         return {name: value if is_ordered else value[list(order)] for name, value in states.together.items()}
     return {name: torch.stack([states[i][name] for i in order]) for name in states[order[0]]}
-
-
-def log_means(
-    trainer: pl.Trainer, means: Mapping[str, tuple[float, float]], options: Mapping[str, dict[str, Any]]
-) -> None:
-    """Hand a round's means to Lightning, each as one value with the weight of its examples.
-
-    Args:
-        trainer: The trainer.
-        means: The sums of values times examples and of examples, by name.
-        options: What ``self.log`` was given beside name and value, by name.
-    """
-    module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
-    previous, module._current_fx_name = module._current_fx_name, "training_step"
-    with results.of_client(module):
-        for name, (total, weight) in means.items():
-            value = torch.tensor(total / weight, dtype=torch.float64)
-            module.log(name, value, **{**options[name], "batch_size": weight})
-    results.close_client()
-    module._current_fx_name = previous

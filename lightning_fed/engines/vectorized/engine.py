@@ -26,7 +26,6 @@ from lightning_fed.engines.vectorized.clients import (
     ChunkMeans,
     ChunkMemory,
     default_chunk_size,
-    log_means,
     stack_states,
 )
 from lightning_fed.engines.vectorized.full_gradients import FullGradients, add_decay
@@ -34,21 +33,15 @@ from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.optimizer import Clipping
 from lightning_fed.engines.vectorized.schedule import Schedule
 from lightning_fed.engines.vectorized.trial import Trial, check_settings, hooked_parameter
-from lightning_fed.server.participation import Participant
 
 __all__ = ["VectorizedEngine"]
 
 
 class VectorizedEngine(Engine):
-    """Run the clients of a chunk at once, on stacked parameters; docs/architecture.md tells the way of a batch.
+    """Run the clients of a chunk at once, on stacked parameters; docs/architecture.md shows the way of a batch.
 
-    Args:
-        chunk_size: How many clients are run at once; None chooses by the size of the model.
-        prepared: What every engine takes.
-        make_sequential: Makes the sequential engine, to find out who is to blame for an error.
-
-    Raises:
-        FederatedError: If settings, hooks or optimizer cannot be run for several clients at once.
+    ``chunk_size=None`` chooses by the size of the model. The sequential engine, which ``make_sequential`` makes, finds
+    out who is to blame for an error.
     """
 
     name = "vectorized"
@@ -68,11 +61,7 @@ class VectorizedEngine(Engine):
         self._logged: dict[str, tuple[float, float]] = {}  # see ChunkMeans.add_to
 
     def try_out(self, plan: WorkPlan) -> None:
-        """Refuse a module that cannot be run on several clients at once, by a step on a client's first batch.
-
-        Raises:
-            FederatedError: Naming what the module does, and the way out.
-        """
+        """Refuse a module that cannot be run on several clients at once, by a step on a client's first batch."""
         if not any(plan.epochs) and not self.algorithm.full_grad_at:
             return  # there is nothing to do
         plan = plan if any(plan.epochs) else replace(plan, epochs=(1,))
@@ -83,11 +72,7 @@ class VectorizedEngine(Engine):
         self.changes.remember()
 
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:
-        """Try the module out again, and forget its traces, if an attribute of it or of the method has changed.
-
-        Raises:
-            FederatedError: If it can no longer be run on several clients at once.
-        """
+        """Try the module out again, and forget its traces, if an attribute of it or of the method has changed."""
         if self.trainer.accumulate_grad_batches != 1 or hooked_parameter(self.trainer.lightning_module) is not None:
             check_settings(self)  # a callback has changed it
         self.step.begin_round()
@@ -119,19 +104,11 @@ class VectorizedEngine(Engine):
         return self.flat.y if self._row is None else self._row[0].shared[self._row[1]]
 
     def client_started(self, client_id: ClientId) -> None:
-        """Refuse what ``on_client_start`` has set for one client only.
-
-        Raises:
-            OnlySequentialError: Naming the setting and the client.
-        """
+        """Refuse what ``on_client_start`` has set for one client only."""
         self.settings.client_started(client_id)
 
     def check_hooks(self, plans: Sequence[WorkPlan]) -> None:
-        """Take in what hooks have set for all clients alike, before those of a chunk work.
-
-        Raises:
-            OnlySequentialError: If they have not set the same, or the module cannot be vectorized with it.
-        """
+        """Take in what hooks have set for all clients alike, before those of a chunk work; refuse anything else."""
         if not self.settings.is_needed:
             return
         kinds = self.settings.check([plan.participant.client_id for plan in plans])
@@ -147,11 +124,7 @@ class VectorizedEngine(Engine):
             raise OnlySequentialError(str(error)) from error
 
     def client_ended(self, client_id: ClientId) -> None:
-        """Refuse what ``on_client_end`` has set for clients that have been trained already.
-
-        Raises:
-            OnlySequentialError: Naming the setting and the client.
-        """
+        """Refuse what ``on_client_end`` has set for clients that have been trained already."""
         self.settings.client_ended(client_id)
 
     def point_to(self, result: ChunkResult, row: int) -> None:
@@ -162,11 +135,7 @@ class VectorizedEngine(Engine):
     def run(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
     ) -> ChunkResult:
-        """Train the clients of a chunk; see :meth:`lightning_fed.engines.base.Engine.run`.
-
-        Raises:
-            OnlySequentialError: If something goes wrong that does not when they are trained one by one.
-        """
+        """Train the clients of a chunk; blame the engine for an error that they do not have when trained one by one."""
         try:
             return self._run(inputs, plans, clients, solvers)
         except ClientError as error:
@@ -208,8 +177,18 @@ class VectorizedEngine(Engine):
         if self.settings.is_needed:
             self.settings.worked()
         seconds = (time.perf_counter() - started) / len(plans)
+        loss, metrics = means.of_clients()
+        norms, faults = torch.linalg.vector_norm(delta, dim=1).tolist(), dict[int, ClientError]()
+        reports = [
+            ClientReport(who.client_id, who.size, who.steps, loss[row], metrics[row], norms[row], seconds)
+            for row, who in enumerate(participants)
+        ]
         asked = sorted(range(len(plans)), key=order.__getitem__)
-        reports, faults = self._reports(inputs.round, participants, asked, means, delta, seconds)
+        for row in asked:
+            if not math.isfinite(norms[row] + loss[row]):
+                fault = fault_of(reports[row], means.losses_of(row), inputs.round)
+                if fault is not None:
+                    faults[row] = fault
         means.add_to(self._logged, faults)
         return ChunkResult(
             participants=participants,
@@ -225,14 +204,9 @@ class VectorizedEngine(Engine):
         )
 
     def _check_alone(self, cause: BaseException | None, round: int, one_by_one: Callable[[Engine], list[Any]]) -> None:
-        """Find out who is to blame for an error: the engine, if clients do the same work without it one by one.
+        """Blame this engine for an error if the sequential one does the same work without it, client by client.
 
         A trial step sees one shape of batch, and others may fail in the work itself.
-
-        Args:
-            cause: The error.
-            round: The round.
-            one_by_one: Lets an engine do the work, client by client.
         """
         if cause is None or isinstance(cause, FederatedError):
             return
@@ -250,38 +224,10 @@ class VectorizedEngine(Engine):
             " engine='sequential', or 'auto'."
         ) from cause
 
-    def _reports(
-        self,
-        round: int,
-        participants: Sequence[Participant],
-        asked: Sequence[int],
-        means: ChunkMeans,
-        delta: Tensor,
-        seconds: float,
-    ) -> tuple[list[ClientReport], dict[int, ClientError]]:
-        """Return what each client did, given the changes [S, P], and what is wrong with the clients of some rows."""
-        loss, metrics = means.of_clients()
-        norms, faults = torch.linalg.vector_norm(delta, dim=1).tolist(), dict[int, ClientError]()
-        reports = [
-            ClientReport(who.client_id, who.size, who.steps, loss[row], metrics[row], norms[row], seconds)
-            for row, who in enumerate(participants)
-        ]
-        for row in asked:
-            if math.isfinite(norms[row] + loss[row]):
-                continue
-            fault = fault_of(reports[row], means.losses_of(row), round)
-            if fault is not None:
-                faults[row] = fault
-        return reports, faults
-
     def each_full_gradients(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan]
     ) -> Iterator[tuple[WorkPlan, State | ClientError]]:
-        """Yield the full-batch gradients of clients, at once where all of a chunk have one batch of the same size.
-
-        Raises:
-            OnlySequentialError: If something goes wrong that does not when clients take them one by one.
-        """
+        """Yield the full-batch gradients of clients, at once where all of a chunk have one batch of the same size."""
         for chunk in self.chunks(plans):
             found = self._gradients_at_once(inputs, chunk)
             if found is not None:
@@ -340,7 +286,14 @@ class VectorizedEngine(Engine):
 
     def end_round(self) -> None:
         """Hand the means of what clients logged to Lightning, each as one value with the weight of its examples."""
-        log_means(self.trainer, self._logged, self.step.options)
+        module, results = self.trainer.lightning_module, self.trainer.fit_loop.epoch_loop._results
+        previous, module._current_fx_name = module._current_fx_name, "training_step"
+        with results.of_client(module):
+            for name, (total, weight) in self._logged.items():
+                value = torch.tensor(total / weight, dtype=torch.float64)
+                module.log(name, value, **{**self.step.options[name], "batch_size": weight})
+        results.close_client()
+        module._current_fx_name = previous
         self.changes.end_round()
         self._logged, self._row = {}, None
 

@@ -20,23 +20,16 @@ _EXAMPLES = (5, 3, 2)  # in the batches with which a trace is made that takes an
 
 
 class FullGradients:
-    """Sums of gradients over batches at a fixed point, as traces that add to them.
-
-    Args:
-        module: The module's step.
-    """
+    """Sums of gradients over batches at a fixed point, as traces that add to them."""
 
     def __init__(self, module: ModuleStep) -> None:
         self.module = module
         self.layout = module.flat.layout
 
     def of_one(self, point: Vector, batches: Iterable[tuple[Any, int]], size: int) -> Vector | None:
-        """Return the mean gradient [P] over one client's examples, None if it cannot be traced.
+        """Return the mean gradient [P] over a client's batches of ``size`` examples, None if it cannot be traced.
 
-        Args:
-            point: The parameters [P].
-            batches: (batch, examples in it) pairs, on the device.
-            size: The number of examples.
+        ``batches`` are (batch, examples in it) pairs, on the device.
         """
         total = torch.zeros_like(point)
         for batch, examples in batches:
@@ -48,12 +41,7 @@ class FullGradients:
         return total
 
     def of_many(self, point: Vector, leaves: Sequence[Tensor]) -> Tensor | None:
-        """Return the gradients [S, P] of several clients on a batch each, None if they cannot be traced.
-
-        Args:
-            point: The parameters [P].
-            leaves: The tensors of their batches, stacked [S, B, ...]; each batch is a list of them.
-        """
+        """Return the gradients [S, P] of clients on a batch each, a list of tensors, None if they cannot be traced."""
         total = point.new_zeros(len(leaves[0]), len(point))
         return total if self._add(total, point, leaves, list, 1.0) else None
 

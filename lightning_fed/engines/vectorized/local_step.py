@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_fed.core.rounds import Step
 from lightning_fed.core.seeds import capture_random_state
 from lightning_fed.core.tracked_state import TrackedState
-from lightning_fed.core.types import State, Vector
+from lightning_fed.core.types import State
 from lightning_fed.engines.base import per_parameter
 from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
@@ -27,23 +27,14 @@ _Clip: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 
 
 class StepInput(NamedTuple):
-    """Inputs of one client's local step; with a leading client dimension if there are several.
+    """Inputs of one client's local step; with a leading client dimension if there are several."""
 
-    Attributes:
-        y: Its parameters, one tensor each.
-        leaves: The tensors of its batch.
-        own: What the method may read that is its own.
-        local: Its states of this round.
-        shared: What the method may read that is the same for all clients.
-        point: The parameters at the anchor, the same for all clients; none if the method has no anchor.
-    """
-
-    y: Sequence[Tensor]
-    leaves: Sequence[Tensor]
-    own: Sequence[Tensor]
-    local: State
-    shared: Sequence[Tensor]
-    point: Sequence[Tensor]
+    y: Sequence[Tensor]  # its parameters, one tensor each
+    leaves: Sequence[Tensor]  # the tensors of its batch
+    own: Sequence[Tensor]  # what the method may read that is its own
+    local: State  # its states of this round
+    shared: Sequence[Tensor]  # what the method may read that is the same for all clients
+    point: Sequence[Tensor]  # the parameters at the anchor, the same for all clients; none if the method has no anchor
 
 
 DIMS: Any = StepInput(y=0, leaves=0, own=0, local=0, shared=None, point=None)  # type: ignore[arg-type]
@@ -51,27 +42,16 @@ DIMS: Any = StepInput(y=0, leaves=0, own=0, local=0, shared=None, point=None)  #
 
 
 class StepOutput(NamedTuple):
-    """Results of a local step, before parameters move.
+    """Results of a local step, before parameters move."""
 
-    Attributes:
-        directions: One tensor per parameter.
-        local: The states of this round after the step, once per parameter; none if they stay as they are.
-        loss: The loss.
-        values: What was logged, by name.
-    """
-
-    directions: list[Tensor]
-    local: list[State]
+    directions: list[Tensor]  # one per parameter
+    local: list[State]  # the states of this round after the step, once per parameter; none if they stay as they are
     loss: Tensor
-    values: dict[str, Tensor]
+    values: dict[str, Tensor]  # what was logged, by name
 
 
 class LocalStep:
     """The local step of the clients of a chunk, who are put where the method lets their work start.
-
-    Args:
-        module: The module's step.
-        work: The clients' work.
 
     Attributes:
         shared: What the method may read in all steps that is the same for all clients; nothing if it reads nothing.
@@ -94,7 +74,12 @@ class LocalStep:
         if self._reads:
             self._read()
         if starts:
-            self._start()
+            start: Any = of_each(
+                lambda own, local: self.algorithm.start(work.inputs.x, self._whole(self.shared, own, local)),
+                (tuple(self.own), self.local),
+                len(work.y),
+            )
+            work.shared.copy_(start)
 
     def _read(self) -> None:
         """Lay out what the method may read, as tensors in a fixed order."""
@@ -112,14 +97,6 @@ class LocalStep:
         shapes += [(value.shape[1:], value.dtype) for value in self.own]
         self.key = (*map(tuple, names), *shapes)
 
-    def _start(self) -> None:
-        x, work = self.work.inputs.x, self.work
-
-        def start_one(own: Sequence[Tensor], local: State) -> Vector:
-            return self.algorithm.start(x, self._whole(self.shared, own, local))
-
-        work.shared.copy_(of_each(start_one, (tuple(self.own), self.local), len(work.y)))
-
     # ------------------------------------------------------------------ the step
 
     def __call__(
@@ -132,12 +109,7 @@ class LocalStep:
     ) -> StepOutput:
         """Take a step of one client, as a function of tensors.
 
-        Args:
-            gradient: Takes gradients of the module's loss.
-            given: What the step starts from.
-            spec: What puts the batch together.
-            batch_idx: Its index in the local epoch.
-            draw_again: Lets random layers draw what they drew before.
+        Before the second gradient, ``draw_again`` lets random layers draw what they drew for the first.
         """
         found, loss, values = gradient(given.y, given.leaves, spec, batch_idx)
         g = self._completed(found, given.y, self._own_clip)
@@ -178,12 +150,7 @@ class LocalStep:
         return directions
 
     def untraced(self, clients: Clients, group: BatchGroup) -> StepOutput:
-        """Take a step of some clients on their batches, as PyTorch runs it.
-
-        Args:
-            clients: The clients.
-            group: Their batches.
-        """
+        """Take a step of some clients on their batches, as PyTorch runs it."""
         module, point, draw_again, dims = self.module, self.point(self.shared), None, DIMS
         gradient: Gradient = module.own_gradient if clients.is_one else module.gradient
         if (point or self.looks_ahead) and module.is_random:

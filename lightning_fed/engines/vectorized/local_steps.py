@@ -24,35 +24,18 @@ _CLIENTS = (5, 7)  # numbers of clients with which a trace that takes any is mad
 
 @dataclass(slots=True)
 class _Bound:
-    """A trace for some clients and one kind of batches, with what stays as it is from step to step.
-
-    Attributes:
-        trace: The trace.
-        rest: What it takes after parameters, batch and states of this round.
-        moving: The parameters whose directions have a constant part.
-        constant: These parts.
-        unused: The parameters that stand still, since the losses do not depend on them.
-        sizes: The batch sizes of what is logged on such batches; None until a step was taken with the trace, and
-            compared with the module's where that is due.
-    """
+    """A trace for some clients and one kind of batches, with what stays as it is from step to step."""
 
     trace: Trace
-    rest: Sequence[Any]
-    moving: list[Tensor]
-    constant: list[Tensor]
-    unused: frozenset[int]
-    sizes: Sizes | None = None
+    rest: Sequence[Any]  # what it takes after parameters, batch and states of this round
+    moving: list[Tensor]  # the parameters whose directions have a constant part
+    constant: list[Tensor]  # these parts
+    unused: frozenset[int]  # the parameters that stand still, since the losses do not depend on them
+    sizes: Sizes | None = None  # of what is logged on such batches; None until a step is taken, and compared if due
 
 
 class LocalSteps:
-    """Takes the local steps of the clients of a chunk.
-
-    Args:
-        module: The module's step.
-        work: The clients' work.
-        batch_size: The examples in a full batch; None where batches have no size in common.
-        means: Takes losses, and what is logged.
-    """
+    """Takes the local steps of the clients of a chunk; ``batch_size`` is None where batches have no size in common."""
 
     def __init__(self, module: ModuleStep, work: ChunkWork, batch_size: int | None, means: ChunkMeans) -> None:
         self.module, self.work, self.batch_size, self.means = module, work, batch_size, means
@@ -63,13 +46,7 @@ class LocalSteps:
         self._of_chunk: dict[Trace, tuple[Sequence[Tensor | None], Sequence[Tensor]]] = {}  # see _once
 
     def run(self, clients: Clients, groups: Sequence[BatchGroup], may_trace: bool) -> None:
-        """Take a step.
-
-        Args:
-            clients: The clients at work.
-            groups: Their batches.
-            may_trace: Whether batches of these shapes come often enough for a trace.
-        """
+        """Take a step of clients on their batches, whose shapes come often enough for a trace if it may trace."""
         if len(groups) == 1 and may_trace and self._may_trace and self.module.traces.allowed:
             (group,) = groups
             key = (clients.rows, group.kind)
@@ -209,7 +186,7 @@ class LocalSteps:
         stacked = [(count, *shape) for shape in self.work.layout.shapes]
         if once or any(part is not None and part.shape != shape for part, shape in zip(sums, stacked, strict=False)):
             return trace.once([*step.shared, *clients.of(step.own)])
-        return [None if part is None else clients.of([part])[0] for part in sums], once
+        return [None if part is None else part[clients.at] for part in sums], once
 
     def _run_traced(self, bound: _Bound, clients: Clients, group: BatchGroup) -> bool:
         """Take a step through its trace; return False, with nothing changed, if the trace is wrong."""
@@ -219,27 +196,22 @@ class LocalSteps:
                 return False
         else:
             found = self._call(bound, clients, group)
-        directions, loss, values = found
+        results, loss, values = found
         assert bound.sizes is not None
         if bound.moving:
             torch._foreach_add_(bound.moving, bound.constant, alpha=self._rate)
-        if directions:
-            self._move(bound, clients, directions)
+        if results:  # directions, and new states of this round
+            n, names = len(clients.views), list(self.step.local)
+            if self.step.advances:  # before the move: they may be parameters as they are now
+                new, count = iter(results[n:]), self.module.flat.num_shared
+                self.work.keep_local(clients, [{name: next(new) for name in names} for _ in range(count)])
+            self.work.move(clients, results[:n], bound.unused)
         self.means.add(group.clients, group.examples, loss, values, bound.sizes)
         return True
 
     def _call(self, bound: _Bound, clients: Clients, group: BatchGroup) -> Found:
         local = clients.of(self.step.local.values()) if self.step.local else ()
         return bound.trace(*clients.views, *group.leaves, *local, *bound.rest)
-
-    def _move(self, bound: _Bound, clients: Clients, results: Sequence[Tensor]) -> None:
-        """Move clients whose trace returns directions, and keep the new states of this round that come with them."""
-        n, names = len(clients.views), list(self.step.local)
-        if self.step.advances:  # before the move: they may be parameters as they are now
-            new = iter(results[n:])
-            count = self.module.flat.num_shared
-            self.work.keep_local(clients, [{name: next(new) for name in names} for _ in range(count)])
-        self.work.move(clients, results[:n], bound.unused)
 
     # ------------------------------------------------------------------ traces and the module
 
@@ -249,8 +221,7 @@ class LocalSteps:
         A trace for any number of examples is compared on batches of every size, since numbers that Python makes of the
         size may differ in a way that the sizes it was made with do not show. Such a size runs untraced.
 
-        Returns:
-            None, with nothing changed, if the trace is wrong, or fails.
+        Return None, with nothing changed, if the trace is wrong, or fails.
         """
         module, trace, kind = self.module, bound.trace, kinds(group.first)
         is_new = kind not in trace.checked
@@ -268,8 +239,12 @@ class LocalSteps:
             loss, values = _of_first(found, clients)
             what = self._difference(loss, values, expected, trace.checked.get(kind))
             if what is None and (name := module.other_value(values, expected.values)) is not None:
+                # an accuracy may hang on how several clients at once round: the function that was traced tells
                 clients.y.copy_(before)
-                if self._is_untraced_value(name, values, clients, group):
+                with torch.no_grad():
+                    again = self._function(clients, group, *self._inputs(clients, group, 0))
+                untraced = _of_first(again, clients)[1]
+                if name in untraced and module.agrees(values[name], untraced[name]):
                     found = self._call(bound, clients, group)
                 else:
                     what = f"gives another value of self.log({name!r}, ...)"
@@ -294,11 +269,7 @@ class LocalSteps:
     ) -> str | None:
         """Return what the module does differently from its trace, apart from the values that it logs; None if nothing.
 
-        Args:
-            loss: The loss of the first client that the trace gives.
-            values: What that client logs.
-            expected: What the module gives.
-            sizes: The batch sizes that it gave for such batches before, if it was called before.
+        ``sizes`` are the batch sizes that the module logged with on such batches before, if there were any.
         """
         if not self.module.agrees(loss, expected.loss):
             return "gives another loss"
@@ -308,16 +279,6 @@ class LocalSteps:
             if sizes is not None and size != sizes[name]:
                 return f"gives another batch_size of self.log({name!r}, ...)"
         return None
-
-    def _is_untraced_value(self, name: str, values: dict[str, Tensor], clients: Clients, group: BatchGroup) -> bool:
-        """Whether a logged value is that of the very function that was traced, as it runs without a trace.
-
-        Several clients at once round otherwise than the module does for one, and an accuracy may hang on that.
-        """
-        with torch.no_grad():
-            again = self._function(clients, group, *self._inputs(clients, group, 0))
-        _, of_first = _of_first(again, clients)
-        return name in of_first and self.module.agrees(values[name], of_first[name])
 
 
 def _of_first(found: Found, clients: Clients) -> tuple[Tensor, dict[str, Tensor]]:

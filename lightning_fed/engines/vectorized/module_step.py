@@ -40,16 +40,10 @@ Sizes: TypeAlias = dict[str, float | None]
 
 
 class OwnStep(NamedTuple):
-    """What a step of the module itself gives, beside gradients.
-
-    Attributes:
-        loss: The loss [].
-        values: What it logs, by name, each [].
-        sizes: The batch size of each value.
-    """
+    """What a step of the module itself gives, beside gradients."""
 
     loss: Tensor
-    values: dict[str, Tensor]
+    values: dict[str, Tensor]  # what it logs, by name
     sizes: Sizes
 
 
@@ -67,10 +61,6 @@ class _Step(nn.Module):
 class ModuleStep:
     """Gradients of ``training_step`` for one client: as a pure function, to be mapped and traced, and the module's own.
 
-    Args:
-        trainer: The trainer, with its module attached.
-        flat: The trainable parameters.
-
     Attributes:
         traces: The traces of functions that call it.
         is_random: Whether the step draws random numbers.
@@ -85,7 +75,7 @@ class ModuleStep:
         self.is_random = False
         self.compared: set[Trace] = set()
         module = self.module = trainer.lightning_module
-        self.reads_index = _reads(module.training_step, _index_of(module.training_step))
+        self.reads_index = _reads_index(module.training_step)
         with trainer.precision_plugin.train_step_context():
             self.traces = Traces(torch.get_default_dtype(), rank_zero_warn)
         self._call = _Step(module)
@@ -108,22 +98,12 @@ class ModuleStep:
     # ------------------------------------------------------------------ gradients of one client
 
     def gradient(
-        self,
-        point: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-        spec: Any,
-        batch_idx: int = 0,
+        self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int = 0
     ) -> tuple[Sequence[Tensor], Tensor, dict[str, Tensor]]:
         """Return gradients, loss and logged values as a pure function of tensors, for ``vmap`` and for traces.
 
         ``torch.func.grad`` would do the same in a way that could be differentiated again, for which some operations
         have a formula of many steps instead of a kernel: the backward pass of a group norm takes twenty passes.
-
-        Args:
-            point: One tensor per parameter, [*shape].
-            leaves: The tensors of the batch.
-            spec: What puts the batch together.
-            batch_idx: Its index in the local epoch.
         """
 
         def loss_at(*at: Tensor) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
@@ -211,11 +191,7 @@ class ModuleStep:
         return None
 
     def give_up(self, what: str) -> Literal[False]:
-        """Use no trace from here on and warn, as the module does something else than its trace; return False.
-
-        Args:
-            what: What it does.
-        """
+        """Use no trace from here on and warn, as the module does something else than its trace; return False."""
         return self.traces.forbid(
             f"{type(self.module).__name__}.training_step {what} than when it was traced, so it reads something beside"
             " self and the batch that changes. Local steps run untraced from here on, which is slower."
@@ -311,15 +287,11 @@ def _check_logged(name: str, value: Any, options: dict[str, Any]) -> None:
         )
 
 
-def _index_of(step: Callable[..., Any]) -> str:
-    """Return what ``training_step`` calls the index of the batch, its second argument."""
+def _reads_index(step: Callable[..., Any]) -> bool:
+    """Whether the own code of ``training_step`` reads the index of the batch; True where that cannot be told."""
     names = list(inspect.signature(step).parameters)
-    return "batch_idx" if "batch_idx" in names or len(names) < 2 else names[1]
-
-
-def _reads(function: Callable[..., Any], argument: str) -> bool:
-    """Whether a function's own code reads an argument; True where that cannot be told."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    argument = "batch_idx" if "batch_idx" in names or len(names) < 2 else names[1]
+    code = getattr(inspect.unwrap(step), "__code__", None)
     if code is None or argument not in code.co_varnames[: code.co_argcount]:
         return code is None or bool(code.co_flags & inspect.CO_VARARGS)
     read = (i.argval if isinstance(i.argval, tuple) else (i.argval,) for i in dis.get_instructions(code))

@@ -34,17 +34,11 @@ _SHARED = ("step", "mu_product")  # statistics that are no gradients', also wher
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """How gradients are clipped, client by client.
+    """How gradients are clipped, client by client."""
 
-    Attributes:
-        value: The largest norm, or the largest absolute value.
-        algorithm: "norm" or "value".
-        corrected: Whether the corrected gradient is clipped, instead of the client's own.
-    """
-
-    value: float
-    algorithm: str
-    corrected: bool
+    value: float  # the largest norm, or the largest absolute value
+    algorithm: str  # "norm" or "value"
+    corrected: bool  # whether the corrected gradient is clipped, instead of the client's own
 
     @staticmethod
     def of(trainer: pl.Trainer) -> "Clipping | None":
@@ -65,11 +59,7 @@ class Clipping:
 
 
 class StackedOptimizer:
-    """The user's local optimizer, stepping the parameters of the clients at work from a fresh state.
-
-    Args:
-        optimizer: The wrapped optimizer; it is left as it is.
-    """
+    """The user's local optimizer, stepping the parameters of the clients at work from a fresh state."""
 
     def __init__(self, optimizer: FederatedOptimizer) -> None:
         base = optimizer.base
@@ -87,13 +77,10 @@ class StackedOptimizer:
         solver: Sequence[dict[str, Tensor]] | None,
         skipped: frozenset[int],
     ) -> None:
-        """Move parameters along directions as the optimizer does.
+        """Move parameters along directions, which include coupled weight decay, as the optimizer does.
 
-        Args:
-            views: The parameters of the first clients of the chunk, no more than in the step before.
-            directions: Their directions, with coupled weight decay.
-            solver: Statistics of the method's own, per parameter, which are loaded before and dropped after.
-            skipped: Positions of the parameters that stand still.
+        ``views`` are those of the chunk's first clients, no more than in the step before. Statistics of the method's
+        own (``solver``, per parameter) are loaded before and dropped after. Parameters at ``skipped`` positions rest.
         """
         base = self._base
         if views is not self._views:

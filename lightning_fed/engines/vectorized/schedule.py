@@ -30,12 +30,7 @@ _SHARE = 8  # of the steps of a round so far, one in so many has batches of a sh
 
 
 class Schedule:
-    """Lets the clients of a chunk take their local steps.
-
-    Args:
-        engine: The engine that runs them.
-        module: The module's step.
-    """
+    """Lets the clients of a chunk take their local steps."""
 
     def __init__(self, engine: Engine, module: ModuleStep) -> None:
         self.trainer, self.seed, self.shuffle = engine.trainer, engine.seed, engine.shuffle
@@ -50,13 +45,9 @@ class Schedule:
     ) -> tuple[list[int], list[StepGroup]]:
         """Return the client of each row of the chunk, and the clients' steps.
 
-        All clients step whenever one does; on a CPU, if possible, in the order of :func:`interleaved`. That is faster
-        if their smaller batches come at different times: the traces are for full batches.
-
-        Args:
-            plans: The clients' work.
-            rows: Their batches, if all are rows of tensors of one kind.
-            is_bare: Whether a step leaves nothing behind but parameters; see :class:`StepPlan`.
+        All clients step whenever one does. On a CPU they follow the order of :func:`interleaved`, if a step leaves
+        nothing behind but parameters (``is_bare``) and batches are ``rows`` of tensors. That is faster if their smaller
+        batches come at different times: the traces are for full batches.
         """
         sizes, full = [[1] * plan.participant.steps for plan in plans], 1  # as if all batches were full
         if self.batch_size is not None and is_bare and self._is_interleaved(rows):
@@ -82,16 +73,7 @@ class Schedule:
         work: ChunkWork,
         means: ChunkMeans,
     ) -> None:
-        """Take all steps of the clients of a chunk.
-
-        Args:
-            inputs: What the server hands out.
-            plans: The clients' work, row by row of the chunk.
-            rows: Their batches, if all are rows of tensors of one kind.
-            steps: Their steps.
-            work: Their parameters and states.
-            means: Takes their losses, and what they log.
-        """
+        """Take all steps of the clients of a chunk, whose plans and rows of tensors come in the chunk's order."""
         module = self.module
         batches = self.batches(plans, rows, inputs.round, module.reads_index)
         if module.is_random or not rows:
@@ -114,14 +96,7 @@ class Schedule:
     def batches(
         self, plans: Sequence[WorkPlan], rows: Sequence[TensorBatches], round: int, by_index: bool
     ) -> RowBatches | AnyBatches:
-        """Return the batches of clients.
-
-        Args:
-            plans: Their work.
-            rows: Their batches, if all are rows of tensors of one kind.
-            round: The round.
-            by_index: Whether clients at different batch indices of their local epochs must be kept apart.
-        """
+        """Return the batches of clients; ``by_index`` keeps those at different indices of their epochs apart."""
         stream = partial(generator, self.seed, Purpose.BATCHES, round)
         if rows:
             return RowBatches(RowLookup(self.trainer, rows, self.data), plans, stream, self.shuffle, by_index)
@@ -134,13 +109,10 @@ class Schedule:
 
 
 class RecurringShapes:
-    """Counts the shapes of a round's batches, where these may be of any: padded texts differ from batch to batch.
+    """Counts the shapes of a round's batches, which may differ from batch to batch, as those of padded texts do.
 
-    A trace is made for one shape, in the time of hundreds of steps. Every round begins anew, whatever has been traced
-    before, so that a resumed run takes the same steps traced.
-
-    Args:
-        batch_size: The examples in a full batch; None where batches have no size in common.
+    A trace is made for one shape, in the time of hundreds of steps. Every round counts from zero, whatever has been
+    traced before, so that a resumed run takes the same steps traced.
     """
 
     def __init__(self, batch_size: int | None) -> None:
@@ -168,12 +140,9 @@ class RecurringShapes:
 def interleaved(sizes: Sequence[Sequence[int]], full: int) -> Iterator[StepGroup]:
     """Yield the clients' steps: on full batches all at once, on each smaller one its client alone, as it comes to it.
 
-    Every client takes its own steps in order; the order between clients does not affect the result. Clients whose
-    batches are alike all through take the smaller ones at once too.
-
-    Args:
-        sizes: The examples of each batch of every client; those with the most full batches come first.
-        full: The examples in a full batch.
+    Given are the examples of each batch of every client, those with the most full batches first. Every client takes its
+    steps in order; the order between clients does not affect the result. Clients whose batches are alike all through
+    take the smaller ones at once too.
     """
     at = [0] * len(sizes)  # the next batch of each
     active = len(sizes)

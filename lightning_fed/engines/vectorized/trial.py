@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
-from torchmetrics import Metric
 
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import ClientError, FederatedError
@@ -26,13 +25,12 @@ from lightning_fed.engines.vectorized.changes import (
     attribute_tensors,
     changed,
     class_data,
-    mark,
+    describe,
     marks,
     own_classes,
     own_tensors,
     parts_of,
     tensor_marks,
-    version_of,
 )
 from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep
 from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE
@@ -45,11 +43,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class StepState:
-    """The state of a module before a step: parameters, buffers, metrics, attributes and classes, of submodules too.
-
-    Args:
-        module: The module.
-    """
+    """The state of a module before a step: parameters, buffers, metrics, attributes and classes, of submodules too."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -58,7 +52,6 @@ class StepState:
         self._classes = own_classes(part for _, part in self._parts)
         self._tensors = tensor_marks(module, with_trained=True)
         self._attributes, self._of_classes = marks(module), self._class_marks()
-        self._metrics = {name: _metric_marks(part) for name, part in self._parts if isinstance(part, Metric)}
         held = [*own_tensors(self._parts), *attribute_tensors(self._parts)]
         self._values = [(key, value, value.detach().clone()) for key, value in held if _is_plain(value)]
         self._snapshot = Snapshot(part for _, part in self._parts)
@@ -67,17 +60,12 @@ class StepState:
             self._snapshot.hold(list(data.values()))
 
     def changed_tensor(self, kind: str) -> str | None:
-        """Return the name of a "buffer" or "parameter" that was assigned, changed in place, added or removed."""
+        """Return the name of a "buffer", "parameter" or "metric" that was assigned, written to, added or removed."""
         before, after = self._tensors, tensor_marks(self.module, with_trained=True)
         key = next((k for k in (*before, *after) if k[0] == kind and before.get(k) != after.get(k)), None)
         if key is None:  # `.data` changes values without notice
             key = next((k for k, value, was in self._values if k[0] == kind and not _same(value, was)), None)
         return None if key is None else key[1]
-
-    def changed_metric(self) -> str | None:
-        """Return the name of a metric object that was updated."""
-        parts = dict(self._parts)
-        return next((name for name, before in self._metrics.items() if _metric_marks(parts[name]) != before), None)
 
     def changed_attribute(self) -> str | None:
         """Return the name of an attribute of a module or of its class that has changed."""
@@ -93,7 +81,7 @@ class StepState:
         found.held = []
         for cls in self._classes:
             for key, value in class_data(cls).items():
-                found[cls.__qualname__, key] = mark(value, found.held)
+                found[cls.__qualname__, key] = describe(value, found.held)
         return found
 
     def restore(self) -> None:
@@ -122,32 +110,17 @@ def _same(value: Tensor, was: Tensor) -> bool:
     return value.is_floating_point() and torch.allclose(value, was, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def _metric_marks(metric: Any) -> Any:
-    states = ((name, getattr(metric, name)) for name in metric._defaults)
-    contents = ((name, id(s), version_of(s) if isinstance(s, Tensor) else len(s)) for name, s in states)
-    return metric._update_count, list(contents)
-
-
 class Trial:
-    """Try a module's ``training_step`` out on one batch; nothing of it remains.
-
-    Args:
-        step: The module's step, which learns from the trial whether it is random and may be traced.
-    """
+    """Try a module's ``training_step`` out on one batch, to learn whether it is random and may be traced."""
 
     def __init__(self, step: ModuleStep) -> None:
         self.step = step
         self.module = step.module
 
     def run(self, group: BatchGroup) -> None:
-        """Refuse the module if a step of two equal clients is not what two separate steps would do.
+        """Refuse the module if a step of two clients on one batch is not what two separate steps do; then restore it.
 
-        Args:
-            group: A client's batch, on the device.
-
-        Raises:
-            FederatedError: Naming what the module does that clients run at once cannot do, and the way out.
-            ClientError: If the batch gives no gradient to go by.
+        A gradient that is not finite raises ``ClientError``, since another client's batch may do.
         """
         step, batch = self.step, (group.leaves, group.spec, group.batch_idx)
         step.is_random = True  # as long as nobody knows
@@ -245,7 +218,7 @@ class Trial:
             raise self._refusal("it draws from Python's or NumPy's generator, once for all clients; draw from torch's")
 
     def _check_recurrent(self, layers: Iterable[nn.Module], shares_state: bool = False) -> None:
-        """Refuse a recurrent layer in which a step went wrong, and name what to change.
+        """Refuse a recurrent layer in which a step went wrong.
 
         A trained layer caches its weights, which stay those of several clients. A frozen one can be run for several
         clients, but for its first state, which it makes for one.
@@ -275,7 +248,7 @@ class Trial:
                 )
 
     def _check_metrics(self, before: StepState) -> None:
-        if (metric := before.changed_metric()) is not None:
+        if (metric := before.changed_tensor("metric")) is not None:
             raise self._refusal(
                 f"it updates the metric {metric!r}; log a functional metric, or the loss alone, in training_step"
             )
@@ -353,11 +326,7 @@ def hooked_parameter(module: pl.LightningModule) -> str | None:
 
 
 def check_settings(engine: Engine) -> None:
-    """Refuse what cannot be run for several clients at once.
-
-    Raises:
-        FederatedError: Naming the setting, hook or optimizer, and the way out.
-    """
+    """Refuse a setting, hook or optimizer with which several clients cannot be run at once."""
     trainer, module = engine.trainer, engine.trainer.lightning_module
     reason = None
     hooks = overridden_hooks(trainer)

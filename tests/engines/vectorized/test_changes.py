@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import FederatedCallback, FederatedError
 from lightning_fed.algorithms import FedAvg, FedCM, FedDane, FedNova, Mime, Scaffold, SGDm
-from lightning_fed.engines.vectorized.changes import holders, marks
+from lightning_fed.engines.vectorized.changes import Snapshot, marks
 from lightning_fed.tracing.traces import Traces
 from tests.helpers.engines import Ordinary, assert_agree, run
 from tests.helpers.selection import covering, few
@@ -106,7 +106,7 @@ def test_clients_whose_losses_depend_on_different_parameters_are_refused() -> No
     ),
 )
 def test_what_a_module_reads_from_collections_and_objects_may_change(algorithm: Any, engine: dict[str, Any]) -> None:
-    agree(engine, 3, make=partial(Reversal, PLAIN), algorithm=algorithm)
+    agree(engine, 3, make=partial(Reversal, PLAIN), algorithm=algorithm, datamodule=EVEN)
 
 
 IMPLEMENTATIONS = {
@@ -126,7 +126,7 @@ IMPLEMENTATIONS = {
     ),
 )
 def test_implementations_of_an_optimizer_step_alike(name: str, engine: dict[str, Any]) -> None:
-    agree(engine, make=partial(Ordinary, IMPLEMENTATIONS[name]))
+    agree(engine, 2, make=partial(Ordinary, IMPLEMENTATIONS[name]), datamodule=EVEN)
 
 
 class Momentum(FederatedCallback):
@@ -154,7 +154,7 @@ METHODS = [FedNova(), FedAvg(), Scaffold(), FedCM(alpha=0.3)]
     ),
 )
 def test_momentum_may_be_switched_on(algorithm: Any, engine: dict[str, Any]) -> None:
-    agree(engine, make=partial(Ordinary, PLAIN), algorithm=algorithm, callbacks=[Momentum(1)])
+    agree(engine, make=partial(Ordinary, PLAIN), algorithm=algorithm, callbacks=[Momentum(1)], datamodule=EVEN)
 
 
 @pytest.mark.parametrize("algorithm", few(METHODS, METHODS[:1]))
@@ -177,7 +177,7 @@ class Warming(Ordinary):
 def test_the_normalized_mean_at_a_rate_of_zero_is_that_of_gradients(engine: dict[str, Any]) -> None:
     first = run("sequential", Warming, algorithm=FedAvg("normalized"), max_rounds=1)
     assert not torch.equal(first.fit_loop.state.x, run("sequential", Warming, max_rounds=1).fit_loop.state.x)
-    agree(engine, make=Warming, algorithm=FedAvg("normalized"))
+    agree(engine, 2, make=Warming, algorithm=FedAvg("normalized"), datamodule=EVEN)
 
 
 class Prior(Ordinary):
@@ -216,10 +216,10 @@ class Notes(FederatedCallback):
 
 def test_a_note_between_clients_is_for_the_next_client() -> None:
     with pytest.raises(FederatedError, match="on_client_end changes the attribute 'prior' of Prior after client"):
-        run("vectorized", Prior, callbacks=[Notes()])
+        run("vectorized", Prior, EVEN, callbacks=[Notes()])
     with pytest.warns(UserWarning, match="restarts round 0 with 'sequential'"):
-        found = run("auto", Prior, callbacks=[Notes()])
-    assert_agree(found, run("sequential", Prior, callbacks=[Notes()]))
+        found = run("auto", Prior, EVEN, callbacks=[Notes()])
+    assert_agree(found, run("sequential", Prior, EVEN, callbacks=[Notes()]))
 
 
 class History(Ordinary):
@@ -336,7 +336,7 @@ def test_metrics_of_evaluation_do_not_cost_the_traces(monkeypatch: pytest.Monkey
     assert len(made) == in_one_round > 0
 
 
-def test_marks_look_into_collections_and_plain_objects() -> None:
+def test_marks_and_snapshots_look_into_collections_and_plain_objects() -> None:
     module = nn.Linear(2, 2)
     module.own, module.pairs = Weight(), {"a": [1, {"b": (2.0, torch.zeros(1))}]}
     module.not_a_number = float("nan")
@@ -347,7 +347,11 @@ def test_marks_look_into_collections_and_plain_objects() -> None:
     before = marks(module)
     module.pairs["a"][1]["b"][1].add_(1)
     assert marks(module) != before
-    assert [type(inner) for inner in holders(module.pairs)] == [dict, list, dict]
+    snapshot = Snapshot([module])
+    module.pairs["a"].append(2)
+    module.pairs["a"][1]["c"] = module.own.value = 3.0
+    snapshot.put_back()
+    assert (len(module.pairs["a"]), list(module.pairs["a"][1]), module.own.value) == (2, ["b"], 1.0)
     module.myself = module.pairs
     module.pairs["pairs"] = module.pairs  # ends all the same
     assert marks(module)

@@ -286,7 +286,8 @@ def test_what_the_end_of_a_round_sets_is_for_the_next_round() -> None:
             if self.ended % 4 == 0:
                 pl_module.factor = 1.0 + self.ended / 4
 
-    found, expected = (run(engine, callbacks=[Last()], **options_of(attribute)) for engine in ("auto", "sequential"))
+    options = {"max_rounds": 2, **options_of(attribute)}
+    found, expected = (run(engine, callbacks=[Last()], **options) for engine in ("auto", "sequential"))
     assert found.fit_loop.clients.engine.name == "vectorized"
     assert_agree(found, expected)
 
@@ -405,14 +406,14 @@ def test_nothing_is_compared_without_hooks_of_clients(monkeypatch: pytest.Monkey
             pl_module.factor = 1.0 + round
 
     monkeypatch.setattr(ClientSettings, "_now", lambda *_, **__: pytest.fail("settings were looked at"))
-    run("auto", callbacks=[Rounds()], **options_of(attribute))
+    run("auto", callbacks=[Rounds()], max_rounds=2, chunk_size=1, **options_of(attribute))
 
 
 def test_hooks_that_only_note_what_they_see_keep_the_engine() -> None:
-    record = Record()
-    with_hooks = run("auto", callbacks=[record], **options_of(attribute))
+    options = {"max_rounds": 2, "chunk_size": 1, **options_of(attribute)}
+    with_hooks = run("auto", callbacks=[Record()], **options)
     assert with_hooks.fit_loop.clients.engine.name == "vectorized"
-    assert same(state_of(with_hooks), state_of(run("auto", **options_of(attribute))))
+    assert same(state_of(with_hooks), state_of(run("auto", **options)))
 
 
 def test_weights_and_buffers_that_hooks_change_are_discarded_by_both_engines() -> None:
@@ -421,5 +422,6 @@ def test_weights_and_buffers_that_hooks_change_are_discarded_by_both_engines() -
             module.head.weight.fill_(value)
 
     for engine in ("auto", "sequential"):
-        t = run(engine, callbacks=[Sets(edit, lambda client, _: UNALIKE[client])], **options_of(attribute))
-        assert same(state_of(t), state_of(run(engine, **options_of(attribute))))
+        options = {"max_rounds": 2, **options_of(attribute)}
+        t = run(engine, callbacks=[Sets(edit, lambda client, _: UNALIKE[client])], **options)
+        assert same(state_of(t), state_of(run(engine, **options)))

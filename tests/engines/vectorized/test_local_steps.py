@@ -12,7 +12,7 @@ from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedProx, Mime, MimeMVR, Scaffold, ServerOnly, SGDm
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
 from lightning_fed.tracing.traces import Trace
-from tests.helpers.engines import Ordinary, assert_agree, run
+from tests.helpers.engines import Ordinary, assert_agree, full_batches, run
 from tests.helpers.selection import few
 from tests.helpers.training import data
 
@@ -54,7 +54,7 @@ def test_the_correction_is_part_of_the_trace(
     algorithm: Algorithm, chunk_size: int, optimizer: Any, steps_taken: list[int]
 ) -> None:
     local = {"local_epochs": 2} if algorithm.local_work else {"local_epochs": None}
-    options = {"algorithm": algorithm, "max_rounds": 4, "datamodule": UNEVEN, **local}
+    options = {"algorithm": algorithm, "datamodule": UNEVEN, **local}
     runs = [
         run(engine, partial(Ordinary, optimizer), **more, **options)
         for engine, more in (("sequential", {}), ("vectorized", {"chunk_size": chunk_size}))
@@ -183,8 +183,8 @@ class Raise(FederatedCallback):
 
 def test_a_hyper_parameter_of_the_method_that_changes_between_rounds_is_heeded() -> None:
     runs = [
-        run(engine, algorithm=Shifted(), max_rounds=2, callbacks=[Raise()], local_epochs=2)
-        for engine in ("sequential", "vectorized")
+        run(engine, datamodule=full_batches, algorithm=Shifted(), max_rounds=2, callbacks=[Raise()], **more)
+        for engine, more in ENGINES
     ]
     assert_agree(*runs)
 

@@ -44,7 +44,8 @@ METHODS = [FedAvg(), Scaffold(), FedNova()]
     ),
 )
 def test_runs_with_every_local_optimizer_agree(optimizer: str, algorithm: Any) -> None:
-    options = {"make": partial(Ordinary, OPTIMIZERS[optimizer]), "algorithm": algorithm, "local_epochs": 2}
+    options = {"make": partial(Ordinary, OPTIMIZERS[optimizer]), "algorithm": algorithm, "max_rounds": 2}
+    options["local_epochs"] = 2
     assert_agree(*(run(engine, datamodule=full_batches, **options) for engine in ENGINES))
 
 
@@ -116,6 +117,17 @@ def test_statistics_of_the_method_are_loaded_before_each_step_and_dropped_after(
     stepping.assert_same()
 
 
+def test_counts_of_steps_are_told_from_the_statistics_of_a_parameter_that_is_a_number() -> None:
+    stepping = Stepping(partial(torch.optim.NAdam, lr=0.1), 3)
+    solver = []
+    for shape in stepping.wrapped.flat.layout.shapes:  # of which one is that of a number
+        own = {name: torch.full(shape, 0.5, dtype=torch.float64) for name in ("exp_avg", "exp_avg_sq")}
+        solver.append({**own, "step": torch.tensor(2.0), "mu_product": torch.tensor(0.7)})
+    for count in (3, 2, 1):
+        stepping.step(count, solver=solver)
+    stepping.assert_same()
+
+
 def test_gradients_are_clipped_by_the_norm_of_all_parameters_or_by_value() -> None:
     grads = [torch.tensor([3.0, 0.0]), torch.tensor([[-4.0]])]
     by_norm = Clipping(1.0, "norm", corrected=False)(grads)
@@ -126,15 +138,16 @@ def test_gradients_are_clipped_by_the_norm_of_all_parameters_or_by_value() -> No
 
 
 @pytest.mark.parametrize(
-    ("on", "clip"),
+    ("on", "clip", "chunk_size"),
     covering(
         ["gradient", "corrected"],
         [{"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}],
+        [None, 1],
     ),
 )
-def test_clipping_agrees(on: str, clip: dict[str, Any]) -> None:
-    options = {"algorithm": Scaffold(), "gradient_clip_on": on, "datamodule": full_batches, **clip}
-    assert_agree(*(run(engine, **options) for engine in ENGINES))
+def test_clipping_agrees(on: str, clip: dict[str, Any], chunk_size: int | None) -> None:
+    options = {"algorithm": Scaffold(), "gradient_clip_on": on, "datamodule": full_batches, "max_rounds": 2, **clip}
+    assert_agree(run("sequential", **options), run("vectorized", chunk_size=chunk_size, **options))
 
 
 def test_groups_with_rates_of_their_own_agree() -> None:
@@ -157,9 +170,8 @@ class Scaled(Ordinary):
         return self.scale * super().forward(x)
 
 
-@pytest.mark.parametrize(
-    "optimizer", few([torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adam], [torch.optim.NAdam])
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adam])
 def test_statistics_of_a_single_number_are_told_from_those_of_all_clients(optimizer: Any) -> None:
     make = partial(Scaled, partial(optimizer, lr=0.01))
     assert_agree(*(run(engine, make, full_batches, algorithm=Mime()) for engine in ENGINES))
