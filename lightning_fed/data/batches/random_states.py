@@ -72,9 +72,7 @@ class RandomStates:
                 self._states.append((value, (*place, ".set_random_state")))
             if not takes_seed or isinstance(value, Dataset):
                 todo += [
-                    (part, _inside(place, name), takes_seed)
-                    for name, part in _parts(value)
-                    if not _is_leaf(type(part))
+                    (part, _inside(place, name), takes_seed) for name, part in _parts(value) if not _is_leaf(type(part))
                 ]
 
     def __bool__(self) -> bool:
@@ -186,8 +184,8 @@ def _seed(state: Any, seed: int) -> None:
 
 def _warn(place: Place, why: str) -> None:
     warnings.warn(
-        f"A random state of the data cannot be seeded: {''.join(place)}{why}. A run with the same seed, or a resumed one, may see"
-        " other random numbers there. Draw from torch's, NumPy's or Python's global generators, or from an attribute"
-        " that is a torch.Generator, a numpy.random.Generator or RandomState, or a random.Random.",
+        f"A random state of the data cannot be seeded: {''.join(place)}{why}. A run with the same seed, or a resumed"
+        " one, may see other random numbers there. Draw from torch's, NumPy's or Python's global generators, or from an"
+        " attribute that is a torch.Generator, a numpy.random.Generator or RandomState, or a random.Random.",
         stacklevel=2,
     )
