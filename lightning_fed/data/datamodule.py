@@ -69,7 +69,7 @@ class _DefinedWithVal:
             return MethodType(self._method, instance)
 
         @wraps(pl.LightningDataModule.val_dataloader)  # Lightning looks through `wraps`: the method is not overridden
-        def absent() -> EvalData:
+        def absent() -> Any:
             return instance._need("val", instance.val)
 
         return absent

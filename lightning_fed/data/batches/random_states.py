@@ -111,8 +111,7 @@ class WorkerSeeds:
             self.then(worker_id)
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_leaf(kind: type) -> bool:
+def _holds_none(kind: type) -> bool:
     """Whether objects of a class hold no random states; those of arrays, frameworks and the like do not."""
     if issubclass(kind, _LEAVES):
         return True
@@ -129,15 +128,17 @@ def _is_leaf(kind: type) -> bool:
     return heads[0] in ("torch", "numpy") or heads[0] in sys.stdlib_module_names
 
 
+_is_leaf: Callable[[type], bool] = functools.lru_cache(maxsize=4096)(_holds_none)
+
+
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what may hold random states within a value, by name."""
     if isinstance(value, _CONTAINERS):
-        is_mapping = isinstance(value, Mapping)
         if len(value) > _LONG:
-            first = next(iter(value.values() if is_mapping else value))
+            first = next(iter(value.values() if isinstance(value, Mapping) else value))
             if not isinstance(first, Dataset) and (not callable(first) or isinstance(first, type)):
                 return
-        for key, part in value.items() if is_mapping else enumerate(value):
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield f"[{key!r}]", part
     elif type(value) is functools.partial:
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
