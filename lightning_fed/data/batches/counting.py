@@ -70,10 +70,6 @@ class NotedBatches:
         """Return the number of batches."""
         return len(self.batches)  # type: ignore[arg-type]
 
-    def next_length(self) -> int | None:
-        """Return the length of the list behind the loader's next batch, or None if it is unknown."""
-        return self.lengths.popleft() if self.lengths else None
-
 
 def count_examples(batch: Any, batch_size_of: BatchSizeOf | None = None) -> int:
     """Return the number of examples in a batch, before transforms.

@@ -182,7 +182,7 @@ class CustomBatches(ClientBatches):
                 batch = next(iterator)
             except StopIteration:
                 return
-            examples = None if noted is None else noted.next_length()
+            examples = noted.lengths.popleft() if noted is not None and noted.lengths else None
             yield batch, count_examples(batch, self.settings.batch_size_of) if examples is None else examples
 
     def _measure(self) -> int:
