@@ -1,6 +1,6 @@
 """How the server model fares on single clients, as it is and after a few local steps."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_fed.callbacks.measures import ClientMeasure, write_table
 from lightning_fed.compat.package import pl
@@ -45,6 +45,8 @@ class ClientAccuracy(ClientMeasure):
     """
 
     tag = "clients"
+    steps = 0
+    """The local steps before a client is measured."""
 
     def __init__(
         self,
@@ -55,27 +57,19 @@ class ClientAccuracy(ClientMeasure):
         on: Literal["val", "train"] = "val",
     ) -> None:
         super().__init__(every_n_rounds, clients)
-        check_one_of(type(self).__name__, "mode", mode, ("max", "min"))
-        check_one_of(type(self).__name__, "on", on, ("val", "train"))
+        self.mode: Literal["max", "min"] = check_one_of(type(self).__name__, "mode", mode, ("max", "min"))
+        self.on = check_one_of(type(self).__name__, "on", on, ("val", "train"))
         check_texts(type(self).__name__, monitor=monitor)
         self.monitor = monitor
-        self.mode: Literal["max", "min"] = mode
-        self.on: Literal["val", "train"] = on
         self.table: dict[ClientId, dict[str, float]] = {}
         self.own_table: dict[ClientId, dict[str, float]] = {}
 
-    @property
-    def steps(self) -> int:
-        """The local steps before a client is measured."""
-        return 0
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Settle which clients are measured; refuse to measure without data or ``validation_step``."""
-        name = type(self).__name__
         if not is_overridden("validation_step", pl_module, pl.LightningModule):
             raise FederatedError(
-                f"{name} measures with validation_step, which {type(pl_module).__name__} does not have. Write one that"
-                f" logs {self.monitor!r}."
+                f"{type(self).__name__} measures with validation_step, which {type(pl_module).__name__} does not have."
+                f" Write one that logs {self.monitor!r}."
             )
         super().on_train_start(trainer, pl_module)
 
@@ -121,8 +115,7 @@ class ClientAccuracy(ClientMeasure):
                     f" {i!r}. Set monitor to one of these."
                 )
         found = spread([logged[self.monitor] for logged in table.values()], self.mode)
-        loop: Any = trainer.fit_loop
-        loop.log_round(found.named(f"{tag}/{self.monitor}"))
+        trainer.fit_loop.log_round(found.named(f"{tag}/{self.monitor}"))
         names = sorted({name for logged in table.values() for name in logged})
         rows = [[i, *(logged.get(name, "") for name in names)] for i, logged in table.items()]
         write_table(trainer, tag, ["client", *names], rows)
@@ -162,12 +155,7 @@ class PersonalizedAccuracy(ClientAccuracy):
         local_steps: int = 5,
     ) -> None:
         super().__init__(monitor, mode, every_n_rounds, clients, on)
-        self.local_steps = check_count(type(self).__name__, "local_steps", local_steps, least=1)
-
-    @property
-    def steps(self) -> int:
-        """The local steps before a client is measured."""
-        return self.local_steps
+        self.steps = self.local_steps = check_count(type(self).__name__, "local_steps", local_steps, least=1)
 
     @property
     def needs(self) -> str:

@@ -35,31 +35,25 @@ class _StepPaths(Measure):
         raise NotImplementedError
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
-        """Start again if this round is measured."""
         if self.is_due(round + 1):
             self.paths = {}
             self._first = self._start_of(trainer.fit_loop.state.x)
 
-    def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
-        """Start again."""
-        self.on_round_start(trainer, pl_module, round)
+    on_round_restart = on_round_start
 
     def on_client_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int, client_id: ClientId
     ) -> None:
-        """Start a client's path."""
         self._path = []
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add to the path if this batch made an optimizer step."""
         loop = trainer.fit_loop
         if self.is_due(loop.round + 1) and loop.local_steps > len(self._path):
             self._path.append(self._kept_of(loop.client_model[0], loop.state.x))
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
-        """Keep the client's path."""
         if self.is_due(trainer.fit_loop.round + 1) and (path := [*self._first, *self._path]):
             self.paths[client_report.client_id] = torch.stack(path).tolist()
 
@@ -94,7 +88,6 @@ class LocalDrift(_StepPaths):
         return [sum(step) / len(step) for step in self._by_step()]
 
     def _kept_of(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return the squared distance."""
         moved = y - x
         return moved.dot(moved)
 
@@ -141,11 +134,9 @@ class LocalIterates(_StepPaths):
             )
 
     def _start_of(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return the server's model, at which all clients start."""
         return [x.clone()]
 
     def _kept_of(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return the client's model."""
         return y.clone()
 
     def measure(self, trainer: pl.Trainer) -> None:
@@ -180,9 +171,7 @@ class UpdateCosine(Measure):
         """Start anew."""
         self._cosine = PairwiseCosine()
 
-    def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
-        """Start anew."""
-        self.on_round_start(trainer, pl_module, round)
+    on_round_restart = on_round_start
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
         """Add one client's update."""

@@ -4,6 +4,7 @@ import csv
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -38,14 +39,7 @@ _MANY = 30  # clients whose Hessians take so long that a word is in place
 
 
 def write_table(trainer: pl.Trainer, name: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Write a table of this round to ``<log directory>/<name>/round_<completed rounds>.csv``; nothing without a logger.
-
-    Args:
-        trainer: The trainer.
-        name: The folder.
-        header: The names of the columns.
-        rows: The rows.
-    """
+    """Write a table of this round to ``<name>/round_<completed rounds>.csv`` in the log directory, if there is one."""
     folder = trainer.log_dir if trainer.loggers and not trainer.fast_dev_run else None
     if folder is None or not trainer.is_global_zero:
         return
@@ -111,15 +105,12 @@ class ClientMeasure(Measure):
                 f"{type(self).__name__}(clients={wanted}) asks for more clients than the {len(population)} non-empty"
                 " ones there are. Pass at most that many, or leave clients unset for all."
             )
-        seed = derive_seed(trainer.fit_loop.state.seed, Purpose.MEASUREMENT)
-        order = torch.randperm(len(population), generator=generator(seed, Purpose.COHORT))
-        chosen: list[int] = []
-        for position in order.tolist() if self.clients is not None else range(len(population)):
-            if len(chosen) == wanted:
-                break
-            if self.can_measure(trainer, population[position]):
-                chosen.append(position)
-        self.measured = [population[position] for position in sorted(chosen)]
+        places: Sequence[int] = range(len(population))
+        if self.clients is not None:
+            seed = derive_seed(trainer.fit_loop.state.seed, Purpose.MEASUREMENT)
+            places = torch.randperm(len(population), generator=generator(seed, Purpose.COHORT)).tolist()
+        fit = (place for place in places if self.can_measure(trainer, population[place]))
+        self.measured = [population[place] for place in sorted(islice(fit, wanted))]
         if not self.measured:
             raise self.refusal()
         if len(self.measured) < wanted:
@@ -142,21 +133,11 @@ class ClientMeasure(Measure):
 
 
 class WeightedMeasure(ClientMeasure):
-    """A measure that is a mean over clients.
-
-    Args:
-        every_n_rounds: Measure every n rounds.
-        clients: How many clients to measure; all by default.
-        weighting: "uniform", every client alike, or "examples", by their number.
-
-    Raises:
-        FederatedError: If an argument is not allowed, or more clients are wanted than there are.
-    """
+    """A measure that is a mean over clients: every one alike, or weighted by its number of examples."""
 
     def __init__(self, every_n_rounds: int, clients: int | None, weighting: Weighting) -> None:
         super().__init__(every_n_rounds, clients)
-        check_one_of(type(self).__name__, "weighting", weighting, ("uniform", "examples"))
-        self.weighting = weighting
+        self.weighting = check_one_of(type(self).__name__, "weighting", weighting, ("uniform", "examples"))
 
     def weight(self, trainer: pl.Trainer, client_id: ClientId) -> float:
         """Return a client's weight in the mean."""
@@ -220,9 +201,7 @@ class Inexactness(FederatedCallback):
         """Start a new round."""
         self.gamma = {}
 
-    def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
-        """Start anew."""
-        self.on_round_start(trainer, pl_module, round)
+    on_round_restart = on_round_start
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
         """Measure one client."""

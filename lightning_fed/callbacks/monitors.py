@@ -15,8 +15,7 @@ __all__ = ["Monitors", "PlateauSchedulers", "warn_of_misspelt"]
 class Monitors:
     """Let a metric that nobody logs end the run when its round is complete, and not in the middle of its hooks.
 
-    Attributes:
-        error: What to raise at the end of the round; None if every metric is there.
+    ``error`` is what to raise at the end of the round.
     """
 
     def __init__(self) -> None:
@@ -38,13 +37,7 @@ class Monitors:
         self._watched = []
 
     def note(self, who: str, monitor: str, available: Iterable[str]) -> None:
-        """Note that a metric is missing.
-
-        Args:
-            who: What follows it.
-            monitor: Its name.
-            available: The names of those that there are.
-        """
+        """Note that a metric is missing which ``who`` follows."""
         names = sorted(available)
         close = get_close_matches(monitor, names, n=1)
         meant = f" Did you mean {close[0]!r}?" if close else ""

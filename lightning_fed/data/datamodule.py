@@ -69,15 +69,13 @@ class _DefinedWithVal:
             return MethodType(self._method, instance)
 
         @wraps(pl.LightningDataModule.val_dataloader)  # Lightning looks through `wraps`: the method is not overridden
-        def absent() -> NoReturn:
-            raise instance._missing("val")
+        def absent() -> Any:
+            return instance._need("val", instance.val)
 
         return absent
 
 
-def _defined_with_val(method: Method) -> Method:
-    """Return a method that Lightning sees where its data module has a validation set, or may yet get one."""
-    return cast("Method", _DefinedWithVal(method))
+_defined_with_val = cast("Callable[[Method], Method]", _DefinedWithVal)
 
 
 class FederatedDataModule(pl.LightningDataModule):
@@ -264,7 +262,7 @@ class FederatedDataModule(pl.LightningDataModule):
     @num_clients.setter
     def num_clients(self, value: int) -> None:
         self._num_clients = check_count(type(self).__name__, "num_clients", value, least=1)
-        self._check_number()
+        self._check_number(self._client_ids, self._num_clients)
 
     @property
     def client_ids(self) -> Sequence[ClientId]:
@@ -278,7 +276,7 @@ class FederatedDataModule(pl.LightningDataModule):
     @client_ids.setter
     def client_ids(self, value: Sequence[ClientId]) -> None:
         self._client_ids = check_client_ids(type(self).__name__, value)
-        self._check_number()
+        self._check_number(self._client_ids, self._num_clients)
 
     @property
     def known_sizes(self) -> list[int] | None:
@@ -323,19 +321,17 @@ class FederatedDataModule(pl.LightningDataModule):
     def _make_batches_of(self) -> Callable[[ClientId], ClientBatches]:
         settings = self.batch_settings
         if self._overrides("client_dataloader"):
-            return partial(self._custom_batches, settings)
+            size = self.client_size if self._overrides("client_size") else lambda _: None
+            return lambda i: CustomBatches(partial(self.client_dataloader, i), i, settings, size(i))
         if not self._overrides("client_dataset") and (source := self._tensor_source(settings)) is not None:
             indices = self._need_clients().indices
             return lambda client_id: source.part(indices(client_id), settings)
-        return partial(self._batches, settings)
 
-    def _custom_batches(self, settings: BatchSettings, client_id: ClientId) -> ClientBatches:
-        size = self.client_size(client_id) if self._overrides("client_size") else None
-        return CustomBatches(partial(self.client_dataloader, client_id), client_id, settings, size)
+        def batches(client_id: ClientId) -> ClientBatches:
+            dataset = self._map_style(client_id)
+            return TensorBatches.of(dataset, settings) or LoaderBatches(dataset, settings)
 
-    def _batches(self, settings: BatchSettings, client_id: ClientId) -> ClientBatches:
-        dataset = self._map_style(client_id)
-        return TensorBatches.of(dataset, settings) or LoaderBatches(dataset, settings)
+        return batches
 
     def _tensor_source(self, settings: BatchSettings) -> TensorBatches | None:
         """Return the batches of the data set that all clients share, if they are cut out of tensors."""
@@ -398,16 +394,12 @@ class FederatedDataModule(pl.LightningDataModule):
 
     # Checks
 
-    def _check_number(self) -> None:
-        ids, number = self._client_ids, self._num_clients
+    def _check_number(self, ids: Sequence[ClientId] | None, number: int | None) -> None:
         if ids is not None and number is not None and len(ids) != number:
-            raise self._miscounted(len(ids), number)
-
-    def _miscounted(self, ids: int, number: int) -> FederatedError:
-        return FederatedError(
-            f"{type(self).__name__} has {ids:,} client_ids and num_clients={number:,}: give client_ids alone, which say"
-            " how many there are."
-        )
+            raise FederatedError(
+                f"{type(self).__name__} has {len(ids):,} client_ids and num_clients={number:,}: give client_ids alone,"
+                " which say how many there are."
+            )
 
     @property
     def batch_settings(self) -> BatchSettings:
@@ -470,20 +462,13 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def _need(self, name: str, data: EvalData | None) -> EvalData:
         if data is None:
-            raise self._missing(name)
+            raise FederatedError(f"{type(self).__name__} has no {name} set: pass {name}=... to it.")
         return data
-
-    def _missing(self, name: str) -> FederatedError:
-        return FederatedError(f"{type(self).__name__} has no {name} set: pass {name}=... to it.")
 
 
 def check_ids(data: FederatedDataModule) -> None:
-    """Refuse clients' ids, assigned or overridden, of which a run could not keep track.
-
-    Raises:
-        FederatedError: If they are no sequence of integers and strings, or not ``num_clients`` many.
-    """
+    """Refuse clients' ids, assigned or overridden, of which a run could not keep track."""
     if data._overrides("client_ids"):
         check_client_ids(type(data).__name__, data.client_ids)
-    if (data._overrides("client_ids") or data._client_ids is not None) and len(data.client_ids) != data.num_clients:
-        raise data._miscounted(len(data.client_ids), data.num_clients)
+    if data._overrides("client_ids") or data._client_ids is not None:
+        data._check_number(data.client_ids, data.num_clients)

@@ -24,7 +24,7 @@ from lightning_fed.data.batches.examples import (
     targets_of,
 )
 from lightning_fed.data.partitions.feature_shift import FeatureShift, ShiftedClients
-from lightning_fed.data.partitions.partition import ByKey, Partition, PartitionFunction, Parts, check_client_id
+from lightning_fed.data.partitions.partition import ByKey, Partition, PartitionFunction, check_client_id
 
 __all__ = ["FederatedDataset"]
 
@@ -142,19 +142,16 @@ class FederatedDataset:
 
     def summary(self) -> str:
         """Return a small table: clients, examples, examples per client and, if known, how skewed the labels are."""
-        rows = {"clients": f"{len(self):,}"}
-        if self.known_sizes is None:
-            return _table(rows | {"examples": "unknown until the clients are built"})
-        sizes = torch.tensor(self.known_sizes)
-        rows["examples"] = f"{int(sizes.sum()):,}"
-        if len(sizes):
-            low, median, high = (int(value) for value in (sizes.min(), sizes.median(), sizes.max()))
-            rows["per client"] = f"min {low:,}, median {median:,}, max {high:,}"
-            rows["empty clients"] = f"{int((sizes == 0).sum()):,}"
-        skew = self._label_skew()
-        if skew is not None:
+        rows = {"clients": f"{len(self):,}", "examples": "unknown until the clients are built"}
+        if (known := self.known_sizes) is not None:
+            rows["examples"] = f"{sum(known):,}"
+        if known:
+            sizes = torch.tensor(known)
+            rows["per client"] = f"min {int(sizes.min()):,}, median {int(sizes.median()):,}, max {int(sizes.max()):,}"
+            rows["empty clients"] = f"{known.count(0):,}"
+        if (skew := self._label_skew()) is not None:
             rows["label skew"] = f"{skew:.2f} (0: every client has the same label distribution; towards 1: disjoint)"
-        return _table(rows)
+        return "\n".join(f"{name:<15}{value}" for name, value in rows.items())
 
     def _label_skew(self) -> float | None:
         return None
@@ -176,42 +173,15 @@ _SHAPE_ONLY = {
 class _LazyLabels(Tensor):
     """Labels [n] of which only the number is known as yet; any other use of the tensor looks up the values."""
 
-    _look_up: Callable[[], Tensor]
-    _found: Tensor | None = None
-
-    @property
-    def values_used(self) -> Tensor | None:
-        """The values, None if they have not been used."""
-        return self._found
+    look_up: Callable[[], Tensor]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of PyTorch on the values."""
         if func in _SHAPE_ONLY:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        args, kwargs = pytree.tree_map_only(_LazyLabels, _values_of, (args, kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs)
+        args, kwargs = pytree.tree_map_only(_LazyLabels, lambda labels: labels.look_up(), (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def _lazy_labels(size: int, look_up: Callable[[], Tensor]) -> _LazyLabels:
-    """Return labels that are looked up when their values are used.
-
-    Example:
-        >>> labels = _lazy_labels(3, lambda: torch.tensor([5, 7, 5]))
-        >>> len(labels), labels.values_used is None, (labels == 5).tolist()
-        (3, True, [True, False, True])
-    """
-    blank = torch.zeros(1, dtype=torch.int64).expand(size)  # n labels in the memory of one
-    labels: _LazyLabels = blank.as_subclass(_LazyLabels)
-    labels._look_up = look_up
-    return labels
-
-
-def _values_of(labels: _LazyLabels) -> Tensor:
-    if labels._found is None:
-        labels._found = labels._look_up()
-    return labels._found
 
 
 class _PartitionedDataset(FederatedDataset):
@@ -229,20 +199,19 @@ class _PartitionedDataset(FederatedDataset):
         self._labels: Tensor | None = None
         needs_labels = getattr(partition, "needs_labels", True)
         if labels is not None:
-            self._labels = as_labels(_labels_by(labels, dataset), num_examples, "labels")
+            given = labels if not callable(labels) else [labels(dataset[index]) for index in range(num_examples)]
+            self._labels = as_labels(given, num_examples, "labels")
         elif needs_labels and isinstance(partition, Partition):
             self._labels = labels_of(dataset)
-        lazy = _lazy_labels(num_examples, lambda: targets_of([dataset])[0])  # a function may use real numbers, or none
         self._is_by_function = needs_labels and not isinstance(partition, Partition)
-        dealt: Tensor = lazy if self._labels is None else self._labels
-        if not needs_labels:
+        dealt = self._labels
+        if dealt is None or not needs_labels:
             dealt = torch.zeros(1, dtype=torch.int64).expand(num_examples)  # n labels in the memory of one
-        parts = _check_parts(partition(dealt), repr(partition))
-        if lazy.values_used is not None and not lazy.values_used.is_floating_point():
-            self._labels = lazy.values_used
-        self.ids = _ids(parts)
+        if self._labels is None and needs_labels:  # a function may use classes, real numbers, or only their number
+            dealt = lazy = dealt.as_subclass(_LazyLabels)
+            lazy.look_up = self._look_up
+        self.ids, self._order, self._sizes = _join(partition(dealt), num_examples, repr(partition))
         self._positions = None if isinstance(self.ids, range) else {key: i for i, key in enumerate(self.ids)}
-        self._order, self._sizes = _join(parts, self.ids, num_examples, repr(partition))
         self._offsets = [0, *accumulate(self._sizes)]
         self._shifted = None if shift is None else ShiftedClients(dataset, shift, len(self.ids))
 
@@ -271,6 +240,11 @@ class _PartitionedDataset(FederatedDataset):
             return self._shifted.dataset(self._locate(client_id), indices)
         return Subset(self._source, indices.tolist())
 
+    def _look_up(self) -> Tensor:
+        if self._labels is None:
+            (self._labels,) = targets_of([self._source])
+        return self._labels
+
     def _locate(self, client_id: ClientId) -> int:
         if self._positions is None:
             return _position(client_id, self.ids)
@@ -281,12 +255,12 @@ class _PartitionedDataset(FederatedDataset):
 
     def _label_skew(self) -> float | None:
         """Return the mean total variation distance, by examples, of the clients' label distributions to that of all."""
-        labels = self._labels
-        if labels is None and self._is_by_function:  # the function may not have used them
+        if self._is_by_function:  # which may not have used the labels
             try:
-                (labels,) = targets_of([self._source])
+                self._look_up()
             except FederatedError:
                 return None
+        labels = self._labels
         if labels is None or labels.is_floating_point() or len(self._order) == 0:
             return None
         _, counts = class_counts(labels[self._order].split(self._sizes))
@@ -294,19 +268,8 @@ class _PartitionedDataset(FederatedDataset):
         return float((counts - expected).abs().sum() / 2 / counts.sum())
 
 
-def _labels_by(labels: Any, dataset: Any) -> Any:
-    """Return the labels that a function finds in the examples, or those that are given."""
-    if not callable(labels):
-        return labels
-    return [labels(dataset[index]) for index in range(size_of(dataset))]
-
-
 def check_partition(partition: Any) -> None:
-    """Refuse what is no partition.
-
-    Raises:
-        FederatedError: Naming the argument and what was found.
-    """
+    """Refuse what is no partition."""
     if isinstance(partition, type):
         raise FederatedError(
             f"partition={partition.__name__} is a class: instantiate it, as in {partition.__name__}(num_clients=10)."
@@ -338,21 +301,15 @@ def _position(client_id: Any, ids: Sequence[ClientId]) -> int:
     return position
 
 
-def _check_parts(parts: Any, owner: str) -> Parts:
-    ordered = hasattr(parts, "__getitem__") and not isinstance(parts, str | bytes | type)
-    if not isinstance(parts, Mapping) and not (
-        ordered and hasattr(parts, "__len__") and getattr(parts, "ndim", 1) != 0
-    ):
+def _join(parts: Any, num_examples: int, owner: str) -> tuple[Sequence[ClientId], Tensor, list[int]]:
+    """Return the clients' ids, all clients' indices in one tensor, and how many each client has."""
+    ordered = hasattr(parts, "__getitem__") and hasattr(parts, "__len__") and getattr(parts, "ndim", 1) != 0
+    if not ordered or isinstance(parts, str | bytes | type):
         raise FederatedError(
             f"{owner} returned {kind_of(parts)}: it must return each client's indices [n_i], in a list, or in a"
             " mapping id -> indices."
         )
-    return cast("Parts", parts)
-
-
-def _join(parts: Parts, ids: Sequence[ClientId], num_examples: int, owner: str) -> tuple[Tensor, list[int]]:
-    """Return all clients' indices in one tensor, and how many each client has."""
-    indices = []
+    ids, indices = _ids(parts), []
     for client_id, given in zip(ids, parts.values() if isinstance(parts, Mapping) else parts, strict=True):
         try:
             part = torch.as_tensor(given)
@@ -367,8 +324,8 @@ def _join(parts: Parts, ids: Sequence[ClientId], num_examples: int, owner: str) 
                 f"{owner} gave client {client_id!r} a {part.dtype} tensor of shape {list(part.shape)}: it must give"
                 " integer indices [n_i]."
             )
-        indices.append(part)
-    order = torch.cat([part.cpu().long() for part in indices]) if indices else torch.empty(0, dtype=torch.int64)
+        indices.append(part.cpu().long())
+    order = torch.cat([torch.empty(0, dtype=torch.int64), *indices])
     if len(order) and not 0 <= int(order.min()) <= int(order.max()) < num_examples:
         raise FederatedError(
             f"{owner} gave indices from {int(order.min())} to {int(order.max())} for {num_examples:,} examples: they"
@@ -376,7 +333,7 @@ def _join(parts: Parts, ids: Sequence[ClientId], num_examples: int, owner: str) 
         )
     sizes = [len(part) for part in indices]
     _warn_of_shared(order, sizes, ids, num_examples, owner)
-    return order, sizes
+    return ids, order, sizes
 
 
 def _warn_of_shared(order: Tensor, sizes: list[int], ids: Sequence[ClientId], num_examples: int, owner: str) -> None:
@@ -393,7 +350,3 @@ def _warn_of_shared(order: Tensor, sizes: list[int], ids: Sequence[ClientId], nu
             f" and to {second!r}. If that is not meant, give every example to one client.",
             stacklevel=2,
         )
-
-
-def _table(rows: dict[str, str]) -> str:
-    return "\n".join(f"{name:<15}{value}" for name, value in rows.items())

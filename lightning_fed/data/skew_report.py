@@ -234,17 +234,17 @@ def _as_integers(values: Any, client_id: ClientId) -> Tensor:
 
 def _label_skew(parts: list[Tensor]) -> dict[str, Any]:
     """Return the numbers of the table that are about classes."""
-    classes, found = class_counts(parts)
-    counts: Floats = found.numpy()
-    sizes = counts.sum(axis=1)
-    pooled = counts.sum(axis=0) / counts.sum()
-    mixtures = counts / np.maximum(sizes, 1)[:, None]
+    classes, counts = class_counts(parts)
+    sizes = counts.sum(1)
+    pooled = counts.sum(0) / counts.sum()
+    mixtures = counts / sizes.clamp(min=1)[:, None]
+    entropies = torch.special.entr(torch.cat([mixtures, pooled[None]])).sum(1) / math.log(2)
     weights = sizes / sizes.sum()
     return {
         "classes": len(classes),
-        "label_distance": float(weights @ np.abs(mixtures - pooled).sum(axis=1) / 2),
-        "label_entropy": float(weights @ _entropy(mixtures)),
-        "global_entropy": float(_entropy(pooled)),
+        "label_distance": float(weights @ (mixtures - pooled).abs().sum(1) / 2),
+        "label_entropy": float(weights @ entropies[:-1]),
+        "global_entropy": float(entropies[-1]),
     }
 
 
@@ -255,10 +255,3 @@ def _share_between(parts: list[Tensor]) -> float:
     means = torch.cat([part.mean().expand(len(part)) for part in values])
     variance = whole.var(correction=0)
     return float(means.var(correction=0) / variance) if variance else 0.0
-
-
-def _entropy(distribution: Floats) -> Floats:
-    """Return the entropy over the last axis, in bits."""
-    positive = np.where(distribution > 0, distribution, 1.0)
-    entropy: Floats = np.asarray(-(positive * np.log2(positive)).sum(axis=-1))
-    return np.maximum(entropy, 0.0)  # no negative zero

@@ -219,7 +219,7 @@ def test_personalisation_clips_as_the_run_does(corrected: bool) -> None:
 
 
 def test_more_steps_than_batches_go_on_with_another_epoch() -> None:
-    tuned = PersonalizedAccuracy("val_loss", mode="min", on="train", local_steps=200)
+    tuned = PersonalizedAccuracy("val_loss", mode="min", on="train", local_steps=60)
     plain = ClientAccuracy("val_loss", mode="min", on="train")
     run([tuned, plain], seeded(dropout=0.0), data((8, 5)), clients_per_round=2)
     assert all(tuned.table[i]["val_loss"] < 0.5 * plain.table[i]["val_loss"] for i in tuned.table)
@@ -234,7 +234,7 @@ def test_clients_start_from_the_servers_buffers_and_have_their_own_when_measured
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(self.norm(x))
 
-    model, tuned = seeded(Normed), PersonalizedAccuracy(local_steps=30)
+    model, tuned = seeded(Normed), PersonalizedAccuracy(local_steps=10)
     plain = ClientAccuracy()
     run([tuned, plain], model, data(client_val=VAL, drop_last=True))
     assert {i: row["val_acc"] for i, row in plain.table.items()} == pytest.approx(accuracies(model))

@@ -27,7 +27,6 @@ from lightning_fed.callbacks import (
     TrainingLoss,
     UpdateCosine,
 )
-from tests.helpers.selection import few
 from tests.helpers.training import Net, Trajectory, classification, data, parameters, same, seeded, trainer
 
 MEASURES: dict[str, Callable[[], Callback]] = {
@@ -112,32 +111,33 @@ def without_measures(kind: str) -> tuple[Tensor, Notes, Trajectory, Any]:
     return run([], method, max_rounds=2, **options)
 
 
-PAIRS = [
-    pytest.param(kind, name, id=f"{kind}-{name}")
-    for kind in RUNS
-    for name in MEASURES
-    if kind == "scaffold" or name != "controls"
+PAIRS = [(kind, name) for kind in RUNS for name in MEASURES if kind == "scaffold" or name != "controls"]
+TOGETHER = [
+    ("scaffold", ("controls", "drift", "cosine", "clients_train")),
+    ("keeping", ("gradients", "hessians", "loss", "personalized")),
+    ("mime", ("target", "clients")),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    few(
-        PAIRS,
-        [
-            *(f"scaffold-{name}" for name in ("controls", "drift", "cosine", "clients_train")),
-            *(f"keeping-{name}" for name in ("gradients", "hessians", "loss", "personalized")),
-            *(f"mime-{name}" for name in ("target", "clients")),
-        ],
-    ),
+    ("kind", "names"),
+    [
+        *TOGETHER,
+        *(pytest.param(kind, (name,), id=f"{kind}-{name}", marks=pytest.mark.thorough) for kind, name in PAIRS),
+    ],
 )
-def test_the_run_is_the_same_bit_for_bit(kind: str, name: str) -> None:
+def test_the_run_is_the_same_bit_for_bit(kind: str, names: tuple[str, ...]) -> None:
     method, options = RUNS[kind]
-    without, with_it = without_measures(kind), run([MEASURES[name]()], method, max_rounds=2, **options)
+    measures = [MEASURES[name]() for name in names]
+    without, with_it = without_measures(kind), run(measures, method, max_rounds=2, **options)
     assert torch.equal(without[0], with_it[0])
     assert same(without[1].seen, with_it[1].seen)
     assert all(same(a, b) for a, b in zip(without[2].ends, with_it[2].ends, strict=True))
     assert same(without[3], with_it[3])
+
+
+def test_every_measure_is_in_a_run_of_the_default_selection() -> None:
+    assert sorted(name for _, names in TOGETHER for name in names) == sorted(MEASURES)
 
 
 @pytest.mark.parametrize("method", [pytest.param(FedAvg(), marks=pytest.mark.thorough), Scaffold()], ids=repr)

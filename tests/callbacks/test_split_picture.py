@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from lightning_fed import FederatedDataModule
 from lightning_fed.callbacks import SplitPicture
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data import skew_table
+from lightning_fed.data import skew_table, split_figure
 from tests.helpers.training import CLASSES, FEATURES, data, fit, parameters, seeded, trainer
 
 
@@ -51,27 +51,26 @@ def test_the_figure_and_the_table_go_to_every_tensorboard(tmp_path):
         assert text(events) == "\n".join(f"    {line}" for line in str(skew_table(data())).splitlines())
 
 
-def test_the_number_of_clients_drawn_is_passed_on(tmp_path, monkeypatch):
+def test_a_resumed_fit_writes_them_at_its_round_with_so_many_clients(tmp_path, monkeypatch):
     asked = []
-    drawn = sys.modules["lightning_fed.callbacks.split_picture"].split_figure
     monkeypatch.setattr(
         "lightning_fed.callbacks.split_picture.split_figure",
-        lambda split, max_clients: (asked.append(max_clients), drawn(split, max_clients))[1],
+        lambda split, max_clients: (asked.append(max_clients), split_figure(split, max_clients))[1],
     )
-    fit(logger=TensorBoardLogger(tmp_path), max_rounds=1, callbacks=SplitPicture(max_clients=2))
-    assert asked == [2]
-
-
-def test_a_resumed_fit_writes_them_at_its_round(tmp_path):
-    first = trainer(logger=TensorBoardLogger(tmp_path), max_rounds=2, callbacks=SplitPicture())
+    first = trainer(logger=TensorBoardLogger(tmp_path), max_rounds=2, callbacks=SplitPicture(max_clients=2))
     first.fit(seeded(), data())
     first.save_checkpoint(tmp_path / "two.ckpt")
     logger = TensorBoardLogger(tmp_path)
     fit(logger=logger, max_rounds=3, callbacks=SplitPicture(), ckpt_path=tmp_path / "two.ckpt")
     assert [image.step for image in written(logger).Images("split")] == [2]
+    assert asked == [2, 50]
 
 
-@pytest.mark.parametrize("make", [data, lambda: Careless(batch_size=3)], ids=["given", "on demand"])
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(data, marks=pytest.mark.thorough), lambda: Careless(batch_size=3)],
+    ids=["given", "on demand"],
+)
 def test_drawing_the_split_does_not_change_the_run(tmp_path, make):
     ends = []
     for callbacks in ([], [SplitPicture()]):

@@ -11,7 +11,7 @@ from PIL import Image
 from lightning_fed import data
 from lightning_fed.cli.data import picture
 from lightning_fed.cli.main import main
-from lightning_fed.data import FederatedDataModule, Partition
+from lightning_fed.data import FederatedDataModule, Partition, skew_table
 from tests.behaviour.test_tasks import TASKS
 from tests.data.test_datamodule import from_configuration
 
@@ -67,16 +67,23 @@ def _command_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lightning-fed"])
 
 
+TABLE = ["clients              2 (0 empty)", "examples             4 of 2 classes"]
+
+
 @pytest.mark.parametrize("name", FILES)
-def test_a_module_that_reads_files_shows_its_clients(name, tmp_path, capsys):
+def test_a_module_that_reads_files_shows_its_clients(name, tmp_path):
+    made = from_configuration(f"lightning_fed.data.{name}", **FILES[name](tmp_path))
+    made.prepare_data()
+    made.setup("fit")
+    assert str(skew_table(made)).splitlines()[:2] == TABLE
+
+
+def test_the_command_shows_the_clients_of_a_module_that_reads_files(tmp_path, capsys):
     (tmp_path / "files").mkdir()
-    section = {"class_path": f"lightning_fed.data.{name}", "init_args": FILES[name](tmp_path / "files")}
+    section = {"class_path": "lightning_fed.data.ClientFolder", "init_args": arrays(tmp_path / "files")}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": section}))
     picture(["--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "split.png")])
-    assert capsys.readouterr().out.splitlines()[:2] == [
-        "clients              2 (0 empty)",
-        "examples             4 of 2 classes",
-    ]
+    assert capsys.readouterr().out.splitlines()[:2] == TABLE
     assert (tmp_path / "split.png").stat().st_size > 1000
 
 
@@ -97,21 +104,29 @@ def test_a_partition_is_what_it_would_be_in_python(name):
     assert made.num_clients == 20
 
 
+ONE, CROP = "lightning_fed.data.ToFloat", "lightning_fed.data.RandomCrop"
+SEVERAL = [ONE, {"class_path": "lightning_fed.data.Shrink", "init_args": {"factor": 2}}]
+
+
 @pytest.mark.parametrize(
-    "transform",
+    "functions",
     [
-        "lightning_fed.data.ToFloat",
-        ["lightning_fed.data.ToFloat", {"class_path": "lightning_fed.data.Shrink", "init_args": {"factor": 2}}],
+        {
+            "transform": ONE,
+            "augment": ["lightning_fed.data.RandomFlip", {"class_path": CROP, "init_args": {"padding": 2}}],
+        },
+        pytest.param({"transform": SEVERAL}, marks=pytest.mark.thorough),
     ],
 )
-def test_transforms_are_saved_as_they_were_written(transform, tmp_path, capsys):
-    section = {"class_path": "lightning_fed.data.CIFAR100", "init_args": {"transform": transform}}
+def test_functions_of_batches_are_saved_as_they_were_written(functions, tmp_path, capsys):
+    section = {"class_path": "lightning_fed.data.CIFAR100", "init_args": functions}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": section, "model": "lightning_fed.models.ResNet"}))
     with pytest.raises(SystemExit):
         main(["fit", "--config", str(tmp_path / "config.yaml"), "--print_config"])
-    saved = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]["transform"]
-    classes = [{"class_path": entry} if isinstance(entry, str) else entry for entry in np.atleast_1d(transform)]
-    assert np.atleast_1d(saved).tolist() == classes
+    saved = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]
+    for name, given in functions.items():
+        classes = [{"class_path": entry} if isinstance(entry, str) else entry for entry in np.atleast_1d(given)]
+        assert np.atleast_1d(saved[name]).tolist() == classes
 
 
 def test_none_is_left_out():

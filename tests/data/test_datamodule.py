@@ -3,11 +3,13 @@
 import pickle
 import sys
 import warnings
+from functools import cache
 
 import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from jsonargparse import ArgumentParser
 from pytorch_lightning.cli import LightningCLI
 from pytorch_lightning.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
@@ -624,25 +626,40 @@ def test_a_data_module_pickles():
     assert len(copy.val_dataloader()) == 1
 
 
+@cache
+def parser():
+    """Return a parser of the section ``data``, as LightningCLI has one."""
+    made = ArgumentParser(exit_on_error=False)
+    made.add_subclass_arguments(FederatedDataModule, "data")
+    return made
+
+
 def from_configuration(class_path, **init_args):
+    read = parser().parse_object({"data": {"class_path": class_path, "init_args": init_args}})
+    return parser().instantiate_classes(read).data
+
+
+def test_a_configuration_file_of_lightnings_own_command_line_can_choose_the_data(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train"])
+    part = {"class_path": "lightning_fed.data.Iid", "init_args": {"num_clients": 6}}
+    section = {"class_path": "lightning_fed.data.Digits", "init_args": {"partition": part}}
     trainer = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-    return LightningCLI(
+    data = LightningCLI(
         BoringModel,
         FederatedDataModule,
         subclass_mode_data=True,
         run=False,
-        args={"data": {"class_path": class_path, "init_args": init_args}, "trainer": trainer},
+        args={"data": section, "trainer": trainer},
         save_config_callback=None,
     ).datamodule
+    assert data.num_clients == 6
 
 
-def test_a_configuration_file_can_choose_data_sets_and_partition(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train"])
+def test_a_configuration_file_can_choose_data_sets_and_partition():
     path = "pytorch_lightning.demos.boring_classes.RandomDataset"
     part = {"class_path": "lightning_fed.data.Iid", "init_args": {"num_clients": 6}}
     whole = {"class_path": path, "init_args": {"size": 2, "length": 12}}
     module = "lightning_fed.data.FederatedDataModule"
-    assert from_configuration("lightning_fed.data.Digits", partition=part).num_clients == 6
     assert from_configuration(module, train=whole, partition=part, val=whole).known_sizes == [2] * 6
     assert from_configuration(module, clients=[whole, whole]).known_sizes == [12, 12]
 
@@ -652,8 +669,7 @@ def idx(values):
     return bytes([0, 0, 8, values.ndim]) + sizes + values.to(torch.uint8).numpy().tobytes()
 
 
-def test_a_configuration_file_can_choose_torchvisions_data_sets_and_functions_of_batches(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["train"])
+def test_a_configuration_file_can_choose_torchvisions_data_sets_and_functions_of_batches(tmp_path):
     raw = tmp_path / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for part in ("train", "t10k"):

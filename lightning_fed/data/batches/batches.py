@@ -1,17 +1,12 @@
 """One client's batches: an epoch in an order that a generator alone decides, and a full pass in stored order."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    Subset,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_fed.core.errors import ClientError
 from lightning_fed.data.batches.examples import inner_indices, rows_in, size_of
@@ -91,29 +86,23 @@ class _IndexedBatches(ClientBatches):
         self.settings = settings
 
     def num_batches(self) -> int:
-        """Return the number of training batches in one local epoch."""
         return -(-self._epoch_size() // self.settings.batch_size)
 
     def num_examples(self, num_batches: int) -> int:
-        """Return the number of examples in the first so many batches of a local epoch; the last one may be smaller."""
         return min(num_batches * self.settings.batch_size, self._epoch_size())
 
     def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
-        """Yield the batches of one local epoch."""
         stream = self.settings.augment_stream(generator)
         batches = self._load(self._order(generator, shuffle), self.settings.batch_size, generator)
         return self.settings.finish(batches, stream)
 
     def full(self, generator: torch.Generator) -> Batches:
-        """Yield every example once, in stored order."""
         return self._full(generator, self.settings.augment_stream(generator))
 
     def unaugmented(self, generator: torch.Generator) -> Batches:
-        """Yield every example once, in stored order, without augmentation."""
         return self._full(generator, None)
 
     def one(self, generator: torch.Generator) -> Batches:
-        """Yield a batch of the first example alone."""
         stream = self.settings.augment_stream(generator)
         return self.settings.finish(self._load(torch.arange(1), 1, generator), stream)
 
@@ -141,13 +130,8 @@ class _IndexedBatches(ClientBatches):
 class TensorBatches(_IndexedBatches):
     """Batches indexed straight out of tensors: the fast path, a few microseconds a batch.
 
-    They equal those of :class:`LoaderBatches` in content, type (a list of tensors) and order. ``num_workers`` is of no
-    use here and ignored. Tensors that live on a GPU stay there.
-
-    Args:
-        tensors: The tensors of a ``TensorDataset``.
-        indices: The client's examples in them [n_i], int64, or None for all.
-        settings: How the examples become batches.
+    They equal those of :class:`LoaderBatches` in content, type (a list of tensors) and order. ``num_workers`` is
+    ignored. Tensors that live on a GPU stay there. ``indices`` are the client's examples [n_i], int64, or None for all.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], indices: Tensor | None, settings: BatchSettings) -> None:
@@ -192,11 +176,7 @@ class TensorBatches(_IndexedBatches):
         return torch.arange(self.size) if self.indices is None else self.indices
 
     def pick(self, chosen: Tensor) -> list[Tensor]:
-        """Return one batch: some of the client's examples, as they are stored.
-
-        Args:
-            chosen: Their positions among the client's examples [B], int64.
-        """
+        """Return a batch of some of the client's examples, by their positions [B] among them."""
         return self._rows((chosen if self.indices is None else self.indices[chosen]).to(self.tensors[0].device))
 
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
@@ -232,16 +212,14 @@ class LoaderBatches(_IndexedBatches):
         for batch_idx, chunk in enumerate(chunks):
             if seeds_here:  # for every batch: clients that share a data set may take turns
                 states.seed(seed, batch_idx)
-            yield self._next(loaded), len(chunk)
-
-    def _next(self, loaded: Iterator[Any]) -> Any:
-        try:
-            return next(loaded)
-        except (TypeError, RuntimeError) as error:
-            message = None if self.settings.collate_fn is not None else misfit(self.dataset, error)
-            if message is None:
-                raise
-            raise ClientError(message) from error
+            try:
+                batch = next(loaded)
+            except (TypeError, RuntimeError) as error:
+                message = None if self.settings.collate_fn is not None else misfit(self.dataset, error)
+                if message is None:
+                    raise
+                raise ClientError(message) from error
+            yield batch, len(chunk)
 
     def _loader(self, chunks: Sequence[Tensor], generator: torch.Generator) -> DataLoader[Any]:
         settings = self.settings

@@ -70,21 +70,12 @@ class NotedBatches:
         """Return the number of batches."""
         return len(self.batches)  # type: ignore[arg-type]
 
-    def next_length(self) -> int | None:
-        """Return the length of the list behind the loader's next batch, or None if it is unknown."""
-        return self.lengths.popleft() if self.lengths else None
-
 
 def count_examples(batch: Any, batch_size_of: BatchSizeOf | None = None) -> int:
-    """Return the number of examples in a batch.
+    """Return the number of examples in a batch, before transforms.
 
-    Args:
-        batch: A batch, before transforms.
-        batch_size_of: The user's own function. Without it, every tensor must have the same first dimension, and every
-            list of examples the same length; a batch of graphs has ``num_graphs``.
-
-    Raises:
-        FederatedError: If the batch does not tell, or the function returns something else than a count.
+    Without the user's own function, every tensor must have the same first dimension, and every list of examples the
+    same length; a batch of graphs has ``num_graphs``.
 
     Example:
         >>> import torch
@@ -127,8 +118,14 @@ def possible_counts(batch: Any) -> list[int]:
 
 def _lengths(part: Any, is_outermost: bool, deep: bool) -> Iterator[int]:
     """Yield the number of examples in each part of a batch; ``deep`` takes the lists within a batch for columns."""
-    columns = _columns(part)
     graphs = getattr(part, "num_graphs", None)
+    columns: Iterable[Any] | None = None
+    if isinstance(part, Mapping):
+        columns = part.values()
+    elif isinstance(part, tuple) and hasattr(part, "_fields"):
+        columns = part
+    elif is_dataclass(part) and not isinstance(part, type):
+        columns = [getattr(part, field.name) for field in fields(part)]
     if isinstance(part, Tensor):
         yield part.size(0) if part.ndim else _NONE
     elif isinstance(part, PackedSequence):
@@ -144,17 +141,6 @@ def _lengths(part: Any, is_outermost: bool, deep: bool) -> Iterator[int]:
             yield from inner
         else:
             yield len(part)
-
-
-def _columns(part: Any) -> Iterable[Any] | None:
-    """Return the values of a batch with named parts; None if it is something else."""
-    if isinstance(part, Mapping):
-        return part.values()
-    if isinstance(part, tuple) and hasattr(part, "_fields"):
-        return part
-    if is_dataclass(part) and not isinstance(part, type):
-        return [getattr(part, field.name) for field in fields(part)]
-    return None
 
 
 def _are_alike(items: Sequence[Any]) -> bool:

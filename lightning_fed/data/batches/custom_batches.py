@@ -23,23 +23,14 @@ __all__ = ["CustomBatches"]
 
 
 class CustomBatches(ClientBatches):
-    """Batches of a loader of the user's own.
+    """Batches of a loader of the user's own, which ``make`` returns for one local epoch, given a generator.
 
     A full pass reads the loader's data set in stored order if the loader is a ``DataLoader`` over all of a map-style
     data set; any other loader is iterated as it is and must give every example once.
 
     The examples in a batch are counted by the ``DataLoader``'s batch sampler; those of other loaders by
-    ``batch_size_of``, or else as :func:`lightning_fed.data.batches.counting.count_examples` reads a batch.
-
-    Args:
-        make: Returns a fresh loader of one local epoch, given the generator that its order should come from.
-        client_id: The client's id, for messages.
-        settings: How a full pass is batched, and what is done to whole batches; an epoch's batches, order and last
-            batch are the loader's own affair.
-        size: The client's number of examples, if the loader cannot tell.
-
-    Raises:
-        FederatedError: If neither the loader nor ``size`` tells the number of examples.
+    ``batch_size_of``, or else as :func:`lightning_fed.data.batches.counting.count_examples` reads a batch. ``size`` is
+    the client's number of examples, if the loader cannot tell.
     """
 
     def __init__(
@@ -56,11 +47,7 @@ class CustomBatches(ClientBatches):
         self.size = self._measure() if size is None else size
 
     def num_batches(self) -> int:
-        """Return the length of the loader.
-
-        Raises:
-            FederatedError: If it has none.
-        """
+        """Return the length of the loader."""
         try:
             return len(self._measured)  # type: ignore[arg-type]
         except TypeError as error:
@@ -81,10 +68,8 @@ class CustomBatches(ClientBatches):
     def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
         """Yield the batches of a fresh loader, which shuffles as it is made to.
 
-        Args:
-            generator: What the loader's order and the augmentation come from.
-            shuffle: False gives the stored order where the loader is a ``DataLoader`` over all of a data set; another
-                keeps its order, with a warning.
+        Without ``shuffle`` a ``DataLoader`` over all of a data set gives the stored order; another loader keeps its
+        order, with a warning.
         """
         loader = self._measured
         if shuffle or (isinstance(loader, DataLoader) and isinstance(loader.sampler, SequentialSampler)):
@@ -101,20 +86,14 @@ class CustomBatches(ClientBatches):
         return stored.epoch(generator, shuffle=False)
 
     def full(self, generator: torch.Generator) -> Batches:
-        """Yield every example once.
-
-        Raises:
-            FederatedError: At the end of the pass, if the batches do not have ``size`` examples together.
-        """
+        """Yield every example once; refuse batches that do not have ``size`` examples together."""
         stored = self._stored()
-        batches = self._finished(generator, augment=True) if stored is None else stored.full(generator)
-        return self._complete(batches)
+        return self._complete(stored.full(generator) if stored else self._finished(generator, augment=True))
 
     def unaugmented(self, generator: torch.Generator) -> Batches:
         """Yield every example once, without augmentation; otherwise as :meth:`full`."""
         stored = self._stored()
-        batches = self._finished(generator, augment=False) if stored is None else stored.unaugmented(generator)
-        return self._complete(batches)
+        return self._complete(stored.unaugmented(generator) if stored else self._finished(generator, augment=False))
 
     def check_counts(self) -> None:
         """Refuse a loader whose batches do not tell how many examples they have; one batch may be loaded for it."""
@@ -203,7 +182,7 @@ class CustomBatches(ClientBatches):
                 batch = next(iterator)
             except StopIteration:
                 return
-            examples = None if noted is None else noted.next_length()
+            examples = noted.lengths.popleft() if noted is not None and noted.lengths else None
             yield batch, count_examples(batch, self.settings.batch_size_of) if examples is None else examples
 
     def _measure(self) -> int:

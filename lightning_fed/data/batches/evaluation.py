@@ -52,29 +52,22 @@ class EvaluationLoader(_SeededLoader):
 
 
 def check_evaluation(owner: str, name: str, data: Any) -> None:
-    """Refuse an argument, unless it is None, that is no data set, no loader, and no list of these.
-
-    Raises:
-        FederatedError: Naming ``owner``, argument and what was found.
-    """
+    """Refuse an argument, unless it is None, that is no data set, no loader, and no list of these."""
     kinds = (Dataset, DataLoader)
     several = isinstance(data, list | tuple) and any(isinstance(part, kinds) for part in data)
     for part in data if several else (data,):
-        if part is not None and not isinstance(part, kinds) and not is_map_style(part):
+        if part is None or isinstance(part, kinds):
+            continue
+        if not is_map_style(part):
             raise FederatedError(
                 f"{owner}({name}=...) has {kind_of(part)}: give a data set with __len__ and __getitem__, a"
                 " DataLoader, or a list of these."
             )
-        if part is not None and not isinstance(part, kinds):
-            check_map_style(part, f"{owner}({name}=...)")
+        check_map_style(part, f"{owner}({name}=...)")
 
 
 def check_client_val(owner: str, client_val: Mapping[ClientId, Any]) -> None:
-    """Refuse clients' validation sets, unless they are None, that are no map-style data sets.
-
-    Raises:
-        FederatedError: Naming ``owner``, the client and what was found.
-    """
+    """Refuse clients' validation sets, unless they are None, that are no map-style data sets."""
     for client_id, data in client_val.items():
         if isinstance(data, list | tuple) and any(isinstance(part, Dataset | DataLoader) for part in data):
             raise FederatedError(
@@ -96,7 +89,7 @@ def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoa
     if direct is not None:
         # By keyword: Lightning remembers how a loader was made, and makes it anew to predict.
         rows = _Rows(dataset, direct)
-        return EvaluationLoader(rows, batch_size=settings.batch_size, collate_fn=settings.transform or _unchanged)
+        return EvaluationLoader(rows, batch_size=settings.batch_size, collate_fn=settings.transform or Chain([]))
     collate_fn = settings.collate_fn or _Collate(dataset)
     if settings.transform is not None:
         collate_fn = Chain([collate_fn, settings.transform])
@@ -113,11 +106,7 @@ def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoa
 
 
 def transformed_loader(loader: DataLoader[Any], transform: BatchTransform) -> DataLoader[Any]:
-    """Return a loader of the same batches, transformed.
-
-    Raises:
-        FederatedError: If the loader makes its batches in a way of its own.
-    """
+    """Return a loader of the same batches, transformed."""
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise FederatedError(
             f"A {type(loader).__name__} iterates in its own way, so transform=... cannot be put into it: transform its"
@@ -160,7 +149,3 @@ class _Collate:
             if message is None:
                 raise
             raise FederatedError(message) from error
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch

@@ -49,11 +49,7 @@ class BareInputs(Dataset[Tensor]):
 
 
 def labels_of(dataset: Dataset[Any]) -> Tensor:
-    """Return the class of each example [n], int64; see :meth:`FederatedDataset.from_partition` for where it looks.
-
-    Raises:
-        FederatedError: If the data set does not say.
-    """
+    """Return the class of each example [n], int64; see :meth:`FederatedDataset.from_partition` for where it looks."""
     for name, values in _own_labels(dataset).items():
         return as_labels(values, size_of(dataset), f"{type(dataset).__name__}.{name}")
     if isinstance(dataset, Subset):
@@ -76,9 +72,6 @@ def targets_of(datasets: Sequence[Dataset[Any]]) -> list[Tensor]:
 
     Numbers are found where the last tensor of a ``TensorDataset`` holds one for each example. A data set of which
     several are subsets is read once.
-
-    Raises:
-        FederatedError: If a data set does not say.
     """
     whole: dict[int, Tensor] = {}
     found = []
@@ -103,11 +96,7 @@ def class_counts(parts: Sequence[Tensor]) -> tuple[list[int], Tensor]:
 
 
 def inner_indices(subset: Subset[Any], indices: Any) -> Any:
-    """Return where some examples of a subset, or all if ``indices`` is None, are in the data set it selects from.
-
-    Raises:
-        FederatedError: If the subset has no such examples.
-    """
+    """Return where some examples of a subset, or all if ``indices`` is None, are in the data set it selects from."""
     chosen = subset.indices
     if indices is None:
         return chosen
@@ -119,11 +108,7 @@ def inner_indices(subset: Subset[Any], indices: Any) -> Any:
 
 
 def rows_in(dataset: Dataset[Any], indices: Any) -> Tensor:
-    """Return a subset's indices into a data set [n], int64, on the CPU and none of them negative.
-
-    Raises:
-        FederatedError: If the data set has no such examples.
-    """
+    """Return a subset's indices into a data set [n], int64, on the CPU and none of them negative."""
     size = size_of(dataset)
     rows = torch.as_tensor(indices, dtype=torch.int64).cpu()
     low, high = (int(rows.min()), int(rows.max())) if len(rows) else (0, 0)
@@ -147,11 +132,7 @@ def is_map_style(dataset: Any) -> bool:
 
 
 def check_map_style(dataset: Any, owner: str) -> None:
-    """Refuse what cannot be counted and indexed.
-
-    Raises:
-        FederatedError: Naming ``owner`` and what was found.
-    """
+    """Refuse what cannot be counted and indexed."""
     if not is_map_style(dataset):
         raise FederatedError(
             f"{owner} has {kind_of(dataset)}, whose examples cannot be counted and shuffled: give a map-style"
@@ -227,11 +208,7 @@ def _label_in(example: Any, owner: str) -> Any:
 
 
 def as_labels(values: Any, length: int, source: str) -> Tensor:
-    """Return labels, [n] or [n, 1], as int64 [n]; names of classes become numbers in sorted order.
-
-    Raises:
-        FederatedError: If there is not one class per example; the message names ``source``.
-    """
+    """Return labels, [n] or [n, 1], as int64 [n]; names of classes become numbers in sorted order."""
     if isinstance(values, np.ndarray) and values.dtype.kind in "USO" and values.ndim == 1:
         values = values.tolist()
     if isinstance(values, (list, tuple)) and len(values):

@@ -7,15 +7,16 @@ import sys
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from numbers import Number
 from pathlib import PurePath
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 __all__ = ["RandomStates", "WorkerSeeds"]
 
@@ -23,13 +24,14 @@ _MOST = 10_000  # objects that are looked at: the search takes milliseconds
 _LONG = 256  # a longer list holds examples, unless it starts with a data set or a function
 _SHOWN = 12  # the last parts of the name of a place
 _FRAMEWORKS = ("pytorch_lightning", "lightning", "lightning_fabric")
-_LEAVES = (str, bytes, bytearray, Number, Tensor, PurePath, type, types.ModuleType, DataLoader)
-_CONTAINERS = (list, tuple, set, frozenset, deque)
+_LEAVES = (str, bytes, bytearray, Number, Tensor, PurePath, type, types.ModuleType, types.NoneType, DataLoader)
+_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
+_FUNCTIONS = (functools.partial, types.MethodType, types.FunctionType)
 _GENERATORS = (np.random.RandomState, np.random.Generator, np.random.BitGenerator, random.Random, torch.Generator)
 _GLOBAL = (np.random.mtrand._rand, random._inst, torch.default_generator)  # type: ignore[attr-defined]
 
-Place: TypeAlias = tuple[Any, str]
-"""The place of the object that holds a value, and the name of the value there; for messages."""
+Place: TypeAlias = tuple[str, ...]
+"""The names that lead from a root to a value, for messages; those in the middle of a long way are left out."""
 
 
 class RandomStates:
@@ -46,50 +48,45 @@ class RandomStates:
     """
 
     def __init__(self, *roots: Any, besides: tuple[Any, ...] = ()) -> None:
-        self._seeders: list[Callable[[int], None]] = []
-        seen = {id(value) for value in besides}
-        kept: list[Any] = []  # alive while their ids are in use
+        self._states: list[tuple[Any, Place]] = []
+        left_alone = {id(value) for value in (*besides, *_GLOBAL)}
+        seen: dict[int, Any] = {}  # the values stay alive while their ids are in use
         todo: list[tuple[Any, Place, bool]] = [
-            (root, (None, type(root).__name__), False) for root in roots if _kind_of(type(root)) is not _LEAF
+            (root, (type(root).__name__,), False) for root in roots if not _is_leaf(type(root))
         ]
         for value, place, is_seeded in todo:  # which grows
-            if id(value) in seen:
+            if id(value) in seen or id(value) in left_alone:
                 continue
-            if len(kept) == _MOST:
-                _warn(f"{_path(place)} and what comes after it: {_MOST:,} objects were searched")
+            if len(seen) == _MOST:
+                _warn(place, f" and what comes after it: {_MOST:,} objects were searched")
                 break
-            seen.add(id(value))
-            kept.append(value)
-            kind = _kind_of(type(value))
-            if kind is _STATE:
-                if not is_seeded and value not in _GLOBAL:
-                    self._note(value, place)
+            seen[id(value)] = value
+            if isinstance(value, _GENERATORS):
+                if isinstance(value, random.SystemRandom) and not is_seeded:
+                    _warn(place, " (random.SystemRandom, which takes no seed)")
+                elif not is_seeded:
+                    self._states.append((value, place))
                 continue
-            seeds_parts = kind.takes_seed and not kind.is_data
-            if kind.takes_seed:
-                self._seeders.append(functools.partial(_set_random_state, value, place))
-            if not seeds_parts:
+            takes_seed = callable(getattr(value, "set_random_state", None))
+            if takes_seed:
+                self._states.append((value, (*place, ".set_random_state")))
+            if not takes_seed or isinstance(value, Dataset):
                 todo += [
-                    (part, (place, name), kind.takes_seed)
-                    for name, part in kind.parts(value)
-                    if _kind_of(type(part)) is not _LEAF
+                    (part, _inside(place, name), takes_seed) for name, part in _parts(value) if not _is_leaf(type(part))
                 ]
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return bool(self._seeders)
+        return bool(self._states)
 
     def seed(self, *key: int) -> None:
         """Seed every state by the key, each one differently."""
-        for position, seeder in enumerate(self._seeders):
+        for position, (state, place) in enumerate(self._states):
             text = "/".join(map(str, (*key, position))).encode()
-            seeder(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
-
-    def _note(self, value: Any, place: Place) -> None:
-        if isinstance(value, random.SystemRandom):
-            _warn(f"{_path(place)} (random.SystemRandom, which takes no seed)")
-            return
-        self._seeders.append(functools.partial(_seed, value, place))
+            try:
+                _seed(state, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
+            except Exception as error:
+                _warn(place, f" ({type(error).__name__}: {error})")
 
 
 class WorkerSeeds:
@@ -114,151 +111,82 @@ class WorkerSeeds:
             self.then(worker_id)
 
 
-class _Kind(NamedTuple):
-    """What is done with values of a class.
-
-    Attributes:
-        parts: Yields what may hold random states within a value, by name.
-        takes_seed: Whether it has ``set_random_state``.
-        is_data: Whether it is a data set.
-    """
-
-    parts: Callable[[Any], Iterable[tuple[str, Any]]]
-    takes_seed: bool = False
-    is_data: bool = False
-
-
-_LEAF = _Kind(lambda _: ())
-_STATE = _Kind(lambda _: ())
-
-
-def _find_kind(kind: type) -> _Kind:
-    """Return what is done with values of a class."""
-    if issubclass(kind, _LEAVES) or kind is type(None):
-        return _LEAF
-    if issubclass(kind, _GENERATORS):
-        return _STATE
-    if issubclass(kind, Mapping):
-        return _Kind(_of_mapping)
-    if issubclass(kind, _CONTAINERS):
-        return _Kind(_of_list)
-    special = {
-        functools.partial: _of_partial,
-        types.MethodType: lambda method: [(".__self__", method.__self__)],
-        types.FunctionType: _of_function,
-        Subset: lambda subset: [(".dataset", subset.dataset)],
-    }
-    takes_seed = callable(getattr(kind, "set_random_state", None))
-    if kind not in special and not takes_seed and not _may_own(kind):
-        return _LEAF
-    return _Kind(special.get(kind, _of_object), takes_seed, issubclass(kind, Dataset))
-
-
-_kind_of: Callable[[type], _Kind] = functools.lru_cache(maxsize=4096)(_find_kind)
-
-
-def _may_own(kind: type) -> bool:
-    """Whether attributes of a class's objects may be random states; arrays, frameworks and the like have none."""
-    if hasattr(kind, "__array__"):
+def _holds_none(kind: type) -> bool:
+    """Whether objects of a class hold no random states; those of arrays, frameworks and the like do not."""
+    if issubclass(kind, _LEAVES):
+        return True
+    searched = issubclass(kind, (*_GENERATORS, *_CONTAINERS)) or kind in _FUNCTIONS
+    if searched or callable(getattr(kind, "set_random_state", None)):
         return False
     heads = [base.__module__.partition(".")[0] for base in kind.__mro__]
-    if any(head in _FRAMEWORKS for head in heads):
-        return False
+    if hasattr(kind, "__array__") or any(head in _FRAMEWORKS for head in heads):
+        return True
     if issubclass(kind, (Dataset, nn.Module)) or kind is types.SimpleNamespace:
-        return True
+        return False
     if heads[0] == "lightning_fed":
-        return callable(getattr(kind, "__call__", None))  # noqa: B004 - of its objects
-    return heads[0] not in ("torch", "numpy") and heads[0] not in sys.stdlib_module_names
+        return not callable(getattr(kind, "__call__", None))  # noqa: B004 - of its objects
+    return heads[0] in ("torch", "numpy") or heads[0] in sys.stdlib_module_names
 
 
-def _of_mapping(value: Any) -> Iterable[tuple[str, Any]]:
-    return ((f"[{key!r}]", part) for key, part in value.items()) if _is_searched(value, value.values()) else ()
+_is_leaf: Callable[[type], bool] = functools.lru_cache(maxsize=4096)(_holds_none)
 
 
-def _of_list(value: Any) -> Iterable[tuple[str, Any]]:
-    return ((f"[{i}]", part) for i, part in enumerate(value)) if _is_searched(value, value) else ()
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what may hold random states within a value, by name."""
+    if isinstance(value, _CONTAINERS):
+        if len(value) > _LONG:
+            first = next(iter(value.values() if isinstance(value, Mapping) else value))
+            if not isinstance(first, Dataset) and (not callable(first) or isinstance(first, type)):
+                return
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield f"[{key!r}]", part
+    elif type(value) is functools.partial:
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, types.FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            with suppress(ValueError):  # a variable may have no value yet
+                yield f".{name}", cell.cell_contents
+        yield from ((".__defaults__", value.__defaults__), (".__kwdefaults__", value.__kwdefaults__))
+    else:
+        is_module = isinstance(value, nn.Module)
+        for name, part in getattr(value, "__dict__", {}).items():
+            if not is_module or name == "_modules" or not name.startswith("_"):
+                yield f".{name}", part
+        for base in type(value).__mro__:
+            slots = base.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(value, name):
+                    yield f".{name}", getattr(value, name)
 
 
-def _is_searched(value: Any, parts: Any) -> bool:
-    """Whether to look at each part of a list or mapping: not at those of a long one that holds examples."""
-    if len(value) <= _LONG:
-        return True
-    first = next(iter(parts))
-    return isinstance(first, Dataset) or (callable(first) and not isinstance(first, type))
+def _inside(place: Place, name: str) -> Place:
+    return (*place, name) if len(place) <= _SHOWN else (place[0], " ... ", *place[1 - _SHOWN :], name)
 
 
-def _of_partial(value: Any) -> Iterable[tuple[str, Any]]:
-    return ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
-
-
-def _of_function(value: Any) -> Iterable[tuple[str, Any]]:
-    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+def _seed(state: Any, seed: int) -> None:
+    """Seed a generator of any of the known kinds, or an object that seeds its own."""
+    if isinstance(state, torch.Generator):
+        state.manual_seed(seed >> 1)
+    elif isinstance(state, random.Random):
+        state.seed(seed)
+    elif isinstance(state, np.random.RandomState):
+        state.seed([seed & 0xFFFFFFFF, seed >> 32])
+    elif isinstance(state, (np.random.Generator, np.random.BitGenerator)):
+        bits = state.bit_generator if isinstance(state, np.random.Generator) else state
+        bits.state = type(bits)(seed).state
+    else:
         try:
-            yield f".{name}", cell.cell_contents
-        except ValueError:
-            continue  # a variable without a value yet
-    yield from ((".__defaults__", value.__defaults__), (".__kwdefaults__", value.__kwdefaults__))
-
-
-def _of_object(value: Any) -> Iterable[tuple[str, Any]]:
-    is_module = isinstance(value, nn.Module)
-    for name, part in getattr(value, "__dict__", {}).items():
-        if not is_module or name == "_modules" or not name.startswith("_"):
-            yield f".{name}", part
-    for name in _slots_of(type(value)):
-        if hasattr(value, name):
-            yield f".{name}", getattr(value, name)
-
-
-def _find_slots(kind: type) -> list[str]:
-    slots = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
-    return [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
-
-
-_slots_of: Callable[[type], list[str]] = functools.lru_cache(maxsize=4096)(_find_slots)
-
-
-def _seed(state: Any, place: Place, seed: int) -> None:
-    """Seed a generator of any of the known kinds."""
-    try:
-        if isinstance(state, torch.Generator):
-            state.manual_seed(seed >> 1)
-        elif isinstance(state, random.Random):
-            state.seed(seed)
-        elif isinstance(state, np.random.RandomState):
-            state.seed([seed & 0xFFFFFFFF, seed >> 32])
-        else:
-            bits = state.bit_generator if isinstance(state, np.random.Generator) else state
-            bits.state = type(bits)(seed).state
-    except Exception as error:
-        _warn(f"{_path(place)} ({type(state).__name__}: {error})")
-
-
-def _set_random_state(owner: Any, place: Place, seed: int) -> None:
-    try:
-        try:
-            owner.set_random_state(seed=seed & 0x7FFFFFFF)
+            state.set_random_state(seed=seed & 0x7FFFFFFF)
         except TypeError:
-            owner.set_random_state(seed & 0x7FFFFFFF)
-    except Exception as error:
-        _warn(f"{_path(place)}.set_random_state ({type(error).__name__}: {error})")
+            state.set_random_state(seed & 0x7FFFFFFF)
 
 
-def _path(place: Place) -> str:
-    """Return the way from a root to a value; a long one is shortened."""
-    names: list[str] = []
-    holder: Any = place
-    while holder is not None:
-        holder, name = holder
-        names.append(name)
-    root, *rest = reversed(names)
-    return "".join((root, *rest) if len(rest) <= _SHOWN else (root, " ... ", *rest[-_SHOWN:]))
-
-
-def _warn(what: str) -> None:
+def _warn(place: Place, why: str) -> None:
     warnings.warn(
-        f"A random state of the data cannot be seeded: {what}. A run with the same seed, or a resumed one, may see"
-        " other random numbers there. Draw from torch's, NumPy's or Python's global generators, or from an attribute"
-        " that is a torch.Generator, a numpy.random.Generator or RandomState, or a random.Random.",
+        f"A random state of the data cannot be seeded: {''.join(place)}{why}. A run with the same seed, or a resumed"
+        " one, may see other random numbers there. Draw from torch's, NumPy's or Python's global generators, or from an"
+        " attribute that is a torch.Generator, a numpy.random.Generator or RandomState, or a random.Random.",
         stacklevel=2,
     )

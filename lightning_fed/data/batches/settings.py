@@ -37,23 +37,7 @@ BatchAugmentation: TypeAlias = Callable[[Any, torch.Generator], Any]
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """How a client's examples become batches.
-
-    Attributes:
-        batch_size: Examples in a training batch.
-        full_batch_size: Examples in a batch of a full pass, which changes nothing but memory and speed.
-        shuffle: Whether an epoch is shuffled at all.
-        drop_last: Whether an epoch leaves out a last, smaller batch. A client with fewer examples than ``batch_size``
-            keeps its only batch.
-        collate_fn: Makes a batch of a list of examples; by default PyTorch's ``default_collate``.
-        num_workers: Processes that load a client's examples; they start anew in every epoch of every client.
-        pin_memory: Whether collated batches are copied to pinned memory, if there is a GPU.
-        transform: Applied to every collated batch.
-        augment: Applied to every batch of a gradient, before ``transform``.
-        batch_size_of: Counts the examples in a batch of a loader of the user's own, if the loader cannot.
-        worker_init_fn: The user's own function of a worker's number, called in each worker.
-        loader_options: Other arguments of a ``DataLoader`` with workers, such as ``timeout``.
-    """
+    """How a client's examples become batches: see the arguments of :class:`lightning_fed.FederatedDataModule`."""
 
     batch_size: int = 32
     full_batch_size: int = 512
@@ -106,16 +90,7 @@ class Chain:
 
 
 def chain(owner: str, name: str, functions: Any) -> Callable[..., Any] | None:
-    """Return one function of a batch in place of several.
-
-    Args:
-        owner: Who was given them, for messages.
-        name: The argument they came in.
-        functions: A function, a list of functions that are applied in order, or None.
-
-    Raises:
-        FederatedError: If something is not a function, or is a class that has yet to be made an instance.
-    """
+    """Return one function of a batch in place of the argument ``functions``: one, a list of them in order, or None."""
     if functions is None:
         return None
     several: list[Any] = list(functions) if isinstance(functions, (list, tuple)) else [functions]
@@ -135,11 +110,7 @@ _OPTIONS = ("timeout", "prefetch_factor", "multiprocessing_context")
 
 
 def check_options(owner: str, options: Any) -> dict[str, Any]:
-    """Return the argument ``loader_options`` as a dictionary.
-
-    Raises:
-        FederatedError: If it is not a mapping, or has other names than the options of loaders with workers.
-    """
+    """Return the argument ``loader_options`` as a dictionary."""
     if options is None:
         return {}
     if not isinstance(options, Mapping) or (unknown := sorted(set(options) - set(_OPTIONS), key=str)):
@@ -157,10 +128,8 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the arguments of a :class:`lightning_fed.FederatedDataModule` that a loader stands for.
 
-    The loader's ``generator`` and ``persistent_workers`` have no counterpart; a warning says so.
-
-    Raises:
-        FederatedError: If it is another loader, or one that chooses or repeats examples, as clients could not.
+    The loader's ``generator`` and ``persistent_workers`` have no counterpart; a warning says so. A loader that chooses
+    or repeats examples, as clients could not, is refused.
     """
     if not isinstance(loader, DataLoader):
         raise FederatedError(f"from_loader(loader=...) must be a DataLoader, found a {type(loader).__name__}.")

@@ -19,17 +19,10 @@ __all__ = ["FeatureShift", "ShiftedClients", "rotate"]
 
 
 def rotate(images: Tensor, degrees: float) -> Tensor:
-    """Return images rotated counter-clockwise about their centre.
+    """Return images [..., H, W], float or uint8, rotated counter-clockwise about their centre; the corners are zero.
 
-    Args:
-        images: Images [..., H, W], float or uint8. Multiples of 90 degrees (of 180, if H and W differ) move pixels;
-            other angles interpolate linearly between them, in float32 at least and rounded back for uint8.
-        degrees: The angle. The corners that turn into the image are zero.
-
-    Example:
-        >>> rotate(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8), 90)
-        tensor([[2, 4],
-                [1, 3]], dtype=torch.uint8)
+    Multiples of 90 degrees (of 180, if H and W differ) move pixels. Other angles interpolate linearly between them, in
+    float32 at least and rounded back for uint8.
     """
     height, width = images.shape[-2:]
     if degrees % 90 == 0 and (height == width or degrees % 180 == 0):
@@ -223,11 +216,7 @@ class FeatureShift(Partition):
 
 
 class ShiftedClients:
-    """The clients' shifted data sets, made when asked for; the latest ones are kept, up to 256 MiB.
-
-    Raises:
-        FederatedError: If the inputs cannot be shifted as asked.
-    """
+    """The clients' shifted data sets, made when asked for; the latest ones are kept, up to 256 MiB."""
 
     def __init__(self, dataset: Dataset[Any], shift: FeatureShift, num_clients: int) -> None:
         shift.check(dataset)
@@ -236,12 +225,7 @@ class ShiftedClients:
         self._bytes = 0
 
     def dataset(self, client: int, indices: Tensor) -> Dataset[Any]:
-        """Return the data set of a client.
-
-        Args:
-            client: Its stored index, from 0.
-            indices: Its examples [n_i].
-        """
+        """Return the data set of a client, whose examples are ``indices`` [n_i]."""
         if client in self._recent:
             self._recent.move_to_end(client)
             return self._recent[client]

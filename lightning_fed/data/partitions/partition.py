@@ -88,28 +88,29 @@ class SeededPartition(Partition):
         self.seed = check_seed(type(self).__name__, seed)
 
     @abstractmethod
-    def _owners(self, labels: Tensor) -> Tensor:
-        """Return the client that each example goes to [n], int64."""
+    def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
+        """Return the examples [n] in some order, and the client that each of them goes to [n]."""
 
     def __call__(self, labels: Tensor) -> Parts:
-        """Return each client's indices, ascending.
-
-        Args:
-            labels: The class of each example [n], integers.
-
-        Raises:
-            FederatedError: If the labels cannot be dealt out as asked.
-        """
-        return _group(self._owners(_check_labels(self, labels)), self.num_clients)
+        """Return each client's indices, ascending."""
+        try:
+            labels = torch.as_tensor(labels)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise FederatedError(f"{self!r} needs one label per example [n]; found {type(labels).__name__}.") from error
+        if labels.ndim != 1 or len(labels) == 0:
+            raise FederatedError(f"{self!r} needs one label per example [n], n > 0; found shape {list(labels.shape)}.")
+        if self.needs_labels and (labels.is_floating_point() or labels.is_complex()):
+            raise FederatedError(f"{self!r} needs integer labels, not {labels.dtype}. Pass class numbers, or use Iid.")
+        order, clients = self._deal(labels, random_state(self.seed))
+        owners = torch.empty(len(labels), dtype=torch.int64)
+        owners[torch.from_numpy(order)] = torch.from_numpy(clients)
+        return _group(owners, self.num_clients)
 
     def _need_examples(self, found: int, needed: int) -> None:
         if found < needed:
             raise FederatedError(
                 f"{self!r} needs at least {needed:,} examples and the data set has {found:,}. Lower num_clients."
             )
-
-    def _random(self, *key: int) -> np.random.RandomState:
-        return random_state(self.seed, *key)
 
 
 class Iid(SeededPartition):
@@ -126,12 +127,9 @@ class Iid(SeededPartition):
 
     needs_labels = False
 
-    def _owners(self, labels: Tensor) -> Tensor:
-        """Deal the shuffled examples out one by one."""
+    def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
         self._need_examples(len(labels), self.num_clients)
-        owners = np.empty(len(labels), dtype=np.int64)
-        owners[self._random().permutation(len(labels))] = np.arange(len(labels)) % self.num_clients
-        return torch.from_numpy(owners)
+        return random.permutation(len(labels)), np.arange(len(labels)) % self.num_clients
 
 
 class Dirichlet(SeededPartition):
@@ -162,28 +160,19 @@ class Dirichlet(SeededPartition):
         self.alpha: float = check_number("Dirichlet", "alpha", alpha, positive=True)
         self.min_size: int = check_count("Dirichlet", "min_size", min_size, least=0)
 
-    def _owners(self, labels: Tensor) -> Tensor:
-        """Cut every class by its own proportions."""
+    def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
         self._need_examples(len(labels), self.num_clients * self.min_size)
-        order, class_sizes = by_class(labels, self._random())
-        shares = self._shares(class_sizes)
-        clients = np.arange(self.num_clients)
-        owners = np.empty(len(labels), dtype=np.int64)
-        owners[order] = np.concatenate([np.repeat(clients, share) for share in shares])
-        return torch.from_numpy(owners)
-
-    def _shares(self, class_sizes: list[int]) -> list[Ints]:
-        """Draw how many examples of each class go to each client until every client has enough."""
+        order, class_sizes = by_class(labels, random)
         draws = max(10, min(_MAX_DRAWS, _MAX_PROPORTIONS // (self.num_clients * len(class_sizes))))
         for draw in range(draws):
-            random = self._random(draw)
+            random = random_state(self.seed, draw)
             log_weights = (log_gamma(np.array(self.alpha), (self.num_clients,), random) for _ in class_sizes)
             shares = [cut_by(weights, size, least=0) for weights, size in zip(log_weights, class_sizes, strict=True)]
             sizes = np.sum(shares, axis=0)
             if sizes.min() >= self.min_size:
-                return shares
+                return order, np.repeat(np.tile(np.arange(self.num_clients), len(shares)), np.concatenate(shares))
         raise FederatedError(
-            f"{self!r} found no partition of {sum(class_sizes):,} examples in {draws:,} draws: the last one left"
+            f"{self!r} found no partition of {len(labels):,} examples in {draws:,} draws: the last one left"
             f" {(sizes < self.min_size).sum():,} clients with fewer than min_size={self.min_size}. Raise alpha, lower"
             " num_clients, or lower min_size (0 allows empty clients)."
         )
@@ -211,17 +200,12 @@ class Shards(SeededPartition):
         super().__init__(num_clients, seed)
         self.shards_per_client = check_count("Shards", "shards_per_client", shards_per_client, least=1)
 
-    def _owners(self, labels: Tensor) -> Tensor:
-        """Deal the shards of the sorted examples out at random."""
+    def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
         num_shards = self.num_clients * self.shards_per_client
         self._need_examples(len(labels), num_shards)
-        random = self._random()
         order, _ = by_class(labels, random)
         shard_owners = random.permutation(num_shards) // self.shards_per_client
-        shard_sizes = np.diff(np.arange(num_shards + 1) * len(labels) // num_shards)
-        owners = np.empty(len(labels), dtype=np.int64)
-        owners[order] = np.repeat(shard_owners, shard_sizes)
-        return torch.from_numpy(owners)
+        return order, np.repeat(shard_owners, np.diff(np.arange(num_shards + 1) * len(labels) // num_shards))
 
 
 class ByKey(Partition):
@@ -283,11 +267,7 @@ PartitionFunction: TypeAlias = Callable[[Tensor], Parts]
 
 
 def check_client_id(client_id: Any) -> ClientId:
-    """Return a client id as a plain int or str, which a checkpoint can hold.
-
-    Raises:
-        FederatedError: If it is neither.
-    """
+    """Return a client id as a plain int or str, which a checkpoint can hold."""
     if isinstance(client_id, str):
         return str(client_id)
     if isinstance(client_id, Integral) and not isinstance(client_id, bool):
@@ -298,11 +278,7 @@ def check_client_id(client_id: Any) -> ClientId:
 
 
 def check_client_ids(owner: str, ids: Any) -> Sequence[ClientId]:
-    """Return a sequence of client ids as it is; a ``range`` is not gone through.
-
-    Raises:
-        FederatedError: Naming ``owner``, if it is no sequence of integers and strings.
-    """
+    """Return a sequence of client ids as it is; a ``range`` is not gone through."""
     ordered = hasattr(ids, "__len__") and hasattr(ids, "__getitem__")
     if not ordered or isinstance(ids, str | bytes | Mapping | Tensor | type):
         raise FederatedError(
@@ -313,20 +289,6 @@ def check_client_ids(owner: str, ids: Any) -> Sequence[ClientId]:
         for client_id in ids:
             check_client_id(client_id)
     return cast("Sequence[ClientId]", ids)
-
-
-def _check_labels(partition: Partition, values: Any) -> Tensor:
-    try:
-        labels: Tensor = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise FederatedError(
-            f"{partition!r} needs one label per example [n]; found {type(values).__name__}."
-        ) from error
-    if labels.ndim != 1 or len(labels) == 0:
-        raise FederatedError(f"{partition!r} needs one label per example [n], n > 0; found shape {list(labels.shape)}.")
-    if partition.needs_labels and (labels.is_floating_point() or labels.is_complex()):
-        raise FederatedError(f"{partition!r} needs integer labels, not {labels.dtype}. Pass class numbers, or use Iid.")
-    return labels
 
 
 def _group(owners: Tensor, num_clients: int) -> list[Tensor]:
@@ -351,22 +313,17 @@ def seed_words(seed: int, *key: int | str) -> list[int]:
     """Return what ``RandomState`` is seeded with: 64 bits of a seed, then integers, and 128 bits of a name's hash."""
     words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
     for part in key:
-        words += [part] if isinstance(part, int) else _hash(part)
+        if isinstance(part, str):
+            digest = hashlib.blake2b(part.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+            words += np.frombuffer(digest, dtype="<u4").tolist()
+        else:
+            words.append(part)
     return words
 
 
 def random_state(seed: int, *key: int | str) -> np.random.RandomState:
-    """Return a stream of random numbers that a seed and a key decide.
-
-    The streams of ``RandomState`` are frozen: they are the same on every machine and with every version of NumPy.
-    """
+    """Return a stream of random numbers that a seed and a key decide: the same with every version of NumPy."""
     return np.random.RandomState(seed_words(seed, *key))
-
-
-def _hash(name: str) -> list[int]:
-    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-    words: list[int] = np.frombuffer(digest, dtype="<u4").tolist()
-    return words
 
 
 def equal_shares(size: int, parts: int) -> Ints:

@@ -5,7 +5,6 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from lightning_fed.core.arguments import check_count, check_number, check_one_of
@@ -57,18 +56,17 @@ class BalancedDirichlet(SeededPartition):
         self.alpha = check_number("BalancedDirichlet", "alpha", alpha, positive=True)
         self.concentration = check_one_of("BalancedDirichlet", "concentration", concentration, ("per_class", "total"))
 
-    def _owners(self, labels: Tensor) -> Tensor:
+    def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
         """Let all open places ask for a class at once, until none is open."""
         n = len(labels)
         self._need_examples(n, self.num_clients)
-        random = self._random()
         order, class_sizes = by_class(labels, random)
         shares = np.array(class_sizes) / n if self.concentration == "total" else np.ones(len(class_sizes))
         log_mixtures = log_gamma(self.alpha * shares, (self.num_clients, len(class_sizes)), random)
         ends = np.cumsum(class_sizes)
         next_free = ends - class_sizes  # the first example of each class that nobody has yet, as a position in `order`
         places = random.permutation(n) % self.num_clients  # the clients that wait for an example, in random order
-        owners = np.empty(n, dtype=np.int64)
+        clients = np.empty(n, dtype=np.int64)
         while len(places):
             wishes = _draw_classes(log_mixtures, next_free < ends, places, random)
             asked = np.bincount(wishes, minlength=len(ends))
@@ -76,10 +74,10 @@ class BalancedDirichlet(SeededPartition):
             ranks = np.arange(len(queue)) - np.repeat(np.cumsum(asked) - asked, asked)
             positions = next_free[wishes[queue]] + ranks
             served = positions < ends[wishes[queue]]
-            owners[order[positions[served]]] = places[queue[served]]
+            clients[positions[served]] = places[queue[served]]
             next_free = np.minimum(next_free + asked, ends)
             places = places[np.sort(queue[~served])]
-        return torch.from_numpy(owners)
+        return order, clients
 
 
 class Similarity(SeededPartition):
@@ -108,20 +106,19 @@ class Similarity(SeededPartition):
                 f"Similarity(similarity={similarity!r}): similarity must be a share in [0, 1], such as 0.1 for 10 %."
             )
 
-    def _owners(self, labels: Tensor) -> Tensor:
+    def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
         """Cut the sorted examples into one piece per client and fill the clients up with the others."""
         n = len(labels)
         self._need_examples(n, self.num_clients)
-        random = self._random()
         order, _ = by_class(labels, random)
         at_random = np.zeros(n, dtype=bool)
         at_random[random.permutation(n)[: round(self.similarity * n)]] = True
-        clients = np.arange(self.num_clients)
+        everyone = np.arange(self.num_clients)
         cut = equal_shares(n - int(at_random.sum()), self.num_clients)
-        owners = np.empty(n, dtype=np.int64)
-        owners[order[~at_random]] = np.repeat(clients, cut)
-        owners[order[at_random]] = random.permutation(np.repeat(clients, equal_shares(n, self.num_clients) - cut))
-        return torch.from_numpy(owners)
+        clients = np.empty(n, dtype=np.int64)
+        clients[~at_random] = np.repeat(everyone, cut)
+        clients[at_random] = random.permutation(np.repeat(everyone, equal_shares(n, self.num_clients) - cut))
+        return order, clients
 
 
 class ClassesPerClient(SeededPartition):
@@ -143,49 +140,41 @@ class ClassesPerClient(SeededPartition):
         {3}
     """
 
+    min_per_class = 1
+
     def __init__(self, num_clients: int, classes_per_client: int, seed: int = 0) -> None:
         super().__init__(num_clients, seed)
         self.classes_per_client = check_count(type(self).__name__, "classes_per_client", classes_per_client, least=1)
 
-    def _owners(self, labels: Tensor) -> Tensor:
+    def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
         """Deal the classes out, then cut each one."""
-        random = self._random()
         order, class_sizes = by_class(labels, random)
-        self._check_classes(len(class_sizes))
+        if self.classes_per_client > len(class_sizes):
+            raise FederatedError(
+                f"{self!r} for {len(class_sizes):,} classes: classes_per_client is at most that, for any num_clients."
+            )
+        if self.classes_per_client * self.num_clients < len(class_sizes):
+            raise FederatedError(
+                f"{self!r} would leave out some of the {len(class_sizes):,} classes. Raise num_clients or"
+                " classes_per_client."
+            )
         hands = _deal_classes(self.num_clients, len(class_sizes), self.classes_per_client, random)
         num_viewers = np.bincount(hands.ravel(), minlength=len(class_sizes))
         by_hand = np.argsort(hands.ravel(), kind="stable") // self.classes_per_client
         viewers = np.split(by_hand, np.cumsum(num_viewers)[:-1])
-        needed = self._needed_per_class()
         pieces = []
         for size, clients in zip(class_sizes, viewers, strict=True):
-            if size < needed * len(clients):
+            if size < self.min_per_class * len(clients):
                 raise FederatedError(
-                    f"{self!r} gives one class to {len(clients):,} clients, each at least {needed}, and it has {size:,}"
-                    " examples. Lower num_clients or classes_per_client."
+                    f"{self!r} gives one class to {len(clients):,} clients, each at least {self.min_per_class}, and"
+                    f" it has {size:,} examples. Lower num_clients or classes_per_client."
                 )
             pieces.append(np.repeat(random.permutation(clients), self._cut(size, len(clients), random)))
-        owners = np.empty(len(labels), dtype=np.int64)
-        owners[order] = np.concatenate(pieces)
-        return torch.from_numpy(owners)
+        return order, np.concatenate(pieces)
 
     def _cut(self, size: int, num_viewers: int, random: np.random.RandomState) -> Ints:
         """Return how many of a class's examples each client gets that sees it."""
         return equal_shares(size, num_viewers)
-
-    def _needed_per_class(self) -> int:
-        return 1
-
-    def _check_classes(self, num_classes: int) -> None:
-        if self.classes_per_client > num_classes:
-            raise FederatedError(
-                f"{self!r} for {num_classes:,} classes: classes_per_client is at most that, for any num_clients."
-            )
-        if self.classes_per_client * self.num_clients < num_classes:
-            raise FederatedError(
-                f"{self!r} would leave out some of the {num_classes:,} classes. Raise num_clients or"
-                " classes_per_client."
-            )
 
 
 class PowerLaw(ClassesPerClient):
@@ -225,9 +214,6 @@ class PowerLaw(ClassesPerClient):
     def _cut(self, size: int, num_viewers: int, random: np.random.RandomState) -> Ints:
         return cut_by(self.sigma * random.standard_normal(num_viewers), size, self.min_per_class)
 
-    def _needed_per_class(self) -> int:
-        return self.min_per_class
-
 
 class _SizeSkew(SeededPartition):
     """Clients of different sizes that all draw from the same label distribution."""
@@ -242,14 +228,10 @@ class _SizeSkew(SeededPartition):
     def _log_weights(self, random: np.random.RandomState) -> Floats:
         """Return the logarithms [N] of numbers to which the sizes are proportional."""
 
-    def _owners(self, labels: Tensor) -> Tensor:
-        """Cut the shuffled examples by the weights."""
+    def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
         self._need_examples(len(labels), self.num_clients * self.min_size)
-        random = self._random()
         sizes = cut_by(self._log_weights(random), len(labels), self.min_size)
-        owners = np.empty(len(labels), dtype=np.int64)
-        owners[random.permutation(len(labels))] = np.repeat(np.arange(self.num_clients), sizes)
-        return torch.from_numpy(owners)
+        return random.permutation(len(labels)), np.repeat(np.arange(self.num_clients), sizes)
 
 
 class LogNormalSizes(_SizeSkew):

@@ -54,6 +54,23 @@ def closing_over(state):
     return lambda x: x + state.random()
 
 
+class Slotted:
+    __slots__ = ("kept",)
+
+    def __init__(self):
+        self.kept = {"draw": (random.Random(),)}
+
+    def __call__(self, x):
+        return x + self.kept["draw"][0].random()
+
+
+def with_default():
+    def draw(x, state=random.Random()):  # noqa: B008 - each call of with_default has its own
+        return x + state.random()
+
+    return draw
+
+
 class Augmented(Dataset):
     def __init__(self, transform, n=6):
         self.transform, self.n = transform, n
@@ -73,6 +90,8 @@ MAKERS = {
     "random.Random": lambda: Holder(random.Random(), lambda state: state.random()),
     "torch.Generator": lambda: Holder(torch.Generator(), lambda state: torch.rand((), generator=state)),
     "closure": lambda: closing_over(random.Random()),
+    "slots and mappings": Slotted,
+    "default argument": with_default,
     "partial": lambda: functools.partial(lambda state, x: x + state.random(), random.Random()),
 }
 
@@ -100,6 +119,24 @@ def test_owned_states_follow_the_generator(maker, kind, workers):
     assert first == again
     assert not set(first) & set(other)
     assert len(set(first)) == 6
+
+
+class SeedsItself(Augmented):
+    """Draws from its own state, which it can seed, and from its transform's, which it does not know."""
+
+    def set_random_state(self, seed):
+        self.own = random.Random(seed)
+
+    def __getitem__(self, index):
+        x, _ = super().__getitem__(index)
+        return torch.stack([x, torch.tensor(self.own.random())]), index
+
+
+def test_the_transforms_of_a_data_set_that_seeds_itself_are_seeded_as_well():
+    def epoch():
+        return draws(LoaderBatches(SeedsItself(Compose(Randomizable())), BatchSettings(batch_size=4)), 1)
+
+    assert epoch() == epoch()
 
 
 @pytest.mark.parametrize("kind", [LoaderBatches, own_loader])
