@@ -81,8 +81,10 @@ class Quadratics(FederatedDataModule):
         self.delta = float((hessians - hessians.mean(0)).abs().max())
         signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(self.rows)[: self.rows]
         clients = [_client(a_i, (-1) ** i * self.G + self.noise * signs) for i, a_i in enumerate(hessians)]
-        pooled = _pool(clients)
-        super().__init__(clients=clients, val=pooled, test=pooled, batch_size=_batch_size(batch_size, self.rows))
+        pooled = TensorDataset(*map(torch.cat, zip(*(client.tensors for client in clients), strict=True)))
+        super().__init__(
+            clients=clients, val=pooled, test=pooled, batch_size=self.rows if batch_size is None else batch_size
+        )
 
 
 class LeastSquares(FederatedDataModule):
@@ -152,10 +154,12 @@ class LeastSquares(FederatedDataModule):
                 f" examples leave the optimum open. Have at least as many examples as features."
             )
         clients = [self._draw(i) for i in numbers]
-        pooled = _pool(clients)
+        pooled = TensorDataset(*map(torch.cat, zip(*(client.tensors for client in clients), strict=True)))
         inputs, targets = pooled.tensors
         self.optimum = torch.linalg.lstsq(inputs, targets, driver="gelsd").solution.flatten()
-        super().__init__(clients=clients, val=pooled, test=pooled, batch_size=_batch_size(batch_size, self.samples))
+        super().__init__(
+            clients=clients, val=pooled, test=pooled, batch_size=self.samples if batch_size is None else batch_size
+        )
 
     def _draw(self, i: int) -> TensorDataset:
         """Return the inputs [n, dim] and targets [n, 1] of client i."""
@@ -189,11 +193,3 @@ def _client(a: Tensor, slopes: Tensor) -> TensorDataset:
     """Return the rows of a client: its second derivatives [n, *a], and [n, *a] of the norms in ``slopes`` [n]."""
     rows = a.expand(len(slopes), *a.shape).contiguous()
     return TensorDataset(rows, (slopes / a.numel() ** 0.5).reshape(-1, *[1] * a.ndim).expand_as(rows).contiguous())
-
-
-def _pool(clients: Sequence[TensorDataset]) -> TensorDataset:
-    return TensorDataset(*(torch.cat(parts) for parts in zip(*(client.tensors for client in clients), strict=True)))
-
-
-def _batch_size(batch_size: int | None, size: int) -> int:
-    return size if batch_size is None else batch_size
