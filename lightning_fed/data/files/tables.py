@@ -14,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
 from lightning_fed.core.arguments import check_fraction, check_one_of, check_paths, check_seed, check_texts
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows
+from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows, read_table
 from lightning_fed.data.partitions.partition import Ints, check_client_id, random_state
 
 __all__ = ["ClientTable", "Columns", "as_number", "read_columns"]
@@ -43,14 +42,12 @@ class Columns:
         path: The file.
         keys: Columns as they are: strings from CSV, strings or numbers from Parquet.
         numbers: Columns of finite numbers [n], float32; truth values are 0 and 1.
-        row_indices: Columns that are left out because their names are those of a row index.
         left_out: Columns that are left out because they do not hold numbers, each with the reason.
     """
 
     path: Path
     keys: dict[str, list[Any]] = field(default_factory=dict)
     numbers: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
-    row_indices: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
     def place(self, row: int) -> str:
@@ -61,11 +58,7 @@ class Columns:
         return f"line {line}"
 
     def add_key(self, name: str, column: Any) -> None:
-        """Add a column of pyarrow as it is.
-
-        Raises:
-            FederatedError: If a value is missing, or not a text or a number.
-        """
+        """Add a column of pyarrow that has no holes as it is."""
         if str(column.type).startswith(("list", "large_list", "fixed_size_list", "struct", "map")):
             raise FederatedError(f"{self.path}: column {name!r} must hold texts or numbers; its type is {column.type}.")
         values = column.to_pylist()
@@ -74,35 +67,27 @@ class Columns:
         self.keys[name] = [sys.intern(value) if isinstance(value, str) else value for value in values]
 
     def add_numbers(self, name: str, column: Any) -> None:
-        """Add a column of pyarrow as numbers, or the reason why it is left out.
-
-        Raises:
-            FederatedError: If a value is missing, too large for float32, or a number with commas.
-        """
-        import pyarrow
+        """Add a column of pyarrow that has no holes as numbers, or the reason why it is left out."""
+        from pyarrow import float64, types
 
         if self.path.suffix == ".csv":
             values = self._parsed(name, column.combine_chunks().dictionary_encode())
             if values is None:
                 return
         else:
-            types = pyarrow.types
             is_exact = types.is_boolean(column.type) or types.is_decimal(column.type)
             if not (types.is_integer(column.type) or types.is_floating(column.type) or is_exact):
                 self.left_out[name] = f"its type is {column.type}"
                 return
             self._refuse(np.asarray(column.is_null()), name, _MISSING_VALUE)
-            values = np.asarray(column.cast(pyarrow.float64()) if is_exact else column)
+            values = np.asarray(column.cast(float64()) if is_exact else column)
         self._refuse(np.isnan(values), name, _MISSING_VALUE)
         with np.errstate(over="ignore"):  # without numpy's warning: what is too large becomes infinite
             self.numbers[name] = values.astype(np.float32)
         self._refuse(~np.isfinite(self.numbers[name]), name, "must hold finite numbers that float32 can represent.")
 
     def _parsed(self, name: str, texts: Any) -> npt.NDArray[np.float64] | None:
-        """Return the numbers of a dictionary-encoded column of texts, NaN where one is missing; None if it has others.
-
-        Each text is read once, in the order of its first row.
-        """
+        """Return the numbers of a dictionary-encoded column of texts, NaN for holes; None if it has other texts."""
         rows, numbers, held = np.asarray(texts.indices), list[float](), set[bool]()
         for position, text in enumerate(map(str.strip, texts.dictionary.to_pylist())):
             number = as_number(text)
@@ -134,10 +119,6 @@ def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: 
         keys: Columns to be read as they are.
         numeric: Columns that must hold numbers.
         rest: Whether all other columns are read too, as numbers if they are; not a row index that pandas wrote.
-
-    Raises:
-        FederatedError: If a column is missing, ``numeric`` are not all numbers, a value is missing, rows are ragged, or
-            numbers have commas.
     """
     from pyarrow import ArrowException, csv, parquet, string
 
@@ -145,8 +126,15 @@ def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: 
     is_csv = path.suffix == ".csv"
     try:
         heading = next(read_rows(path), (0, []))[1] if is_csv else list(parquet.read_schema(path).names)
-        optional, columns.row_indices = _rest(path, heading, keys, numeric, rest)
-        names = [*keys, *numeric, *optional]
+        if absent := [name for name in (*keys, *numeric) if name not in heading]:
+            raise FederatedError(f"{path} has no column {absent[0]!r}; its columns are {heading}.")
+        if twice := sorted({name for name in heading if heading.count(name) > 1}):
+            raise FederatedError(f"{path} has more than one column {twice[0]!r}: rename them.")
+        others = [name for name in heading if name not in keys and name not in numeric] if rest else []
+        if row_indices := [name for name in others if _INDEX.fullmatch(name)]:
+            rank_zero_info(f"ClientTable leaves out {row_indices} of {path}: the names are those of a row index.")
+        numbers = [*numeric, *(name for name in others if name not in row_indices)]
+        names = [*keys, *numbers]
         if is_csv:
             table = csv.read_csv(
                 path,
@@ -157,42 +145,17 @@ def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: 
         else:
             table = parquet.read_table(path, columns=names)
     except (ArrowException, OSError) as error:
-        if is_csv:
-            _check_rows(path)
+        if is_csv and sum(1 for _ in read_table(path)) < 2:  # or else it names a row of another length
+            raise FederatedError(f"{path} has no rows.") from error
         kind = "CSV" if is_csv else "Parquet"
         raise FederatedError(f"{path} is no {kind} file that can be read: {error}.") from error
     for name in keys:
         columns.add_key(name, table.column(name))
-    for name in (*numeric, *optional):
+    for name in numbers:
         columns.add_numbers(name, table.column(name))
         if name in numeric and name in columns.left_out:
             raise FederatedError(f"{path}: column {name!r} must hold finite numbers; {columns.left_out[name]}.")
     return columns
-
-
-def _check_rows(path: Path) -> None:
-    """Refuse a CSV file that has no rows, rows of different length, or no UTF-8 text, with the line."""
-    rows = read_rows(path)
-    _, heading = next(rows, (0, []))
-    line = 0
-    for line, row in rows:
-        if len(row) != len(heading):
-            raise FederatedError(f"{path}, line {line}: {len(row)} fields under a heading of {len(heading)}.")
-    if not line:
-        raise FederatedError(f"{path} has no rows.")
-
-
-def _rest(
-    path: Path, heading: list[str], keys: Sequence[str], numeric: Sequence[str], rest: bool
-) -> tuple[list[str], list[str]]:
-    """Return the columns that nobody named, apart from row indices, and the row indices."""
-    if absent := [name for name in (*keys, *numeric) if name not in heading]:
-        raise FederatedError(f"{path} has no column {absent[0]!r}; its columns are {heading}.")
-    if twice := sorted({name for name in heading if heading.count(name) > 1}):
-        raise FederatedError(f"{path} has more than one column {twice[0]!r}: rename them.")
-    others = [name for name in heading if name not in keys and name not in numeric] if rest else []
-    row_indices = [name for name in others if _INDEX.fullmatch(name)]
-    return [name for name in others if name not in row_indices], row_indices
 
 
 def as_number(text: str) -> float | None:
@@ -295,8 +258,6 @@ class ClientTable(StoredDataModule):
         (keys if self.targets == "classes" else numeric).append(self.target)
         table = read_columns(path, keys, numeric, rest=self.features is None)
         features = {name: column for name, column in table.numbers.items() if name != self.target}
-        if table.row_indices:
-            rank_zero_info(f"ClientTable leaves out {table.row_indices} of {path}: the names are those of a row index.")
         if table.left_out:
             reasons = ", ".join(f"{name!r} ({reason})" for name, reason in table.left_out.items())
             rank_zero_warn(
@@ -307,55 +268,54 @@ class ClientTable(StoredDataModule):
             raise FederatedError(f"{path} has no rows, or no column of numbers that could be a feature.")
         x = torch.from_numpy(np.stack(list(features.values()), axis=1))
         y = self._labels(table) if self.targets == "classes" else torch.from_numpy(table.numbers[self.target])[:, None]
-        train, val, test = self._divide(path, table, x, y)
+        train, val, test = self._divide(table, x, y)
         if not train:
             raise FederatedError(f"{path}: column {self.split!r} leaves no row for training.")
-        self.val, _ = pool(val)
+        self._set_parts(train, val)
         self.test = pool(test)[0] or self.val
-        self.client_val = {key: TensorDataset(*tensors) for key, tensors in val.items() if key in train}
-        self.set_clients({key: TensorDataset(*tensors) for key, tensors in train.items()})
 
     def _labels(self, table: Columns) -> Tensor:
         """Return the position of each value among the sorted distinct ones; numbers sort as numbers."""
         values = table.keys[self.target]
-        key: dict[Any, Any] = {value: _exact(str(value).strip()) for value in dict.fromkeys(values)}
-        missing = {value for value, number in key.items() if number is not None and math.isnan(number)}
-        if missing or None in key.values():
-            if None not in key.values() and len(missing) < len(key):
-                row = next(row for row, value in enumerate(values) if value in missing)
-                raise FederatedError(
-                    f"{table.path}, {table.place(row)}: column {self.target!r} has no value ({values[row]!r}), and"
-                    " numbers elsewhere. Fill it in, or drop the row."
-                )
-            key = {value: str(value).strip() for value in key}
-        self.classes = sorted(set(key.values()))
+        texts: dict[Any, Any] = {value: str(value).strip() for value in dict.fromkeys(values)}
+        numbers = {value: _exact(text) for value, text in texts.items()}
+        holes = {value for value, number in numbers.items() if number is not None and math.isnan(number)}
+        if None in numbers.values() or len(holes) == len(numbers):
+            numbers = texts
+        elif holes:
+            row = next(row for row, value in enumerate(values) if value in holes)
+            raise FederatedError(
+                f"{table.path}, {table.place(row)}: column {self.target!r} has no value ({values[row]!r}), and numbers"
+                " elsewhere. Fill it in, or drop the row."
+            )
+        self.classes = sorted(set(numbers.values()))
         positions = {name: position for position, name in enumerate(self.classes)}
-        return torch.tensor([positions[key[value]] for value in values], dtype=torch.int64)
+        return torch.tensor([positions[numbers[value]] for value in values], dtype=torch.int64)
 
-    def _divide(self, path: Path, table: Columns, x: Tensor, y: Tensor) -> list[Parts]:
+    def _divide(self, table: Columns, x: Tensor, y: Tensor) -> list[Parts]:
         """Return the training, validation and test rows of each client."""
-        positions: dict[ClientId, int] = {}
-        names = (check_client_id(name) for name in table.keys[self.client])
-        owners = np.array([positions.setdefault(name, len(positions)) for name in names])
+        names = table.keys[self.client]
+        positions = {check_client_id(name): position for position, name in enumerate(dict.fromkeys(names))}
+        owners = np.array([positions[name] for name in names])
         if self.split is None:
             part = self._draw_val(owners)
         else:
             words = table.keys[self.split]
             if strange := sorted(set(map(str, words)) - set(_PARTS)):
-                raise FederatedError(f"{path}: column {self.split!r} must hold {list(_PARTS)}; found {strange[0]!r}.")
+                raise FederatedError(
+                    f"{table.path}: column {self.split!r} must hold {list(_PARTS)}; found {strange[0]!r}."
+                )
             part = np.array([_PARTS.index(word) for word in words])
         return [_group(np.flatnonzero(part == number), owners, list(positions), x, y) for number in range(len(_PARTS))]
 
     def _draw_val(self, owners: Ints) -> Ints:
         """Return 1 for each client's share of validation rows and 0 for the others; a client keeps one at least."""
         fraction = _VAL_FRACTION if self.val_fraction is None else self.val_fraction
-        sizes = np.bincount(owners)
-        num_val = np.minimum(np.rint(fraction * sizes), sizes - 1)
-        shuffled = random_state(self.seed).permutation(len(owners))
-        order = shuffled[np.argsort(owners[shuffled], kind="stable")]
-        rank = np.arange(len(owners)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        order = random_state(self.seed).permutation(len(owners))
+        order = order[np.argsort(owners[order], kind="stable")]
         part = np.zeros(len(owners), dtype=np.int64)
-        part[order] = rank < np.repeat(num_val, sizes)
+        for rows in np.split(order, np.cumsum(np.bincount(owners))[:-1]):
+            part[rows[: min(round(fraction * len(rows)), len(rows) - 1)]] = 1
         return part
 
 
