@@ -1,7 +1,7 @@
 """How much the clients' gradients at one point differ, and whether their updates point the same way."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
 
@@ -65,7 +65,18 @@ def gradient_dissimilarity(gradients: Iterable[tuple[Vector, float]]) -> Gradien
         (2.0, 7.0, 1.4)
     """
     mean, total, spread, squares = torch.zeros(()), 0.0, 0.0, 0.0
-    for gradient, weight in _pairs(gradients):
+    if not isinstance(gradients, Iterable):
+        raise FederatedError(
+            f"gradient_dissimilarity(gradients={gradients!r}): gradients must be an iterable of pairs."
+        )
+    for pair in gradients:
+        known = isinstance(pair, tuple | list) and len(pair) == 2
+        if not known or not isinstance(pair[0], Tensor) or pair[0].ndim != 1 or not isinstance(pair[1], Real):
+            raise FederatedError(
+                f"gradient_dissimilarity(gradients=...) got {pair!r}: gradients must be pairs of a vector [P] and a"
+                " weight."
+            )
+        gradient, weight = pair[0], float(pair[1])
         if weight <= 0:
             continue
         wide = gradient.to(torch.float64 if gradient.device.type != "mps" else torch.float32)
@@ -79,22 +90,6 @@ def gradient_dissimilarity(gradients: Iterable[tuple[Vector, float]]) -> Gradien
             "gradient_dissimilarity(gradients=...) got no gradient of positive weight: there is nothing to compare."
         )
     return GradientDissimilarities(spread / total, squares / total, float(torch.linalg.vector_norm(mean)))
-
-
-def _pairs(gradients: Iterable[tuple[Vector, float]]) -> Iterator[tuple[Vector, float]]:
-    """Yield the pairs, one at a time, once each is seen to be a vector and a number."""
-    if not isinstance(gradients, Iterable):
-        raise FederatedError(
-            f"gradient_dissimilarity(gradients={gradients!r}): gradients must be an iterable of pairs."
-        )
-    for pair in gradients:
-        known = isinstance(pair, tuple | list) and len(pair) == 2
-        if not known or not isinstance(pair[0], Tensor) or pair[0].ndim != 1 or not isinstance(pair[1], Real):
-            raise FederatedError(
-                f"gradient_dissimilarity(gradients=...) got {pair!r}: gradients must be pairs of a vector [P] and a"
-                " weight."
-            )
-        yield pair[0], float(pair[1])
 
 
 class PairwiseCosine:

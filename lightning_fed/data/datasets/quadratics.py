@@ -80,7 +80,12 @@ class Quadratics(FederatedDataModule):
         self.optimum = 0.0
         self.delta = float((hessians - hessians.mean(0)).abs().max())
         signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(self.rows)[: self.rows]
-        clients = [_client(a_i, (-1) ** i * self.G + self.noise * signs) for i, a_i in enumerate(hessians)]
+        clients = []
+        for i, a_i in enumerate(hessians):
+            rows_of_a = a_i.expand(self.rows, *a_i.shape).contiguous()
+            slopes = ((-1) ** i * self.G + self.noise * signs) / a_i.numel() ** 0.5  # their norm is G
+            b = slopes.reshape(-1, *[1] * a_i.ndim).expand_as(rows_of_a)
+            clients.append(TensorDataset(rows_of_a, b.contiguous()))
         pooled = TensorDataset(*map(torch.cat, zip(*(client.tensors for client in clients), strict=True)))
         super().__init__(
             clients=clients, val=pooled, test=pooled, batch_size=self.rows if batch_size is None else batch_size
@@ -187,9 +192,3 @@ def _second_derivatives(a: Any) -> Tensor:
             f"Quadratics(a={a!r}): the mean of a over the clients must be positive, in each coordinate."
         )
     return found
-
-
-def _client(a: Tensor, slopes: Tensor) -> TensorDataset:
-    """Return the rows of a client: its second derivatives [n, *a], and [n, *a] of the norms in ``slopes`` [n]."""
-    rows = a.expand(len(slopes), *a.shape).contiguous()
-    return TensorDataset(rows, (slopes / a.numel() ** 0.5).reshape(-1, *[1] * a.ndim).expand_as(rows).contiguous())

@@ -76,13 +76,8 @@ class Vocabulary:
 def read_embedding(path: Path, counts: Counter[str], max_words: int) -> tuple[Vocabulary, Tensor]:
     """Return the most frequent words that have a vector, and the vectors [V, D], float32.
 
-    Padding has the vector 0 and unknown words have the mean of the vectors kept.
-
-    Args:
-        path: UTF-8 text in GloVe's format, a line ``word v1 ... vD`` for each word. Only vectors of words that occur
-            are kept.
-        counts: How often each word occurs.
-        max_words: The number of words at most.
+    The file is UTF-8 text in GloVe's format, a line ``word v1 ... vD`` for each word. Padding has the vector 0 and
+    unknown words have the mean of the vectors kept.
     """
     vectors: dict[str, Tensor] = {}
     fields = 0

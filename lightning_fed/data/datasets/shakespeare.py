@@ -31,10 +31,8 @@ _DIRECTION = re.compile(r"\[[^]]*\]|\|")  # a stage direction, or the brace besi
 def speeches(lines: Iterable[str]) -> dict[str, list[str]]:
     r"""Return what each role of a play says: speeches in order, without stage directions, lines joined by a space.
 
-    Args:
-        lines: The lines of the play. A speech begins with ``NAME<TAB>text`` after the first ``ACT``; its other lines
-            begin with a tab. Stage directions stand in brackets. The first part of a long name may stand on a line of
-            its own right before. Lines that belong to no speech are left out.
+    A speech begins with ``NAME<TAB>text`` after the first ``ACT``; its other lines begin with a tab. The first part of
+    a long name may be on the line before. Stage directions are in brackets. Other lines are left out.
 
     Example:
         >>> speeches(["ACT I", "HAMLET\tMy fate [Enter Ghost]", "\tcries out", "Ghost\tMark me."])

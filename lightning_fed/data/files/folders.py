@@ -2,7 +2,6 @@
 
 import os
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,7 @@ class ClientFolder(_Folders):
         check_paths("ClientFolder", root=root)
         self.root = root
         self.cache_size = check_count("ClientFolder", "cache_size", cache_size, least=0)
-        self._cache: OrderedDict[Path, TensorDataset] = OrderedDict()
+        self._cache: dict[Path, TensorDataset] = {}
 
     def setup(self, stage: str | None = None) -> None:
         """List the clients, and read the server's validation and test set if there are any."""
@@ -103,13 +102,9 @@ class ClientFolder(_Folders):
     def client_dataset(self, client_id: ClientId) -> TensorDataset:
         """Return a client's training set, from its file or the cache."""
         path = self._path(client_id)
-        if path in self._cache:
-            self._cache.move_to_end(path)
-            return self._cache[path]
-        dataset = read_examples(path)
-        self._cache[path] = dataset
-        while len(self._cache) > self.cache_size:
-            self._cache.popitem(last=False)
+        self._cache[path] = dataset = self._cache.pop(path, None) or read_examples(path)  # at the end again
+        if len(self._cache) > self.cache_size:
+            del self._cache[next(iter(self._cache))]
         return dataset
 
     def client_size(self, client_id: ClientId) -> int:

@@ -77,11 +77,7 @@ def pool(parts: Mapping[Key, tuple[Tensor, ...]]) -> tuple[TensorDataset | None,
 def large_enough(owner: str, sizes: Mapping[Key, int], nouns: tuple[str, str], **setting: int) -> set[Key]:
     """Return the clients that have as many examples as a setting asks for, and announce how many have not.
 
-    Args:
-        owner: The data module, for messages.
-        sizes: How many examples each client has.
-        nouns: What clients and examples are called.
-        setting: The number of examples, under the name of the argument that decides it.
+    ``nouns`` are what clients and examples are called.
     """
     ((name, least),) = setting.items()
     clients, examples = nouns
@@ -98,14 +94,7 @@ def large_enough(owner: str, sizes: Mapping[Key, int], nouns: tuple[str, str], *
 
 
 def find(owner: str, path: Path, get: str, put: str) -> Path:
-    """Return a path that must exist.
-
-    Args:
-        owner: The data module, for the message.
-        path: Where a file or a folder should be.
-        get: How to get it: where to download it, or how to make it.
-        put: What to do with a copy that lies elsewhere.
-    """
+    """Return a path that must exist; the message says how to get it, and what to do with a copy that lies elsewhere."""
     if not path.exists():
         raise FederatedError(f"{owner}: there is no {path} (looked in {path.parent.absolute()}). {get} {put}")
     return path

@@ -36,14 +36,7 @@ _WITH_COMMA = re.compile(
 
 @dataclass
 class Columns:
-    """Columns of a table with n rows.
-
-    Attributes:
-        path: The file.
-        keys: Columns as they are: strings from CSV, strings or numbers from Parquet.
-        numbers: Columns of finite numbers [n], float32; truth values are 0 and 1.
-        left_out: Columns that are left out because they do not hold numbers, each with the reason.
-    """
+    """Columns of a table with n rows: as they are, as finite numbers [n], or left out for a reason."""
 
     path: Path
     keys: dict[str, list[Any]] = field(default_factory=dict)
@@ -112,13 +105,9 @@ class Columns:
 
 
 def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: bool) -> Columns:
-    """Read the columns that are asked for, with pyarrow.
+    """Read columns of a ``.csv`` or a ``.parquet`` file as they are, those that must hold numbers, and the rest.
 
-    Args:
-        path: A ``.csv`` file (UTF-8, commas, a heading) or a ``.parquet`` file.
-        keys: Columns to be read as they are.
-        numeric: Columns that must hold numbers.
-        rest: Whether all other columns are read too, as numbers if they are; not a row index that pandas wrote.
+    The rest, if it is asked for, are the other columns that hold numbers, without a row index that pandas wrote.
     """
     from pyarrow import ArrowException, csv, parquet, string
 
