@@ -120,8 +120,7 @@ Tweets = list[tuple[int, list[str]]]
 _CSV = "training.1600000.processed.noemoticon.csv"
 _COLUMNS = 6  # target, id, date, query, user, text
 _TEXT = 4  # LEAF's lists lack the target
-_CLASSES = {"0": 0, "1": 1, "4": 1}
-_NEUTRAL = "2"
+_CLASSES = {"0": 0, "1": 1, "2": None, "4": 1}  # None is neutral
 _TEST_FRACTION = 0.2
 
 
@@ -226,30 +225,31 @@ class Sentiment140(StoredDataModule):
             tweets = found[user.name] = []
             for number, (x, y) in enumerate(zip(user.x, user.y, strict=True)):
                 text = x[_TEXT] if isinstance(x, list) and len(x) > _TEXT else x
-                if not isinstance(text, str) or isinstance(y, bool) or str(y) not in _CLASSES:
+                label = None if isinstance(y, bool) else _CLASSES.get(str(y))
+                if not isinstance(text, str) or label is None:
                     raise FederatedError(
                         f"{user.place}, sample {number}: x must be the text of a tweet or the list id, date, query,"
                         f" user, text, and y be 0, 1 or 4; found y={y!r} and an x of type {type(x).__name__}."
                     )
-                tweets.append((_CLASSES[str(y)], self._words(text)))
+                tweets.append((label, self._words(text)))
         return found
 
     def _read_csv(self) -> tuple[dict[ClientId, Tweets], dict[ClientId, Tweets]]:
         path = self._find(_CSV)
         sizes: Counter[ClientId] = Counter()
         neutral = 0
-        for target, account, _ in _rows(path):
-            neutral += target == _NEUTRAL
-            sizes[account] += target != _NEUTRAL
+        for label, account, _ in _rows(path):
+            neutral += label is None
+            sizes[account] += label is not None
         if not sizes:
             raise FederatedError(f"{path} is empty. Download it again.")
         if neutral:
             rank_zero_info(f"Sentiment140 leaves out {neutral:,} neutral tweets, whose target is 2.")
         kept = large_enough("Sentiment140", sizes, ("accounts", "tweets"), min_tweets=self.min_tweets)
         tweets: dict[str, Tweets] = {str(name): [] for name in sizes if name in kept}
-        for target, account, text in _rows(path):
-            if account in tweets and target != _NEUTRAL:
-                tweets[account].append((_CLASSES[target], self._words(text)))
+        for label, account, text in _rows(path):
+            if account in tweets and label is not None:
+                tweets[account].append((label, self._words(text)))
         fraction = _TEST_FRACTION if self.test_fraction is None else self.test_fraction
         train: dict[ClientId, Tweets] = {}
         test: dict[ClientId, Tweets] = {}
@@ -271,12 +271,12 @@ class Sentiment140(StoredDataModule):
         return self.vocabulary.encode([text for _, text in tweets], self.length), labels
 
 
-def _rows(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield target, account and text of each row."""
+def _rows(path: Path) -> Iterator[tuple[int | None, str, str]]:
+    """Yield class, account and text of each row."""
     for line, row in read_rows(path, "latin-1"):
-        if len(row) != _COLUMNS or (row[0] not in _CLASSES and row[0] != _NEUTRAL):
+        if len(row) != _COLUMNS or row[0] not in _CLASSES:
             raise FederatedError(
                 f"{path}, line {line}: a row has the six columns target (0, 2 or 4), id, date, query, user and text,"
                 f" without a heading; found {len(row)} columns that begin with {row[0]!r}."
             )
-        yield row[0], row[4], row[5]
+        yield _CLASSES[row[0]], row[4], row[5]

@@ -20,7 +20,7 @@ from lightning_fed.core.arguments import check_fraction, check_one_of, check_pat
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows, read_table
-from lightning_fed.data.partitions.partition import Ints, check_client_id, random_state
+from lightning_fed.data.partitions.partition import check_client_id, random_state
 
 __all__ = ["ClientTable", "Columns", "as_number", "read_columns"]
 
@@ -218,8 +218,8 @@ class ClientTable(StoredDataModule):
             raise FederatedError(
                 f"{path}: reading tables takes pyarrow, which is missing: pip install 'lightning_fed[tables]'."
             )
-        named = features is None or (isinstance(features, list | tuple) and all(isinstance(f, str) for f in features))
-        if not named or (features is not None and len(features) == 0):
+        named = isinstance(features, list | tuple) and features and all(isinstance(name, str) for name in features)
+        if features is not None and not named:
             raise FederatedError(f"ClientTable(features={features!r}): features must be a list of columns, or None.")
         roles = [client, target, *(features or []), *([] if split is None else [split])]
         if repeated := sorted({name for name in roles if roles.count(name) > 1}):
@@ -283,29 +283,26 @@ class ClientTable(StoredDataModule):
 
     def _divide(self, table: Columns, x: Tensor, y: Tensor) -> list[Parts]:
         """Return the training, validation and test rows of each client."""
-        names = table.keys[self.client]
-        positions = {check_client_id(name): position for position, name in enumerate(dict.fromkeys(names))}
-        owners = np.array([positions[name] for name in names])
-        if self.split is None:
-            part = self._draw_val(owners)
-        else:
-            words = table.keys[self.split]
-            if strange := sorted(set(map(str, words)) - set(_PARTS)):
-                raise FederatedError(
-                    f"{table.path}: column {self.split!r} must hold {list(_PARTS)}; found {strange[0]!r}."
-                )
-            part = np.array([_PARTS.index(word) for word in words])
-        return [_group(np.flatnonzero(part == number), owners, list(positions), x, y) for number in range(len(_PARTS))]
-
-    def _draw_val(self, owners: Ints) -> Ints:
-        """Return 1 for each client's share of validation rows and 0 for the others; a client keeps one at least."""
+        rows_of: dict[ClientId, list[int]] = {}
+        for row, name in enumerate(table.keys[self.client]):
+            rows_of.setdefault(check_client_id(name), []).append(row)
+        words = [] if self.split is None else table.keys[self.split]
+        if strange := sorted(set(map(str, words)) - set(_PARTS)):
+            raise FederatedError(f"{table.path}: column {self.split!r} must hold {list(_PARTS)}; found {strange[0]!r}.")
         fraction = _VAL_FRACTION if self.val_fraction is None else self.val_fraction
-        order = random_state(self.seed).permutation(len(owners))
-        order = order[np.argsort(owners[order], kind="stable")]
-        part = np.zeros(len(owners), dtype=np.int64)
-        for rows in np.split(order, np.cumsum(np.bincount(owners))[:-1]):
-            part[rows[: min(round(fraction * len(rows)), len(rows) - 1)]] = 1
-        return part
+        drawn = random_state(self.seed).permutation(len(x)).argsort().tolist()  # when each row is drawn
+        parts: list[Parts] = [{} for _ in _PARTS]
+        for name, rows in rows_of.items():
+            if self.split is None:
+                num_val = min(round(fraction * len(rows)), len(rows) - 1)  # a client keeps one row at least
+                rows.sort(key=drawn.__getitem__)
+                cut = [sorted(rows[num_val:]), sorted(rows[:num_val]), []]
+            else:
+                cut = [[row for row in rows if words[row] == word] for word in _PARTS]
+            for part, own in zip(parts, cut, strict=True):
+                if own:
+                    part[name] = (x[own], y[own])
+        return parts
 
 
 def _exact(text: str) -> float | None:
@@ -315,11 +312,3 @@ def _exact(text: str) -> float | None:
         return number if number is None else int(text)
     except ValueError:
         return number
-
-
-def _group(rows: Ints, owners: Ints, names: list[ClientId], x: Tensor, y: Tensor) -> Parts:
-    """Return the inputs and targets of ``rows`` by client, as views into one copy."""
-    sizes = np.bincount(owners[rows], minlength=len(names)).tolist()
-    order = torch.from_numpy(rows[np.argsort(owners[rows], kind="stable")])
-    pieces = zip(names, x[order].split(sizes), y[order].split(sizes), strict=True)
-    return {name: (inputs, targets) for name, inputs, targets in pieces if len(inputs)}
