@@ -111,25 +111,23 @@ class PairwiseCosine:
 
     def __init__(self) -> None:
         self.count = 0
-        self._sum: Vector | None = None
+        self._sum: Vector = torch.zeros(())
 
     def add(self, vector: Vector) -> None:
         """Add one vector [P]."""
         norm = torch.linalg.vector_norm(vector)
-        if norm == 0:
-            return
-        unit = (vector / norm).to(torch.float64 if vector.device.type != "mps" else torch.float32)
-        self._sum = unit if self._sum is None else self._sum + unit
-        self.count += 1
+        if norm != 0:
+            unit = (vector / norm).to(torch.float64 if vector.device.type != "mps" else torch.float32)
+            self._sum = self._sum + unit
+            self.count += 1
 
     def merge(self, other: "PairwiseCosine") -> None:
         """Add all vectors that were added to another one."""
-        if other._sum is not None:
-            self._sum = other._sum if self._sum is None else self._sum + other._sum.to(self._sum.device)
-            self.count += other.count
+        self._sum = self._sum + other._sum.to(self._sum.device) if self.count else other._sum
+        self.count += other.count
 
     def value(self) -> float:
         """Return the mean; nan for fewer than two vectors."""
-        if self._sum is None or self.count < 2:
+        if self.count < 2:
             return math.nan
         return (float(self._sum.dot(self._sum)) - self.count) / (self.count * (self.count - 1))

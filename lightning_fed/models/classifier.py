@@ -1,6 +1,7 @@
 """The base of all classifiers here, and the multilayer perceptron: ordinary LightningModules."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,8 +56,9 @@ class Classifier(pl.LightningModule):
             check_number(owner, name, value, least=0)
             self.hparams.setdefault(name, value)  # the command line saves what a subclass itself takes, no more
         self.net = net
-        accuracy = {"average": "micro", "ignore_index": -100, "validate_args": False}  # the loss refuses bad labels
-        self.val_acc, self.test_acc = (MulticlassAccuracy(num_classes, **accuracy) for _ in range(2))
+        # The loss refuses labels that are no classes.
+        accuracy = partial(MulticlassAccuracy, num_classes, average="micro", ignore_index=-100, validate_args=False)
+        self.val_acc, self.test_acc = accuracy(), accuracy()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, num_classes]."""

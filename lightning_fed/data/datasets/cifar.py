@@ -48,9 +48,8 @@ class _Cifar(ImageDataModule):
         partition = BalancedDirichlet(num_clients, alpha, seed=seed) if partition is None else partition
         super().__init__(root, download, partition, batch_size, val_fraction, False, transform, augment)
 
-    def _missing_file(self) -> Path | None:
-        folder = self.root / self._folder
-        return None if folder.is_dir() else folder
+    def _paths(self) -> list[Path]:
+        return [self.root / self._folder]
 
     def _by_hand(self) -> str:
         return f"unpack {type(self).__name__}'s archive for Python so that its folder is {self.root / self._folder}"
@@ -105,7 +104,7 @@ class CIFAR10(_Cifar):
     """
 
     num_classes = 10
-    _source = "CIFAR10"
+    _torchvision_class = "CIFAR10"
     classes = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
     _folder = "cifar-10-batches-py"
     _mean = [0.4914, 0.4822, 0.4465]
@@ -139,7 +138,7 @@ class CIFAR100(_Cifar):
     """
 
     num_classes = 100
-    _source = "CIFAR100"
+    _torchvision_class = "CIFAR100"
     _folder = "cifar-100-python"
     _mean = [0.5071, 0.4865, 0.4409]
     _std = [0.2673, 0.2564, 0.2762]

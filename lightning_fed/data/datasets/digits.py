@@ -100,9 +100,7 @@ def _load() -> tuple[Tensor, Tensor]:
 def _split(labels: Tensor, test_fraction: float) -> tuple[list[int], list[int], list[int]]:
     """Return the indices of the training, validation and test examples, the same shares of every class in each."""
     random = np.random.RandomState(0)
-    train: list[int] = []
-    val: list[int] = []
-    test: list[int] = []
+    train, val, test = list[int](), list[int](), list[int]()
     for label in range(Digits.num_classes):
         members = random.permutation(torch.nonzero(labels == label).flatten().numpy()).tolist()
         num_test, num_val = round(test_fraction * len(members)), round(_VAL_FRACTION * len(members))

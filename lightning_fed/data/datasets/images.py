@@ -1,7 +1,7 @@
 """What the image data sets have in common: bytes in memory, floats a batch at a time, clients from a partition."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +14,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches.examples import BareInputs
 from lightning_fed.data.batches.settings import BatchAugmentation, BatchTransform
 from lightning_fed.data.batches.transforms import Flatten
-from lightning_fed.data.dataset import check_partition
 from lightning_fed.data.files.stored import StoredDataModule
 from lightning_fed.data.partitions.partition import Partition, PartitionFunction
 
@@ -32,7 +31,8 @@ class ImageDataModule(StoredDataModule):
     """
 
     num_classes: int
-    _source: ClassVar[str]  # torchvision's class
+    _torchvision_class: ClassVar[str]
+    _options: Mapping[str, str] = {}  # for the download
     _shape: ClassVar[tuple[int, int, int]]  # of one image, [C, H, W]
 
     def __init__(
@@ -48,25 +48,19 @@ class ImageDataModule(StoredDataModule):
     ) -> None:
         owner = type(self).__name__
         check_flags(owner, download=download, flatten=flatten)
-        functions = transform if isinstance(transform, list | tuple) else [transform]
-        super().__init__(
-            batch_size=batch_size, transform=[*functions, *([Flatten()] if flatten else [])], augment=augment
-        )
-        check_partition(partition)
+        functions: list[Any] = [*transform] if isinstance(transform, list | tuple) else [transform]
+        if flatten:
+            functions.append(Flatten())
+        super().__init__(partition=partition, batch_size=batch_size, transform=functions, augment=augment)
         check_paths(owner, root=root)
-        self.partition = partition
         self.root = Path(root)
         self.download = download
         self.val_fraction = check_fraction(owner, "val_fraction", val_fraction)
         self.flatten = flatten
 
     def prepare_data(self) -> None:
-        """Download what is missing, if ``download`` says so.
-
-        Raises:
-            FederatedError: If that fails.
-        """
-        if self.download and self._missing_file() is not None:
+        """Download what is missing, if ``download`` says so."""
+        if self.download and self._missing_path() is not None:
             try:
                 self._fetch()
             except (OSError, RuntimeError) as error:
@@ -77,7 +71,7 @@ class ImageDataModule(StoredDataModule):
 
     def _load(self) -> None:
         self.prepare_data()  # Lightning calls it too, but not where the clients are asked for without a trainer
-        missing = self._missing_file()
+        missing = self._missing_path()
         if missing is not None:
             raise FederatedError(
                 f"{type(self).__name__}: there is no {missing} (looked in {missing.parent.absolute()})."
@@ -110,19 +104,21 @@ class ImageDataModule(StoredDataModule):
         """Return torchvision's data set, whose options say whether it downloads the files and what it reads."""
         from torchvision import datasets
 
-        return getattr(datasets, self._source)(self.root, **options)
+        return getattr(datasets, self._torchvision_class)(self.root, **options)
 
     def _fetch(self) -> None:
-        """Download the files."""
-        self._torchvision(download=True)
+        self._torchvision(download=True, **self._options)
 
     def _remedy(self) -> str:
         """Return what to do if files are missing; overridden where there is nothing to download."""
         return f"Set download=True, or {self._by_hand()}"
 
+    def _missing_path(self) -> Path | None:
+        return next((path for path in self._paths() if not path.exists()), None)
+
     @abstractmethod
-    def _missing_file(self) -> Path | None:
-        """Return a file that is not there, or None if all are."""
+    def _paths(self) -> list[Path]:
+        """Return the files or the folder that must be there."""
 
     @abstractmethod
     def _by_hand(self) -> str:

@@ -66,10 +66,7 @@ def read_leaf(owner: str, path: Path) -> Iterator[LeafUser]:
 def _parsed(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise FederatedError(f"{file} is no valid JSON, at {place}: {error.msg}. Download or make it again.") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, too deep a nesting
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, nested too deep, a number too long
         raise FederatedError(f"{file} is no valid JSON: {error}. Download or make it again.") from error
     if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in _PARTS.items()):
         found = sorted(content) if isinstance(content, dict) else type(content).__name__

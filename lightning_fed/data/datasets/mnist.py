@@ -40,13 +40,12 @@ class _IdxImages(ImageDataModule):
 
     def _file(self, train: bool, content: str) -> Path:
         """Return where a file of ``content``, images-idx3 or labels-idx1, is, or should be: unpacked."""
-        path = self.root / self._source / "raw" / f"{self._prefixes[not train]}-{content}-ubyte"
+        path = self.root / self._torchvision_class / "raw" / f"{self._prefixes[not train]}-{content}-ubyte"
         packed = path.with_name(f"{path.name}.gz")
         return packed if packed.is_file() and not path.is_file() else path
 
-    def _missing_file(self) -> Path | None:
-        files = (self._file(train, content) for train in (True, False) for content in _CONTENTS)
-        return next((file for file in files if not file.is_file()), None)
+    def _paths(self) -> list[Path]:
+        return [self._file(train, content) for train in (True, False) for content in _CONTENTS]
 
     def _by_hand(self) -> str:
         train, test = (self._file(train, "*") for train in (True, False))
@@ -109,7 +108,7 @@ class MNIST(_IdxImages):
     """
 
     num_classes = 10
-    _source = "MNIST"
+    _torchvision_class = "MNIST"
     _prefixes = ("train", "t10k")
 
     def __init__(
@@ -182,7 +181,7 @@ class EMNIST(_IdxImages):
         (47, ['Z', 'a', 'b', 'd', 'e'])
     """
 
-    _source = "EMNIST"
+    _torchvision_class = "EMNIST"
 
     def __init__(
         self,
@@ -203,6 +202,7 @@ class EMNIST(_IdxImages):
         self.split = check_one_of("EMNIST", "split", split, list(_CLASSES))
         self.classes = list(_CLASSES[self.split])
         self.num_classes = len(self.classes)
+        self._options = {"split": split}
         self._prefixes = (f"emnist-{self.split}-train", f"emnist-{self.split}-test")
         self._first_label = int(self.split == "letters")
         check_flags("EMNIST", black_on_white=black_on_white)
@@ -212,9 +212,6 @@ class EMNIST(_IdxImages):
         transform = ToFloat() if transform is None else transform
         partition = BalancedDirichlet(num_clients, alpha, seed=seed) if partition is None else partition
         super().__init__(root, download, partition, batch_size, val_fraction, flatten, transform, augment)
-
-    def _fetch(self) -> None:
-        self._torchvision(split=self.split, download=True)
 
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:
         images, labels = super()._read(train)

@@ -147,16 +147,15 @@ class LeastSquares(FederatedDataModule):
         self.dissimilarity = check_number(name, "dissimilarity", dissimilarity, least=0)
         self.noise = check_number(name, "noise", noise, least=0)
         self.seed = check_seed(name, seed)
-        if num_clients * samples * (dim + 1) > _MAX_NUMBERS:
+        examples, given = num_clients * samples, f"{name}(num_clients={num_clients}, dim={dim}, samples={samples})"
+        if examples * (dim + 1) > _MAX_NUMBERS:
             raise FederatedError(
-                f"LeastSquares(num_clients={num_clients}, dim={dim}, samples={samples}): that makes"
-                f" {num_clients * samples * (dim + 1):,} numbers, more than the {_MAX_NUMBERS:,} that this data set"
-                " keeps in memory. Lower num_clients, dim or samples."
+                f"{given}: that makes {examples * (dim + 1):,} numbers, more than the {_MAX_NUMBERS:,} that this data"
+                " set keeps in memory. Lower num_clients, dim or samples."
             )
-        if num_clients * samples < dim:
+        if examples < dim:
             raise FederatedError(
-                f"LeastSquares(num_clients={num_clients}, dim={dim}, samples={samples}): {num_clients * samples:,}"
-                f" examples leave the optimum open. Have at least as many examples as features."
+                f"{given}: {examples:,} examples leave the optimum open. Have at least as many examples as features."
             )
         clients = [self._draw(i) for i in numbers]
         pooled = TensorDataset(*map(torch.cat, zip(*(client.tensors for client in clients), strict=True)))

@@ -118,10 +118,7 @@ Tweets = list[tuple[int, list[str]]]
 """An account's tweets: the class and the words of each."""
 
 _CSV = "training.1600000.processed.noemoticon.csv"
-_COLUMNS = 6  # target, id, date, query, user, text
-_TEXT = 4  # LEAF's lists lack the target
 _CLASSES = {"0": 0, "1": 1, "2": None, "4": 1}  # None is neutral
-_TEST_FRACTION = 0.2
 
 
 class Sentiment140(StoredDataModule):
@@ -194,12 +191,8 @@ class Sentiment140(StoredDataModule):
         if self.embedding_file is None:
             self.vocabulary = Vocabulary.of(counts, self.max_words)
         else:
-            path = find(
-                "Sentiment140",
-                Path(self.embedding_file),
-                "GloVe's vectors: https://nlp.stanford.edu/projects/glove.",
-                "Or correct embedding_file.",
-            )
+            get = "GloVe's vectors: https://nlp.stanford.edu/projects/glove."
+            path = find("Sentiment140", Path(self.embedding_file), get, "Or correct embedding_file.")
             self.vocabulary, self.embedding = read_embedding(path, counts, self.max_words)
         self._set_parts(*({name: self._tensors(own) for name, own in part.items()} for part in (train, test)))
 
@@ -224,7 +217,7 @@ class Sentiment140(StoredDataModule):
         for user in read_leaf("Sentiment140", path):
             tweets = found[user.name] = []
             for number, (x, y) in enumerate(zip(user.x, user.y, strict=True)):
-                text = x[_TEXT] if isinstance(x, list) and len(x) > _TEXT else x
+                text = x[4] if isinstance(x, list) and len(x) > 4 else x
                 label = None if isinstance(y, bool) else _CLASSES.get(str(y))
                 if not isinstance(text, str) or label is None:
                     raise FederatedError(
@@ -250,7 +243,7 @@ class Sentiment140(StoredDataModule):
         for label, account, text in _rows(path):
             if account in tweets and label is not None:
                 tweets[account].append((label, self._words(text)))
-        fraction = _TEST_FRACTION if self.test_fraction is None else self.test_fraction
+        fraction = 0.2 if self.test_fraction is None else self.test_fraction
         train: dict[ClientId, Tweets] = {}
         test: dict[ClientId, Tweets] = {}
         for account, own in tweets.items():
@@ -274,7 +267,7 @@ class Sentiment140(StoredDataModule):
 def _rows(path: Path) -> Iterator[tuple[int | None, str, str]]:
     """Yield class, account and text of each row."""
     for line, row in read_rows(path, "latin-1"):
-        if len(row) != _COLUMNS or row[0] not in _CLASSES:
+        if len(row) != 6 or row[0] not in _CLASSES:
             raise FederatedError(
                 f"{path}, line {line}: a row has the six columns target (0, 2 or 4), id, date, query, user and text,"
                 f" without a heading; found {len(row)} columns that begin with {row[0]!r}."

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import dropwhile
 from pathlib import Path
 from typing import Literal
 
@@ -39,12 +40,10 @@ def speeches(lines: Iterable[str]) -> dict[str, list[str]]:
         {'HAMLET': ['My fate cries out'], 'GHOST': ['Mark me.']}
     """
     found: dict[str, list[str]] = {}
-    name, said, first_part, started = "", [""], "", False
-    for line in (*lines, "END"):
+    name, said, first_part = "", [""], ""
+    _, *play = dropwhile(lambda line: not _START.match(line), (*lines, "ACT I"))  # which ends the last speech
+    for line in play:
         head, tab, text = line.rstrip().partition("\t")
-        if not started:
-            started = _START.match(head) is not None
-            continue
         if not head and not tab:  # an empty line inside a speech
             first_part = ""
             continue
@@ -84,7 +83,6 @@ SYMBOLS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmn
 # The class of each ASCII character, and at position 128 that of all others: what is not found (-1) is the last symbol.
 _CLASSES = np.array([SYMBOLS.find(chr(point)) % len(SYMBOLS) for point in range(129)], dtype=np.uint8)
 _FOLDERS = {"plays": "plays", "leaf": "train"}
-_TEST_FRACTION = 0.2
 
 
 def encode(text: str) -> Tensor:
@@ -191,7 +189,7 @@ class Shakespeare(StoredDataModule):
         else:
             stride, eval_stride = self.stride, self.eval_stride or self.stride
             texts = _encode_all(read_plays("Shakespeare", self._find("plays")).items())
-            fraction = _TEST_FRACTION if self.test_fraction is None else self.test_fraction
+            fraction = 0.2 if self.test_fraction is None else self.test_fraction
             cuts = {role: len(text) - round(fraction * len(text)) for role, text in texts.items()}
             train = {role: text[: cuts[role]] for role, text in texts.items()}
             test = {role: text[cuts[role] :] for role, text in texts.items()}

@@ -111,11 +111,8 @@ class Synthetic(FederatedDataModule):
         x = v + deviation * random.standard_normal((size, self.num_features))
         y = (x @ weight + bias).argmax(axis=1)  # softmax keeps the order of the logits
         num_train = int((1 - self.test_fraction) * size)
-        inputs, labels = (
-            part.split([num_train, size - num_train]) for part in (torch.from_numpy(x).float(), torch.from_numpy(y))
-        )
-        train, test = (TensorDataset(*parts) for parts in zip(inputs, labels, strict=True))
-        return train, test
+        whole = TensorDataset(torch.from_numpy(x).float(), torch.from_numpy(y))
+        return TensorDataset(*whole[:num_train]), TensorDataset(*whole[num_train:])
 
     def _labelling(self, random: np.random.RandomState, u: float) -> tuple[Floats, Floats]:
         weight = u + random.standard_normal((self.num_features, self.num_classes))

@@ -189,10 +189,9 @@ class ClientImages(_Folders):
         """List the clients and the images to validate on."""
         _ = self.client_ids
         if self.val is None and self.val_root is not None:
-            path = find(
-                "ClientImages", Path(self.val_root), "Make it: a folder for each class.", "Or correct val_root."
-            )
-            self.val = self.test = _Images(path, self.classes, self.image_transform)
+            root, get = Path(self.val_root), "Make it: a folder for each class."
+            find("ClientImages", root, get, "Or correct val_root.")
+            self.val = self.test = _Images(root, self.classes, self.image_transform)
 
     def client_dataset(self, client_id: ClientId) -> AnyDataset:
         """Return a client's images, none of which has been opened yet."""

@@ -4,7 +4,6 @@ import csv
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ from lightning_fed.data.dataset import FederatedDataset
 
 __all__ = ["StoredDataModule", "find", "inside", "large_enough", "listing", "pool", "read_rows", "read_table"]
 
-Key = TypeVar("Key", bound=ClientId)
-
 
 class StoredDataModule(FederatedDataModule, ABC):
     """A data module whose files are read once, in ``setup`` or when the clients are first asked for.
@@ -30,14 +27,7 @@ class StoredDataModule(FederatedDataModule, ABC):
     _loaded = False
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the files, unless that is done already; Lightning calls it before it trains or evaluates.
-
-        Args:
-            stage: What Lightning is about to do; all stages need the same.
-
-        Raises:
-            FederatedError: If a file is missing or damaged.
-        """
+        """Read the files, unless that is done already; all stages need the same."""
         if not self._loaded:
             self._load()
             self._loaded = True
@@ -63,7 +53,7 @@ class StoredDataModule(FederatedDataModule, ABC):
         self.set_clients({client_id: TensorDataset(*tensors) for client_id, tensors in train.items()})
 
 
-def pool(parts: Mapping[Key, tuple[Tensor, ...]]) -> tuple[TensorDataset | None, dict[Key, TensorDataset]]:
+def pool(parts: Mapping[ClientId, tuple[Tensor, ...]]) -> tuple[TensorDataset | None, dict[ClientId, TensorDataset]]:
     """Return all parts as one data set, None if there are no examples, and each part that has any as a view into it."""
     parts = {key: tensors for key, tensors in parts.items() if len(tensors[0])}
     if not parts:
@@ -74,11 +64,8 @@ def pool(parts: Mapping[Key, tuple[Tensor, ...]]) -> tuple[TensorDataset | None,
     return TensorDataset(*whole), {key: TensorDataset(*view) for key, view in zip(parts, views, strict=True)}
 
 
-def large_enough(owner: str, sizes: Mapping[Key, int], nouns: tuple[str, str], **setting: int) -> set[Key]:
-    """Return the clients that have as many examples as a setting asks for, and announce how many have not.
-
-    ``nouns`` are what clients and examples are called.
-    """
+def large_enough(owner: str, sizes: Mapping[ClientId, int], nouns: tuple[str, str], **setting: int) -> set[ClientId]:
+    """Return the clients that have as many examples as a setting asks for, and announce how many have not."""
     ((name, least),) = setting.items()
     clients, examples = nouns
     kept = {client_id for client_id, size in sizes.items() if size >= least}
@@ -120,10 +107,7 @@ def listing(owner: str, folder: Path, suffix: str) -> list[Path]:
 
 
 def read_rows(path: Path, encoding: str = "utf-8-sig") -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the fields of each row of a CSV file that is not empty.
-
-    The default encoding understands a byte order mark.
-    """
+    """Yield the line number and the fields of each row that is not empty, of CSV with a byte order mark or not."""
     with path.open(encoding=encoding, newline="") as file:
         rows = csv.reader(file)
         try:

@@ -55,8 +55,8 @@ class Columns:
         if str(column.type).startswith(("list", "large_list", "fixed_size_list", "struct", "map")):
             raise FederatedError(f"{self.path}: column {name!r} must hold texts or numbers; its type is {column.type}.")
         values = column.to_pylist()
-        self._refuse(np.asarray(column.is_null(nan_is_null=True)), name, _MISSING_VALUE)
-        self._refuse(np.array([isinstance(v, str) and not v.strip() for v in values], bool), name, _MISSING_VALUE)
+        holes = [value is None or value != value or not str(value).strip() for value in values]
+        self._refuse(np.array(holes, bool), name, _MISSING_VALUE)
         self.keys[name] = [sys.intern(value) if isinstance(value, str) else value for value in values]
 
     def add_numbers(self, name: str, column: Any) -> None:
@@ -148,22 +148,22 @@ def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: 
 
 
 def as_number(text: str) -> float | None:
-    """Return a number, NaN for a missing one, or None for what is neither."""
+    """Return a number, a whole one with all its digits, NaN for a missing one, or None for what is neither."""
     if text.lower() in _MISSING:
         return math.nan
     try:
         number = float(text)
     except ValueError:
         return None
-    return None if "_" in text or math.isinf(number) else number  # Python reads 1_000
+    if "_" in text or math.isinf(number):  # Python reads 1_000
+        return None
+    return int(text) if text.lstrip("+-").isdecimal() else number
 
 
 Parts: TypeAlias = dict[ClientId, tuple[Tensor, Tensor]]
 """Inputs [n_i, features] and targets of each client that has any."""
 
-_SUFFIXES = (".csv", ".parquet")
 _PARTS = ("train", "val", "test")
-_VAL_FRACTION = 0.2
 
 
 class ClientTable(StoredDataModule):
@@ -212,8 +212,8 @@ class ClientTable(StoredDataModule):
         super().__init__(batch_size=batch_size)
         check_paths("ClientTable", path=path)
         check_texts("ClientTable", client=client, target=target, **({} if split is None else {"split": split}))
-        if Path(path).suffix not in _SUFFIXES:
-            raise FederatedError(f"ClientTable(path={path!r}): path must end in {' or '.join(_SUFFIXES)}.")
+        if Path(path).suffix not in (".csv", ".parquet"):
+            raise FederatedError(f"ClientTable(path={path!r}): path must end in .csv or .parquet.")
         if find_spec("pyarrow") is None:
             raise FederatedError(
                 f"{path}: reading tables takes pyarrow, which is missing: pip install 'lightning_fed[tables]'."
@@ -267,7 +267,7 @@ class ClientTable(StoredDataModule):
         """Return the position of each value among the sorted distinct ones; numbers sort as numbers."""
         values = table.keys[self.target]
         texts: dict[Any, Any] = {value: str(value).strip() for value in dict.fromkeys(values)}
-        numbers = {value: _exact(text) for value, text in texts.items()}
+        numbers = {value: as_number(text) for value, text in texts.items()}
         holes = {value for value, number in numbers.items() if number is not None and math.isnan(number)}
         if None in numbers.values() or len(holes) == len(numbers):
             numbers = texts
@@ -289,7 +289,7 @@ class ClientTable(StoredDataModule):
         words = [] if self.split is None else table.keys[self.split]
         if strange := sorted(set(map(str, words)) - set(_PARTS)):
             raise FederatedError(f"{table.path}: column {self.split!r} must hold {list(_PARTS)}; found {strange[0]!r}.")
-        fraction = _VAL_FRACTION if self.val_fraction is None else self.val_fraction
+        fraction = 0.2 if self.val_fraction is None else self.val_fraction
         drawn = random_state(self.seed).permutation(len(x)).argsort().tolist()  # when each row is drawn
         parts: list[Parts] = [{} for _ in _PARTS]
         for name, rows in rows_of.items():
@@ -303,12 +303,3 @@ class ClientTable(StoredDataModule):
                 if own:
                     part[name] = (x[own], y[own])
         return parts
-
-
-def _exact(text: str) -> float | None:
-    """Return what ``as_number`` does, and a whole number with all its digits, which a float would round."""
-    number = as_number(text)
-    try:
-        return number if number is None else int(text)
-    except ValueError:
-        return number
