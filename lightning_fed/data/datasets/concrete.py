@@ -77,7 +77,16 @@ class Concrete(StoredDataModule):
         _, names = next(rows)
         if len(names) != _COLUMNS:
             raise FederatedError(f"{path}: the heading must have {_COLUMNS} columns, the strength last; found {names}.")
-        table = torch.tensor([_numbers(path, names, line, row) for line, row in rows], dtype=torch.float64).float()
+        numbers = list[float]()
+        for line, row in rows:
+            for name, text in zip(names, row, strict=True):
+                number = as_number(text.strip())
+                if number is None or not abs(number) <= torch.finfo(torch.float32).max:
+                    raise FederatedError(
+                        f"{path}: column {name!r} must hold finite numbers; line {line} holds {text!r}."
+                    )
+                numbers.append(number)
+        table = torch.tensor(numbers, dtype=torch.float64).view(-1, _COLUMNS).float()
         order = torch.from_numpy(random_state(self.seed).permutation(len(table)))
         num_test = round(self.test_fraction * len(table))
         test, train = table[order[:num_test].sort().values], table[order[num_test:]]
@@ -104,14 +113,3 @@ class Concrete(StoredDataModule):
         deviation[deviation == 0] = 1
         standard = (rows - mean) / deviation
         return standard[:, :-1], (standard if self.standardize_target else rows)[:, -1:]
-
-
-def _numbers(path: Path, names: list[str], line: int, row: list[str]) -> list[float]:
-    """Return the numbers of a row."""
-    numbers = []
-    for name, text in zip(names, row, strict=True):
-        number = as_number(text.strip())
-        if number is None or not abs(number) <= torch.finfo(torch.float32).max:
-            raise FederatedError(f"{path}: column {name!r} must hold finite numbers; line {line} holds {text!r}.")
-        numbers.append(number)
-    return numbers
