@@ -30,9 +30,8 @@ class JpegCIFAR10(CIFAR10):
         direct, nested = self.root / name, self.root / "cifar10_jpeg" / name
         return nested if nested.is_file() else direct
 
-    def _missing_file(self) -> Path | None:
-        file = self._file()
-        return None if file.is_file() else file
+    def _paths(self) -> list[Path]:
+        return [self._file()]
 
     def _fetch(self) -> None:
         raise FederatedError(f"JpegCIFAR10(download=True): only the originals can be downloaded. {self._remedy()}.")

@@ -1,7 +1,7 @@
 """How much the clients' gradients at one point differ, and whether their updates point the same way."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
 
@@ -65,7 +65,18 @@ def gradient_dissimilarity(gradients: Iterable[tuple[Vector, float]]) -> Gradien
         (2.0, 7.0, 1.4)
     """
     mean, total, spread, squares = torch.zeros(()), 0.0, 0.0, 0.0
-    for gradient, weight in _pairs(gradients):
+    if not isinstance(gradients, Iterable):
+        raise FederatedError(
+            f"gradient_dissimilarity(gradients={gradients!r}): gradients must be an iterable of pairs."
+        )
+    for pair in gradients:
+        known = isinstance(pair, tuple | list) and len(pair) == 2
+        if not known or not isinstance(pair[0], Tensor) or pair[0].ndim != 1 or not isinstance(pair[1], Real):
+            raise FederatedError(
+                f"gradient_dissimilarity(gradients=...) got {pair!r}: gradients must be pairs of a vector [P] and a"
+                " weight."
+            )
+        gradient, weight = pair[0], float(pair[1])
         if weight <= 0:
             continue
         wide = gradient.to(torch.float64 if gradient.device.type != "mps" else torch.float32)
@@ -79,22 +90,6 @@ def gradient_dissimilarity(gradients: Iterable[tuple[Vector, float]]) -> Gradien
             "gradient_dissimilarity(gradients=...) got no gradient of positive weight: there is nothing to compare."
         )
     return GradientDissimilarities(spread / total, squares / total, float(torch.linalg.vector_norm(mean)))
-
-
-def _pairs(gradients: Iterable[tuple[Vector, float]]) -> Iterator[tuple[Vector, float]]:
-    """Yield the pairs, one at a time, once each is seen to be a vector and a number."""
-    if not isinstance(gradients, Iterable):
-        raise FederatedError(
-            f"gradient_dissimilarity(gradients={gradients!r}): gradients must be an iterable of pairs."
-        )
-    for pair in gradients:
-        known = isinstance(pair, tuple | list) and len(pair) == 2
-        if not known or not isinstance(pair[0], Tensor) or pair[0].ndim != 1 or not isinstance(pair[1], Real):
-            raise FederatedError(
-                f"gradient_dissimilarity(gradients=...) got {pair!r}: gradients must be pairs of a vector [P] and a"
-                " weight."
-            )
-        yield pair[0], float(pair[1])
 
 
 class PairwiseCosine:
@@ -116,25 +111,23 @@ class PairwiseCosine:
 
     def __init__(self) -> None:
         self.count = 0
-        self._sum: Vector | None = None
+        self._sum: Vector = torch.zeros(())
 
     def add(self, vector: Vector) -> None:
         """Add one vector [P]."""
         norm = torch.linalg.vector_norm(vector)
-        if norm == 0:
-            return
-        unit = (vector / norm).to(torch.float64 if vector.device.type != "mps" else torch.float32)
-        self._sum = unit if self._sum is None else self._sum + unit
-        self.count += 1
+        if norm != 0:
+            unit = (vector / norm).to(torch.float64 if vector.device.type != "mps" else torch.float32)
+            self._sum = self._sum + unit
+            self.count += 1
 
     def merge(self, other: "PairwiseCosine") -> None:
         """Add all vectors that were added to another one."""
-        if other._sum is not None:
-            self._sum = other._sum if self._sum is None else self._sum + other._sum.to(self._sum.device)
-            self.count += other.count
+        self._sum = self._sum + other._sum.to(self._sum.device) if self.count else other._sum
+        self.count += other.count
 
     def value(self) -> float:
         """Return the mean; nan for fewer than two vectors."""
-        if self._sum is None or self.count < 2:
+        if self.count < 2:
             return math.nan
         return (float(self._sum.dot(self._sum)) - self.count) / (self.count * (self.count - 1))

@@ -68,21 +68,16 @@ def extreme_eigenvalue(
             for q in basis:
                 w = w - w.dot(q) * q
         beta = float(torch.linalg.vector_norm(w))
-        value, residual = _largest_ritz_value(alphas, betas, beta)
+        off = torch.tensor(betas, dtype=torch.float64)
+        tridiagonal = torch.diag(torch.tensor(alphas, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
+        values, vectors = torch.linalg.eigh(tridiagonal)
+        k = int(values.abs().argmax())
+        value, residual = float(values[k]), abs(beta * float(vectors[-1, k]))
         spent = len(alphas) >= min(max_iterations, len(start))
         if spent or residual <= tolerance * abs(value) or beta <= scale * torch.finfo(w.dtype).eps:
             return Eigenvalue(value, residual, len(alphas))
         betas.append(beta)
         basis.append(w / beta)
-
-
-def _largest_ritz_value(alphas: Sequence[float], betas: Sequence[float], beta: float) -> tuple[float, float]:
-    """Return the eigenvalue of largest absolute value of the tridiagonal matrix, and its residual."""
-    off = torch.tensor(betas, dtype=torch.float64)
-    matrix = torch.diag(torch.tensor(alphas, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
-    values, vectors = torch.linalg.eigh(matrix)
-    k = int(values.abs().argmax())
-    return float(values[k]), abs(beta * float(vectors[-1, k]))
 
 
 def hessian_dissimilarity(

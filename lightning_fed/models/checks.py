@@ -15,11 +15,7 @@ __all__ = ["as_images", "check_floating", "check_widths", "sized"]
 
 
 def check_widths(owner: str, name: str, values: Any) -> list[int]:
-    """Return an argument that must be a sequence of positive integers, as a list.
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument and value.
-    """
+    """Return an argument that must be a sequence of positive integers, as a list."""
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise FederatedError(f"{owner}({name}={values!r}): {name} must be a list of positive integers.")
     return [check_count(owner, f"{name}[{i}]", value) for i, value in enumerate(values)]
@@ -27,15 +23,7 @@ def check_widths(owner: str, name: str, values: Any) -> list[int]:
 
 @contextmanager
 def sized(owner: str, **sizes: Any) -> Iterator[None]:
-    """Make layers inside; where torch finds no memory for them, the error is ours.
-
-    Args:
-        owner: The model, for the message.
-        sizes: The arguments that decide the size of the layers.
-
-    Raises:
-        FederatedError: Naming ``owner`` and the sizes.
-    """
+    """Make layers inside; where torch finds no memory for them, name the arguments that decide their size."""
     try:
         yield
     except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
@@ -44,11 +32,7 @@ def sized(owner: str, **sizes: Any) -> Iterator[None]:
 
 
 def check_floating(module: pl.LightningModule, x: Tensor) -> None:
-    """Refuse inputs of a type that the module's parameters cannot be multiplied with.
-
-    Raises:
-        FederatedError: Naming the module, the type found and the remedy.
-    """
+    """Refuse inputs of a type that the module's parameters cannot be multiplied with."""
     name = type(module).__name__
     if not x.is_floating_point():
         raise FederatedError(f"{name} got inputs of type {x.dtype}: give floating point numbers, such as x / 255.")
@@ -60,11 +44,7 @@ def check_floating(module: pl.LightningModule, x: Tensor) -> None:
 
 
 def as_images(module: pl.LightningModule, x: Tensor, channels: int, size: int | None = None) -> Tensor:
-    """Return images as [B, channels, height, width]; those of one channel may come as [B, height, width].
-
-    Raises:
-        FederatedError: If they have another shape or type; the message names the module and what was found.
-    """
+    """Return images as [B, channels, height, width]; those of one channel may come as [B, height, width]."""
     if channels == 1 and x.ndim == 3:
         x = x.unsqueeze(1)
     if x.ndim != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != (size, size)):

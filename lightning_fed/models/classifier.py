@@ -1,6 +1,7 @@
 """The base of all classifiers here, and the multilayer perceptron: ordinary LightningModules."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,8 +56,9 @@ class Classifier(pl.LightningModule):
             check_number(owner, name, value, least=0)
             self.hparams.setdefault(name, value)  # the command line saves what a subclass itself takes, no more
         self.net = net
-        self.val_acc = _accuracy(num_classes)
-        self.test_acc = _accuracy(num_classes)
+        # The loss refuses labels that are no classes.
+        accuracy = partial(MulticlassAccuracy, num_classes, average="micro", ignore_index=-100, validate_args=False)
+        self.val_acc, self.test_acc = accuracy(), accuracy()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, num_classes]."""
@@ -119,11 +121,6 @@ class Classifier(pl.LightningModule):
         self.log(f"{stage}_loss", self._loss(logits, labels))
         accuracy.update(logits, labels)
         self.log(f"{stage}_acc", accuracy, prog_bar=True)
-
-
-def _accuracy(num_classes: int) -> MulticlassAccuracy:
-    """Return the share of right examples; the loss has refused labels that are no classes."""
-    return MulticlassAccuracy(num_classes, average="micro", ignore_index=-100, validate_args=False)
 
 
 class MLPClassifier(Classifier):

@@ -39,6 +39,11 @@ class _KnownOptimum(pl.LightningModule):
     def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str) -> None:
         self.log(f"{stage}_loss", self._loss(batch), prog_bar=True)
 
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD."""
+        hp = self.hparams
+        return torch.optim.SGD(self.parameters(), lr=hp["lr"], weight_decay=hp.get("weight_decay", 0.0))
+
     @abstractmethod
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return the mean loss of a batch."""
@@ -96,17 +101,12 @@ class LinearRegression(_KnownOptimum):
                 f"LinearRegression(optimum=...) holds {len(optimum)} numbers and the model has {count} parameters: give"
                 " the weight's rows, then the bias, or set bias=False."
             )
-        self.val_mae = MeanAbsoluteError()
-        self.test_mae = MeanAbsoluteError()
+        self.val_mae, self.test_mae = MeanAbsoluteError(), MeanAbsoluteError()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return predictions [B, out_features]."""
         predictions: Tensor = self.linear(x.flatten(1))
         return predictions
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD."""
-        return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"], weight_decay=self.hparams["weight_decay"])
 
     def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str) -> None:
         super()._evaluate(batch, stage)
@@ -149,11 +149,12 @@ class Quadratic(_KnownOptimum):
     def __init__(self, x0: float | Sequence[float] = 1.0, lr: float = 0.1, optimum: float | None = None) -> None:
         super().__init__()
         self.save_hyperparameters()
-        check_number(type(self).__name__, "lr", lr, least=0)
-        owner, is_list = type(self).__name__, isinstance(x0, Sequence) and not isinstance(x0, str)
+        owner = type(self).__name__
+        check_number(owner, "lr", lr, least=0)
+        is_list = isinstance(x0, Sequence) and not isinstance(x0, str)
         x = check_numbers(owner, "x0", x0) if is_list else check_number(owner, "x0", x0)
         if optimum is not None:
-            check_number(type(self).__name__, "optimum", optimum)
+            check_number(owner, "optimum", optimum)
         self.x = nn.Parameter(torch.tensor(x, dtype=torch.float64))
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
@@ -166,11 +167,6 @@ class Quadratic(_KnownOptimum):
         losses = 0.5 * a * self.x.square() + b * self.x
         return losses.reshape(len(losses), -1).sum(1)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD."""
-        return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
-
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        a, b = batch
-        loss: Tensor = self(a, b).mean()
+        loss: Tensor = self(*batch).mean()
         return loss

@@ -105,7 +105,13 @@ def _network(depth: int, in_channels: int, num_classes: int, norm: _Norm) -> nn.
     width = widths[0]
     for n, output in enumerate(widths, start=1):
         stride = 1 if n == 1 else 2
-        stage = [BasicBlock(width, output, stride, _shortcut(depth, width, output, norm), norm_layer=norm)]
+        shortcut: nn.Module | None = None
+        if width != output and depth == 20:
+            shortcut = _PaddedShortcut(output - width)
+        elif width != output:
+            convolution = nn.Conv2d(width, output, kernel_size=1, stride=2, bias=False)
+            shortcut = nn.Sequential(convolution, norm(output))
+        stage = [BasicBlock(width, output, stride, shortcut, norm_layer=norm)]
         stage += [BasicBlock(output, output, norm_layer=norm) for _ in range(blocks - 1)]
         layers[f"layer{n}"] = nn.Sequential(*stage)
         width = output
@@ -115,11 +121,3 @@ def _network(depth: int, in_channels: int, num_classes: int, norm: _Norm) -> nn.
         if isinstance(module, nn.Conv2d):  # as torchvision does
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     return net
-
-
-def _shortcut(depth: int, width: int, output: int, norm: _Norm) -> nn.Module | None:
-    if width == output:
-        return None
-    if depth == 20:
-        return _PaddedShortcut(output - width)
-    return nn.Sequential(nn.Conv2d(width, output, kernel_size=1, stride=2, bias=False), norm(output))

@@ -44,7 +44,7 @@ def test_gradients_that_nearly_agree_do_not_cancel() -> None:
 
 def test_single_precision_gradients_are_added_up_in_double_precision() -> None:
     g = torch.full((1, 10), 0.1)
-    found = gradient_dissimilarity((g[0], 1.0) for _ in range(10_000))
+    found = gradient_dissimilarity((g[0], 1.0) for _ in range(1000))
     assert found.norm == pytest.approx(float(g[0].double().norm()), rel=1e-12)
 
 

@@ -56,7 +56,7 @@ def test_validation_and_test_log_the_loss_and_the_distance(model, rows, both, di
 
 
 def test_they_train_without_federation():
-    trainer = pl.Trainer(**QUIET, max_epochs=200)
+    trainer = pl.Trainer(**QUIET, max_epochs=40)
     model = LinearRegression(2, lr=0.2, bias=False)
     trainer.fit(model, DataLoader(TensorDataset(X, Y), batch_size=2))
     assert model.linear.weight.tolist() == [pytest.approx([3 / 7, 16 / 7], rel=1e-5)]  # both targets are met

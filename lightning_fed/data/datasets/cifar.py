@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -43,38 +43,22 @@ class _Cifar(ImageDataModule):
             raise FederatedError(f"{type(self).__name__}(augment=None): augment must be False for none at all.")
         if isinstance(augment, bool):
             augment = [RandomCrop(padding=4), RandomFlip()] if augment else []
-        super().__init__(
-            root=root,
-            download=download,
-            partition=BalancedDirichlet(num_clients, alpha, seed=seed) if partition is None else partition,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            flatten=False,
-            transform=Normalize(self._mean, self._std) if transform is None else transform,
-            augment=augment,
-        )
+        if transform is None:
+            transform = Normalize(self._mean, self._std)
+        partition = BalancedDirichlet(num_clients, alpha, seed=seed) if partition is None else partition
+        super().__init__(root, download, partition, batch_size, val_fraction, False, transform, augment)
 
-    def _missing_file(self) -> Path | None:
-        folder = self.root / self._folder
-        return None if folder.is_dir() else folder
+    def _paths(self) -> list[Path]:
+        return [self.root / self._folder]
 
     def _by_hand(self) -> str:
         return f"unpack {type(self).__name__}'s archive for Python so that its folder is {self.root / self._folder}"
-
-    def _torchvision(self) -> Any:
-        """Return torchvision's class of the same name."""
-        from torchvision import datasets
-
-        return getattr(datasets, type(self).__name__)
-
-    def _fetch(self) -> None:
-        self._torchvision()(self.root, download=True)
 
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:
         # The files are pickles, which could run anything. torchvision reads them only if their MD5 sums, all of them,
         # are those of the published files, and raises RuntimeError otherwise.
         try:
-            source = self._torchvision()(self.root, train=train, download=False)
+            source = self._torchvision(train=train)
         except RuntimeError as error:
             raise FederatedError(
                 f"{type(self).__name__}: a file in {self.root / self._folder} is missing or is not the published one"
@@ -120,6 +104,7 @@ class CIFAR10(_Cifar):
     """
 
     num_classes = 10
+    _torchvision_class = "CIFAR10"
     classes = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
     _folder = "cifar-10-batches-py"
     _mean = [0.4914, 0.4822, 0.4465]
@@ -153,6 +138,7 @@ class CIFAR100(_Cifar):
     """
 
     num_classes = 100
+    _torchvision_class = "CIFAR100"
     _folder = "cifar-100-python"
     _mean = [0.5071, 0.4865, 0.4409]
     _std = [0.2673, 0.2564, 0.2762]

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from lightning_fed.core.arguments import check_flags, check_fraction, check_paths, check_seed, check_texts
+from lightning_fed.core.arguments import check_count, check_flags, check_fraction, check_paths, check_seed, check_texts
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.files.stored import StoredDataModule, find, read_rows
+from lightning_fed.data.files.stored import StoredDataModule, find, read_table
 from lightning_fed.data.files.tables import as_number
 from lightning_fed.data.partitions.partition import Partition, PartitionFunction, equal_shares, random_state
 
@@ -60,8 +60,7 @@ class Concrete(StoredDataModule):
         if sort_by is not None:
             check_texts("Concrete", sort_by=sort_by)
         self.root = root
-        if partition is None:
-            self.num_clients = num_clients
+        self._pieces = num_clients if partition is not None else check_count("Concrete", "num_clients", num_clients)
         self.sort_by = sort_by
         self.test_fraction = check_fraction("Concrete", "test_fraction", test_fraction)
         self.standardize_target = standardize_target
@@ -74,11 +73,20 @@ class Concrete(StoredDataModule):
             "Download Concrete_Data.xls from https://archive.ics.uci.edu/dataset/165 and save it as CSV.",
             "Or set root to the folder that has concrete/Concrete_Data.csv.",
         )
-        rows = read_rows(path)
-        _, names = next(rows, (0, []))
+        rows = read_table(path)
+        _, names = next(rows)
         if len(names) != _COLUMNS:
             raise FederatedError(f"{path}: the heading must have {_COLUMNS} columns, the strength last; found {names}.")
-        table = torch.tensor([_numbers(path, names, line, row) for line, row in rows], dtype=torch.float64).float()
+        numbers = list[float]()
+        for line, row in rows:
+            for name, text in zip(names, row, strict=True):
+                number = as_number(text.strip())
+                if number is None or not abs(number) <= torch.finfo(torch.float32).max:
+                    raise FederatedError(
+                        f"{path}: column {name!r} must hold finite numbers; line {line} holds {text!r}."
+                    )
+                numbers.append(number)
+        table = torch.tensor(numbers, dtype=torch.float64).view(-1, _COLUMNS).float()
         order = torch.from_numpy(random_state(self.seed).permutation(len(table)))
         num_test = round(self.test_fraction * len(table))
         test, train = table[order[:num_test].sort().values], table[order[num_test:]]
@@ -86,20 +94,18 @@ class Concrete(StoredDataModule):
         if self.partition is not None:
             self.train = TensorDataset(*self._standardize(train, train))
             return
-        train = self._sort(path, names, train)
-        if len(train) < self.num_clients:
-            raise FederatedError(f"Concrete: {len(train)} training mixtures for num_clients={self.num_clients}.")
-        shares = equal_shares(len(train), self.num_clients).tolist()
+        if self.sort_by is not None:
+            columns = {name: position for position, name in enumerate(names)} | {"target": _COLUMNS - 1}
+            if self.sort_by not in columns:
+                raise FederatedError(
+                    f"Concrete(sort_by={self.sort_by!r}): {path} has 'target' and the columns {names}."
+                )
+            train = train[train[:, columns[self.sort_by]].argsort(stable=True)]
+        if len(train) < self._pieces:
+            raise FederatedError(f"Concrete: {len(train)} training mixtures for num_clients={self._pieces}.")
+        shares = equal_shares(len(train), self._pieces).tolist()
         pieces = zip(*(tensor.split(shares) for tensor in self._standardize(train, train)), strict=True)
         self.set_clients([TensorDataset(*piece) for piece in pieces])
-
-    def _sort(self, path: Path, names: list[str], train: Tensor) -> Tensor:
-        if self.sort_by is None:
-            return train
-        if self.sort_by != "target" and self.sort_by not in names:
-            raise FederatedError(f"Concrete(sort_by={self.sort_by!r}): {path} has 'target' and the columns {names}.")
-        column = _COLUMNS - 1 if self.sort_by == "target" else names.index(self.sort_by)
-        return train[train[:, column].argsort(stable=True)]
 
     def _standardize(self, rows: Tensor, train: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs [n, 8] and targets [n, 1], standardised by the training part."""
@@ -107,14 +113,3 @@ class Concrete(StoredDataModule):
         deviation[deviation == 0] = 1
         standard = (rows - mean) / deviation
         return standard[:, :-1], (standard if self.standardize_target else rows)[:, -1:]
-
-
-def _numbers(path: Path, names: list[str], line: int, row: list[str]) -> list[float]:
-    """Return the numbers of a row."""
-    if len(row) != len(names):
-        raise FederatedError(f"{path}, line {line}: {len(row)} fields under a heading of {len(names)}.")
-    numbers = [as_number(text.strip()) for text in row]
-    for name, text, number in zip(names, row, numbers, strict=True):
-        if number is None or not abs(number) <= torch.finfo(torch.float32).max:
-            raise FederatedError(f"{path}: column {name!r} must hold finite numbers; line {line} holds {text!r}.")
-    return [number for number in numbers if number is not None]

@@ -12,7 +12,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.examples import BareInputs
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.data.dataset import FederatedDataset
 from lightning_fed.data.partitions.partition import Dirichlet, Partition, PartitionFunction
 
 __all__ = ["Digits"]
@@ -76,20 +75,15 @@ class Digits(FederatedDataModule):
             batch_size=batch_size,
         )
         if client_val_fraction:
-            self._hold_out(self._need_clients(), client_val_fraction)
-
-    def _hold_out(self, shared: FederatedDataset, fraction: float) -> None:
-        """Set a share of each client's examples aside as its own validation set."""
-        random = np.random.RandomState(0)
-        clients: dict[ClientId, Dataset[Any]] = {}
-        held_out: dict[ClientId, Dataset[Any]] = {}
-        for i in shared.ids:
-            own = shared.dataset(i)
-            order = random.permutation(shared.size(i)).tolist()
-            num_val = int(fraction * len(order))
-            clients[i], held_out[i] = Subset(own, order[num_val:]), Subset(own, order[:num_val])
-        self.client_val = held_out
-        self.set_clients(clients)
+            random, shared = np.random.RandomState(0), self._need_clients()
+            clients: dict[ClientId, Dataset[Any]] = {}
+            held_out: dict[ClientId, Dataset[Any]] = {}
+            for i in shared.ids:
+                own, order = shared.dataset(i), random.permutation(shared.size(i)).tolist()
+                num_val = int(client_val_fraction * len(order))
+                clients[i], held_out[i] = Subset(own, order[num_val:]), Subset(own, order[:num_val])
+            self.client_val = held_out
+            self.set_clients(clients)
 
 
 def _load() -> tuple[Tensor, Tensor]:
@@ -106,9 +100,7 @@ def _load() -> tuple[Tensor, Tensor]:
 def _split(labels: Tensor, test_fraction: float) -> tuple[list[int], list[int], list[int]]:
     """Return the indices of the training, validation and test examples, the same shares of every class in each."""
     random = np.random.RandomState(0)
-    train: list[int] = []
-    val: list[int] = []
-    test: list[int] = []
+    train, val, test = list[int](), list[int](), list[int]()
     for label in range(Digits.num_classes):
         members = random.permutation(torch.nonzero(labels == label).flatten().numpy()).tolist()
         num_test, num_val = round(test_fraction * len(members)), round(_VAL_FRACTION * len(members))

@@ -9,27 +9,19 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from lightning_fed.core.arguments import check_count, check_flags, check_one_of, check_paths, check_texts
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.files.stored import StoredDataModule, find, listing, pool
+from lightning_fed.data.files.stored import StoredDataModule, find, listing
 
 __all__ = ["FEMNIST", "LeafDataModule", "LeafUser", "read_leaf"]
 
-_KINDS = ("classes", "values")
+_PARTS = {"users": list, "num_samples": list, "user_data": dict}
 
 
 class LeafUser(NamedTuple):
-    """One user of a LEAF file, as it is written there.
-
-    Attributes:
-        name: The user.
-        x: The inputs, a list of n samples.
-        y: The targets, a list of n samples.
-        place: File and user, for messages.
-    """
+    """One user of a LEAF file as it is written there: n samples, and file and user for messages."""
 
     name: str
     x: list[Any]
@@ -43,13 +35,15 @@ def read_leaf(owner: str, path: Path) -> Iterator[LeafUser]:
     The format is that of Caldas et al., LEAF (arXiv:1812.01097): an object with ``users``, ``num_samples`` and
     ``user_data``, which holds ``x`` and ``y`` for each user; other keys, such as ``hierarchies``, are not read. One
     file is in memory at a time, and of that no user who has been yielded.
-
-    Raises:
-        FederatedError: If a file is no such object, its parts disagree, or a user comes twice.
     """
     seen: set[str] = set()
     for file in [path] if path.is_file() else listing(owner, path, ".json"):
-        users, num_samples, user_data = _parts(file)
+        content = _parsed(file)
+        users, num_samples, user_data = (content[key] for key in _PARTS)
+        if not all(isinstance(name, str) for name in users):
+            raise FederatedError(f"{file}: users must be a list of names (strings).")
+        if len(users) != len(num_samples):
+            raise FederatedError(f"{file}: there are {len(users)} users and {len(num_samples)} num_samples.")
         for name, size in zip(users, num_samples, strict=True):
             place = f"{file}, user {name!r}"
             if name in seen:
@@ -69,27 +63,18 @@ def read_leaf(owner: str, path: Path) -> Iterator[LeafUser]:
             )
 
 
-def _parts(file: Path) -> tuple[list[str], list[Any], dict[str, Any]]:
+def _parsed(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise FederatedError(f"{file} is no valid JSON, at {place}: {error.msg}. Download or make it again.") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, too deep a nesting
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, nested too deep, a number too long
         raise FederatedError(f"{file} is no valid JSON: {error}. Download or make it again.") from error
-    kinds = {"users": list, "num_samples": list, "user_data": dict}
-    if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in kinds.items()):
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in _PARTS.items()):
         found = sorted(content) if isinstance(content, dict) else type(content).__name__
         raise FederatedError(
             f"{file}: a LEAF file is an object with the lists users and num_samples and the object user_data; found"
             f" {found}."
         )
-    users, num_samples, user_data = (content[key] for key in kinds)
-    if not all(isinstance(name, str) for name in users):
-        raise FederatedError(f"{file}: users must be a list of names (strings).")
-    if len(users) != len(num_samples):
-        raise FederatedError(f"{file}: there are {len(users)} users and {len(num_samples)} num_samples.")
-    return users, num_samples, user_data
+    return content
 
 
 class LeafDataModule(StoredDataModule):
@@ -114,8 +99,8 @@ class LeafDataModule(StoredDataModule):
         FederatedError: If an argument is not allowed; in ``setup``, if a file is missing or damaged.
     """
 
-    _name = "LEAF files"
     _get = "Make them with LEAF's preprocess.sh (https://github.com/TalwalkarLab/leaf)."
+    _put: str | None = None
 
     def __init__(
         self,
@@ -132,7 +117,7 @@ class LeafDataModule(StoredDataModule):
         self.train_path = train_path
         self.test_path = test_path
         self.shape = shape
-        self.targets = check_one_of(name, "targets", targets, _KINDS)
+        self.targets = check_one_of(name, "targets", targets, ("classes", "values"))
         self.num_classes = num_classes
         if num_classes is not None:
             check_count(name, "num_classes", num_classes, least=1)
@@ -142,31 +127,23 @@ class LeafDataModule(StoredDataModule):
             check_count(name, "shape", size, least=1)
 
     def _load(self) -> None:
-        owner = type(self).__name__
-        train, test = (
-            {} if path is None else self._read(find(owner, Path(path), self._get, f"Or correct {argument}."))
-            for path, argument in self._sources()
-        )
+        train = self._read(self.train_path, "train_path")
+        test = {} if self.test_path is None else self._read(self.test_path, "test_path")
         for position, what in enumerate(("inputs", "targets")):
             users = [(name, tensors[position]) for name, tensors in (*train.items(), *test.items())]
             shapes = {tuple(part.shape[1:]): name for name, part in users if len(part)}
             if len(shapes) > 1:
                 (one, user), (other, another) = list(shapes.items())[:2]
                 raise FederatedError(
-                    f"{owner}: {what} of user {user!r} have the shape {list(one)}, and those of {another!r}"
-                    f" {list(other)}."
+                    f"{type(self).__name__}: {what} of user {user!r} have the shape {list(one)}, and those of"
+                    f" {another!r} {list(other)}."
                 )
-        whole, parts = pool({name: tensors for name, tensors in test.items() if len(tensors[0])})
-        self.val = self.test = whole
-        self.client_val = {name: part for name, part in parts.items() if name in train}
-        self.set_clients({name: TensorDataset(*tensors) for name, tensors in train.items()})
+        self._set_parts(train, test)
 
-    def _sources(self) -> list[tuple[str | None, str]]:
-        """Return the paths of the training and the test files, each with the argument that decides it."""
-        return [(self.train_path, "train_path"), (self.test_path, "test_path")]
-
-    def _read(self, path: Path) -> dict[ClientId, tuple[Tensor, Tensor]]:
-        return {user.name: (self._inputs(user), self._targets(user)) for user in read_leaf(type(self).__name__, path)}
+    def _read(self, path: str, argument: str) -> dict[ClientId, tuple[Tensor, Tensor]]:
+        owner = type(self).__name__
+        found = find(owner, Path(path), self._get, self._put or f"Or correct {argument}.")
+        return {user.name: (self._inputs(user), self._targets(user)) for user in read_leaf(owner, found)}
 
     def _inputs(self, user: LeafUser) -> Tensor:
         x = numbers(user.x, f"{user.place}, x")
@@ -223,10 +200,7 @@ class FEMNIST(LeafDataModule):
         self.root = root
         self.folder = folder
         self.invert = invert
-
-    def _sources(self) -> list[tuple[str | None, str]]:
-        hint = f"root: the folders train and test belong in {Path(self.root) / self.folder}"
-        return [(self.train_path, hint), (self.test_path, hint)]
+        self._put = f"Or correct root: the folders train and test belong in {base}."
 
     def _inputs(self, user: LeafUser) -> Tensor:
         images = super()._inputs(user)
@@ -234,36 +208,22 @@ class FEMNIST(LeafDataModule):
 
 
 def numbers(values: list[Any], place: str) -> Tensor:
-    """Return nested lists of numbers as float32.
-
-    Raises:
-        FederatedError: If they are ragged, or hold anything but finite numbers; the message names ``place``.
-    """
+    """Return nested lists of finite numbers as float32; the messages about any others name ``place``."""
+    first: Any = values
+    while isinstance(first, list) and first:
+        first = first[0]
+    if isinstance(first, str):
+        raise FederatedError(
+            f"{place}: the samples are texts, and LeafDataModule reads numbers. Use the classes Shakespeare and"
+            " Sentiment140 of lightning_fed.data for LEAF's data sets of texts."
+        )
     try:
         array = np.asarray(values)
     except ValueError as error:
-        if _are_texts(values):
-            raise _texts(place) from error
         raise FederatedError(f"{place}: the samples differ in shape.") from error
-    if _are_texts(values):
-        raise _texts(place)
     if array.size and array.dtype.kind not in "iuf":
         raise FederatedError(f"{place}: the samples hold more than numbers.")
     tensor = torch.from_numpy(array.astype(np.float32))
     if not bool(torch.isfinite(tensor).all()):
         raise FederatedError(f"{place}: the samples hold NaN, an infinity, or a number too large for float32.")
     return tensor
-
-
-def _are_texts(values: Any) -> bool:
-    """Whether samples, or the first entries in them, are texts."""
-    while isinstance(values, list) and values:
-        values = values[0]
-    return isinstance(values, str)
-
-
-def _texts(place: str) -> FederatedError:
-    return FederatedError(
-        f"{place}: the samples are texts, and LeafDataModule reads numbers. Use the classes Shakespeare and"
-        " Sentiment140 of lightning_fed.data for LEAF's data sets of texts."
-    )

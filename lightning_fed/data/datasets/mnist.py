@@ -1,12 +1,10 @@
 """MNIST and EMNIST: handwritten digits and letters, 28x28, from the files that torchvision downloads."""
 
-import gzip
-import shutil
 import tempfile
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from string import ascii_lowercase, ascii_uppercase, digits
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,19 +19,15 @@ from lightning_fed.data.partitions.skew import BalancedDirichlet, PowerLaw
 
 __all__ = ["EMNIST", "MNIST"]
 
-_DIGITS = "0123456789"
-_UPPER = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_LOWER = "abcdefghijklmnopqrstuvwxyz"
 _CLASSES = {  # in the order of the labels
-    "byclass": _DIGITS + _UPPER + _LOWER,
-    "bymerge": _DIGITS + _UPPER + "abdefghnqrt",
-    "balanced": _DIGITS + _UPPER + "abdefghnqrt",
-    "letters": _LOWER,
-    "digits": _DIGITS,
-    "mnist": _DIGITS,
+    "byclass": digits + ascii_uppercase + ascii_lowercase,
+    "bymerge": digits + ascii_uppercase + "abdefghnqrt",
+    "balanced": digits + ascii_uppercase + "abdefghnqrt",
+    "letters": ascii_lowercase,
+    "digits": digits,
+    "mnist": digits,
 }
 _CONTENTS = ("images-idx3", "labels-idx1")
-_BY_WRITER = ("byclass", "bymerge")
 _IMAGES_AT_ONCE = 10_000
 
 
@@ -41,48 +35,39 @@ class _IdxImages(ImageDataModule):
     """Images and labels in IDX files, packed by gzip or not."""
 
     _shape = (1, 28, 28)
+    _prefixes: tuple[str, str]  # of the names of the training and the test files
     _first_label = 0  # in the file
 
-    @abstractmethod
     def _file(self, train: bool, content: str) -> Path:
-        """Return where a file of ``content``, images-idx3 or labels-idx1, should be, without ``.gz``."""
+        """Return where a file of ``content``, images-idx3 or labels-idx1, is, or should be: unpacked."""
+        path = self.root / self._torchvision_class / "raw" / f"{self._prefixes[not train]}-{content}-ubyte"
+        packed = path.with_name(f"{path.name}.gz")
+        return packed if packed.is_file() and not path.is_file() else path
 
-    def _missing_file(self) -> Path | None:
-        files = [self._file(train, content) for train in (True, False) for content in _CONTENTS]
-        return next((file for file in files if _packed_or_not(file) is None), None)
+    def _paths(self) -> list[Path]:
+        return [self._file(train, content) for train in (True, False) for content in _CONTENTS]
 
     def _by_hand(self) -> str:
-        names = [self._file(train, "*").name for train in (True, False)]
-        folder = self._file(True, "*").parent
-        return f"put {names[0]} and {names[1]}, packed as .gz or not, into {folder}"
+        train, test = (self._file(train, "*") for train in (True, False))
+        return f"put {train.name} and {test.name}, packed as .gz or not, into {train.parent}"
 
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:
         from torchvision.datasets import mnist
 
-        images_path, labels_path = (_packed_or_not(self._file(train, content)) for content in _CONTENTS)
-        assert images_path is not None
-        assert labels_path is not None
+        images_path, labels_path = (self._file(train, content) for content in _CONTENTS)
         images = _read_with(mnist.read_image_file, images_path)[:, None]
         labels = _read_with(mnist.read_label_file, labels_path) - self._first_label
         self._check(images, labels, f"{images_path}, {labels_path.name}")
         return images, labels
 
 
-def _packed_or_not(path: Path) -> Path | None:
-    """Return a file as it is or with ``.gz`` at its end, whichever exists, or None."""
-    return next((file for file in (path, path.with_name(path.name + ".gz")) if file.is_file()), None)
-
-
-def _read_with(read: Callable[[Any], Tensor], path: Path) -> Tensor:
+def _read_with(read: Callable[[str], Tensor], path: Path) -> Tensor:
     """Read an IDX file with one of torchvision's functions, which take unpacked files."""
+    from torchvision.datasets.utils import extract_archive
+
     try:
-        if path.suffix != ".gz":
-            return read(path)
         with tempfile.TemporaryDirectory() as folder:
-            unpacked = Path(folder, path.stem)
-            with gzip.open(path) as source, unpacked.open("wb") as target:
-                shutil.copyfileobj(source, target)
-            return read(unpacked)
+            return read(extract_archive(str(path), folder) if path.suffix == ".gz" else str(path))
     except Exception as error:  # what a damaged file raises depends on where the damage is
         raise FederatedError(
             f"{path} is damaged or no IDX file ({type(error).__name__}: {error}). Download it again."
@@ -123,6 +108,8 @@ class MNIST(_IdxImages):
     """
 
     num_classes = 10
+    _torchvision_class = "MNIST"
+    _prefixes = ("train", "t10k")
 
     def __init__(
         self,
@@ -137,24 +124,9 @@ class MNIST(_IdxImages):
         transform: Sequence[BatchTransform] | BatchTransform | None = None,
         augment: Sequence[BatchAugmentation] | BatchAugmentation | None = None,
     ) -> None:
-        super().__init__(
-            root=root,
-            download=download,
-            partition=PowerLaw(num_clients, seed=seed) if partition is None else partition,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            flatten=flatten,
-            transform=ToFloat() if transform is None else transform,
-            augment=augment,
-        )
-
-    def _file(self, train: bool, content: str) -> Path:
-        return self.root / "MNIST" / "raw" / f"{'train' if train else 't10k'}-{content}-ubyte"
-
-    def _fetch(self) -> None:
-        from torchvision import datasets
-
-        datasets.MNIST(self.root, download=True)
+        transform = ToFloat() if transform is None else transform
+        partition = PowerLaw(num_clients, seed=seed) if partition is None else partition
+        super().__init__(root, download, partition, batch_size, val_fraction, flatten, transform, augment)
 
 
 class EMNIST(_IdxImages):
@@ -209,6 +181,8 @@ class EMNIST(_IdxImages):
         (47, ['Z', 'a', 'b', 'd', 'e'])
     """
 
+    _torchvision_class = "EMNIST"
+
     def __init__(
         self,
         root: str | Path = "data",
@@ -228,30 +202,16 @@ class EMNIST(_IdxImages):
         self.split = check_one_of("EMNIST", "split", split, list(_CLASSES))
         self.classes = list(_CLASSES[self.split])
         self.num_classes = len(self.classes)
+        self._options = {"split": split}
+        self._prefixes = (f"emnist-{self.split}-train", f"emnist-{self.split}-test")
         self._first_label = int(self.split == "letters")
         check_flags("EMNIST", black_on_white=black_on_white)
         self.black_on_white = black_on_white
         if num_clients is None:
-            num_clients = 3400 if self.split in _BY_WRITER else 100
-        super().__init__(
-            root=root,
-            download=download,
-            partition=BalancedDirichlet(num_clients, alpha, seed=seed) if partition is None else partition,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            flatten=flatten,
-            transform=ToFloat() if transform is None else transform,
-            augment=augment,
-        )
-
-    def _file(self, train: bool, content: str) -> Path:
-        part = "train" if train else "test"
-        return self.root / "EMNIST" / "raw" / f"emnist-{self.split}-{part}-{content}-ubyte"
-
-    def _fetch(self) -> None:
-        from torchvision import datasets
-
-        datasets.EMNIST(self.root, split=self.split, download=True)
+            num_clients = 3400 if self.split in ("byclass", "bymerge") else 100
+        transform = ToFloat() if transform is None else transform
+        partition = BalancedDirichlet(num_clients, alpha, seed=seed) if partition is None else partition
+        super().__init__(root, download, partition, batch_size, val_fraction, flatten, transform, augment)
 
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:
         images, labels = super()._read(train)

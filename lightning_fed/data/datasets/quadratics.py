@@ -80,9 +80,16 @@ class Quadratics(FederatedDataModule):
         self.optimum = 0.0
         self.delta = float((hessians - hessians.mean(0)).abs().max())
         signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(self.rows)[: self.rows]
-        clients = [_client(a_i, (-1) ** i * self.G + self.noise * signs) for i, a_i in enumerate(hessians)]
-        pooled = _pool(clients)
-        super().__init__(clients=clients, val=pooled, test=pooled, batch_size=_batch_size(batch_size, self.rows))
+        clients = []
+        for i, a_i in enumerate(hessians):
+            rows_of_a = a_i.expand(self.rows, *a_i.shape).contiguous()
+            slopes = ((-1) ** i * self.G + self.noise * signs) / a_i.numel() ** 0.5  # their norm is G
+            b = slopes.reshape(-1, *[1] * a_i.ndim).expand_as(rows_of_a)
+            clients.append(TensorDataset(rows_of_a, b.contiguous()))
+        pooled = TensorDataset(*map(torch.cat, zip(*(client.tensors for client in clients), strict=True)))
+        super().__init__(
+            clients=clients, val=pooled, test=pooled, batch_size=self.rows if batch_size is None else batch_size
+        )
 
 
 class LeastSquares(FederatedDataModule):
@@ -140,22 +147,23 @@ class LeastSquares(FederatedDataModule):
         self.dissimilarity = check_number(name, "dissimilarity", dissimilarity, least=0)
         self.noise = check_number(name, "noise", noise, least=0)
         self.seed = check_seed(name, seed)
-        if num_clients * samples * (dim + 1) > _MAX_NUMBERS:
+        examples, given = num_clients * samples, f"{name}(num_clients={num_clients}, dim={dim}, samples={samples})"
+        if examples * (dim + 1) > _MAX_NUMBERS:
             raise FederatedError(
-                f"LeastSquares(num_clients={num_clients}, dim={dim}, samples={samples}): that makes"
-                f" {num_clients * samples * (dim + 1):,} numbers, more than the {_MAX_NUMBERS:,} that this data set"
-                " keeps in memory. Lower num_clients, dim or samples."
+                f"{given}: that makes {examples * (dim + 1):,} numbers, more than the {_MAX_NUMBERS:,} that this data"
+                " set keeps in memory. Lower num_clients, dim or samples."
             )
-        if num_clients * samples < dim:
+        if examples < dim:
             raise FederatedError(
-                f"LeastSquares(num_clients={num_clients}, dim={dim}, samples={samples}): {num_clients * samples:,}"
-                f" examples leave the optimum open. Have at least as many examples as features."
+                f"{given}: {examples:,} examples leave the optimum open. Have at least as many examples as features."
             )
         clients = [self._draw(i) for i in numbers]
-        pooled = _pool(clients)
+        pooled = TensorDataset(*map(torch.cat, zip(*(client.tensors for client in clients), strict=True)))
         inputs, targets = pooled.tensors
         self.optimum = torch.linalg.lstsq(inputs, targets, driver="gelsd").solution.flatten()
-        super().__init__(clients=clients, val=pooled, test=pooled, batch_size=_batch_size(batch_size, self.samples))
+        super().__init__(
+            clients=clients, val=pooled, test=pooled, batch_size=self.samples if batch_size is None else batch_size
+        )
 
     def _draw(self, i: int) -> TensorDataset:
         """Return the inputs [n, dim] and targets [n, 1] of client i."""
@@ -183,17 +191,3 @@ def _second_derivatives(a: Any) -> Tensor:
             f"Quadratics(a={a!r}): the mean of a over the clients must be positive, in each coordinate."
         )
     return found
-
-
-def _client(a: Tensor, slopes: Tensor) -> TensorDataset:
-    """Return the rows of a client: its second derivatives [n, *a], and [n, *a] of the norms in ``slopes`` [n]."""
-    rows = a.expand(len(slopes), *a.shape).contiguous()
-    return TensorDataset(rows, (slopes / a.numel() ** 0.5).reshape(-1, *[1] * a.ndim).expand_as(rows).contiguous())
-
-
-def _pool(clients: Sequence[TensorDataset]) -> TensorDataset:
-    return TensorDataset(*(torch.cat(parts) for parts in zip(*(client.tensors for client in clients), strict=True)))
-
-
-def _batch_size(batch_size: int | None, size: int) -> int:
-    return size if batch_size is None else batch_size

@@ -10,19 +10,16 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.arguments import check_count, check_fraction, check_one_of, check_paths, check_seed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datasets.leaf import read_leaf
-from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows
+from lightning_fed.data.files.stored import StoredDataModule, find, large_enough, read_rows
 from lightning_fed.data.partitions.partition import random_state
 
 __all__ = ["Sentiment140", "Vocabulary", "read_embedding", "words"]
-
-Tokenizer = Callable[[str], list[str]]
 
 
 def words(text: str) -> list[str]:
@@ -55,12 +52,7 @@ class Vocabulary:
 
     @staticmethod
     def of(counts: Counter[str], max_words: int) -> "Vocabulary":
-        """Return the most frequent words; among equally frequent ones the first in alphabetical order.
-
-        Args:
-            counts: How often each word occurs.
-            max_words: The number of words at most.
-        """
+        """Return the most frequent words; among equally frequent ones the first in alphabetical order."""
         return Vocabulary(sorted(counts, key=lambda word: (-counts[word], word))[:max_words])
 
     def __len__(self) -> int:
@@ -84,20 +76,12 @@ class Vocabulary:
 def read_embedding(path: Path, counts: Counter[str], max_words: int) -> tuple[Vocabulary, Tensor]:
     """Return the most frequent words that have a vector, and the vectors [V, D], float32.
 
-    Padding has the vector 0 and unknown words have the mean of the vectors kept.
-
-    Args:
-        path: UTF-8 text in GloVe's format, a line ``word v1 ... vD`` for each word. Only vectors of words that occur
-            are kept.
-        counts: How often each word occurs.
-        max_words: The number of words at most.
-
-    Raises:
-        FederatedError: If lines differ in the number of fields, hold more than numbers, or no word occurs.
+    The file is UTF-8 text in GloVe's format, a line ``word v1 ... vD`` for each word. Padding has the vector 0 and
+    unknown words have the mean of the vectors kept.
     """
     vectors: dict[str, Tensor] = {}
     fields = 0
-    with path.open(encoding="utf-8", errors="strict", newline="\n") as file:
+    with path.open(encoding="utf-8", newline="\n") as file:
         try:
             for number, line in enumerate(file, start=1):
                 word, *values = line.rstrip().split(" ")
@@ -134,11 +118,7 @@ Tweets = list[tuple[int, list[str]]]
 """An account's tweets: the class and the words of each."""
 
 _CSV = "training.1600000.processed.noemoticon.csv"
-_COLUMNS = 6  # target, id, date, query, user, text
-_TEXT = 4  # LEAF's lists lack the target
-_CLASSES = {"0": 0, "1": 1, "4": 1}
-_NEUTRAL = "2"
-_TEST_FRACTION = 0.2
+_CLASSES = {"0": 0, "1": 1, "2": None, "4": 1}  # None is neutral
 
 
 class Sentiment140(StoredDataModule):
@@ -211,17 +191,10 @@ class Sentiment140(StoredDataModule):
         if self.embedding_file is None:
             self.vocabulary = Vocabulary.of(counts, self.max_words)
         else:
-            path = find(
-                "Sentiment140",
-                Path(self.embedding_file),
-                "GloVe's vectors: https://nlp.stanford.edu/projects/glove.",
-                "Or correct embedding_file.",
-            )
+            get = "GloVe's vectors: https://nlp.stanford.edu/projects/glove."
+            path = find("Sentiment140", Path(self.embedding_file), get, "Or correct embedding_file.")
             self.vocabulary, self.embedding = read_embedding(path, counts, self.max_words)
-        whole, parts = pool({account: self._tensors(tweets) for account, tweets in test.items() if tweets})
-        self.val = self.test = whole
-        self.client_val = {account: part for account, part in parts.items() if account in train}
-        self.set_clients({account: TensorDataset(*self._tensors(tweets)) for account, tweets in train.items()})
+        self._set_parts(*({name: self._tensors(own) for name, own in part.items()} for part in (train, test)))
 
     def _find(self, name: str) -> Path:
         return find(
@@ -234,9 +207,8 @@ class Sentiment140(StoredDataModule):
 
     def _read_leaf(self) -> tuple[dict[ClientId, Tweets], dict[ClientId, Tweets]]:
         train, test = (self._read_leaf_part(self._find(part)) for part in ("train", "test"))
-        sizes: Counter[ClientId] = Counter({account: len(tweets) for account, tweets in train.items()})
-        sizes.update({account: len(tweets) for account, tweets in test.items()})
-        kept = self._large(sizes)
+        sizes = {name: len(train.get(name, ())) + len(test.get(name, ())) for name in (*train, *test)}
+        kept = large_enough("Sentiment140", sizes, ("accounts", "tweets"), min_tweets=self.min_tweets)
         train, test = ({account: part[account] for account in part if account in kept} for part in (train, test))
         return train, test
 
@@ -245,30 +217,33 @@ class Sentiment140(StoredDataModule):
         for user in read_leaf("Sentiment140", path):
             tweets = found[user.name] = []
             for number, (x, y) in enumerate(zip(user.x, user.y, strict=True)):
-                text = x[_TEXT] if isinstance(x, list) and len(x) > _TEXT else x
-                if not isinstance(text, str) or isinstance(y, bool) or str(y) not in _CLASSES:
+                text = x[4] if isinstance(x, list) and len(x) > 4 else x
+                label = None if isinstance(y, bool) else _CLASSES.get(str(y))
+                if not isinstance(text, str) or label is None:
                     raise FederatedError(
                         f"{user.place}, sample {number}: x must be the text of a tweet or the list id, date, query,"
                         f" user, text, and y be 0, 1 or 4; found y={y!r} and an x of type {type(x).__name__}."
                     )
-                tweets.append((_CLASSES[str(y)], self._words(text)))
+                tweets.append((label, self._words(text)))
         return found
 
     def _read_csv(self) -> tuple[dict[ClientId, Tweets], dict[ClientId, Tweets]]:
         path = self._find(_CSV)
         sizes: Counter[ClientId] = Counter()
         neutral = 0
-        for target, account, _ in _rows(path):
-            neutral += target == _NEUTRAL
-            sizes[account] += target != _NEUTRAL
+        for label, account, _ in _rows(path):
+            neutral += label is None
+            sizes[account] += label is not None
+        if not sizes:
+            raise FederatedError(f"{path} is empty. Download it again.")
         if neutral:
             rank_zero_info(f"Sentiment140 leaves out {neutral:,} neutral tweets, whose target is 2.")
-        kept = self._large(sizes)
+        kept = large_enough("Sentiment140", sizes, ("accounts", "tweets"), min_tweets=self.min_tweets)
         tweets: dict[str, Tweets] = {str(name): [] for name in sizes if name in kept}
-        for target, account, text in _rows(path):
-            if account in tweets and target != _NEUTRAL:
-                tweets[account].append((_CLASSES[target], self._words(text)))
-        fraction = _TEST_FRACTION if self.test_fraction is None else self.test_fraction
+        for label, account, text in _rows(path):
+            if account in tweets and label is not None:
+                tweets[account].append((label, self._words(text)))
+        fraction = 0.2 if self.test_fraction is None else self.test_fraction
         train: dict[ClientId, Tweets] = {}
         test: dict[ClientId, Tweets] = {}
         for account, own in tweets.items():
@@ -277,21 +252,6 @@ class Sentiment140(StoredDataModule):
             test[account] = [own[index] for index in sorted(order[:num_test])]
             train[account] = [own[index] for index in sorted(order[num_test:])]
         return train, test
-
-    def _large(self, sizes: Counter[ClientId]) -> set[ClientId]:
-        """Return the accounts with at least ``min_tweets`` tweets, and announce how many have not."""
-        kept = {account for account, size in sizes.items() if size >= self.min_tweets}
-        if not kept:
-            raise FederatedError(
-                f"Sentiment140: none of {len(sizes):,} accounts has min_tweets={self.min_tweets} tweets."
-            )
-        if len(kept) < len(sizes):
-            lost = sum(size for account, size in sizes.items() if account not in kept)
-            rank_zero_info(
-                f"Sentiment140 leaves out {len(sizes) - len(kept):,} of {len(sizes):,} accounts, with {lost:,} of"
-                f" {sum(sizes.values()):,} tweets: they have fewer than min_tweets={self.min_tweets}."
-            )
-        return kept
 
     def _words(self, text: str) -> list[str]:
         found = (self.tokenizer or words)(text)
@@ -304,16 +264,12 @@ class Sentiment140(StoredDataModule):
         return self.vocabulary.encode([text for _, text in tweets], self.length), labels
 
 
-def _rows(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield target, account and text of each row."""
-    found = None
+def _rows(path: Path) -> Iterator[tuple[int | None, str, str]]:
+    """Yield class, account and text of each row."""
     for line, row in read_rows(path, "latin-1"):
-        if len(row) != _COLUMNS or (row[0] not in _CLASSES and row[0] != _NEUTRAL):
+        if len(row) != 6 or row[0] not in _CLASSES:
             raise FederatedError(
                 f"{path}, line {line}: a row has the six columns target (0, 2 or 4), id, date, query, user and text,"
                 f" without a heading; found {len(row)} columns that begin with {row[0]!r}."
             )
-        found = row
-        yield row[0], row[4], row[5]
-    if found is None:
-        raise FederatedError(f"{path} is empty. Download it again.")
+        yield _CLASSES[row[0]], row[4], row[5]

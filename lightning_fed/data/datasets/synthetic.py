@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from lightning_fed.core.arguments import check_count, check_flags, check_number, check_one_of, check_seed, finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.data.partitions.partition import Floats, Ints, random_state
+from lightning_fed.data.partitions.partition import Floats, random_state
 
 __all__ = ["Synthetic"]
 
@@ -89,14 +89,14 @@ class Synthetic(FederatedDataModule):
         self.test_fraction = test_fraction
         self.seed = check_seed("Synthetic", seed)
         numbers = range(check_count("Synthetic", "num_clients", num_clients, most=_MAX_CLIENTS))
-        train, test = zip(*[self._split(*self._draw(k)) for k in numbers], strict=True)
+        train, test = zip(*map(self._draw, numbers), strict=True)
         pooled = TensorDataset(*(torch.cat(parts) for parts in zip(*(part.tensors for part in test), strict=True)))
         super().__init__(
             clients=train, val=pooled, test=pooled, client_val=dict(enumerate(test)), batch_size=batch_size
         )
 
-    def _draw(self, k: int) -> tuple[Floats, Ints]:
-        """Return the inputs [n_k, 60] and the labels [n_k] of client k, in random order."""
+    def _draw(self, k: int) -> tuple[TensorDataset, TensorDataset]:
+        """Return the training and the test part of client k: independent draws, inputs [n, 60] and labels [n]."""
         random = random_state(self.seed, k)
         size = int(random.lognormal(4, 2)) + 50
         alpha, beta = (value if self.spread == "std" else math.sqrt(value) for value in (self.alpha, self.beta))
@@ -109,17 +109,11 @@ class Synthetic(FederatedDataModule):
             weight, bias = self._labelling(random, u)
         deviation = np.arange(1, self.num_features + 1) ** (-1.2 / 2)
         x = v + deviation * random.standard_normal((size, self.num_features))
-        return x, (x @ weight + bias).argmax(axis=1)  # softmax keeps the order of the logits
+        y = (x @ weight + bias).argmax(axis=1)  # softmax keeps the order of the logits
+        num_train = int((1 - self.test_fraction) * size)
+        whole = TensorDataset(torch.from_numpy(x).float(), torch.from_numpy(y))
+        return TensorDataset(*whole[:num_train]), TensorDataset(*whole[num_train:])
 
     def _labelling(self, random: np.random.RandomState, u: float) -> tuple[Floats, Floats]:
         weight = u + random.standard_normal((self.num_features, self.num_classes))
         return weight, u + random.standard_normal(self.num_classes)
-
-    def _split(self, x: Floats, y: Ints) -> tuple[TensorDataset, TensorDataset]:
-        """Return the training and the test part; the examples are independent draws, so that the order is random."""
-        num_train = int((1 - self.test_fraction) * len(y))
-        inputs, labels = torch.from_numpy(x).float(), torch.from_numpy(y)
-        return (
-            TensorDataset(inputs[:num_train], labels[:num_train]),
-            TensorDataset(inputs[num_train:], labels[num_train:]),
-        )

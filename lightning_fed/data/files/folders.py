@@ -1,9 +1,7 @@
 """A folder for each client, read when the client takes part: federations that do not fit in memory."""
 
 import os
-import zipfile
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,8 +52,8 @@ class _Folders(FederatedDataModule):
     def _folder(self, client_id: ClientId) -> Path:
         """Return a client's folder; only what the listing holds is ever opened."""
         names = self.client_ids
-        place = bisect_left(names, client_id) if isinstance(client_id, str) else len(names)  # type: ignore[type-var]
-        if place == len(names) or names[place] != client_id:
+        place = bisect_left(names, str(client_id))  # type: ignore[type-var]
+        if names[place : place + 1] != [client_id]:
             raise FederatedError(f"{type(self).__name__}: {self.root} has no client folder {client_id!r}.")
         return inside(type(self).__name__, Path(self.root), Path(self.root) / str(client_id))
 
@@ -66,8 +64,8 @@ class ClientFolder(_Folders):
     The file holds the arrays ``x`` [n, ...] and ``y`` [n, ...], as ``numpy.savez(path, x=x, y=y)`` writes them; or it
     is a ``train.pt``, a dictionary with the tensors ``x`` and ``y``. Floating point numbers become float32, whole
     numbers in ``y`` int64, and whole numbers in ``x`` stay as they are. A client may have a ``val.npz`` of its own, and
-    ``root`` a ``val.npz`` and a ``test.npz`` for the server's model. A file is read when it is needed; the number of
-    examples in an ``.npz`` file is read from its header alone. Nothing in a file is run: pickled objects are refused.
+    ``root`` a ``val.npz`` and a ``test.npz`` for the server's model. A file is read when it is needed; to count the
+    examples in an ``.npz`` file, only ``y`` is read. Nothing in a file is run: pickled objects are refused.
 
     Args:
         root: The folder of client folders.
@@ -92,7 +90,7 @@ class ClientFolder(_Folders):
         check_paths("ClientFolder", root=root)
         self.root = root
         self.cache_size = check_count("ClientFolder", "cache_size", cache_size, least=0)
-        self._cache: OrderedDict[Path, TensorDataset] = OrderedDict()
+        self._cache: dict[Path, TensorDataset] = {}
 
     def setup(self, stage: str | None = None) -> None:
         """List the clients, and read the server's validation and test set if there are any."""
@@ -104,19 +102,21 @@ class ClientFolder(_Folders):
     def client_dataset(self, client_id: ClientId) -> TensorDataset:
         """Return a client's training set, from its file or the cache."""
         path = self._path(client_id)
-        if path in self._cache:
-            self._cache.move_to_end(path)
-            return self._cache[path]
-        dataset = read_examples(path)
-        self._cache[path] = dataset
-        while len(self._cache) > self.cache_size:
-            self._cache.popitem(last=False)
+        self._cache[path] = dataset = self._cache.pop(path, None) or read_examples(path)  # at the end again
+        if len(self._cache) > self.cache_size:
+            del self._cache[next(iter(self._cache))]
         return dataset
 
     def client_size(self, client_id: ClientId) -> int:
-        """Return a client's number of training examples; an ``.npz`` file is not read for it."""
+        """Return a client's number of training examples; only the ``y`` of an ``.npz`` file is read for it."""
         path = self._path(client_id)
-        return _count_examples(path) if path.suffix == ".npz" else len(self.client_dataset(client_id))
+        if path.suffix == ".pt":
+            return len(self.client_dataset(client_id))
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                return len(file["y"])
+        except Exception as error:  # what a damaged file raises depends on where the damage is
+            raise FederatedError(f"{path} must be an .npz file with the arrays x and y: {error}.") from error
 
     def client_val_dataset(self, client_id: ClientId) -> TensorDataset | None:
         """Return a client's own validation set, or None if its folder has none."""
@@ -124,16 +124,23 @@ class ClientFolder(_Folders):
 
     def _path(self, client_id: ClientId) -> Path:
         folder = self._folder(client_id)
-        path = _choose(folder, "train")
+        path = self._choose(folder, "train")
         if path is None:
             raise FederatedError(
                 f"ClientFolder: there is no train.npz (or train.pt) in {folder}. Write it, or remove the folder."
             )
-        return inside("ClientFolder", Path(self.root), path)
+        return path
 
     def _optional(self, folder: Path, part: str) -> TensorDataset | None:
-        path = _choose(folder, part)
-        return None if path is None else read_examples(inside("ClientFolder", Path(self.root), path))
+        path = self._choose(folder, part)
+        return None if path is None else read_examples(path)
+
+    def _choose(self, folder: Path, part: str) -> Path | None:
+        """Return a file of examples, or None; two files of one name would leave it open which one is meant."""
+        found = [path for path in (folder / f"{part}.npz", folder / f"{part}.pt") if path.is_file()]
+        if len(found) > 1:
+            raise FederatedError(f"{folder} has both {part}.npz and {part}.pt: remove one.")
+        return inside("ClientFolder", Path(self.root), found[0]) if found else None
 
 
 class ClientImages(_Folders):
@@ -182,10 +189,9 @@ class ClientImages(_Folders):
         """List the clients and the images to validate on."""
         _ = self.client_ids
         if self.val is None and self.val_root is not None:
-            path = find(
-                "ClientImages", Path(self.val_root), "Make it: a folder for each class.", "Or correct val_root."
-            )
-            self.val = self.test = _Images(path, self.classes, self.image_transform)
+            root, get = Path(self.val_root), "Make it: a folder for each class."
+            find("ClientImages", root, get, "Or correct val_root.")
+            self.val = self.test = _Images(root, self.classes, self.image_transform)
 
     def client_dataset(self, client_id: ClientId) -> AnyDataset:
         """Return a client's images, none of which has been opened yet."""
@@ -196,28 +202,20 @@ class _Images(Dataset[tuple[Tensor, int]]):
     """The images in the folders of the classes; a client's classes have the same numbers as everybody's."""
 
     def __init__(self, folder: Path, classes: list[str], transform: Callable[[Any], Any] | None) -> None:
-        numbers = {name: number for number, name in enumerate(classes)}
-        self.paths: list[Path] = []
-        self.targets: list[int] = []
         self.transform = transform
-        others: list[Path] = []
-        for entry in sorted(folder.iterdir()):
-            if entry.name.startswith("."):
-                continue
-            if not entry.is_dir():
-                others.append(entry)
-                continue
-            if entry.name not in numbers:
+        entries = [entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")]
+        for entry in entries:
+            if entry.is_dir() and entry.name not in classes:
                 raise FederatedError(f"{entry}: {entry.name!r} is not among the classes {classes}.")
-            held = sorted(path for path in entry.iterdir() if not path.name.startswith("."))
-            files = [path for path in held if path.suffix.lower() in _IMAGES]
-            others += [path for path in held if path.suffix.lower() not in _IMAGES]
-            found = [inside("ClientImages", folder, path) for path in files]
-            self.paths += found
-            self.targets += [numbers[entry.name]] * len(found)
-        if others and not self.paths:
+        files = [file for entry in entries for file in (sorted(entry.iterdir()) if entry.is_dir() else [entry])]
+        files = [file for file in files if not file.name.startswith(".")]
+        images = [file for file in files if file.suffix.lower() in _IMAGES and file.parent != folder]
+        numbers = {name: number for number, name in enumerate(classes)}
+        self.paths = [inside("ClientImages", folder, image) for image in images]
+        self.targets = [numbers[image.parent.name] for image in images]
+        if files and not images:
             raise FederatedError(
-                f"ClientImages: {folder} holds files, such as {others[0].relative_to(folder)}, and no image in the"
+                f"ClientImages: {folder} holds files, such as {files[0].relative_to(folder)}, and no image in the"
                 f" folder of a class; images end in {', '.join(sorted(_IMAGES))}. Convert or move them, or remove the"
                 " folder."
             )
@@ -244,12 +242,7 @@ class _Images(Dataset[tuple[Tensor, int]]):
 
 
 def read_examples(path: Path) -> TensorDataset:
-    """Return the arrays ``x`` and ``y`` of an ``.npz`` file, or the tensors of a ``.pt`` file.
-
-    Raises:
-        FederatedError: If the file is damaged, lacks one of them, holds objects or numbers that are not finite or too
-            large, or they differ in length.
-    """
+    """Return the arrays ``x`` and ``y`` of an ``.npz`` file, or the tensors of a ``.pt`` file."""
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as file:
@@ -269,38 +262,10 @@ def read_examples(path: Path) -> TensorDataset:
     x, y = found["x"], found["y"]
     if not x.ndim or not y.ndim or len(x) != len(y):
         raise FederatedError(f"{path}: x {list(x.shape)} and y {list(y.shape)} must have the same number of examples.")
-    x, y = x.float() if x.is_floating_point() else x, y.float() if y.is_floating_point() else _int64(y, path)
+    if y.dtype == torch.uint64 and bool((y.long() < 0).any()):
+        raise FederatedError(f"{path}: y holds a number too large for int64.")
+    x, y = x.float() if x.is_floating_point() else x, y.float() if y.is_floating_point() else y.long()
     for name, tensor in (("x", x), ("y", y)):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise FederatedError(f"{path}: {name} holds NaN, an infinity, or a number too large for float32.")
     return TensorDataset(x, y)
-
-
-def _int64(y: Tensor, path: Path) -> Tensor:
-    """Return whole numbers as int64; those of uint64 may be too large for it."""
-    whole = y.long()
-    if y.dtype == torch.uint64 and bool((whole < 0).any()):
-        raise FederatedError(f"{path}: y holds a number too large for int64.")
-    return whole
-
-
-def _choose(folder: Path, part: str) -> Path | None:
-    """Return a client's file, or None; two files of one name would leave it open which one is meant."""
-    found = [path for path in (folder / f"{part}.npz", folder / f"{part}.pt") if path.is_file()]
-    if len(found) > 1:
-        raise FederatedError(f"{folder} has both {part}.npz and {part}.pt: remove one.")
-    return found[0] if found else None
-
-
-def _count_examples(path: Path) -> int:
-    """Return the length of ``y`` in an ``.npz`` file, from the header of the array."""
-    try:
-        with zipfile.ZipFile(path) as archive, archive.open("y.npy") as file:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape = read(file)[0]
-    except Exception as error:  # what a damaged file raises depends on where the damage is
-        raise FederatedError(f"{path} must be an .npz file with the arrays x and y: {error}.") from error
-    if not shape:
-        raise FederatedError(f"{path}: y must have one entry for each example; it is a single number.")
-    return int(shape[0])

@@ -4,27 +4,18 @@ import csv
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.dataset import FederatedDataset
 
-__all__ = [
-    "StoredDataModule",
-    "find",
-    "inside",
-    "listing",
-    "pool",
-    "read_rows",
-]
-
-Key = TypeVar("Key", bound=ClientId)
+__all__ = ["StoredDataModule", "find", "inside", "large_enough", "listing", "pool", "read_rows", "read_table"]
 
 
 class StoredDataModule(FederatedDataModule, ABC):
@@ -36,14 +27,7 @@ class StoredDataModule(FederatedDataModule, ABC):
     _loaded = False
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the files, unless that is done already; Lightning calls it before it trains or evaluates.
-
-        Args:
-            stage: What Lightning is about to do; all stages need the same.
-
-        Raises:
-            FederatedError: If a file is missing or damaged.
-        """
+        """Read the files, unless that is done already; all stages need the same."""
         if not self._loaded:
             self._load()
             self._loaded = True
@@ -55,53 +39,56 @@ class StoredDataModule(FederatedDataModule, ABC):
             self.setup()
         return super().clients
 
-    @property
-    def known_sizes(self) -> list[int] | None:
-        """Each client's number of examples; asking for them reads the files."""
-        return self._need_clients().known_sizes
-
     @abstractmethod
     def _load(self) -> None:
         """Read the files; set ``val``, ``test`` and ``client_val``, and then the clients."""
 
+    def _set_parts(
+        self, train: Mapping[ClientId, tuple[Tensor, ...]], test: Mapping[ClientId, tuple[Tensor, ...]]
+    ) -> None:
+        """Set the clients, their test parts together as ``val`` and ``test``, and each client's as ``client_val``."""
+        self.val, parts = pool(test)
+        self.test = self.val
+        self.client_val = {client_id: part for client_id, part in parts.items() if client_id in train}
+        self.set_clients({client_id: TensorDataset(*tensors) for client_id, tensors in train.items()})
 
-def pool(parts: Mapping[Key, tuple[Tensor, ...]]) -> tuple[TensorDataset | None, dict[Key, TensorDataset]]:
-    """Return all parts as one data set, None if they hold no example, and each part as a view into it.
 
-    Args:
-        parts: By client, tensors that agree in their first dimension n_i, and from client to client in the others.
-    """
-    sizes = [len(tensors[0]) for tensors in parts.values()]
-    if not sum(sizes):
+def pool(parts: Mapping[ClientId, tuple[Tensor, ...]]) -> tuple[TensorDataset | None, dict[ClientId, TensorDataset]]:
+    """Return all parts as one data set, None if there are no examples, and each part that has any as a view into it."""
+    parts = {key: tensors for key, tensors in parts.items() if len(tensors[0])}
+    if not parts:
         return None, {}
+    sizes = [len(tensors[0]) for tensors in parts.values()]
     whole = [torch.cat(tensors) for tensors in zip(*parts.values(), strict=True)]
     views = zip(*(tensor.split(sizes) for tensor in whole), strict=True)
     return TensorDataset(*whole), {key: TensorDataset(*view) for key, view in zip(parts, views, strict=True)}
 
 
+def large_enough(owner: str, sizes: Mapping[ClientId, int], nouns: tuple[str, str], **setting: int) -> set[ClientId]:
+    """Return the clients that have as many examples as a setting asks for, and announce how many have not."""
+    ((name, least),) = setting.items()
+    clients, examples = nouns
+    kept = {client_id for client_id, size in sizes.items() if size >= least}
+    if not kept:
+        raise FederatedError(f"{owner}: none of the {len(sizes):,} {clients} has {name}={least} {examples}.")
+    if len(kept) < len(sizes):
+        lost = sum(size for size in sizes.values() if size < least)
+        rank_zero_info(
+            f"{owner} leaves out {len(sizes) - len(kept):,} of {len(sizes):,} {clients}, with {lost:,} of"
+            f" {sum(sizes.values()):,} {examples}: they have fewer than {name}={least}."
+        )
+    return kept
+
+
 def find(owner: str, path: Path, get: str, put: str) -> Path:
-    """Return a path that must exist.
-
-    Args:
-        owner: The data module, for the message.
-        path: Where a file or a folder should be.
-        get: How to get it: where to download it, or how to make it.
-        put: What to do with a copy that lies elsewhere.
-
-    Raises:
-        FederatedError: If there is nothing; the message names the path and both ways to change that.
-    """
+    """Return a path that must exist; the message says how to get it, and what to do with a copy that lies elsewhere."""
     if not path.exists():
         raise FederatedError(f"{owner}: there is no {path} (looked in {path.parent.absolute()}). {get} {put}")
     return path
 
 
 def inside(owner: str, root: Path, path: Path) -> Path:
-    """Return a path that must lie in a folder, wherever links lead.
-
-    Raises:
-        FederatedError: If it leads out of the folder; the message names both.
-    """
+    """Return a path that must lie in a folder, wherever links lead."""
     if not path.resolve().is_relative_to(root.resolve()):
         raise FederatedError(
             f"{owner}: {path} leads out of {root}, to {path.resolve()}. Copy what it leads to into the folder."
@@ -110,11 +97,7 @@ def inside(owner: str, root: Path, path: Path) -> Path:
 
 
 def listing(owner: str, folder: Path, suffix: str) -> list[Path]:
-    """Return the files in a folder whose names end in ``suffix``, by name.
-
-    Raises:
-        FederatedError: If there are none.
-    """
+    """Return the files in a folder whose names end in ``suffix``, by name; there must be some."""
     if not folder.is_dir():
         raise FederatedError(f"{owner}: {folder} is no folder.")
     files = sorted(path for path in folder.iterdir() if path.name.endswith(suffix) and path.is_file())
@@ -124,15 +107,7 @@ def listing(owner: str, folder: Path, suffix: str) -> list[Path]:
 
 
 def read_rows(path: Path, encoding: str = "utf-8-sig") -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the fields of each row of a CSV file; empty lines are passed over.
-
-    Args:
-        path: The file.
-        encoding: Its encoding; the default understands a byte order mark.
-
-    Raises:
-        FederatedError: If it is no text, or no CSV.
-    """
+    """Yield the line number and the fields of each row that is not empty, of CSV with a byte order mark or not."""
     with path.open(encoding=encoding, newline="") as file:
         rows = csv.reader(file)
         try:
@@ -143,3 +118,14 @@ def read_rows(path: Path, encoding: str = "utf-8-sig") -> Iterator[tuple[int, li
             raise FederatedError(f"{path} is no {encoding} text, after line {rows.line_num}: {error}.") from error
         except csv.Error as error:
             raise FederatedError(f"{path}, line {rows.line_num}: this is no CSV ({error}).") from error
+
+
+def read_table(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield what :func:`read_rows` does, where each row must have as many fields as the first one, the heading."""
+    rows = read_rows(path)
+    line, heading = next(rows, (0, []))
+    yield line, heading
+    for line, row in rows:
+        if len(row) != len(heading):
+            raise FederatedError(f"{path}, line {line}: {len(row)} fields under a heading of {len(heading)}.")
+        yield line, row

@@ -14,14 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
 from lightning_fed.core.arguments import check_fraction, check_one_of, check_paths, check_seed, check_texts
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows
-from lightning_fed.data.partitions.partition import Ints, check_client_id, random_state
+from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows, read_table
+from lightning_fed.data.partitions.partition import check_client_id, random_state
 
 __all__ = ["ClientTable", "Columns", "as_number", "read_columns"]
 
@@ -37,20 +36,11 @@ _WITH_COMMA = re.compile(
 
 @dataclass
 class Columns:
-    """Columns of a table with n rows.
-
-    Attributes:
-        path: The file.
-        keys: Columns as they are: strings from CSV, strings or numbers from Parquet.
-        numbers: Columns of finite numbers [n], float32; truth values are 0 and 1.
-        row_indices: Columns that are left out because their names are those of a row index.
-        left_out: Columns that are left out because they do not hold numbers, each with the reason.
-    """
+    """Columns of a table with n rows: as they are, as finite numbers [n], or left out for a reason."""
 
     path: Path
     keys: dict[str, list[Any]] = field(default_factory=dict)
     numbers: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
-    row_indices: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
     def place(self, row: int) -> str:
@@ -61,48 +51,36 @@ class Columns:
         return f"line {line}"
 
     def add_key(self, name: str, column: Any) -> None:
-        """Add a column of pyarrow as it is.
-
-        Raises:
-            FederatedError: If a value is missing, or not a text or a number.
-        """
+        """Add a column of pyarrow that has no holes as it is."""
         if str(column.type).startswith(("list", "large_list", "fixed_size_list", "struct", "map")):
             raise FederatedError(f"{self.path}: column {name!r} must hold texts or numbers; its type is {column.type}.")
         values = column.to_pylist()
-        self._refuse(np.asarray(column.is_null(nan_is_null=True)), name, _MISSING_VALUE)
-        self._refuse(np.array([isinstance(v, str) and not v.strip() for v in values], bool), name, _MISSING_VALUE)
+        holes = [value is None or value != value or not str(value).strip() for value in values]
+        self._refuse(np.array(holes, bool), name, _MISSING_VALUE)
         self.keys[name] = [sys.intern(value) if isinstance(value, str) else value for value in values]
 
     def add_numbers(self, name: str, column: Any) -> None:
-        """Add a column of pyarrow as numbers, or the reason why it is left out.
-
-        Raises:
-            FederatedError: If a value is missing, too large for float32, or a number with commas.
-        """
-        import pyarrow
+        """Add a column of pyarrow that has no holes as numbers, or the reason why it is left out."""
+        from pyarrow import float64, types
 
         if self.path.suffix == ".csv":
             values = self._parsed(name, column.combine_chunks().dictionary_encode())
             if values is None:
                 return
         else:
-            types = pyarrow.types
             is_exact = types.is_boolean(column.type) or types.is_decimal(column.type)
             if not (types.is_integer(column.type) or types.is_floating(column.type) or is_exact):
                 self.left_out[name] = f"its type is {column.type}"
                 return
             self._refuse(np.asarray(column.is_null()), name, _MISSING_VALUE)
-            values = np.asarray(column.cast(pyarrow.float64()) if is_exact else column)
+            values = np.asarray(column.cast(float64()) if is_exact else column)
         self._refuse(np.isnan(values), name, _MISSING_VALUE)
         with np.errstate(over="ignore"):  # without numpy's warning: what is too large becomes infinite
             self.numbers[name] = values.astype(np.float32)
         self._refuse(~np.isfinite(self.numbers[name]), name, "must hold finite numbers that float32 can represent.")
 
     def _parsed(self, name: str, texts: Any) -> npt.NDArray[np.float64] | None:
-        """Return the numbers of a dictionary-encoded column of texts, NaN where one is missing; None if it has others.
-
-        Each text is read once, in the order of its first row.
-        """
+        """Return the numbers of a dictionary-encoded column of texts, NaN for holes; None if it has other texts."""
         rows, numbers, held = np.asarray(texts.indices), list[float](), set[bool]()
         for position, text in enumerate(map(str.strip, texts.dictionary.to_pylist())):
             number = as_number(text)
@@ -127,17 +105,9 @@ class Columns:
 
 
 def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: bool) -> Columns:
-    """Read the columns that are asked for, with pyarrow.
+    """Read columns of a ``.csv`` or a ``.parquet`` file as they are, those that must hold numbers, and the rest.
 
-    Args:
-        path: A ``.csv`` file (UTF-8, commas, a heading) or a ``.parquet`` file.
-        keys: Columns to be read as they are.
-        numeric: Columns that must hold numbers.
-        rest: Whether all other columns are read too, as numbers if they are; not a row index that pandas wrote.
-
-    Raises:
-        FederatedError: If a column is missing, ``numeric`` are not all numbers, a value is missing, rows are ragged, or
-            numbers have commas.
+    The rest, if it is asked for, are the other columns that hold numbers, without a row index that pandas wrote.
     """
     from pyarrow import ArrowException, csv, parquet, string
 
@@ -145,8 +115,15 @@ def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: 
     is_csv = path.suffix == ".csv"
     try:
         heading = next(read_rows(path), (0, []))[1] if is_csv else list(parquet.read_schema(path).names)
-        optional, columns.row_indices = _rest(path, heading, keys, numeric, rest)
-        names = [*keys, *numeric, *optional]
+        if absent := [name for name in (*keys, *numeric) if name not in heading]:
+            raise FederatedError(f"{path} has no column {absent[0]!r}; its columns are {heading}.")
+        if twice := sorted({name for name in heading if heading.count(name) > 1}):
+            raise FederatedError(f"{path} has more than one column {twice[0]!r}: rename them.")
+        others = [name for name in heading if name not in keys and name not in numeric] if rest else []
+        if row_indices := [name for name in others if _INDEX.fullmatch(name)]:
+            rank_zero_info(f"ClientTable leaves out {row_indices} of {path}: the names are those of a row index.")
+        numbers = [*numeric, *(name for name in others if name not in row_indices)]
+        names = [*keys, *numbers]
         if is_csv:
             table = csv.read_csv(
                 path,
@@ -157,61 +134,36 @@ def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: 
         else:
             table = parquet.read_table(path, columns=names)
     except (ArrowException, OSError) as error:
-        if is_csv:
-            _check_rows(path)
+        if is_csv and sum(1 for _ in read_table(path)) < 2:  # or else it names a row of another length
+            raise FederatedError(f"{path} has no rows.") from error
         kind = "CSV" if is_csv else "Parquet"
         raise FederatedError(f"{path} is no {kind} file that can be read: {error}.") from error
     for name in keys:
         columns.add_key(name, table.column(name))
-    for name in (*numeric, *optional):
+    for name in numbers:
         columns.add_numbers(name, table.column(name))
         if name in numeric and name in columns.left_out:
             raise FederatedError(f"{path}: column {name!r} must hold finite numbers; {columns.left_out[name]}.")
     return columns
 
 
-def _check_rows(path: Path) -> None:
-    """Refuse a CSV file that has no rows, rows of different length, or no UTF-8 text, with the line."""
-    rows = read_rows(path)
-    _, heading = next(rows, (0, []))
-    line = 0
-    for line, row in rows:
-        if len(row) != len(heading):
-            raise FederatedError(f"{path}, line {line}: {len(row)} fields under a heading of {len(heading)}.")
-    if not line:
-        raise FederatedError(f"{path} has no rows.")
-
-
-def _rest(
-    path: Path, heading: list[str], keys: Sequence[str], numeric: Sequence[str], rest: bool
-) -> tuple[list[str], list[str]]:
-    """Return the columns that nobody named, apart from row indices, and the row indices."""
-    if absent := [name for name in (*keys, *numeric) if name not in heading]:
-        raise FederatedError(f"{path} has no column {absent[0]!r}; its columns are {heading}.")
-    if twice := sorted({name for name in heading if heading.count(name) > 1}):
-        raise FederatedError(f"{path} has more than one column {twice[0]!r}: rename them.")
-    others = [name for name in heading if name not in keys and name not in numeric] if rest else []
-    row_indices = [name for name in others if _INDEX.fullmatch(name)]
-    return [name for name in others if name not in row_indices], row_indices
-
-
 def as_number(text: str) -> float | None:
-    """Return a number, NaN for a missing one, or None for what is neither."""
+    """Return a number, a whole one with all its digits, NaN for a missing one, or None for what is neither."""
     if text.lower() in _MISSING:
         return math.nan
     try:
         number = float(text)
     except ValueError:
         return None
-    return None if "_" in text or math.isinf(number) else number  # Python reads 1_000
+    if "_" in text or math.isinf(number):  # Python reads 1_000
+        return None
+    return int(text) if text.lstrip("+-").isdecimal() else number
 
 
 Parts: TypeAlias = dict[ClientId, tuple[Tensor, Tensor]]
 """Inputs [n_i, features] and targets of each client that has any."""
 
-_SUFFIXES = (".csv", ".parquet")
 _PARTS = ("train", "val", "test")
-_VAL_FRACTION = 0.2
 
 
 class ClientTable(StoredDataModule):
@@ -260,14 +212,14 @@ class ClientTable(StoredDataModule):
         super().__init__(batch_size=batch_size)
         check_paths("ClientTable", path=path)
         check_texts("ClientTable", client=client, target=target, **({} if split is None else {"split": split}))
-        if Path(path).suffix not in _SUFFIXES:
-            raise FederatedError(f"ClientTable(path={path!r}): path must end in {' or '.join(_SUFFIXES)}.")
+        if Path(path).suffix not in (".csv", ".parquet"):
+            raise FederatedError(f"ClientTable(path={path!r}): path must end in .csv or .parquet.")
         if find_spec("pyarrow") is None:
             raise FederatedError(
                 f"{path}: reading tables takes pyarrow, which is missing: pip install 'lightning_fed[tables]'."
             )
-        named = features is None or (isinstance(features, list | tuple) and all(isinstance(f, str) for f in features))
-        if not named or (features is not None and len(features) == 0):
+        named = isinstance(features, list | tuple) and features and all(isinstance(name, str) for name in features)
+        if features is not None and not named:
             raise FederatedError(f"ClientTable(features={features!r}): features must be a list of columns, or None.")
         roles = [client, target, *(features or []), *([] if split is None else [split])]
         if repeated := sorted({name for name in roles if roles.count(name) > 1}):
@@ -295,8 +247,6 @@ class ClientTable(StoredDataModule):
         (keys if self.targets == "classes" else numeric).append(self.target)
         table = read_columns(path, keys, numeric, rest=self.features is None)
         features = {name: column for name, column in table.numbers.items() if name != self.target}
-        if table.row_indices:
-            rank_zero_info(f"ClientTable leaves out {table.row_indices} of {path}: the names are those of a row index.")
         if table.left_out:
             reasons = ", ".join(f"{name!r} ({reason})" for name, reason in table.left_out.items())
             rank_zero_warn(
@@ -307,70 +257,49 @@ class ClientTable(StoredDataModule):
             raise FederatedError(f"{path} has no rows, or no column of numbers that could be a feature.")
         x = torch.from_numpy(np.stack(list(features.values()), axis=1))
         y = self._labels(table) if self.targets == "classes" else torch.from_numpy(table.numbers[self.target])[:, None]
-        train, val, test = self._divide(path, table, x, y)
+        train, val, test = self._divide(table, x, y)
         if not train:
             raise FederatedError(f"{path}: column {self.split!r} leaves no row for training.")
-        self.val, _ = pool(val)
+        self._set_parts(train, val)
         self.test = pool(test)[0] or self.val
-        self.client_val = {key: TensorDataset(*tensors) for key, tensors in val.items() if key in train}
-        self.set_clients({key: TensorDataset(*tensors) for key, tensors in train.items()})
 
     def _labels(self, table: Columns) -> Tensor:
         """Return the position of each value among the sorted distinct ones; numbers sort as numbers."""
         values = table.keys[self.target]
-        key: dict[Any, Any] = {value: _exact(str(value).strip()) for value in dict.fromkeys(values)}
-        missing = {value for value, number in key.items() if number is not None and math.isnan(number)}
-        if missing or None in key.values():
-            if None not in key.values() and len(missing) < len(key):
-                row = next(row for row, value in enumerate(values) if value in missing)
-                raise FederatedError(
-                    f"{table.path}, {table.place(row)}: column {self.target!r} has no value ({values[row]!r}), and"
-                    " numbers elsewhere. Fill it in, or drop the row."
-                )
-            key = {value: str(value).strip() for value in key}
-        self.classes = sorted(set(key.values()))
+        texts: dict[Any, Any] = {value: str(value).strip() for value in dict.fromkeys(values)}
+        numbers = {value: as_number(text) for value, text in texts.items()}
+        holes = {value for value, number in numbers.items() if number is not None and math.isnan(number)}
+        if None in numbers.values() or len(holes) == len(numbers):
+            numbers = texts
+        elif holes:
+            row = next(row for row, value in enumerate(values) if value in holes)
+            raise FederatedError(
+                f"{table.path}, {table.place(row)}: column {self.target!r} has no value ({values[row]!r}), and numbers"
+                " elsewhere. Fill it in, or drop the row."
+            )
+        self.classes = sorted(set(numbers.values()))
         positions = {name: position for position, name in enumerate(self.classes)}
-        return torch.tensor([positions[key[value]] for value in values], dtype=torch.int64)
+        return torch.tensor([positions[numbers[value]] for value in values], dtype=torch.int64)
 
-    def _divide(self, path: Path, table: Columns, x: Tensor, y: Tensor) -> list[Parts]:
+    def _divide(self, table: Columns, x: Tensor, y: Tensor) -> list[Parts]:
         """Return the training, validation and test rows of each client."""
-        positions: dict[ClientId, int] = {}
-        names = (check_client_id(name) for name in table.keys[self.client])
-        owners = np.array([positions.setdefault(name, len(positions)) for name in names])
-        if self.split is None:
-            part = self._draw_val(owners)
-        else:
-            words = table.keys[self.split]
-            if strange := sorted(set(map(str, words)) - set(_PARTS)):
-                raise FederatedError(f"{path}: column {self.split!r} must hold {list(_PARTS)}; found {strange[0]!r}.")
-            part = np.array([_PARTS.index(word) for word in words])
-        return [_group(np.flatnonzero(part == number), owners, list(positions), x, y) for number in range(len(_PARTS))]
-
-    def _draw_val(self, owners: Ints) -> Ints:
-        """Return 1 for each client's share of validation rows and 0 for the others; a client keeps one at least."""
-        fraction = _VAL_FRACTION if self.val_fraction is None else self.val_fraction
-        sizes = np.bincount(owners)
-        num_val = np.minimum(np.rint(fraction * sizes), sizes - 1)
-        shuffled = random_state(self.seed).permutation(len(owners))
-        order = shuffled[np.argsort(owners[shuffled], kind="stable")]
-        rank = np.arange(len(owners)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        part = np.zeros(len(owners), dtype=np.int64)
-        part[order] = rank < np.repeat(num_val, sizes)
-        return part
-
-
-def _exact(text: str) -> float | None:
-    """Return what ``as_number`` does, and a whole number with all its digits, which a float would round."""
-    number = as_number(text)
-    try:
-        return number if number is None else int(text)
-    except ValueError:
-        return number
-
-
-def _group(rows: Ints, owners: Ints, names: list[ClientId], x: Tensor, y: Tensor) -> Parts:
-    """Return the inputs and targets of ``rows`` by client, as views into one copy."""
-    sizes = np.bincount(owners[rows], minlength=len(names)).tolist()
-    order = torch.from_numpy(rows[np.argsort(owners[rows], kind="stable")])
-    pieces = zip(names, x[order].split(sizes), y[order].split(sizes), strict=True)
-    return {name: (inputs, targets) for name, inputs, targets in pieces if len(inputs)}
+        rows_of: dict[ClientId, list[int]] = {}
+        for row, name in enumerate(table.keys[self.client]):
+            rows_of.setdefault(check_client_id(name), []).append(row)
+        words = [] if self.split is None else table.keys[self.split]
+        if strange := sorted(set(map(str, words)) - set(_PARTS)):
+            raise FederatedError(f"{table.path}: column {self.split!r} must hold {list(_PARTS)}; found {strange[0]!r}.")
+        fraction = 0.2 if self.val_fraction is None else self.val_fraction
+        drawn = random_state(self.seed).permutation(len(x)).argsort().tolist()  # when each row is drawn
+        parts: list[Parts] = [{} for _ in _PARTS]
+        for name, rows in rows_of.items():
+            if self.split is None:
+                num_val = min(round(fraction * len(rows)), len(rows) - 1)  # a client keeps one row at least
+                rows.sort(key=drawn.__getitem__)
+                cut = [sorted(rows[num_val:]), sorted(rows[:num_val]), []]
+            else:
+                cut = [[row for row in rows if words[row] == word] for word in _PARTS]
+            for part, own in zip(parts, cut, strict=True):
+                if own:
+                    part[name] = (x[own], y[own])
+        return parts

@@ -164,7 +164,7 @@ def test_missing_files_and_accounts_are_named(root, tmp_path):
         FederatedError, match=r"there is no .*noemoticon.csv .*help.sentiment140.com.*source='leaf'.*set root"
     ):
         Sentiment140(str(tmp_path / "none")).setup("fit")
-    with pytest.raises(FederatedError, match="none of 3 accounts has min_tweets=40 tweets"):
+    with pytest.raises(FederatedError, match="none of the 3 accounts has min_tweets=40 tweets"):
         Sentiment140(root).setup("fit")
 
 

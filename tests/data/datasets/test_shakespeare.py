@@ -17,7 +17,8 @@ from lightning_fed import FederatedTrainer
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import Shakespeare
 from lightning_fed.data.batches.batches import TensorBatches
-from lightning_fed.data.datasets.shakespeare import SYMBOLS, Windows, count_windows, encode, read_plays, speeches
+from lightning_fed.data.datasets.shakespeare import SYMBOLS, encode, read_plays, speeches
+from lightning_fed.data.datasets.shakespeare import windows as cut
 from lightning_fed.models import CharLSTM
 
 PLAYS = {
@@ -121,8 +122,7 @@ def test_the_vocabulary_is_leafs():
     st.booleans(),
 )
 def test_windows_are_what_slicing_the_text_gives(text, length, stride, sequence):
-    starts = torch.arange(count_windows(len(text), length, stride)) * stride
-    assert windows(Windows(encode(text), starts, length, sequence)) == expected(text, length, stride, sequence)
+    assert windows(cut(encode(text), length, stride, sequence)) == expected(text, length, stride, sequence)
 
 
 @pytest.mark.parametrize("targets", ["next", "sequence"])
@@ -150,27 +150,21 @@ def test_a_clients_windows_are_a_view_on_the_fast_path(root):
     assert (x.dtype, y.dtype, list(y.shape)) == (torch.int64, torch.int64, [len(x)])
 
 
-def test_loaders_fetch_whole_batches(root, monkeypatch):
+def test_loaders_fetch_whole_batches(root):
     data = Shakespeare(root, length=4)
     data.setup("fit")
-    monkeypatch.setattr(Windows, "__getitem__", None)  # one by one would take ten times as long
-    batches = list(data.val_dataloader())
-    assert batches[0][0].shape == (len(data.val), 4)
-    assert batches[0][1].dtype == torch.int64
-
-
-def test_an_index_beyond_the_windows_is_an_index_error(root):
-    data = Windows(encode("To be"), torch.arange(2), 3)
-    assert windows(data)[-1] == (decode(data[-1][0]), decode(data[-1][1].reshape(1)))
-    with pytest.raises(IndexError):
-        data[2]
+    loader = data.val_dataloader()
+    assert loader.dataset.source is data.val  # indexed a batch at a time; one by one would take ten times as long
+    [(x, y)] = loader
+    assert (list(x.shape), x.dtype, y.dtype) == ([len(data.val), 4], torch.int64, torch.int64)
+    assert windows(TensorDataset(x, y)) == windows(data.val)
 
 
 def test_small_roles_and_strange_characters_are_announced(root, caplog):
     with caplog.at_level(logging.INFO):
         data = Shakespeare(root, length=4)
         assert list(data.client_ids) == ["hamlet/HAMLET", "hamlet/GHOST"]
-    assert "leaves out 1 of 3 roles, with 2 characters" in caplog.text
+    assert "leaves out 1 of 3 roles, with 0 of 26 windows: they have fewer than min_examples=1" in caplog.text
     assert "not among" not in caplog.text
     for path in Path(root, "shakespeare", "plays").iterdir():
         path.write_text("ACT I\nR\t$10 # $20 now\n" if path.stem == "hamlet" else "")
@@ -267,7 +261,7 @@ def test_impossible_options_are_refused_at_once(options, message):
 
 
 def test_an_unknown_role_is_named(root):
-    with pytest.raises(FederatedError, match="There is no client 'hamlet/YORICK' among the 2 roles"):
+    with pytest.raises(FederatedError, match="There is no client 'hamlet/YORICK' among the 2 clients"):
         Shakespeare(root, length=4).client_dataset("hamlet/YORICK")
 
 

@@ -35,7 +35,7 @@ def test_folders_are_clients_and_files_are_read_when_needed(root, monkeypatch):
     monkeypatch.setattr(folders, "read_examples", None)
     assert list(data.client_ids) == ["ann", "bob", "cat"]
     assert (data.num_clients, data.known_sizes) == (3, None)
-    assert [data.client_size(name) for name in data.client_ids] == [5, 3, 1]  # from the header
+    assert [data.client_size(name) for name in data.client_ids] == [5, 3, 1]
     monkeypatch.undo()
     x, y = data.client_dataset("bob").tensors
     assert torch.equal(x, torch.arange(6.0).view(3, 2))

@@ -1,11 +1,22 @@
 """What data modules that read files have in common."""
 
+import logging
+
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.files.stored import StoredDataModule, find, inside, listing, pool, read_rows
+from lightning_fed.data.files.stored import (
+    StoredDataModule,
+    find,
+    inside,
+    large_enough,
+    listing,
+    pool,
+    read_rows,
+    read_table,
+)
 
 
 def test_files_are_read_once_and_when_the_clients_are_first_asked_for():
@@ -33,7 +44,7 @@ def test_clients_are_views_into_one_pool():
         }
     )
     assert whole.tensors[0].tolist() == [0, 1, 2, 9]
-    assert {key: view.tensors[0].tolist() for key, view in views.items()} == {"a": [0, 1, 2], "b": [], 7: [9]}
+    assert {key: view.tensors[0].tolist() for key, view in views.items()} == {"a": [0, 1, 2], 7: [9]}
     whole.tensors[0][3] = 5
     assert views[7].tensors[0].tolist() == [5]
     assert pool({"a": (torch.arange(0),)}) == (None, {})
@@ -67,3 +78,21 @@ def test_rows_have_their_line_and_damage_is_named(tmp_path):
     path.write_text("a" * 200_000)
     with pytest.raises(FederatedError, match="t.csv, line 1: this is no CSV"):
         list(read_rows(path))
+
+
+def test_each_row_of_a_table_has_the_fields_of_its_heading(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a,b\n\n1,2\n3\n")
+    rows = read_table(path)
+    assert [next(rows), next(rows)] == [(1, ["a", "b"]), (3, ["1", "2"])]
+    with pytest.raises(FederatedError, match="t.csv, line 4: 1 fields under a heading of 2"):
+        next(rows)
+
+
+def test_small_clients_are_left_out_and_announced(caplog):
+    sizes = {"a": 3, "b": 1, "c": 2}
+    with caplog.at_level(logging.INFO):
+        assert large_enough("D", sizes, ("roles", "lines"), least=2) == {"a", "c"}
+    assert "D leaves out 1 of 3 roles, with 1 of 6 lines: they have fewer than least=2" in caplog.text
+    with pytest.raises(FederatedError, match="D: none of the 3 roles has least=9 lines"):
+        large_enough("D", sizes, ("roles", "lines"), least=9)
