@@ -9,14 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import choice, number
+from lightning_fed.core.arguments import ArgumentsRepr, choice, number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector
 
 __all__ = ["SGD", "Adagrad", "Adam", "BaseOptimizer", "RMSProp", "SGDm", "Yogi"]
 
 
-class BaseOptimizer:
+class BaseOptimizer(ArgumentsRepr):
     r"""An optimizer as pure elementwise formulas, here those of plain SGD.
 
     .. math::
@@ -45,14 +45,7 @@ class BaseOptimizer:
 
     def options(self) -> dict[str, Any]:
         """Return the class name and the hyper-parameters as plain values."""
-        return {"name": type(self).__name__, **self._hyper_parameters()}
-
-    def __repr__(self) -> str:
-        """Show the optimizer as it would be written."""
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._hyper_parameters().items())})"
-
-    def _hyper_parameters(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if not k.startswith("_")}
+        return {"name": type(self).__name__, **{k: v for k, v in vars(self).items() if not k.startswith("_")}}
 
 
 class SGD(BaseOptimizer):

@@ -6,14 +6,14 @@ from typing import Literal
 
 import torch
 
-from lightning_fed.core.arguments import finite
+from lightning_fed.core.arguments import ArgumentsRepr, finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, generator
 
 __all__ = ["SystemsHeterogeneity"]
 
 
-class SystemsHeterogeneity:
+class SystemsHeterogeneity(ArgumentsRepr):
     r"""Decide how much of its local work each client of a cohort completes.
 
     Three independent causes, each a function of (seed, round, client):
@@ -122,7 +122,3 @@ class SystemsHeterogeneity:
             return False
         stream = generator(seed, Purpose.DROPOUT, round, client)
         return float(torch.rand((), generator=stream, dtype=torch.float64)) < self.dropout
-
-    def __repr__(self) -> str:
-        """Show the settings."""
-        return f"SystemsHeterogeneity({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"

@@ -1,12 +1,12 @@
 """Other ways to put the messages of a cohort together than their weighted mean."""
 
 import copy
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.arguments import ArgumentsRepr
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Vector, Weighting
 from lightning_fed.server.aggregation.mean import Aggregation
@@ -28,7 +28,7 @@ def names_of(algorithm: Algorithm) -> list[str]:
     return [*algorithm.reduces, *(FULL_GRAD + point for point in averaged_points(algorithm))]
 
 
-class Aggregator(ABC):
+class Aggregator(ArgumentsRepr, ABC):
     """A rule that combines the messages of a cohort into one; see ``robust`` and ``privacy`` beside it.
 
     It replaces the mean of every message that :attr:`Algorithm.reduces` declares, and of full-batch gradients.
@@ -87,9 +87,3 @@ class Aggregator(ABC):
     @abstractmethod
     def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
         """Return the object that receives the messages of a cohort; the arguments are those of :class:`Aggregation`."""
-
-    def __repr__(self) -> str:
-        """Show the aggregator as it would be written."""
-        own: dict[str, Any] = vars(self)
-        arguments = inspect.signature(type(self)).parameters
-        return f"{type(self).__name__}({', '.join(f'{k}={own[k]!r}' for k in arguments if k in own)})"
