@@ -105,7 +105,9 @@ class _Adaptive(BaseOptimizer):
 
     def __init__(self, eps: float, v0: float | Literal["grad"], stats: str) -> None:
         self.eps = number(self, "eps", eps, "(0, inf)")
-        self.v0: float | str = v0 if v0 == "grad" else self._start(v0)
+        if isinstance(v0, str) and v0 != "grad":
+            raise FederatedError(f"{type(self).__name__}(v0={v0!r}): v0 must be a finite number in [0, inf) or 'grad'.")
+        self.v0 = v0 if isinstance(v0, str) else number(self, "v0", v0, "[0, inf)")
         self.stats = choice(self, "stats", stats, "new", "old")
 
     def init(self, x: Vector) -> State:
@@ -137,11 +139,6 @@ class _Adaptive(BaseOptimizer):
 
     def _unbiased(self, m: Tensor, v: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         return m, v
-
-    def _start(self, v0: object) -> float:
-        if isinstance(v0, str):
-            raise FederatedError(f"{type(self).__name__}(v0={v0!r}): v0 must be a finite number in [0, inf) or 'grad'.")
-        return number(self, "v0", v0, "[0, inf)")
 
 
 class RMSProp(_Adaptive):

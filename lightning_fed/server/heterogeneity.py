@@ -57,7 +57,6 @@ class SystemsHeterogeneity(ArgumentsRepr):
         deadline: float | None = None,
         speed_spread: float = 0.5,
     ) -> None:
-        owner = "SystemsHeterogeneity"
         if policy not in ("keep", "drop"):
             raise FederatedError(f"policy must be 'keep' or 'drop', found {policy!r}.")
         for name, value, allowed, fits in (
@@ -67,7 +66,7 @@ class SystemsHeterogeneity(ArgumentsRepr):
             ("speed_spread", speed_spread, "finite and at least 0", finite(speed_spread) >= 0),
         ):
             if not fits:
-                raise FederatedError(f"{owner}({name}={value!r}): {name} must be {allowed}.")
+                raise FederatedError(f"SystemsHeterogeneity({name}={value!r}): {name} must be {allowed}.")
         self.stragglers = stragglers
         self.policy = policy
         self.dropout = dropout
@@ -105,11 +104,8 @@ class SystemsHeterogeneity(ArgumentsRepr):
 
     def _straggle(self, seed: int, round: int, client: int, epochs: int, steps: int) -> int:
         stream = generator(seed, Purpose.STRAGGLERS, round, client + 1)
-        if steps == 0:
-            return 0
-        if epochs > 1:
-            return steps // epochs * int(torch.randint(1, epochs + 1, (), generator=stream))
-        return int(torch.randint(1, steps + 1, (), generator=stream))
+        parts = epochs if epochs > 1 else steps
+        return steps // parts * int(torch.randint(1, parts + 1, (), generator=stream)) if steps else 0
 
     def _in_time(self, seed: int, client: int, steps: int) -> int:
         if self.deadline is None:

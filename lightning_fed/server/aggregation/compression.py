@@ -130,12 +130,7 @@ def compress(
 ) -> tuple[State, State, int]:
     """Return what the server gets of a client's messages, the client's new residuals, and the bytes that travel.
 
-    Args:
-        compressor: How messages are compressed.
-        send: The messages.
-        residuals: The client's residuals by message; those that are missing are zero.
-        stream: The client's random numbers in this round.
-        uncompressed: Names of messages that are sent as they are.
+    Residuals that are missing are zero. Messages of the names ``uncompressed`` are sent as they are.
     """
     got: State = {}
     kept: State = {}

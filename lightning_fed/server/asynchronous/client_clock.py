@@ -81,8 +81,11 @@ class ClientClock(ArgumentsRepr):
         """
         if self._base is None or self._base[0] != seed or self._base[1] is not population:
             self._base = seed, population, self._base_of(seed, population)
-        factor = math.exp(self.jitter * _normal(seed, _JITTER + round, client)) if self.jitter else 1.0
-        return float(self._base[2][client]) * factor
+        seconds = float(self._base[2][client])
+        if self.jitter:
+            stream = generator(derive_seed(seed, Purpose.SPEED, _JITTER + round), Purpose.SPEED, 0, client)
+            seconds *= math.exp(self.jitter * float(torch.randn((), generator=stream, dtype=torch.float64)))
+        return seconds
 
     def _base_of(self, seed: int, population: Sequence[ClientId]) -> Tensor:
         """Return the seconds [N] of all clients that hold in every round, float64."""
@@ -98,8 +101,3 @@ class ClientClock(ArgumentsRepr):
         order = torch.randperm(count, generator=generator(seed, Purpose.SPEED, _SLOW))
         base[order[: math.floor(self.slow_share * count + 0.5)]] *= self.slow_factor
         return base
-
-
-def _normal(seed: int, round: int, client: int) -> float:
-    stream = generator(derive_seed(seed, Purpose.SPEED, round), Purpose.SPEED, 0, client)
-    return float(torch.randn((), generator=stream, dtype=torch.float64))

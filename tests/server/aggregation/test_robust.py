@@ -33,7 +33,6 @@ from lightning_fed.server import (
     NormClipping,
     TrimmedMean,
 )
-from lightning_fed.server.aggregation.mean import Aggregation
 from lightning_fed.server.participation import Participant
 from tests.helpers.aggregation import X, add_one, cohort, combined, matrix
 from tests.helpers.engines import Ordinary, assert_agree, assert_close, run, state_of
@@ -375,7 +374,6 @@ def test_clients_without_steps_are_left_out() -> None:
 
 def test_the_plain_mean_is_untouched_without_an_aggregator() -> None:
     assert trainer().fit_loop.settings.aggregator is None
-    assert Aggregation.sums_models
 
 
 # ------------------------------------------------------------------ what is refused
