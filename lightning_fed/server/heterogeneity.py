@@ -85,22 +85,21 @@ class SystemsHeterogeneity(ArgumentsRepr):
             epochs: The local epochs asked of each.
             steps: The optimizer steps that makes.
         """
-        slow = self._slow(seed, round, clients)
-        return [self._complete(seed, round, *client) for client in zip(clients, epochs, steps, slow, strict=True)]
+        count = math.floor(self.stragglers * len(clients) + 0.5)
+        order = torch.randperm(len(clients), generator=generator(seed, Purpose.STRAGGLERS, round)).tolist()
+        slow, each = set(order[:count]), enumerate(zip(clients, epochs, steps, strict=True))
+        return [self._complete(seed, round, *client, position in slow) for position, client in each]
 
     def _complete(self, seed: int, round: int, client: int, epochs: int, steps: int, slow: bool) -> int | None:
         in_time = self._in_time(seed, client, steps)
         if self.policy == "drop" and (slow or in_time < steps):
             return None
         done = min(self._straggle(seed, round, client, epochs, steps), in_time) if slow else in_time
-        return None if done == 0 or self._is_lost(seed, round, client) else done
-
-    def _slow(self, seed: int, round: int, clients: Sequence[int]) -> list[bool]:
-        """Whether each client is one of the cohort's stragglers."""
-        count = math.floor(self.stragglers * len(clients) + 0.5)
-        order = torch.randperm(len(clients), generator=generator(seed, Purpose.STRAGGLERS, round)).tolist()
-        slow = set(order[:count])
-        return [position in slow for position in range(len(clients))]
+        if self.dropout:
+            stream = generator(seed, Purpose.DROPOUT, round, client)
+            if float(torch.rand((), generator=stream, dtype=torch.float64)) < self.dropout:
+                return None
+        return done or None
 
     def _straggle(self, seed: int, round: int, client: int, epochs: int, steps: int) -> int:
         stream = generator(seed, Purpose.STRAGGLERS, round, client + 1)
@@ -112,9 +111,3 @@ class SystemsHeterogeneity(ArgumentsRepr):
             return steps
         draw = torch.randn((), generator=generator(seed, Purpose.SPEED, 0, client), dtype=torch.float64)
         return min(steps, math.floor(self.deadline * math.exp(self.speed_spread * float(draw))))
-
-    def _is_lost(self, seed: int, round: int, client: int) -> bool:
-        if self.dropout == 0:
-            return False
-        stream = generator(seed, Purpose.DROPOUT, round, client)
-        return float(torch.rand((), generator=stream, dtype=torch.float64)) < self.dropout

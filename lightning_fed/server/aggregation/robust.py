@@ -168,9 +168,8 @@ class CollectedAggregation(Aggregation):
             columns = columns.repeat_interleave(torch.tensor(repeats, device=columns.device), dim=0)
         whole = torch.zeros(shape.numel(), dtype=accumulation_dtype(x.device), device=x.device)
         own = whole if ranks is None else whole.tensor_split(ranks.size)[ranks.rank]
-        if columns.shape[1] or ranks is not None:
-            assert isinstance(self._rule, RobustAggregator)
-            own.copy_(self._rule.combine(columns, weights.to(columns.device), self._sum))
+        assert isinstance(self._rule, RobustAggregator)
+        own.copy_(self._rule.combine(columns, weights.to(columns.device), self._sum))
         self._sum(whole)
         scale = len(there) / self.population if self.reduces[name] == "population" else 1.0
         return (whole * scale).to(x.dtype).view(shape)

@@ -106,6 +106,21 @@ def differing(found: Ends, wanted: Ends) -> list[str]:
     return [name for name in wanted if not same(found[name], wanted[name])]
 
 
+@pytest.mark.parametrize(
+    ("asynchronous", "weights"),
+    [
+        (FedBuff(2, 4, staleness_exponent=0.5), {0: 1.0, 3: 1 / 2, 8: 1 / 3}),
+        (FedBuff(2, 4, staleness_exponent=0.0), {0: 1.0, 8: 1.0}),
+        (FedAsync(4, alpha=0.6, staleness="constant"), {0: 0.6, 8: 0.6}),
+        (FedAsync(4, alpha=0.6, staleness="polynomial", a=2.0), {0: 0.6, 1: 0.6 / 4, 2: 0.6 / 9}),
+        (FedAsync(4, alpha=0.6, staleness="hinge", a=2.0, b=3.0), {0: 0.6, 3: 0.6, 4: 0.6 / 3, 6: 0.6 / 7}),
+    ],
+    ids=repr,
+)
+def test_weights_of_late_answers_by_hand(asynchronous: Asynchronous, weights: dict[int, float]) -> None:
+    assert {late: asynchronous.weight(late) for late in weights} == pytest.approx(weights)
+
+
 def test_methods_that_may_run_asynchronously_are_those_whose_clients_work_alone() -> None:
     def works_alone(method: Method) -> bool:
         algorithm = method.algorithm
