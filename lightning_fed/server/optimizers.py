@@ -157,7 +157,7 @@ class FedAdam(_ServerOptimizer):
         tensor([0.9500])
     """
 
-    _formulas = Adam
+    _formulas: type[Any] = Adam
 
     def __init__(
         self,

@@ -132,7 +132,7 @@ class Participation:
             if (np.diff(found) <= 0).any() or (len(found) and not 0 <= found[0] <= found[-1] < count):
                 raise ValueError(f"these are not the ascending indices of some of {count} clients")
             self._bits = np.zeros_like(self._bits)
-            self.add(found)
+            self.add(found.tolist())
         elif saved.dtype == torch.uint8 and saved.shape == self._bits.shape:
             if np.unpackbits(found, bitorder="little")[count:].any():
                 raise ValueError(f"bits beyond the {count} clients are set")

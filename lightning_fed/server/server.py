@@ -222,14 +222,14 @@ class Server:
                 raise FederatedError(
                     f"{origin.name}'s {what} is {there}, {origin.this}'s is {here}. {origin.remedy(f'the {what}')}"
                 )
-        for kind, there, here, compared in (
-            ("trainable", saved["step"]["x"], self.x, "the model and the frozen parameters"),
-            ("personal", saved["personal"], self.personal, "the model and the personal parameters"),
+        for kind, frozen, own, model in (
+            ("trainable", "frozen", saved["step"]["x"], self.x),
+            ("personal", "personal", saved["personal"], self.personal),
         ):
-            if there.shape != here.shape:
+            if own.shape != model.shape:
                 raise FederatedError(
-                    f"{origin.name} {origin.has} {there.numel():,} {kind} parameters, the model has {here.numel():,}."
-                    f" {origin.remedy(compared)}"
+                    f"{origin.name} {origin.has} {own.numel():,} {kind} parameters, the model has {model.numel():,}."
+                    f" {origin.remedy(f'the model and the {frozen} parameters')}"
                 )
         for name, value in self.state.items():
             if (there := saved["state"].get(name, value)).shape != value.shape:
