@@ -7,13 +7,14 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
+from lightning_fed.core.arguments import ArgumentsRepr
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
 __all__ = ["Algorithm"]
 
 
-class Algorithm:
+class Algorithm(ArgumentsRepr):
     """A federated method as pure functions of flat vectors; every hook defaults to FedAvg.
 
     A method declares what it needs (a second gradient per batch, full-batch gradients, how its messages are averaged)
@@ -202,14 +203,7 @@ class Algorithm:
 
     def options(self) -> dict[str, Any]:
         """Return the hyper-parameters by name; a checkpoint of another method or other options is refused."""
-        return {k: v.options() if isinstance(v, BaseOptimizer) else v for k, v in self._hyper_parameters().items()}
-
-    def __repr__(self) -> str:
-        """Show the method as it would be written."""
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._hyper_parameters().items())})"
-
-    def _hyper_parameters(self) -> dict[str, Any]:
-        """Return the public attributes without the declarations above, unless one is an argument by that name."""
-        arguments = inspect.signature(type(self)).parameters
+        arguments = inspect.signature(type(self)).parameters  # which may be declarations, as ``grad_cohort`` is
         public = {k: v for k, v in vars(self).items() if not k.startswith("_")}
-        return {k: v for k, v in public.items() if k in arguments or not hasattr(Algorithm, k)}
+        own = {k: v for k, v in public.items() if k in arguments or not hasattr(Algorithm, k)}
+        return {k: v.options() if isinstance(v, BaseOptimizer) else v for k, v in own.items()}

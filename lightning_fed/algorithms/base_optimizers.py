@@ -9,14 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import choice, number
+from lightning_fed.core.arguments import ArgumentsRepr, choice, number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector
 
 __all__ = ["SGD", "Adagrad", "Adam", "BaseOptimizer", "RMSProp", "SGDm", "Yogi"]
 
 
-class BaseOptimizer:
+class BaseOptimizer(ArgumentsRepr):
     r"""An optimizer as pure elementwise formulas, here those of plain SGD.
 
     .. math::
@@ -45,14 +45,7 @@ class BaseOptimizer:
 
     def options(self) -> dict[str, Any]:
         """Return the class name and the hyper-parameters as plain values."""
-        return {"name": type(self).__name__, **self._hyper_parameters()}
-
-    def __repr__(self) -> str:
-        """Show the optimizer as it would be written."""
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._hyper_parameters().items())})"
-
-    def _hyper_parameters(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if not k.startswith("_")}
+        return {"name": type(self).__name__, **{k: v for k, v in vars(self).items() if not k.startswith("_")}}
 
 
 class SGD(BaseOptimizer):
@@ -112,7 +105,9 @@ class _Adaptive(BaseOptimizer):
 
     def __init__(self, eps: float, v0: float | Literal["grad"], stats: str) -> None:
         self.eps = number(self, "eps", eps, "(0, inf)")
-        self.v0: float | str = v0 if v0 == "grad" else self._start(v0)
+        if isinstance(v0, str) and v0 != "grad":
+            raise FederatedError(f"{type(self).__name__}(v0={v0!r}): v0 must be a finite number in [0, inf) or 'grad'.")
+        self.v0 = v0 if isinstance(v0, str) else number(self, "v0", v0, "[0, inf)")
         self.stats = choice(self, "stats", stats, "new", "old")
 
     def init(self, x: Vector) -> State:
@@ -144,11 +139,6 @@ class _Adaptive(BaseOptimizer):
 
     def _unbiased(self, m: Tensor, v: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         return m, v
-
-    def _start(self, v0: object) -> float:
-        if isinstance(v0, str):
-            raise FederatedError(f"{type(self).__name__}(v0={v0!r}): v0 must be a finite number in [0, inf) or 'grad'.")
-        return number(self, "v0", v0, "[0, inf)")
 
 
 class RMSProp(_Adaptive):

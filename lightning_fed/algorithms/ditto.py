@@ -53,10 +53,9 @@ class Ditto(Algorithm):
     ) -> None:
         self.lam = number(self, "lam", lam, "[0, inf)")
         self.personal_rate = number(self, "personal_rate", personal_rate, "(0, inf)")
-        name = type(self).__name__
-        if personal_epochs is not None:
-            check_count(name, "personal_epochs", personal_epochs, least=1)
         self.personal_epochs = personal_epochs
+        if personal_epochs is not None:
+            check_count(type(self).__name__, "personal_epochs", personal_epochs)
         self.batches = choice(self, "batches", batches, "same", "own")
         self.own_solve = _OwnModel(self)
 

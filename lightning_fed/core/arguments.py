@@ -1,5 +1,6 @@
 """Arguments that are refused by name."""
 
+import inspect
 import math
 import os
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 from lightning_fed.core.errors import FederatedError
 
 __all__ = [
+    "ArgumentsRepr",
     "check_count",
     "check_flags",
     "check_fraction",
@@ -217,6 +219,27 @@ def choice(owner: object, name: str, value: Choice, *allowed: Choice) -> Choice:
         FederatedError: If ``value`` is none of ``allowed``.
     """
     return check_one_of(type(owner).__name__, name, value, allowed)
+
+
+class ArgumentsRepr:
+    """Shows an object as it would be written, from the attributes that are named as its arguments.
+
+    Example:
+        >>> class Draw(ArgumentsRepr):
+        ...     def __init__(self, count, rate=0.5):
+        ...         self.count, self.rate = count, rate
+        >>> Draw(3)
+        Draw(count=3, rate=0.5)
+    """
+
+    _positional = 0  # how many arguments are shown without their names
+
+    def __repr__(self) -> str:
+        """Show the arguments that are attributes too."""
+        own = [(name, vars(self)[name]) for name in inspect.signature(type(self)).parameters if name in vars(self)]
+        parts = [repr(value) for _, value in own[: self._positional]]
+        parts += [f"{name}={value!r}" for name, value in own[self._positional :]]
+        return f"{type(self).__name__}({', '.join(parts)})"
 
 
 def shown(value: Any) -> str:

@@ -152,7 +152,7 @@ class RoundTotals:
         steps = {reply.clients[row]: reply.reports[row].steps for row in rows}
         send = {name: _rows(rows, value) for name, value in messages.items()}
         models = None
-        if reply.models is not None and self._messages.sums_models:
+        if reply.models is not None and not self._messages.is_one_by_one:
             models = _rows(rows, reply.models)
         self._messages.update(steps, send, models)
         self.traffic.update(reply, rows)

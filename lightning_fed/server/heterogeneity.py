@@ -6,14 +6,14 @@ from typing import Literal
 
 import torch
 
-from lightning_fed.core.arguments import finite
+from lightning_fed.core.arguments import ArgumentsRepr, finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, generator
 
 __all__ = ["SystemsHeterogeneity"]
 
 
-class SystemsHeterogeneity:
+class SystemsHeterogeneity(ArgumentsRepr):
     r"""Decide how much of its local work each client of a cohort completes.
 
     Three independent causes, each a function of (seed, round, client):
@@ -57,7 +57,6 @@ class SystemsHeterogeneity:
         deadline: float | None = None,
         speed_spread: float = 0.5,
     ) -> None:
-        owner = "SystemsHeterogeneity"
         if policy not in ("keep", "drop"):
             raise FederatedError(f"policy must be 'keep' or 'drop', found {policy!r}.")
         for name, value, allowed, fits in (
@@ -67,7 +66,7 @@ class SystemsHeterogeneity:
             ("speed_spread", speed_spread, "finite and at least 0", finite(speed_spread) >= 0),
         ):
             if not fits:
-                raise FederatedError(f"{owner}({name}={value!r}): {name} must be {allowed}.")
+                raise FederatedError(f"SystemsHeterogeneity({name}={value!r}): {name} must be {allowed}.")
         self.stragglers = stragglers
         self.policy = policy
         self.dropout = dropout
@@ -86,43 +85,29 @@ class SystemsHeterogeneity:
             epochs: The local epochs asked of each.
             steps: The optimizer steps that makes.
         """
-        slow = self._slow(seed, round, clients)
-        return [self._complete(seed, round, *client) for client in zip(clients, epochs, steps, slow, strict=True)]
+        count = math.floor(self.stragglers * len(clients) + 0.5)
+        order = torch.randperm(len(clients), generator=generator(seed, Purpose.STRAGGLERS, round)).tolist()
+        slow, each = set(order[:count]), enumerate(zip(clients, epochs, steps, strict=True))
+        return [self._complete(seed, round, *client, position in slow) for position, client in each]
 
     def _complete(self, seed: int, round: int, client: int, epochs: int, steps: int, slow: bool) -> int | None:
         in_time = self._in_time(seed, client, steps)
         if self.policy == "drop" and (slow or in_time < steps):
             return None
         done = min(self._straggle(seed, round, client, epochs, steps), in_time) if slow else in_time
-        return None if done == 0 or self._is_lost(seed, round, client) else done
-
-    def _slow(self, seed: int, round: int, clients: Sequence[int]) -> list[bool]:
-        """Whether each client is one of the cohort's stragglers."""
-        count = math.floor(self.stragglers * len(clients) + 0.5)
-        order = torch.randperm(len(clients), generator=generator(seed, Purpose.STRAGGLERS, round)).tolist()
-        slow = set(order[:count])
-        return [position in slow for position in range(len(clients))]
+        if self.dropout:
+            stream = generator(seed, Purpose.DROPOUT, round, client)
+            if float(torch.rand((), generator=stream, dtype=torch.float64)) < self.dropout:
+                return None
+        return done or None
 
     def _straggle(self, seed: int, round: int, client: int, epochs: int, steps: int) -> int:
         stream = generator(seed, Purpose.STRAGGLERS, round, client + 1)
-        if steps == 0:
-            return 0
-        if epochs > 1:
-            return steps // epochs * int(torch.randint(1, epochs + 1, (), generator=stream))
-        return int(torch.randint(1, steps + 1, (), generator=stream))
+        parts = epochs if epochs > 1 else steps
+        return steps // parts * int(torch.randint(1, parts + 1, (), generator=stream)) if steps else 0
 
     def _in_time(self, seed: int, client: int, steps: int) -> int:
         if self.deadline is None:
             return steps
         draw = torch.randn((), generator=generator(seed, Purpose.SPEED, 0, client), dtype=torch.float64)
         return min(steps, math.floor(self.deadline * math.exp(self.speed_spread * float(draw))))
-
-    def _is_lost(self, seed: int, round: int, client: int) -> bool:
-        if self.dropout == 0:
-            return False
-        stream = generator(seed, Purpose.DROPOUT, round, client)
-        return float(torch.rand((), generator=stream, dtype=torch.float64)) < self.dropout
-
-    def __repr__(self) -> str:
-        """Show the settings."""
-        return f"SystemsHeterogeneity({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"

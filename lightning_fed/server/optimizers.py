@@ -1,5 +1,6 @@
 """Server optimizers of the federated literature as torch optimizers over the formulas of the base optimizers."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -23,6 +24,8 @@ class _ServerOptimizer(Optimizer):
     The rule is built from a group's entries at every step, so that schedulers may move any of them and a loaded state
     dict brings its own. Statistics live in ``state`` by parameter, under the formulas' names.
     """
+
+    _formulas: type[Any]
 
     def __init__(self, params: Params, lr: float | Tensor, **options: Any) -> None:
         try:
@@ -52,7 +55,10 @@ class _ServerOptimizer(Optimizer):
 
     def _rule(self, group: dict[str, Any]) -> BaseOptimizer:
         """Return the formulas with a group's hyper-parameters, checked."""
-        raise NotImplementedError
+        options = {name: group[name] for name in inspect.signature(self._formulas).parameters if name in group}
+        v0 = group["tau"] ** 2 if group["v0"] is None else group["v0"]
+        rule: BaseOptimizer = self._formulas(**{**options, "eps": group["tau"], "v0": v0})
+        return rule
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -151,6 +157,8 @@ class FedAdam(_ServerOptimizer):
         tensor([0.9500])
     """
 
+    _formulas: type[Any] = Adam
+
     def __init__(
         self,
         params: Params,
@@ -165,9 +173,6 @@ class FedAdam(_ServerOptimizer):
         options = {"beta1": beta1, "beta2": beta2, "tau": tau, "v0": v0, "stats": stats}
         super().__init__(params, lr, **options, bias_correction=bias_correction)
 
-    def _rule(self, group: dict[str, Any]) -> BaseOptimizer:
-        return Adam(group["beta1"], group["beta2"], *_scale(group), group["stats"], group["bias_correction"])
-
 
 class FedYogi(FedAdam):
     r"""Yogi on the server.
@@ -179,8 +184,7 @@ class FedYogi(FedAdam):
         v \leftarrow v - (1 - \beta_2) \Delta^2 \operatorname{sign}(v - \Delta^2)
     """
 
-    def _rule(self, group: dict[str, Any]) -> BaseOptimizer:
-        return Yogi(group["beta1"], group["beta2"], *_scale(group), group["stats"], group["bias_correction"])
+    _formulas = Yogi
 
 
 class FedAdagrad(_ServerOptimizer):
@@ -204,6 +208,8 @@ class FedAdagrad(_ServerOptimizer):
         FederatedError: If a hyper-parameter is out of range.
     """
 
+    _formulas = Adagrad
+
     def __init__(
         self,
         params: Params,
@@ -214,10 +220,6 @@ class FedAdagrad(_ServerOptimizer):
         stats: Literal["new", "old"] = "new",
     ) -> None:
         super().__init__(params, lr, beta1=beta1, tau=tau, v0=v0, stats=stats)
-
-    def _rule(self, group: dict[str, Any]) -> BaseOptimizer:
-        eps, v0 = _scale(group)
-        return Adagrad(beta1=group["beta1"], eps=eps, v0=v0, stats=group["stats"])
 
 
 class FedRMSProp(_ServerOptimizer):
@@ -239,6 +241,8 @@ class FedRMSProp(_ServerOptimizer):
         FederatedError: If a hyper-parameter is out of range.
     """
 
+    _formulas = RMSProp
+
     def __init__(
         self,
         params: Params,
@@ -249,11 +253,3 @@ class FedRMSProp(_ServerOptimizer):
         stats: Literal["new", "old"] = "new",
     ) -> None:
         super().__init__(params, lr, beta=beta, tau=tau, v0=v0, stats=stats)
-
-    def _rule(self, group: dict[str, Any]) -> BaseOptimizer:
-        return RMSProp(group["beta"], *_scale(group), group["stats"])
-
-
-def _scale(group: dict[str, Any]) -> tuple[float, float | Literal["grad"]]:
-    """Return a group's eps and v0."""
-    return group["tau"], group["tau"] ** 2 if group["v0"] is None else group["v0"]

@@ -3,12 +3,12 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import check_flags, finite
+from lightning_fed.core.arguments import ArgumentsRepr, check_flags, finite
 from lightning_fed.core.client_weights import ClientWeights
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
@@ -31,8 +31,10 @@ Sampler: TypeAlias = Callable[..., Sequence[ClientId]]
 """
 
 
-class _CountingSampler:
+class _CountingSampler(ArgumentsRepr):
     """A sampler of a given number or share of clients."""
+
+    _positional = 1
 
     def __init__(self, clients_per_round: int | float) -> None:
         k = clients_per_round
@@ -47,11 +49,7 @@ class _CountingSampler:
         self.clients_per_round = clients_per_round
 
     def count(self, population: int) -> int:
-        """Return the cohort's size for a population.
-
-        Raises:
-            FederatedError: If more clients are wanted than exist.
-        """
+        """Return the cohort's size for a population; refuse one that is too small."""
         k = self.clients_per_round
         if isinstance(k, float):
             return max(1, round(k * population))
@@ -61,10 +59,6 @@ class _CountingSampler:
                 f" Pass at most {population}, or a share such as 1.0."
             )
         return k
-
-    def __repr__(self) -> str:
-        """Show the sampler as it would be written."""
-        return f"{type(self).__name__}({self.clients_per_round!r})"
 
 
 class UniformSampler(_CountingSampler):
@@ -135,6 +129,8 @@ class WeightedSampler(_CountingSampler):
         ['a', 'a']
     """
 
+    _positional = 2
+
     def __init__(
         self,
         clients_per_round: int | float,
@@ -170,12 +166,8 @@ class WeightedSampler(_CountingSampler):
             drawn = torch.where(p > 0, exponential / p, math.inf).argsort()[:k]  # the k first of independent clocks
         return [population[i] for i in sorted(drawn.tolist())]
 
-    def __repr__(self) -> str:
-        """Show the sampler as it would be written."""
-        return f"WeightedSampler({self.clients_per_round!r}, {self.weights!r}, replacement={self.replacement})"
 
-
-class BernoulliSampler:
+class BernoulliSampler(ArgumentsRepr):
     """Let every client take part independently with a probability of its own.
 
     The cohort's size varies; an empty cohort is a round that changes nothing and is reported.
@@ -188,26 +180,25 @@ class BernoulliSampler:
         FederatedError: If a probability is out of range or missing.
     """
 
+    _positional = 1
+
     def __init__(self, probability: float | Mapping[ClientId, float] | str) -> None:
-        if not isinstance(probability, str | Mapping) and not 0 < finite(probability) <= 1:
+        self.probability = probability
+        self._of_each: float | ClientWeights
+        if isinstance(probability, str | Mapping):
+            self._of_each = ClientWeights(probability, most=1.0, name="probability")
+        elif 0 < finite(probability) <= 1:
+            self._of_each = probability
+        else:
             raise FederatedError(
                 f"BernoulliSampler(probability={probability!r}): it must lie in (0, 1], or be a mapping from client id,"
                 " or the path of a file."
             )
-        self.probability = probability
-        self._probability = 0.0 if isinstance(probability, str | Mapping) else float(probability)
-        self._weights = (
-            ClientWeights(probability, most=1.0, name="probability") if isinstance(probability, str | Mapping) else None
-        )
 
     def __call__(self, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
         """Return the cohort of a round, in the population's order."""
-        p = self._probability if self._weights is None else self._weights.of(population)
+        p = self._of_each.of(population) if isinstance(self._of_each, ClientWeights) else self._of_each
         return _active(p, population, generator(seed, Purpose.COHORT, round))
-
-    def __repr__(self) -> str:
-        """Show the sampler as it would be written."""
-        return f"BernoulliSampler({self.probability!r})"
 
 
 class AvailabilitySampler(_CountingSampler):
@@ -249,44 +240,16 @@ class AvailabilitySampler(_CountingSampler):
         available = _active(self.low + (self.high - self.low) * day, population, stream)
         return _choose(min(self.count(len(population)), len(available)), available, stream)
 
-    def __repr__(self) -> str:
-        """Show the sampler as it would be written."""
-        return (
-            f"AvailabilitySampler({self.clients_per_round!r}, rounds_per_day={self.rounds_per_day}, low={self.low},"
-            f" high={self.high})"
-        )
 
-
-def draw(
-    sampler: Sampler, seed: int, round: int, population: Sequence[ClientId], run_seed: int | None = None
-) -> list[ClientId]:
-    """Call a sampler of two or three arguments.
-
-    Args:
-        sampler: The sampler.
-        seed: The seed of its cohorts.
-        round: The round.
-        population: The clients there are.
-        run_seed: The run's, where the seed is that of another cohort in the same rounds.
-
-    Raises:
-        FederatedError: If what it returns is no list of ids.
-    """
-    args: tuple[Any, ...] = (seed, round, population) if _takes_population(sampler) else (seed, round)
+def draw(sampler: Sampler, seed: int, round: int, population: Sequence[ClientId], run_seed: int) -> list[ClientId]:
+    """Call a sampler of two or three arguments, whose cohorts may have another seed than the run."""
     is_own = type(sampler).__call__ is not AvailabilitySampler.__call__  # as a subclass's may be
-    if isinstance(sampler, AvailabilitySampler) and not is_own and run_seed is not None:
+    if isinstance(sampler, AvailabilitySampler) and not is_own:
         return sampler.cohort(seed, round, population, run_seed)
-    cohort = sampler(*args)
+    cohort = sampler(seed, round, population) if _takes_population(sampler) else sampler(seed, round)
     if isinstance(cohort, str) or not hasattr(cohort, "__iter__"):
         raise FederatedError(f"The sampler must return a list of client ids, found {cohort!r} in round {round}.")
     return [i.item() if hasattr(i, "item") else i for i in cohort]
-
-
-def check_count(sampler: Sampler, population: int) -> None:
-    """Let a sampler that knows its number of clients refuse a population that is too small."""
-    count = getattr(sampler, "count", None)
-    if callable(count):
-        count(population)
 
 
 def _choose(k: int, population: Sequence[ClientId], stream: torch.Generator) -> list[ClientId]:

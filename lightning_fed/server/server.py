@@ -16,27 +16,25 @@ from lightning_fed.core.rounds import AdvanceSolver, Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.client_states.state import PERSONAL, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore
-from lightning_fed.server.participation import WEIGHTINGS, Participation
+from lightning_fed.server.participation import Participation
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, ServerStep
 
 __all__ = ["FORMAT", "Server", "resolve_weighting"]
 
 FORMAT = 3  # of :meth:`Server.state_dict`, one more with every change that an older version could not read
 
+_WEIGHTINGS = ("examples", "uniform", "steps")
+
 
 def resolve_weighting(algorithm: Algorithm, weighting: Weighting | None) -> Weighting:
-    """Return the run's weighting.
-
-    Raises:
-        FederatedError: If it is no weighting, or given to a method whose averages are fixed by its derivation, or by
-            steps to one without local steps.
-    """
-    if weighting is None:
-        return algorithm.default_weighting
-    if weighting not in WEIGHTINGS and (not callable(weighting) or isinstance(weighting, type)):
+    """Return the run's weighting; refuse one that is invalid, or that the method has no use for."""
+    resolved = algorithm.default_weighting if weighting is None else weighting
+    if resolved not in _WEIGHTINGS and (not callable(resolved) or isinstance(resolved, type)):
         raise FederatedError(
-            f"weighting must be one of {WEIGHTINGS} or a function of (client_id, size, steps), found {weighting!r}."
+            f"weighting must be one of {_WEIGHTINGS} or a function of (client_id, size, steps), found {resolved!r}."
         )
+    if weighting is None:
+        return resolved
     if "weighting" not in algorithm.reduces.values():
         raise FederatedError(
             f"weighting={weighting!r} does not apply to {type(algorithm).__name__}: its averages are"
@@ -51,17 +49,7 @@ def resolve_weighting(algorithm: Algorithm, weighting: Weighting | None) -> Weig
 
 
 class Server:
-    """The server's side of a run, committed as a whole at the end of each round.
-
-    Args:
-        algorithm: The method.
-        x: The initial parameters [P].
-        layout: The shapes of the model's parameters.
-        build_optimizer: From parameters to the server's torch optimizer.
-        build_scheduler: From that optimizer to a scheduler of its rate, if there is one.
-        ids: The client ids in their stored order.
-        seed: The run's seed.
-    """
+    """The server's side of a run, committed as a whole at the end of each round; ``ids`` are in their stored order."""
 
     def __init__(
         self,
@@ -129,7 +117,7 @@ class Server:
         return self.new_client() if kept is None else kept
 
     def close_round(self, mean: State, models: Vector | None, state: State, cohort: Cohort, buffers: State) -> float:
-        """Take the server's step and make the round's states the kept ones.
+        """Take the server's step, keep the round's states, and return the Euclidean norm of the step.
 
         Args:
             mean: The averaged messages; empty where no client took part, and nothing then changes.
@@ -137,9 +125,6 @@ class Server:
             state: The server state in use during the round.
             cohort: What the method may read.
             buffers: The new server buffers.
-
-        Returns:
-            The Euclidean norm of the step.
         """
         norm = 0.0
         if mean:
@@ -188,19 +173,18 @@ class Server:
 
     def identity(self) -> dict[str, Any]:
         """Return what the state belongs to: the method with its options, the clients' ids and the seed, as copies."""
+        clients: Any = len(self.ids)
+        if self.ids != range(clients):  # NumPy's numbers would not load without running code
+            clients = [i.item() if hasattr(i, "item") else i for i in self.ids]
         return {
             "seed": self.seed,
             "algorithm": type(self.algorithm).__name__,
             "options": copy.deepcopy(self.algorithm.options()),
-            "clients": len(self.ids) if self.ids == range(len(self.ids)) else [_plain(i) for i in self.ids],
+            "clients": clients,
         }
 
     def state_dict(self, client_states: Mapping[Any, Any] | None = None) -> dict[str, Any]:
-        """Return the state after the last completed round; plain containers and tensors only.
-
-        Args:
-            client_states: What stands for the clients' kept states, if not all of them.
-        """
+        """Return the state after the last completed round; ``client_states`` replace those of all clients."""
         return {
             "format": FORMAT,
             "round": self.round,
@@ -223,16 +207,13 @@ class Server:
         is_mine: Callable[[int], bool] = lambda index: True,
         origin: Origin = CHECKPOINT,
     ) -> None:
-        """Load what :meth:`state_dict` returned.
+        """Load what :meth:`state_dict` returned; refuse that of another method, other options, clients or model.
 
         Args:
             saved: The saved state.
             any_seed: Whether to go on with the saved seed when it is another one.
             is_mine: Which clients' states this process keeps, by stored index.
             origin: What the run continues from.
-
-        Raises:
-            FederatedError: If it is of another method, other options, clients or model.
         """
         mine = self.identity()
         for key, what in _IDENTITY.items():
@@ -241,16 +222,15 @@ class Server:
                 raise FederatedError(
                     f"{origin.name}'s {what} is {there}, {origin.this}'s is {here}. {origin.remedy(f'the {what}')}"
                 )
-        if saved["step"]["x"].shape != self.x.shape:
-            raise FederatedError(
-                f"{origin.name} {origin.has} {saved['step']['x'].numel():,} trainable parameters, the model has"
-                f" {self.x.numel():,}. {origin.remedy('the model and the frozen parameters')}"
-            )
-        if (there := saved.get("personal", self.personal)).shape != self.personal.shape:
-            raise FederatedError(
-                f"{origin.name} {origin.has} {there.numel():,} personal parameters, the model has"
-                f" {self.personal.numel():,}. {origin.remedy('the model and the personal parameters')}"
-            )
+        for kind, frozen, own, model in (
+            ("trainable", "frozen", saved["step"]["x"], self.x),
+            ("personal", "personal", saved["personal"], self.personal),
+        ):
+            if own.shape != model.shape:
+                raise FederatedError(
+                    f"{origin.name} {origin.has} {own.numel():,} {kind} parameters, the model has {model.numel():,}."
+                    f" {origin.remedy(f'the model and the {frozen} parameters')}"
+                )
         for name, value in self.state.items():
             if (there := saved["state"].get(name, value)).shape != value.shape:
                 raise FederatedError(
@@ -263,8 +243,7 @@ class Server:
         self.state = {name: value.to(device) for name, value in saved["state"].items()}
         self.clients.load_state_dict(saved["client_states"], device, is_mine)
         self.buffers = {name: value.to(device) for name, value in saved["buffers"].items()}
-        self.personal = saved.get("personal", self.personal).to(device)
-        self.start = saved.get("start", self.start).to(device)
+        self.personal, self.start = saved["personal"].to(device), saved["start"].to(device)
         self.moved_buffers = {name for name in saved["moved_buffers"] if name in self.buffers}
         self._participation.load(saved["seen"])
         self.bytes_up, self.bytes_down = saved["bytes"]
@@ -272,9 +251,7 @@ class Server:
 
 _IDENTITY = {"algorithm": "method", "options": "method options", "clients": "client list", "seed": "seed"}
 
-
-_BLOCK = 2**16
-"""Numbers of a vector that are looked at together, so that what is computed of them stays in a CPU's cache."""
+_BLOCK = 2**16  # numbers of a vector that are read together: what is computed of them stays in a CPU's cache
 
 
 def _distance(one: Vector, other: Vector) -> float:
@@ -285,21 +262,11 @@ def _distance(one: Vector, other: Vector) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(a - b)) for a, b in blocks))
 
 
-def _plain(client_id: Any) -> ClientId:
-    """Return an id as Python's own int or str: NumPy's would not load without running code."""
-    plain: ClientId = client_id.item() if hasattr(client_id, "item") else client_id
-    return plain
-
-
 def _short(value: Any, other: Any) -> str:
     """Return a value as text, of a long list from where it differs from another one."""
-    text, start = repr(value), 0
-    if len(text) <= 80:
-        return text
-    if isinstance(value, list):
-        others = other if isinstance(other, list) else []
-        start = next((n for n, (a, b) in enumerate(zip(value, others, strict=False)) if a != b), len(others))
-        start = min(start, len(value) - 1)
-    before = f"{len(value):,} long, from number {start:,} on " if start else ""
-    text = repr(value[start:]) if start else text
+    text, before = repr(value), ""
+    if len(text) > 80 and isinstance(value, list) and isinstance(other, list):
+        start = next((n for n, (a, b) in enumerate(zip(value, other, strict=False)) if a != b), len(other))
+        if start := min(start, len(value) - 1):
+            before, text = f"{len(value):,} long, from number {start:,} on ", repr(value[start:])
     return before + (text if len(text) <= 80 else f"{text[:77]}...")

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.origin import CHECKPOINT, Origin
-from lightning_fed.core.torch_optimizers import refuse_unsupported
+from lightning_fed.core.torch_optimizers import is_plain_sgd, refuse_unsupported
 from lightning_fed.core.types import Vector
 
 __all__ = ["ServerOptimizerFactory", "ServerSchedulerFactory", "ServerStep", "plain_sgd", "steps_not_counted"]
@@ -42,15 +42,6 @@ class ServerStep:
     """The server parameters ``x`` [P] and the optimizer that moves them.
 
     The optimizer sees parameters of the model's own shapes (some need them) and the negative direction as gradient.
-
-    Args:
-        build: From parameters to a torch optimizer.
-        x: The initial server parameters [P].
-        layout: The shapes of the model's parameters.
-        build_scheduler: From the optimizer to a scheduler of its rate, stepped once a round.
-
-    Raises:
-        FederatedError: If ``build`` does not return a torch optimizer over the parameters it is given.
     """
 
     def __init__(
@@ -83,14 +74,19 @@ class ServerStep:
             )
 
     def step(self, direction: Vector, models: Vector | None) -> None:
-        """Move ``x`` along a direction.
+        """Move ``x`` along a direction [P].
 
-        Args:
-            direction: The direction [P].
-            models: The mean of the client models, where ``direction`` is exactly its distance from ``x``. Plain SGD
-                with rate one then sets ``x`` to it, without the rounding of ``x + (mean - x)``.
+        ``models`` is the mean of the client models, where ``direction`` is exactly its distance from ``x``. Plain SGD
+        with rate one then sets ``x`` to it, without the rounding of ``x + (mean - x)``.
         """
-        if models is not None and self._replaces():
+        (group, *others) = self.optimizer.param_groups
+        if (
+            models is not None
+            and is_plain_sgd(self.optimizer)
+            and not others
+            and group["lr"] == 1
+            and not group["weight_decay"]
+        ):
             self.x.copy_(models)
             return
         for p, g in zip(self.params, self.layout.views(-direction), strict=True):
@@ -104,36 +100,17 @@ class ServerStep:
             with steps_not_counted():
                 self.scheduler.step()
 
-    def _replaces(self) -> bool:
-        (group, *others) = self.optimizer.param_groups
-        return (
-            type(self.optimizer) is torch.optim.SGD
-            and not others
-            and group["lr"] == 1
-            and not group["momentum"]
-            and not group["weight_decay"]
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Return ``x`` and the states of optimizer and scheduler, with their class names."""
-        schedule = None if self.scheduler is None else self.scheduler.state_dict()
         return {
             "x": self.x.clone(),
             "optimizer": self.optimizer.state_dict(),
-            "schedule": schedule,
+            "schedule": None if self.scheduler is None else self.scheduler.state_dict(),
             "classes": [type(self.optimizer).__name__, type(self.scheduler).__name__],
         }
 
     def load_state_dict(self, state: dict[str, Any], origin: Origin = CHECKPOINT) -> None:
-        """Load what :meth:`state_dict` returned; rates and other options are the saved ones.
-
-        Args:
-            state: What it returned.
-            origin: What the run continues from.
-
-        Raises:
-            FederatedError: If it is of another optimizer or scheduler.
-        """
+        """Load what :meth:`state_dict` returned, rates and other options with it; refuse that of other classes."""
         mine = [type(self.optimizer).__name__, type(self.scheduler).__name__]
         for name, saved, here in zip(("server_optimizer", "server_lr_scheduler"), state["classes"], mine, strict=True):
             if saved != here:

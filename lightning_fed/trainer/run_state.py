@@ -18,7 +18,6 @@ from lightning_fed.rounds.cohort import CohortSampling, secret_seed
 from lightning_fed.rounds.round import Rounds
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.participation import Population
-from lightning_fed.server.sampling import check_count
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy
@@ -195,7 +194,8 @@ class RunState:
                 shown = ", ".join(repr(i) for i in empty[:5]) + (", ..." if len(empty) > 5 else "")
                 rank_zero_warn(f"{len(empty)} of {len(data.client_ids)} clients are empty and never sampled: {shown}.")
             for sampler in (self.settings.sampler, self.settings.gradient_sampler):
-                check_count(sampler, len(population))
+                if callable(count := getattr(sampler, "count", None)):  # refuses a population that is too small
+                    count(len(population))
         if self.rounds is not None and self.clients is not None:
             self.rounds.sampling.population = self.clients.plans.population = population
         self.population = population

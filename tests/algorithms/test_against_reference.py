@@ -124,8 +124,9 @@ def test_mime(base, method):
     agree(cls(rule(base)), name, uniform, partial(torch.optim.SGD, lr=0.5), kind="quadratic", seed=1)
 
 
-@pytest.mark.parametrize("weighting", ["examples", "uniform"])
-@pytest.mark.parametrize("kind", ["softmax", "least_squares", "quadratic"])
+@pytest.mark.parametrize(
+    ("kind", "weighting"), covering(["softmax", "least_squares", "quadratic"], ["examples", "uniform"])
+)
 def test_weighted_methods(kind, weighting):
     hp = {**LOCAL, "weighting": weighting}
     agree(FedProx(0.7), "fedprox", {**hp, "mu": 0.7}, kind=kind)

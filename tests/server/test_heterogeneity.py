@@ -273,7 +273,7 @@ def record(rounds: int = 4, **kwargs: Any) -> Record:
 @pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(), FedNova()], ids=repr)
 def test_partial_work_is_kept_and_counted(algorithm: Any) -> None:
     het = SystemsHeterogeneity(stragglers=0.5)
-    kept = record(algorithm=algorithm, heterogeneity=het, local_epochs=3)
+    kept = record(2, algorithm=algorithm, heterogeneity=het, local_epochs=3)
     for report in kept.reports:
         want = het(0, report.round, range(6), [3] * 6, [3 * n for n in BATCHES])
         assert dict(report.steps) == dict(enumerate(want))
@@ -284,7 +284,7 @@ def test_partial_work_is_kept_and_counted(algorithm: Any) -> None:
 
 def test_dropped_stragglers_are_reported_and_leave_no_trace() -> None:
     het = SystemsHeterogeneity(stragglers=0.5, policy="drop")
-    kept = record(heterogeneity=het, local_epochs=2)
+    kept = record(2, heterogeneity=het, local_epochs=2)
     for report in kept.reports:
         want = het(0, report.round, range(6), [2] * 6, [2 * n for n in BATCHES])
         assert report.cohort == tuple(i for i, n in enumerate(want) if n is not None)
@@ -298,7 +298,7 @@ def test_dropped_stragglers_are_reported_and_leave_no_trace() -> None:
         return [i for i in range(6) if i not in kept.reports[round].dropped]
 
     chosen = Record()
-    trainer(max_rounds=4, callbacks=chosen, sampler=without, local_epochs=2).fit(seeded(), data(SIZES))
+    trainer(max_rounds=2, callbacks=chosen, sampler=without, local_epochs=2).fit(seeded(), data(SIZES))
     assert all(map(torch.equal, chosen.models, kept.models))
 
 
@@ -335,7 +335,7 @@ EMPTY: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", EMPTY, ids=str)
 @pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(option="i")], ids=repr)
 def test_rounds_in_which_all_are_dropped_change_nothing(settings: dict[str, Any], algorithm: Any) -> None:
-    kept = record(algorithm=algorithm, local_epochs=1, **settings)
+    kept = record(2, algorithm=algorithm, local_epochs=1, **settings)
     for report, model, state in zip(kept.reports, kept.models, kept.states, strict=True):
         assert report.cohort == ()
         assert report.dropped == tuple(range(6))

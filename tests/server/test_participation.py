@@ -160,18 +160,17 @@ def test_it_is_a_set(case: tuple[int, list[list[int]]]) -> None:
         seen.add(indices)
         wanted.update(indices)
         assert len(seen) == len(wanted)
-    bits = np.unpackbits(seen.bits().numpy(), bitorder="little")
-    assert np.flatnonzero(bits).tolist() == sorted(wanted)
-    again = Participation(num_clients)
-    again.load(seen.bits())
-    assert len(again) == len(wanted)
-    other = Participation(num_clients)
-    other.load(seen.saved())
-    assert torch.equal(other.bits(), seen.bits())
-    assert seen.saved().nbytes <= seen.bits().nbytes
-    assert torch.equal(again.bits(), seen.bits())
-    seen.add(range(num_clients))
-    assert len(again) == len(wanted), "what was loaded is a copy"
+    bits = np.packbits([i in wanted for i in range(num_clients)], bitorder="little")
+    assert seen.saved().tolist() in (sorted(wanted), bits.tolist())
+    assert seen.saved().nbytes <= bits.nbytes
+    for form in (seen.saved(), torch.from_numpy(bits), torch.tensor(sorted(wanted), dtype=torch.int64)):
+        again = Participation(num_clients)
+        again.load(form)
+        assert len(again) == len(wanted)
+        assert torch.equal(again.saved(), seen.saved())
+        again.add(range(num_clients))
+        assert len(again) == num_clients
+    assert len(seen) == len(wanted), "what was saved is a copy"
 
 
 @pytest.mark.parametrize("clients", [10**5, pytest.param(10**6, marks=pytest.mark.thorough)])
@@ -185,12 +184,6 @@ def test_a_client_takes_a_bit(clients: int) -> None:
     held = sum(trace.size for trace in own.traces)  # other threads of the process take memory too
     assert len(seen) == clients
     assert 0.12 * clients < held < 0.13 * clients
-
-
-@pytest.mark.parametrize("index", [-1, 8, 10**12])
-def test_a_client_that_there_is_not_is_no_member(index: int) -> None:
-    with pytest.raises(IndexError):
-        Participation(8).add([index])
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,16 @@ def test_the_weighting_is_the_runs_or_the_methods(algorithm: Algorithm, weightin
     assert resolve_weighting(algorithm, weighting) == want
 
 
+@pytest.mark.parametrize("weighting", ["size", "", 3, FedAvg])
+def test_an_unknown_weighting_is_refused(weighting: Any) -> None:
+    class Unweighted(FedAvg):
+        default_weighting = weighting
+
+    for algorithm, given in ((FedAvg(), weighting), (Unweighted(), None)):
+        with pytest.raises(FederatedError, match=r"one of \('examples', 'uniform', 'steps'\) or a function.*found"):
+            resolve_weighting(algorithm, given)
+
+
 @pytest.mark.parametrize("algorithm", [Scaffold(), FedDyn(alpha=0.1)], ids=repr)
 def test_methods_with_fixed_averages_refuse_a_weighting(algorithm: Algorithm) -> None:
     name = type(algorithm).__name__

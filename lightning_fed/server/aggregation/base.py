@@ -1,18 +1,18 @@
 """Other ways to put the messages of a cohort together than their weighted mean."""
 
 import copy
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.arguments import ArgumentsRepr
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Vector, Weighting
 from lightning_fed.server.aggregation.mean import Aggregation
 from lightning_fed.server.sampling import Sampler
 
-__all__ = ["FULL_GRAD", "Aggregator", "averaged_points", "names_of"]
+__all__ = ["FULL_GRAD", "Aggregator", "averaged_points"]
 
 FULL_GRAD = "full_grad_"
 """What the name of a point is put behind to name the full-batch gradients that clients send of it."""
@@ -23,12 +23,7 @@ def averaged_points(algorithm: Algorithm) -> tuple[str, ...]:
     return () if algorithm.full_grad_for == "client" else algorithm.full_grad_at
 
 
-def names_of(algorithm: Algorithm) -> list[str]:
-    """Return the names of all that clients of a method send: messages, and full-batch gradients by point."""
-    return [*algorithm.reduces, *(FULL_GRAD + point for point in averaged_points(algorithm))]
-
-
-class Aggregator(ABC):
+class Aggregator(ArgumentsRepr, ABC):
     """A rule that combines the messages of a cohort into one; see ``robust`` and ``privacy`` beside it.
 
     It replaces the mean of every message that :attr:`Algorithm.reduces` declares, and of full-batch gradients.
@@ -55,21 +50,17 @@ class Aggregator(ABC):
                 f" clients report: {name} does not stand in for that mean. Use the method without it, such as"
                 " FedProx(mu=0.1)."
             )
-        if not self.weighted:
-            self._check_uniform(algorithm, weighting)
-        return copy.copy(self)
-
-    def _check_uniform(self, algorithm: Algorithm, weighting: Weighting | None) -> None:
-        if weighting not in (None, "uniform"):
+        if not self.weighted and weighting not in (None, "uniform"):
             raise FederatedError(
                 f"weighting={weighting!r} does not go with aggregator={self!r}, for which all clients count alike."
                 " Leave weighting unset, or set weighting='uniform'."
             )
-        if "examples" in algorithm.reduces.values():
+        if not self.weighted and "examples" in algorithm.reduces.values():
             raise FederatedError(
                 f"aggregator={self!r} does not go with {algorithm!r}, which averages messages by examples"
-                f" ({dict(algorithm.reduces)}): for {type(self).__name__} all clients count alike."
+                f" ({dict(algorithm.reduces)}): for {name} all clients count alike."
             )
+        return copy.copy(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what it keeps from round to round, as checkpoints hold it; nothing by default."""
@@ -87,9 +78,3 @@ class Aggregator(ABC):
     @abstractmethod
     def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
         """Return the object that receives the messages of a cohort; the arguments are those of :class:`Aggregation`."""
-
-    def __repr__(self) -> str:
-        """Show the aggregator as it would be written."""
-        own: dict[str, Any] = vars(self)
-        arguments = inspect.signature(type(self)).parameters
-        return f"{type(self).__name__}({', '.join(f'{k}={own[k]!r}' for k in arguments if k in own)})"

@@ -1,6 +1,5 @@
 """Compression of what clients send: the largest entries with error feedback, stochastic quantization."""
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
@@ -8,14 +7,14 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import check_count, check_number
+from lightning_fed.core.arguments import ArgumentsRepr, check_count, check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector
 
 __all__ = ["QSGD", "Compressor", "TopK", "compress"]
 
 
-class Compressor(ABC):
+class Compressor(ArgumentsRepr, ABC):
     """How a client's messages are compressed.
 
     Every message of more than one number is compressed, each on its own; one that is sent under two names, once. Those
@@ -33,11 +32,6 @@ class Compressor(ABC):
             message: The message.
             stream: The client's random numbers in this round, on the CPU.
         """
-
-    def __repr__(self) -> str:
-        """Show the compressor as it would be written."""
-        names = inspect.signature(type(self)).parameters
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
 class TopK(Compressor):
@@ -136,12 +130,7 @@ def compress(
 ) -> tuple[State, State, int]:
     """Return what the server gets of a client's messages, the client's new residuals, and the bytes that travel.
 
-    Args:
-        compressor: How messages are compressed.
-        send: The messages.
-        residuals: The client's residuals by message; those that are missing are zero.
-        stream: The client's random numbers in this round.
-        uncompressed: Names of messages that are sent as they are.
+    Residuals that are missing are zero. Messages of the names ``uncompressed`` are sent as they are.
     """
     got: State = {}
     kept: State = {}

@@ -18,14 +18,9 @@ _ROUNDING = 1e-9  # by which weights that sum to one may miss it
 
 
 class Exchange(Protocol):
-    """The processes that share the clients of a round.
+    """The processes that share the clients of a round."""
 
-    Attributes:
-        rank: This process, from 0.
-        size: The number of processes.
-    """
-
-    rank: int
+    rank: int  # this process, from 0
     size: int
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
@@ -63,14 +58,11 @@ class Aggregation:
         models_weight: The sum of their weights.
     """
 
-    sums_models: bool = True
-    """Whether client parameters are summed where the message "delta" is their change; else the message is."""
-
     needs_clients: bool = True
     """Whether a round in which nobody took part changes nothing."""
 
     is_one_by_one: bool = False
-    """Whether clients are added one at a time, as it may refuse a client."""
+    """Whether clients are added one at a time, as it may refuse a client, and without their parameters."""
 
     def __init__(
         self,
@@ -99,9 +91,6 @@ class Aggregation:
         self.models_weight = 0.0
         self._sums: State = {}
         self.models: Tensor | None = None
-        self._change: Tensor | None = None  # replaces the sum of models once everything has been added
-        self._mean_model: Tensor | None = None
-        self._has_other_delta = False
 
     def weights(self, indices: Iterable[int], rule: str) -> list[float]:
         """Return clients' weights under a rule; zero for those left out. They sum to one by the steps planned."""
@@ -128,9 +117,6 @@ class Aggregation:
                 that looks at steps uses these.
             send: Their messages, stacked [S, ...].
             models: Their parameters y [S, P] where the message "delta" is ``y - x`` itself; they are summed instead.
-
-        Raises:
-            FederatedError: If the messages are not those that the method declared.
         """
         self._check_names(send)
         self._note_steps(steps)
@@ -144,7 +130,6 @@ class Aggregation:
                 self.models = _add(self.models, models, w)
                 self.models_weight += sum(w)
             else:
-                self._has_other_delta |= name == "delta"
                 self._sums[name] = _add(self._sums.get(name), value, w)
 
     def _check_names(self, send: State) -> None:
@@ -160,27 +145,18 @@ class Aggregation:
             "steps": {index: self._steps[index] for index in self._added},
             "given": dict(self._given),
             "models_weight": self.models_weight,
-            "has_other_delta": self._has_other_delta,
             "shapes": {name: tuple(total.shape) for name, total in self._sums.items()},
             "has_models": self.models is not None,
         }
 
     def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
-        """Combine the sums of all processes.
-
-        Args:
-            partials: Each process's :meth:`partial`.
-            ranks: The processes.
-            x: The server parameters [P].
-        """
+        """Combine the sums of all processes, given each one's :meth:`partial` and the server parameters [P]."""
         for partial in partials:
             self._note_steps(partial["steps"])
         self._given = {rule: sum(partial["given"][rule] for partial in partials) for rule in self._given}
         self.models_weight = sum(partial["models_weight"] for partial in partials)
-        self._has_other_delta = any(partial["has_other_delta"] for partial in partials)
         options: dict[str, Any] = {"dtype": accumulation_dtype(x.device), "device": x.device}
-        for name in sorted({name for partial in partials for name in partial["shapes"]}):
-            shape = next(partial["shapes"][name] for partial in partials if name in partial["shapes"])
+        for name, shape in sorted({item for partial in partials for item in partial["shapes"].items()}):
             self._sums.setdefault(name, torch.zeros(shape, **options))
         if any(partial["has_models"] for partial in partials) and self.models is None:
             self.models = torch.zeros(x.shape, **options)
@@ -188,13 +164,10 @@ class Aggregation:
         ranks.sum([self._sums[name] for name in sorted(self._sums)] + models)
 
     def compute(self, x: Vector) -> tuple[State, Vector | None]:
-        """Return the averages, and the mean of the client models itself where "delta" is their change.
+        """Return the averages, and the mean of the client models itself where "delta" is their change; once a round.
 
         Args:
             x: The server parameters [P] at the start of the round.
-
-        Raises:
-            FederatedError: If the weights of the steps taken are all zero.
         """
         if self._members and self._given.get("weighting", 1.0) <= 0:
             raise no_weight([member.client_id for member in self._members.values()])
@@ -205,19 +178,20 @@ class Aggregation:
         }
         factors = {name: scale.get(self.reduces[name], 1.0) for name in self._sums}
         means = {name: value if factors[name] == 1.0 else value * factors[name] for name, value in self._sums.items()}
+        mean_model = None
         if self.models is not None:  # in place: for large models new memory costs more than the arithmetic
-            is_whole = abs(self.models_weight - 1.0) < _ROUNDING
-            if is_whole and not self._has_other_delta:
-                self._mean_model = self.models.to(x.dtype, copy=True)
-            self._change = _add(self.models, x[None], [-1.0 if is_whole else -self.models_weight])
-            self.models = None
-        if self._change is not None:
-            factor = scale[self.reduces["delta"]]
-            moved = self._change if factor == 1.0 else self._change * factor
-            means["delta"] = means["delta"] + moved if self._has_other_delta else moved
-            if self._mean_model is None and not self._has_other_delta:
-                self._mean_model = (moved + x).to(x.dtype)
-        return {name: value.to(x.dtype) for name, value in means.items()}, self._mean_model
+            is_whole, factor = abs(self.models_weight - 1.0) < _ROUNDING, scale[self.reduces["delta"]]
+            if is_whole:
+                mean_model = self.models.to(x.dtype, copy=True)
+            moved = _add(self.models, x[None], [-1.0 if is_whole else -self.models_weight])
+            if factor != 1.0:
+                moved = moved * factor
+            if "delta" in means:  # of clients that sent another change than that of their model
+                means["delta"], mean_model = means["delta"] + moved, None
+            else:
+                means["delta"] = moved
+                mean_model = (moved + x).to(x.dtype) if mean_model is None else mean_model
+        return {name: value.to(x.dtype) for name, value in means.items()}, mean_model
 
 
 def _add(total: Tensor | None, rows: Tensor, weights: Sequence[float]) -> Tensor:

@@ -1,6 +1,5 @@
 """Client-level differential privacy: clipped messages, noise from the operating system's entropy, and its account."""
 
-import copy
 import importlib
 import math
 import os
@@ -76,28 +75,27 @@ class DifferentialPrivacy(Aggregator):
         Raises:
             FederatedError: If the settings would void the guarantee, or Opacus is missing.
         """
-        super().for_run(algorithm, weighting, sampler)
-        name = type(algorithm).__name__
-        remedy = "Use a method that sends one message, such as FedAvg or FedProx."
+        bound = super().for_run(algorithm, weighting, sampler)
+        assert isinstance(bound, DifferentialPrivacy)
+        flaw = None
         if averaged_points(algorithm):
+            flaw = "whose clients send full-batch gradients as well, which the noise is not made for"
+        elif len(algorithm.reduces) != 1:
+            flaw = f"whose clients send {sorted(algorithm.reduces)}: clipping and noise are made for a single message"
+        elif algorithm.uses_mean_examples:
+            flaw = "which uses the mean number of examples"
+        elif "population" in algorithm.reduces.values():
+            flaw = "which uses a sum over the population"
+        if flaw is not None:
             raise FederatedError(
-                f"aggregator={self!r} does not go with {name}, whose clients send full-batch gradients as well, which"
-                f" the noise is not made for. {remedy}"
+                f"aggregator={self!r} does not go with {type(algorithm).__name__}, {flaw}. Use a method that sends one"
+                " message, such as FedAvg or FedProx."
             )
-        if len(algorithm.reduces) != 1:
-            raise FederatedError(
-                f"aggregator={self!r} does not go with {name}, whose clients send {sorted(algorithm.reduces)}: clipping"
-                f" and noise are made for a single message. {remedy}"
-            )
-        if "population" in algorithm.reduces.values() or algorithm.uses_mean_examples:
-            what = "the mean number of examples" if algorithm.uses_mean_examples else "a sum over the population"
-            raise FederatedError(f"aggregator={self!r} does not go with {name}, which uses {what}. {remedy}")
         if not isinstance(sampler, BernoulliSampler) or not isinstance(sampler.probability, int | float):
             raise FederatedError(
                 f"aggregator={self!r} needs clients that take part independently with one probability, found"
                 f" {sampler!r}. Pass sampler=BernoulliSampler(0.1), and leave clients_per_round unset."
             )
-        bound = copy.copy(self)
         bound._probability = float(sampler.probability)
         bound._rdp = _accountant().compute_rdp(
             q=bound._probability, noise_multiplier=self.noise_multiplier, steps=1, orders=_ORDERS
@@ -130,14 +128,7 @@ class DifferentialPrivacy(Aggregator):
 
 
 class PrivateAggregation(ClippedAggregation):
-    """The sum of clipped messages with noise, by the expected number of clients.
-
-    Args:
-        std: The standard deviation of the noise on the sum.
-        probability: The probability that a client takes part.
-        bound: The largest norm of the message.
-        arguments: Those of :class:`Aggregation`.
-    """
+    """The sum of clipped messages with noise, by the expected number of clients."""
 
     needs_clients = False
 
@@ -148,7 +139,7 @@ class PrivateAggregation(ClippedAggregation):
         self._is_noisy = False
 
     def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
-        """Add the messages of clients, clipped; see :meth:`Aggregation.update`."""
+        """Add the messages of clients, clipped."""
         self._check_names(send)
         for value, index in zip(send[self._name], steps, strict=True):
             clipped, total = self._clipped(self._name, value, index), self._sums.get(self._name)
@@ -158,32 +149,24 @@ class PrivateAggregation(ClippedAggregation):
 
     def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
         """Combine the sums of all processes, with the noise of the first one."""
-        self._sums.setdefault(self._name, torch.zeros_like(x, dtype=accumulation_dtype(x.device)))
-        self._is_noisy = True
-        if ranks.rank == 0:
-            self._add_noise()
+        self._noisy_sum(x, ranks.rank)
         super().merge(partials, ranks, x)
 
-    def _add_noise(self) -> None:
-        total = self._sums[self._name]
-        total.add_(gaussian_noise(total.numel(), self._std).to(total).view(total.shape))
+    def _noisy_sum(self, x: Vector, rank: int) -> Tensor:
+        """Return the sum; in the first process, noise is added once."""
+        total = self._sums.setdefault(self._name, torch.zeros_like(x, dtype=accumulation_dtype(x.device)))
+        if rank == 0 and not self._is_noisy:
+            total.add_(gaussian_noise(total.numel(), self._std).to(total).view(total.shape))
+        self._is_noisy = True
+        return total
 
     def compute(self, x: Vector) -> tuple[State, Vector | None]:
         """Return the noisy sum by the expected number of clients, also where nobody took part."""
-        self._sums.setdefault(self._name, torch.zeros_like(x, dtype=accumulation_dtype(x.device)))
-        if not self._is_noisy:
-            self._is_noisy = True
-            self._add_noise()
-        return {self._name: (self._sums[self._name] / self._expected).to(x.dtype)}, None
+        return {self._name: (self._noisy_sum(x, 0) / self._expected).to(x.dtype)}, None
 
 
 def gaussian_noise(count: int, std: float) -> Tensor:
-    """Return independent Gaussian numbers [count] made of the operating system's entropy (Box and Muller, 1958).
-
-    Args:
-        count: How many.
-        std: Their standard deviation.
-    """
+    """Return independent Gaussian numbers [count] made of the operating system's entropy (Box and Muller, 1958)."""
     parts = []
     for start in range(0, (count + 1) // 2, _BLOCK):
         pairs = min(_BLOCK, (count + 1) // 2 - start)

@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import check_count, check_number
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
-from lightning_fed.server.aggregation.base import Aggregator, names_of
+from lightning_fed.server.aggregation.base import FULL_GRAD, Aggregator, averaged_points
 from lightning_fed.server.aggregation.mean import Aggregation, Exchange, accumulation_dtype
 from lightning_fed.server.participation import Participant, no_weight
 from lightning_fed.server.sampling import Sampler
@@ -20,10 +20,6 @@ from lightning_fed.server.sampling import Sampler
 __all__ = ["CoordinateMedian", "GeometricMedian", "NormClipping", "RobustAggregator", "TrimmedMean"]
 
 _BLOCK = 2**14  # columns that are sorted at once: copies of them are all that a coordinate-wise rule needs besides
-
-
-Combine: TypeAlias = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Tensor]
-"""From messages [S, P], weights [S] and a function that sums over processes to one message [P]."""
 
 
 class NormClipping(Aggregator):
@@ -61,12 +57,8 @@ class NormClipping(Aggregator):
             self.max_norm = check_number(owner, "max_norm", max_norm, positive=True)
 
     def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> Aggregator:
-        """Return the aggregator with a bound for every message of the method.
-
-        Raises:
-            FederatedError: If bounds are missing, or there are bounds for messages that the method does not send.
-        """
-        names = names_of(algorithm)
+        """Return the aggregator, which must have a bound for every message of the method and for no other."""
+        names = [*algorithm.reduces, *(FULL_GRAD + point for point in averaged_points(algorithm))]
         given = {names[0]: self.max_norm} if not isinstance(self.max_norm, dict) else self.max_norm
         if set(given) != set(names):
             raise FederatedError(
@@ -82,14 +74,8 @@ class NormClipping(Aggregator):
 
 
 class ClippedAggregation(Aggregation):
-    """Weighted sums of clipped messages.
+    """Weighted sums of messages that are clipped to their bounds."""
 
-    Args:
-        bounds: The largest norm of each message, or of all.
-        arguments: Those of :class:`Aggregation`.
-    """
-
-    sums_models = False
     is_one_by_one = True
 
     def __init__(self, bounds: float | Mapping[str, float], *arguments: Any, **named: Any) -> None:
@@ -97,11 +83,7 @@ class ClippedAggregation(Aggregation):
         self.bounds = bounds if isinstance(bounds, Mapping) else dict.fromkeys(self.reduces, bounds)
 
     def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
-        """Add the messages of clients, clipped; see :meth:`Aggregation.update`.
-
-        Raises:
-            ClientError: If a message is not finite.
-        """
+        """Add the messages of clients, clipped; one that is not finite is a :class:`ClientError`."""
         self._check_names(send)
         clipped = {
             name: torch.stack([self._clipped(name, value, index) for value, index in zip(values, steps, strict=True)])
@@ -118,31 +100,20 @@ class ClippedAggregation(Aggregation):
 
 
 class CollectedAggregation(Aggregation):
-    """The messages of a cohort, collected until all are there.
+    """The messages of a cohort, collected until all are there, and what a rule makes of them."""
 
-    Args:
-        combine: What makes one message of them; see :meth:`RobustAggregator.combine`.
-        weighted: Whether it weights clients; else a client that was drawn twice is there twice.
-        arguments: Those of :class:`Aggregation`.
-    """
-
-    sums_models = False
     is_one_by_one = True
 
-    def __init__(self, combine: Combine, weighted: bool, *arguments: Any, **named: Any) -> None:
+    def __init__(self, rule: Aggregator, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._combine, self._weighted = combine, weighted
+        self._rule = rule
         self._collected: dict[int, State] = {}
         self._by_rank: list[list[int]] = []
         self._shapes: dict[str, torch.Size] = {}
         self._ranks: Exchange | None = None
 
     def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
-        """Collect the messages of clients; see :meth:`Aggregation.update`.
-
-        Raises:
-            ClientError: If a message is not finite.
-        """
+        """Collect the messages of clients; one that is not finite is a :class:`ClientError`."""
         self._check_names(send)
         for row, index in enumerate(steps):
             copies: dict[tuple[int, torch.Size], Tensor] = {}  # a tensor sent under two names is stored once
@@ -182,14 +153,7 @@ class CollectedAggregation(Aggregation):
         return {name: self._combined(name, there, counts, x) for name in self.reduces}, None
 
     def _combined(self, name: str, there: Sequence[int], counts: Sequence[int], x: Vector) -> Tensor:
-        """Return the combined message.
-
-        Args:
-            name: The message.
-            there: The clients' stored indices, in the order in which processes have their messages.
-            counts: How many each process has.
-            x: The server parameters [P].
-        """
+        """Return the combined message; ``there`` are the clients, process by process, of which each has so many."""
         shape, ranks = self._shapes[name], self._ranks
         mine = [self._collected[index].pop(name).reshape(-1) for index in sorted(self._collected)]
         rows = torch.stack(mine).to(x.dtype) if mine else x.new_empty(0, shape.numel())
@@ -204,8 +168,8 @@ class CollectedAggregation(Aggregation):
             columns = columns.repeat_interleave(torch.tensor(repeats, device=columns.device), dim=0)
         whole = torch.zeros(shape.numel(), dtype=accumulation_dtype(x.device), device=x.device)
         own = whole if ranks is None else whole.tensor_split(ranks.size)[ranks.rank]
-        if columns.shape[1] or ranks is not None:
-            own.copy_(self._combine(columns, weights.to(columns.device), self._sum))
+        assert isinstance(self._rule, RobustAggregator)
+        own.copy_(self._rule.combine(columns, weights.to(columns.device), self._sum))
         self._sum(whole)
         scale = len(there) / self.population if self.reduces[name] == "population" else 1.0
         return (whole * scale).to(x.dtype).view(shape)
@@ -220,7 +184,7 @@ class CollectedAggregation(Aggregation):
         members = [self._members[index] for index in there]
         if rule == "population":  # a sum over clients, in which nobody counts twice
             return torch.full((len(there),), 1 / len(there), dtype=torch.float64), [1] * len(there)
-        if not self._weighted:
+        if not self._rule.weighted:  # a client that was drawn twice is there twice
             repeats = [member.count for member in members]
             return torch.full((sum(repeats),), 1 / sum(repeats), dtype=torch.float64), repeats
         raw = torch.tensor([self._raw[rule][index] for index in there], dtype=torch.float64)
@@ -257,7 +221,7 @@ class RobustAggregator(Aggregator):
 
     def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
         """Return what collects the messages of a cohort and combines them."""
-        return CollectedAggregation(self.combine, self.weighted, *arguments, **named)
+        return CollectedAggregation(self, *arguments, **named)
 
 
 class CoordinateMedian(RobustAggregator):

@@ -2,7 +2,7 @@
 
 import heapq
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,32 +24,20 @@ __all__ = ["Arrival", "Arrivals", "Asynchronous", "Between"]
 
 
 class Arrival(NamedTuple):
-    """An answer.
+    """An answer."""
 
-    Attributes:
-        round: The round in which its client began: it had the model after so many steps of the server.
-        client: The client's place in the population.
-    """
-
-    round: int
-    client: int
+    round: int  # in which its client began: it had the model after so many steps of the server
+    client: int  # its place in the population
 
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """What happens from one step of the server to the next.
+    """What happens from one step of the server to the next, in order of time."""
 
-    Attributes:
-        begin: The places of the clients that begin, in order of time; none is there twice.
-        arrive: The answers of which the step is made, in order of time.
-        left: Those that are still on their way after it.
-        time: When the last one arrives, in simulated seconds.
-    """
-
-    begin: list[int]
-    arrive: list[Arrival]
-    left: list[Arrival]
-    time: float
+    begin: list[int]  # the places of the clients that begin, none of them twice
+    arrive: list[Arrival]  # the answers of which the step is made
+    left: list[Arrival]  # those that are still on their way after it
+    time: float  # when the last one arrives, in simulated seconds
 
 
 class Arrivals:
@@ -58,13 +46,6 @@ class Arrivals:
     So many clients work at any time. One that answers makes room for another, drawn uniformly among those that neither
     work nor have begun with the same model: what a client would do twice with one model is not worth doing. If there is
     nobody, its place stays free until the next step of the server.
-
-    Args:
-        seed: The run's seed.
-        population: The clients there are.
-        clock: How long they take.
-        size: The answers of which the server makes a step.
-        concurrency: The clients at work at a time.
     """
 
     def __init__(
@@ -155,20 +136,16 @@ class Asynchronous(Aggregator):
             staleness: The steps that the server has taken since its client began.
         """
 
-    @abstractmethod
     def held(self, change: Vector, x: Vector) -> Vector:
-        """Return what is held of a client's change, given where it began [P]."""
+        """Return what is held of a client's change, given where it began [P]; the change itself by default."""
+        return change
 
-    @abstractmethod
     def applied(self, held: Vector, x: Vector) -> Vector:
-        """Return the change that the server makes of what was held, given where it stands now [P]."""
+        """Return the change that the server makes of what was held, given where it stands now [P]; the same."""
+        return held
 
     def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> Aggregator:
-        """Return what a run of this method uses.
-
-        Raises:
-            FederatedError: If the method needs all clients of a round at once.
-        """
+        """Return what a run of this method uses; refuse a method that needs all clients of a round at once."""
         name, method = type(self).__name__, type(algorithm).__name__
         needs = None
         if averaged_points(algorithm):
@@ -190,11 +167,7 @@ class Asynchronous(Aggregator):
     # ------------------------------------------------------------------ who begins
 
     def count(self, population: int) -> int:
-        """Return how many clients work at a time, or refuse a population that is too small.
-
-        Raises:
-            FederatedError: If there are too few clients.
-        """
+        """Return how many clients work at a time, or refuse a population that is too small."""
         for name, wanted in (("size", self.size), ("concurrency", self.concurrency)):
             if wanted > population:
                 raise FederatedError(
@@ -255,15 +228,7 @@ class Asynchronous(Aggregator):
         return {"messages": [(*key, dict(self._messages[key])) for key in self._on_their_way]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], x: Vector) -> None:
-        """Go on with the messages of a checkpoint.
-
-        Args:
-            state_dict: What :meth:`state_dict` has returned; nothing to begin.
-            x: The server parameters [P], beside which they are held.
-
-        Raises:
-            ValueError: If they are not such.
-        """
+        """Go on with the messages of a checkpoint; those that cannot be such are a ValueError."""
         self._arrivals = None
         self._messages = {
             (began, client_id): {name: value.to(x.device) for name, value in messages.items()}
@@ -277,17 +242,12 @@ class Asynchronous(Aggregator):
 
 
 class _Arriving(CollectedAggregation):
-    """The messages of the clients that begin in a round, in return for those that arrive.
-
-    Args:
-        run: What holds messages from round to round.
-        arguments: Those of :class:`lightning_fed.server.aggregation.mean.Aggregation`.
-    """
+    """The messages of the clients that begin in a round, in return for those that arrive."""
 
     needs_clients = False
 
     def __init__(self, run: Asynchronous, *arguments: Any, **named: Any) -> None:
-        super().__init__(_alone, False, *arguments, **named)
+        super().__init__(run, *arguments, **named)
         self._run = run
 
     def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
@@ -306,16 +266,12 @@ class _Arriving(CollectedAggregation):
         self._collected = everybodys
 
     def compute(self, x: Vector) -> tuple[State, Vector | None]:
-        """Return what the server makes of the messages that arrive.
-
-        Args:
-            x: The server parameters [P], from which those that begin in this round have begun.
-        """
+        """Return what the server makes of the messages that arrive; those that begin in this round begin at x."""
         run = self._run
-        begun = {self._members[index].client_id: self._with(own, run.held, x) for index, own in self._collected.items()}
+        begun = {self._members[index].client_id: _with(own, run.held, x) for index, own in self._collected.items()}
         means = dict[str, Tensor]()
         for staleness, held in run.taken(begun):
-            for name, value in self._with(held, run.applied, x).items():
+            for name, value in _with(held, run.applied, x).items():
                 # sums over all clients, such as SCAFFOLD's c, stay what they are, however late a part comes
                 is_sum = self.reduces[name] == "population"
                 weight = 1 / self.population if is_sum else run.weight(staleness) / run.size
@@ -324,10 +280,7 @@ class _Arriving(CollectedAggregation):
                 means[name].add_(value, alpha=weight)
         return {name: value.to(x.dtype) for name, value in means.items()}, None
 
-    def _with(self, messages: State, function: Any, x: Vector) -> State:
-        """Return messages with another "delta"."""
-        return {name: function(value, x) if name == "delta" else value for name, value in messages.items()}
 
-
-def _alone(messages: Tensor, weights: Tensor, sum_: Any) -> Tensor:
-    raise AssertionError("messages are put together as they arrive")
+def _with(messages: State, function: Callable[[Vector, Vector], Vector], x: Vector) -> State:
+    """Return messages with another "delta"."""
+    return {name: function(value, x) if name == "delta" else value for name, value in messages.items()}

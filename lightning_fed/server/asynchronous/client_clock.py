@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import check_flags, check_fraction, check_number
+from lightning_fed.core.arguments import ArgumentsRepr, check_flags, check_fraction, check_number
 from lightning_fed.core.client_weights import ClientWeights
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
 from lightning_fed.core.types import ClientId
@@ -17,7 +17,7 @@ __all__ = ["ClientClock"]
 _PER_CLIENT, _SLOW, _JITTER = 1, 2, 3  # what a stream of speeds is for; SystemsHeterogeneity has its own
 
 
-class ClientClock:
+class ClientClock(ArgumentsRepr):
     r"""The simulated seconds from when a client is given a model until its answer arrives.
 
     .. math::
@@ -45,6 +45,8 @@ class ClientClock:
         3.0
     """
 
+    _positional = 1
+
     def __init__(
         self,
         seconds: float | Mapping[ClientId, float] | str = 1.0,
@@ -55,12 +57,11 @@ class ClientClock:
         jitter: float = 0.0,
     ) -> None:
         owner = type(self).__name__
-        self.seconds = seconds
-        self._each: ClientWeights | None = None
+        self.seconds: float | ClientWeights
         if isinstance(seconds, str | Mapping):
-            self._each = ClientWeights(seconds, name=f"{owner}(seconds=...)", column="seconds")
+            self.seconds = ClientWeights(seconds, name=f"{owner}(seconds=...)", column="seconds")
         else:
-            check_number(owner, "seconds", seconds, positive=True)
+            self.seconds = check_number(owner, "seconds", seconds, positive=True)
         check_flags(owner, per_example=per_example)
         self.per_example = per_example
         self.slow_share = check_fraction(owner, "slow_share", slow_share)
@@ -80,14 +81,17 @@ class ClientClock:
         """
         if self._base is None or self._base[0] != seed or self._base[1] is not population:
             self._base = seed, population, self._base_of(seed, population)
-        factor = math.exp(self.jitter * _normal(seed, _JITTER + round, client)) if self.jitter else 1.0
-        return float(self._base[2][client]) * factor
+        seconds = float(self._base[2][client])
+        if self.jitter:
+            stream = generator(derive_seed(seed, Purpose.SPEED, _JITTER + round), Purpose.SPEED, 0, client)
+            seconds *= math.exp(self.jitter * float(torch.randn((), generator=stream, dtype=torch.float64)))
+        return seconds
 
     def _base_of(self, seed: int, population: Sequence[ClientId]) -> Tensor:
         """Return the seconds [N] of all clients that hold in every round, float64."""
         count = len(population)
         base = torch.ones(count, dtype=torch.float64)
-        base *= self._each.of(population) if self._each is not None else float(self.seconds)  # type: ignore[arg-type]
+        base *= self.seconds.of(population) if isinstance(self.seconds, ClientWeights) else self.seconds
         if self.per_example:
             sizes: Any = population
             base *= torch.tensor(sizes.sizes, dtype=torch.float64)
@@ -97,16 +101,3 @@ class ClientClock:
         order = torch.randperm(count, generator=generator(seed, Purpose.SPEED, _SLOW))
         base[order[: math.floor(self.slow_share * count + 0.5)]] *= self.slow_factor
         return base
-
-    def __repr__(self) -> str:
-        """Show the clock as it would be written."""
-        seconds = repr(self.seconds) if self._each is None else repr(self._each)
-        return (
-            f"ClientClock({seconds}, per_example={self.per_example}, slow_share={self.slow_share},"
-            f" slow_factor={self.slow_factor}, spread={self.spread}, jitter={self.jitter})"
-        )
-
-
-def _normal(seed: int, round: int, client: int) -> float:
-    stream = generator(derive_seed(seed, Purpose.SPEED, round), Purpose.SPEED, 0, client)
-    return float(torch.randn((), generator=stream, dtype=torch.float64))

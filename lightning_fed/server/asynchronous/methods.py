@@ -47,14 +47,6 @@ class FedBuff(Asynchronous):
         """Return (1 + staleness)^-a."""
         return float((1 + staleness) ** -self.staleness_exponent)
 
-    def held(self, change: Vector, x: Vector) -> Vector:
-        """Return the change itself."""
-        return change
-
-    def applied(self, held: Vector, x: Vector) -> Vector:
-        """Return the change itself: it is made wherever the server stands."""
-        return held
-
 
 class FedAsync(Asynchronous):
     r"""A server that moves towards each client's model as it arrives.

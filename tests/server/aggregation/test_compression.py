@@ -72,9 +72,9 @@ thorough = partial(pytest.param, marks=pytest.mark.thorough)
 
 @pytest.mark.parametrize(("levels", "bucket_size"), [(1, 4), (3, 7), thorough(7, 512), thorough(127, 5)])
 def test_quantization_is_unbiased_and_its_spread_is_the_papers(levels: int, bucket_size: int) -> None:
-    message, many = normal(23), 4000
+    message, many, coins = normal(23), 3000, stream()
     q = QSGD(levels, bucket_size)
-    made = torch.stack([q(message, stream(i))[0] for i in range(many)])
+    made = torch.stack([q(message, coins)[0] for _ in range(many)])
     norms = torch.cat([part.norm().expand(len(part)) for part in message.split(bucket_size)])
     unit = norms / levels
     where = (message.abs() / unit) % 1
@@ -143,19 +143,19 @@ METHODS: list[Algorithm] = [FedAvg(), Scaffold(), FedDyn(1.0), FedNova(), Mime(S
     ("compression", "algorithm"),
     few(
         [pytest.param(c, a, id=f"{c!r}-{type(a).__name__}") for c in (TopK(0.2), QSGD(7)) for a in METHODS],
-        ["TopK(share=0.2)-Scaffold", "QSGD(levels=7, bucket_size=512)-FedNova"],
+        ["TopK(share=0.2)-Scaffold"],
     ),
 )
 def test_engines_and_chunks_agree(algorithm: Algorithm, compression: Compressor) -> None:
     options: dict[str, Any] = {"algorithm": algorithm, "compression": compression, "limit_val_batches": 0}
-    options["datamodule"] = full_batches
+    options |= {"datamodule": full_batches, "max_rounds": 2}
     one = run("sequential", **options)
     assert_agree(one, run("vectorized", chunk_size=3, **options), rtol=1e-9)
 
 
 def test_sending_everything_changes_nothing() -> None:
-    for algorithm in METHODS:
-        options: dict[str, Any] = {"algorithm": algorithm, "limit_val_batches": 0}
+    for algorithm in METHODS[1:]:
+        options: dict[str, Any] = {"algorithm": algorithm, "limit_val_batches": 0, "max_rounds": 2}
         plain, whole = (
             state_of(run("sequential", **options)),
             state_of(run("sequential", compression=TopK(1.0), **options)),
@@ -241,15 +241,15 @@ def test_a_resumed_run_has_the_same_bits(compression: Compressor, client_states:
     options: dict[str, Any] = {"algorithm": Scaffold(), "compression": compression, "client_states": client_states}
     options["enable_checkpointing"] = True
     saver = ModelCheckpoint(tmp_path / "part", save_last=True)
-    run("sequential", max_rounds=3, callbacks=saver, **options)
+    run("sequential", max_rounds=2, callbacks=saver, **options)
     resumed = run(
         "sequential",
-        max_rounds=6,
+        max_rounds=4,
         ckpt_path=saver.last_model_path,
         callbacks=ModelCheckpoint(tmp_path / "part"),
         **options,
     )
-    whole = run("sequential", max_rounds=6, callbacks=ModelCheckpoint(tmp_path / "whole"), **options)
+    whole = run("sequential", max_rounds=4, callbacks=ModelCheckpoint(tmp_path / "whole"), **options)
     assert same(state_of(whole)["x"], state_of(resumed)["x"])
     assert same(state_of(whole)["server.c"], state_of(resumed)["server.c"])
 

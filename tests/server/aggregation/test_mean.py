@@ -73,14 +73,6 @@ def test_weights_sum_to_one_and_being_drawn_twice_is_being_there_twice(
         assert together == pytest.approx(weight, rel=1e-12)
 
 
-@pytest.mark.parametrize("weighting", ["size", "", None, 3])
-def test_an_unknown_weighting_is_refused(weighting: Any) -> None:
-    with pytest.raises(
-        FederatedError, match=rf"one of \('examples', 'uniform', 'steps'\) or a function.*{weighting!r}"
-    ):
-        weights_of(weighting, THREE)
-
-
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_impossible_weights_are_refused_with_the_client(value: float) -> None:
     with pytest.raises(FederatedError, match="finite weights >= 0, found .* for client 'client 5'"):

@@ -33,7 +33,6 @@ from lightning_fed.server import (
     NormClipping,
     TrimmedMean,
 )
-from lightning_fed.server.aggregation.mean import Aggregation
 from lightning_fed.server.participation import Participant
 from tests.helpers.aggregation import X, add_one, cohort, combined, matrix
 from tests.helpers.engines import Ordinary, assert_agree, assert_close, run, state_of
@@ -44,7 +43,7 @@ RULES: dict[str, Aggregator] = {
     "clipping": NormClipping(1.0),
     "median": CoordinateMedian(),
     "trimmed": TrimmedMean(0.25),
-    "geometric": GeometricMedian(iterations=100),
+    "geometric": GeometricMedian(iterations=30),
 }
 HOLDING = [name for name in RULES if name != "clipping"]
 messages_of = st.integers(1, 9).flatmap(
@@ -215,7 +214,7 @@ def test_a_message_that_is_not_finite_is_refused_by_its_client(name: str, value:
         pytest.param(FedAvg(), CoordinateMedian(), marks=pytest.mark.thorough),
         (Scaffold(), GeometricMedian()),
         pytest.param(FedDyn(1.0), TrimmedMean(0.3), marks=pytest.mark.thorough),
-        (FedNova(), GeometricMedian()),
+        pytest.param(FedNova(), GeometricMedian(), marks=pytest.mark.thorough),
         pytest.param(Mime(SGDm()), GeometricMedian(), marks=pytest.mark.thorough),
         (ServerOnly(), TrimmedMean(0.3)),
     ],
@@ -231,14 +230,15 @@ def test_engines_and_chunks_agree(algorithm: Algorithm, rule: Aggregator) -> Non
 
 def test_trimming_nothing_is_the_uniform_mean_in_a_run() -> None:
     for algorithm in (FedAvg(), Scaffold(), Mime(SGDm())):
-        options: dict[str, Any] = {"algorithm": algorithm, "limit_val_batches": 0}
+        options: dict[str, Any] = {"algorithm": algorithm, "limit_val_batches": 0, "max_rounds": 2}
         plain = run("sequential", **options, **({} if isinstance(algorithm, Scaffold) else {"weighting": "uniform"}))
-        assert_close(state_of(plain), state_of(run("sequential", aggregator=TrimmedMean(0.0), **options)), rtol=1e-9)
+        held = run("sequential", aggregator=TrimmedMean(0.0), **options)
+        assert_agree(plain, held, rtol=1e-9)  # drift and weights are among what is reported
 
 
 def test_wide_bounds_are_the_weighted_mean_in_a_run() -> None:
     bounds = {"delta": 1e9, "full_grad_x": 1e9}
-    options: dict[str, Any] = {"algorithm": Mime(SGDm()), "limit_val_batches": 0}
+    options: dict[str, Any] = {"algorithm": Mime(SGDm()), "limit_val_batches": 0, "max_rounds": 2}
     clipped = run("sequential", aggregator=NormClipping(bounds), **options)
     assert_close(state_of(run("sequential", **options)), state_of(clipped), rtol=1e-9)
 
@@ -259,11 +259,6 @@ def test_bounds_are_for_what_clients_send(algorithm: Algorithm, names: list[str]
     run("sequential", algorithm=algorithm, aggregator=NormClipping(bounds), max_rounds=1, **options)
 
 
-def test_the_report_has_drift_and_weights_as_without() -> None:
-    plain, held = (run("sequential", weighting="uniform", aggregator=a) for a in (None, TrimmedMean(0.0)))
-    assert_agree(plain, held, rtol=1e-9)  # client/drift is among its metrics
-
-
 class Poisoned(Algorithm):
     """FedAvg, where the clients with an odd number of examples send something else."""
 
@@ -276,7 +271,7 @@ class Poisoned(Algorithm):
         return Update(send={"delta": sent if run.num_examples % 2 == 1 else run.delta})
 
 
-def digits_of(bad: int, clients: int = 20) -> tuple[FederatedDataModule, TensorDataset]:
+def digits_of(bad: int, clients: int = 10) -> tuple[FederatedDataModule, TensorDataset]:
     """Return the digits with as many clients of an odd number of examples, and the test set."""
     x, y = load_digits(return_X_y=True)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -289,7 +284,7 @@ def digits_of(bad: int, clients: int = 20) -> tuple[FederatedDataModule, TensorD
 
 
 def accuracy(attack: str | None, aggregator: Aggregator | None) -> float:
-    datamodule, test = digits_of(0 if attack is None else 4)
+    datamodule, test = digits_of(0 if attack is None else 2)
     torch.manual_seed(0)
     model = MLPClassifier(hidden=(), lr=0.5)
     algorithm = FedAvg() if attack is None else Poisoned(attack)
@@ -375,7 +370,6 @@ def test_clients_without_steps_are_left_out() -> None:
 
 def test_the_plain_mean_is_untouched_without_an_aggregator() -> None:
     assert trainer().fit_loop.settings.aggregator is None
-    assert Aggregation.sums_models
 
 
 # ------------------------------------------------------------------ what is refused
