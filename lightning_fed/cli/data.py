@@ -12,26 +12,13 @@ from lightning_fed.data.skew_report import skew_table, split_figure
 
 __all__ = ["picture"]
 
-_OTHERS = ("ckpt_path", "lr_scheduler", "model", "optimizer", "trainer", "weights_only")
-
 
 def picture(args: list[str] | None = None) -> None:
     """Print how much the clients of a configuration differ, and draw who has what.
 
     The configurations are those of ``lightning-fed fit``, saved ones included; only their data is made.
     """
-    parser = ArgumentParser(
-        prog="lightning-fed data",
-        description="Print how much the clients of a configuration differ, and draw who has what.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", "-c", action="config", help="A configuration of `lightning-fed fit`; they stack.")
-    parser.add_argument("--out", type=str, default="split.png", help="Where to write the picture.")
-    parser.add_argument("--max_clients", type=int, default=50, help="How many clients to draw at most.")
-    parser.add_argument("--seed_everything", type=bool | int, default=False, help="As for `lightning-fed fit`.")
-    parser.add_subclass_arguments(FederatedDataModule, "data", required=True)
-    for name in _OTHERS:
-        parser.add_argument(f"--{name}", type=Any, help="Allowed in a configuration, and not used.")
+    parser = _parser()
     options = parser.parse_args(args)
     if isinstance(options.seed_everything, int) and not isinstance(options.seed_everything, bool):
         pl.seed_everything(options.seed_everything, verbose=False)
@@ -51,3 +38,19 @@ def picture(args: list[str] | None = None) -> None:
     except OSError as error:
         raise FederatedError(f"--out {path} cannot be written: {error.strerror}. Name another place.") from error
     print(f"{'picture':<21}{path}")
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-fed data",
+        description="Print how much the clients of a configuration differ, and draw who has what.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", "-c", action="config", help="A configuration of `lightning-fed fit`; they stack.")
+    parser.add_argument("--out", type=str, default="split.png", help="Where to write the picture.")
+    parser.add_argument("--max_clients", type=int, default=50, help="How many clients to draw at most.")
+    parser.add_argument("--seed_everything", type=bool | int, default=False, help="As for `lightning-fed fit`.")
+    parser.add_subclass_arguments(FederatedDataModule, "data", required=True)
+    for name in ("ckpt_path", "lr_scheduler", "model", "optimizer", "trainer", "weights_only"):
+        parser.add_argument(f"--{name}", type=Any, help="Allowed in a configuration, and not used.")
+    return parser
