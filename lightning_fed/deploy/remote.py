@@ -159,7 +159,8 @@ class RemoteClients(ClientWork):
         self, what: str, steps: int, client_ids: Sequence[ClientId], own: bool
     ) -> dict[ClientId, dict[str, float]]:
         """Return what sites measure of the clients that are there and answer; see :class:`Asked`."""
-        server: Server = self.trainer.fit_loop.state
+        loop: Any = self.trainer.fit_loop
+        server: Server = loop.state
         if self._measured_in != server.round:
             self._measured_in, self._measured = server.round, 0
         self._measured += 1

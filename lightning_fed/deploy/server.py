@@ -58,7 +58,8 @@ class FederatedServer(AbstractContextManager["FederatedServer"]):
         self.model = model
         self.client_ids = list(check_client_ids(type(self).__name__, client_ids))
         check_new(trainer, "A server takes a trainer of one process that has run no round")
-        self._loop = loop = self.trainer.fit_loop
+        loop: Any = trainer.fit_loop
+        self._loop = loop
         if isinstance(loop.settings.aggregator, Asynchronous):
             raise FederatedError(
                 f"asynchronous={type(loop.settings.aggregator).__name__}(...) goes by a simulated clock, and real"
