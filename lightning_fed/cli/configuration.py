@@ -12,15 +12,19 @@ __all__ = ["CellParts"]
 
 
 class CellParts(LightningCLI):
-    """The trainer, model and data that a configuration describes; nothing is shown or saved, and nothing is run.
+    """The trainer, model and data that a configuration describes; nothing is run.
 
-    Args:
-        config: The configuration.
-        logger: What the trainer logs to, if anything.
+    ``outputs`` replace those of the configuration. By default, nothing is shown or saved, and only ``logger`` is
+    logged to.
     """
 
-    def __init__(self, config: Mapping[str, Any], logger: pl.loggers.Logger | None = None) -> None:
-        self._outputs = {
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        logger: pl.loggers.Logger | None = None,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._outputs = outputs or {
             "logger": logger or False,
             "enable_checkpointing": False,
             "enable_progress_bar": False,

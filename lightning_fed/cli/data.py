@@ -12,20 +12,11 @@ from lightning_fed.data.skew_report import skew_table, split_figure
 
 __all__ = ["picture"]
 
-_OTHERS = ("ckpt_path", "lr_scheduler", "model", "optimizer", "trainer", "weights_only")
-
 
 def picture(args: list[str] | None = None) -> None:
     """Print how much the clients of a configuration differ, and draw who has what.
 
     The configurations are those of ``lightning-fed fit``, saved ones included; only their data is made.
-
-    Args:
-        args: What follows ``lightning-fed data`` on the command line; the arguments of the process if None.
-
-    Raises:
-        FederatedError: If the clients' labels cannot be found, matplotlib is missing, or it cannot write such a file.
-        SystemExit: If the arguments are not understood.
     """
     parser = _parser()
     options = parser.parse_args(args)
@@ -60,16 +51,6 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--max_clients", type=int, default=50, help="How many clients to draw at most.")
     parser.add_argument("--seed_everything", type=bool | int, default=False, help="As for `lightning-fed fit`.")
     parser.add_subclass_arguments(FederatedDataModule, "data", required=True)
-    for name in _OTHERS:
-        parser.add_argument(f"--{name}", type=_Unread(), help="Allowed in a configuration, and not used.")
+    for name in ("ckpt_path", "lr_scheduler", "model", "optimizer", "trainer", "weights_only"):
+        parser.add_argument(f"--{name}", type=Any, help="Allowed in a configuration, and not used.")
     return parser
-
-
-class _Unread:
-    """A part of a configuration that is taken as it is, so that no class in it is made."""
-
-    def __call__(self, value: Any) -> Any:
-        return value
-
-    def __repr__(self) -> str:
-        return "anything"

@@ -4,7 +4,6 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from inspect import getfile, signature
 from pathlib import Path
 from typing import Any
@@ -156,7 +155,8 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
         sys.path.append(os.getcwd())  # a configuration names classes of the user's own; last, so as to hide nothing
     try:
         if isinstance(words, list) and words and words[0] in _OWN:
-            _own_command(words[0])(words[1:])
+            module, _, function = _OWN[words[0]][0].partition(":")
+            getattr(importlib.import_module(module), function)(words[1:])
             return
         _AllCommands(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args)
     except ValueError as error:
@@ -181,13 +181,6 @@ def _no_checkpoint(stage: str, trainer: pl.Trainer) -> FederatedError:
         f"`{stage}` needs a checkpoint, or it would run a model that nobody has trained. {found}, or --ckpt_path"
         f" {INITIAL} for the model as it is made."
     )
-
-
-def _own_command(name: str) -> Callable[[list[str]], None]:
-    """Import the function behind one of our own commands."""
-    module, _, function = _OWN[name][0].partition(":")
-    command: Callable[[list[str]], None] = getattr(importlib.import_module(module), function)
-    return command
 
 
 def _own_trace(error: FederatedError) -> list[str]:

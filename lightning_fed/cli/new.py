@@ -19,15 +19,7 @@ _EACH = {"train": 60, "val": 20}  # images of a digit
 
 
 def new(args: list[str] | None = None) -> None:
-    """Write a project into a new folder, and say how to train it.
-
-    Args:
-        args: What follows ``lightning-fed new`` on the command line; the arguments of the process if None.
-
-    Raises:
-        FederatedError: If the name cannot be a module's, or something of that name is there already.
-        SystemExit: If the arguments are not understood.
-    """
+    """Write a project into a new folder, and print how to train it."""
     parser = ArgumentParser(
         prog="lightning-fed new",
         description="Write a small project to start from: a model, its data, a configuration, a test.",
@@ -42,15 +34,16 @@ def create(name: str) -> Path:
     """Write a project into a new folder of the working directory, and return the folder.
 
     It imports Lightning from the package that is in use.
-
-    Args:
-        name: The name of the folder, and of the module in it.
-
-    Raises:
-        FederatedError: If it cannot be a module's name, something of that name is there, or the disk refuses.
     """
-    _check_name(name)
+    if not (name.isascii() and name.isidentifier()) or iskeyword(name) or name.startswith("_"):
+        close = "".join(c if c.isascii() and c.isalnum() else "_" for c in name).strip("_")
+        hint = f", such as {close}" if close.isidentifier() and not iskeyword(close) else ""
+        raise FederatedError(
+            f"new {name!r}: a project has the name of a Python module: letters, digits and _, a letter first{hint}."
+        )
     folder = Path(name)
+    if not folder.exists() and find_spec(name) is not None:
+        raise FederatedError(f"new {name}: an installed module has this name and would hide yours. Take another one.")
     try:
         folder.mkdir()
     except FileExistsError as error:
@@ -66,17 +59,6 @@ def create(name: str) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         raise FederatedError(f"new {name}: {folder.resolve()} cannot be written: {error.strerror}.") from error
     return folder
-
-
-def _check_name(name: str) -> None:
-    if not (name.isascii() and name.isidentifier()) or iskeyword(name) or name.startswith("_"):
-        close = "".join(c if c.isascii() and c.isalnum() else "_" for c in name).strip("_")
-        hint = f", such as {close}" if close.isidentifier() and not iskeyword(close) else ""
-        raise FederatedError(
-            f"new {name!r}: a project has the name of a Python module: letters, digits and _, a letter first{hint}."
-        )
-    if not Path(name).exists() and find_spec(name) is not None:
-        raise FederatedError(f"new {name}: an installed module has this name and would hide yours. Take another one.")
 
 
 def _write_digits(root: Path) -> None:

@@ -40,7 +40,7 @@ class Parser(LightningArgumentParser):
         print(f"usage: {self._usage()}", file=file or sys.stdout)
 
     def _usage(self) -> str:
-        command = self.prog.replace(" [options]", "") + (" COMMAND" if self._parsers_below() else "")
+        command = self.prog.replace(" [options]", "") + (" COMMAND" if self._below() else "")
         return f"{command} --config FILE [--OPTION VALUE ...]"
 
     def format_help(self, formatter: HelpFormatter | None = None) -> str:
@@ -51,36 +51,29 @@ class Parser(LightningArgumentParser):
         return super().format_help(formatter)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Add what was probably meant, and end.
-
-        Raises:
-            SystemExit: Always.
-        """
+        """Add what was probably meant, and end."""
         super().error("\n".join([message, *self._hints(message)]), ex)
 
     def _hints(self, message: str) -> list[str]:
         if any(hint in message for hint in ("Did you mean ", "There are ")):
             return []  # it quotes the parser of a part, which is such a one and has said what was meant
-        options = [option for parser in (self, *self._parsers_below()) for option in parser._option_string_actions]
+        options = [option for parser in (self, *self._below().values()) for option in parser._option_string_actions]
         keys = [option.removeprefix("--") for option in options]
         other = next(filter(None, map(advice_on_path, re.findall(r"[\w.]+\.\w+", message))), None)
         if other is not None:
             return [other]
         return [
-            *_close(re.findall(r"invalid choice: '(\S+)' \(choose from", message), self._commands()),
+            *_close(re.findall(r"invalid choice: '(\S+)' \(choose from", message), list(self._below())),
             *_close(re.findall(r"unrecognized arguments:.*?(--[\w.+]+)", message), options),
             *_close(re.findall(r"(?:Option|Subcommand '\w+' does not accept option) '([\w.]+)'", message), keys),
             *_close([".".join(found) for found in re.findall(_GROUP, message)], keys),
             *_close_classes(message),
         ]
 
-    def _commands(self) -> list[str]:
+    def _below(self) -> dict[str, Any]:
+        """Return the parsers of the commands by name."""
         actions = self._subcommands_action
-        return [] if actions is None else list(actions._name_parser_map)
-
-    def _parsers_below(self) -> list[Any]:
-        actions = self._subcommands_action
-        return [] if actions is None else list(actions._name_parser_map.values())
+        return {} if actions is None else actions._name_parser_map
 
 
 def _close_classes(message: str) -> list[str]:
@@ -115,23 +108,18 @@ def _close(found: list[str], known: list[str]) -> list[str]:
 
 
 def arrange(parser: Any, trainer_class: Callable[..., pl.Trainer]) -> None:
-    """Put the options of a command into groups in the order of use; those of this package come first.
-
-    Args:
-        parser: The parser of a command such as ``fit``.
-        trainer_class: The trainer, whose own arguments are told from Lightning's.
-    """
+    """Put the options of a command into groups in the order of use; those of this package come first."""
     own = [f"trainer.{name}" for name in signature(trainer_class).parameters]
     actions = [action for group in parser._action_groups for action in group._group_actions]
     general = ["help", "config", "print_config", "seed_everything", "ckpt_path", "weights_only"]
     titles: dict[str, Callable[[str], bool]] = {
         "Options": general.__contains__,
         "The rounds": lambda name: name == "trainer" or name.removesuffix(".help") in own,
-        "The data of the clients": lambda name: _is_of(name, "data"),
-        "The model": lambda name: _is_of(name, "model"),
-        "The clients' optimizer, in place of the model's own": lambda name: _is_of(name, "optimizer"),
-        "Its schedule": lambda name: _is_of(name, "lr_scheduler"),
-        "Lightning's arguments of a Trainer": lambda name: _is_of(name, "trainer"),
+        "The data of the clients": lambda name: name.split(".")[0] == "data",
+        "The model": lambda name: name.split(".")[0] == "model",
+        "The clients' optimizer, in place of the model's own": lambda name: name.split(".")[0] == "optimizer",
+        "Its schedule": lambda name: name.split(".")[0] == "lr_scheduler",
+        "Lightning's arguments of a Trainer": lambda name: name.split(".")[0] == "trainer",
         "Others": lambda name: True,
     }
     parser._action_groups.clear()
@@ -142,10 +130,6 @@ def arrange(parser: Any, trainer_class: Callable[..., pl.Trainer]) -> None:
             chosen.sort(key=lambda action: general.index(action.dest))
         if chosen:
             parser.add_argument_group(title)._group_actions.extend(chosen)
-
-
-def _is_of(name: str, part: str) -> bool:
-    return name == part or name.startswith(f"{part}.")
 
 
 def plain(text: str) -> str:

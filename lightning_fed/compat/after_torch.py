@@ -12,11 +12,7 @@ __all__ = ["after_torch"]
 
 
 def after_torch(act: Callable[[], None]) -> None:
-    """Call a function now if PyTorch is imported, else right after its import, before anybody can use it.
-
-    Args:
-        act: The function.
-    """
+    """Call a function now if PyTorch is imported, else right after its import, before anyone can use it."""
     if "torch" in sys.modules:
         act()
     else:

@@ -39,24 +39,10 @@ NAMES = {
 """By package, the module that stands for ``pl``, and what it is built on."""
 
 
-def _has_tested(package: str) -> bool:
-    """Whether a package is installed in a release of the tested series."""
-    try:
-        return version(package).startswith(f"{SERIES}.")
-    except PackageNotFoundError:
-        return False
-
-
 def choose(imported: set[str], asked: str | None, lightning_is_installed: bool) -> tuple[str, str]:
     """Return the package to use, and why.
 
-    Args:
-        imported: Which of the two are imported already.
-        asked: The package that the environment variable names; None if it is not set.
-        lightning_is_installed: Whether ``lightning`` is there in a tested version.
-
-    Raises:
-        ImportError: If both are imported and the variable is not set, or it names neither of them.
+    ``imported`` has those of the two that are imported already, ``asked`` is what the environment variable names.
     """
     if asked is not None and asked not in NAMES:
         raise ImportError(f"{VARIABLE}={asked!r}: set it to {' or '.join(NAMES)}, or unset it.")
@@ -82,7 +68,11 @@ def install_command() -> str:
 
 
 _imported = {name for name, (module, _) in NAMES.items() if module in sys.modules}
-USED, _REASON = choose(_imported, os.environ.get(VARIABLE) or None, _has_tested("lightning"))
+try:
+    _has_tested = version("lightning").startswith(f"{SERIES}.")
+except PackageNotFoundError:
+    _has_tested = False
+USED, _REASON = choose(_imported, os.environ.get(VARIABLE) or None, _has_tested)
 OTHER = next(name for name in NAMES if name != USED)
 
 if TYPE_CHECKING:  # the types are the same in both; a checker sees only modules that are imported by name
@@ -110,14 +100,7 @@ _OF_OTHER = tuple(f"{module}." for module in NAMES[OTHER])
 
 
 def refuse_foreign(*values: Any) -> None:
-    """Refuse modules, callbacks and whatever else derives from a class of the package that is not in use.
-
-    Args:
-        values: What a user handed in; lists are looked into.
-
-    Raises:
-        FederatedError: Naming the class, both packages, why one of them is in use, and how to get out.
-    """
+    """Refuse a user's modules, callbacks and other objects, in lists too, whose class is of the package not in use."""
     from lightning_fed.core.errors import FederatedError  # not before Lightning is chosen: it imports PyTorch
 
     for value in values:

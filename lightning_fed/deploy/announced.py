@@ -1,4 +1,4 @@
-"""What sites have said of their clients' data, and which clients nobody has spoken for yet."""
+"""What sites have said of their clients' data, and which clients no site has spoken for yet."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,7 @@ __all__ = ["Announced", "Announcements"]
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """What a site has said of a client's data.
-
-    Attributes:
-        size: Its number of examples.
-        batches: Its batches in a local epoch.
-        batch_size: The examples in a full one.
-        val_size: Its validation examples.
-    """
+    """The sizes of a client's data: examples, batches in a local epoch, examples in a full batch and for validation."""
 
     size: int
     batches: int
@@ -32,31 +25,16 @@ class Announcements:
 
     A client that has not said hello in time is absent. It counts as one of N and may be drawn, as if it had as many
     examples as the others have in the mean; in a round for which it is drawn, it has failed. It may say hello later.
-
-    Args:
-        client_ids: The ids of all clients, in the order of their stored indices.
-
-    Attributes:
-        known: By id, in that order as soon as :meth:`close` was called.
-        absent: Those that take part in no round by now.
     """
 
     def __init__(self, client_ids: Sequence[ClientId]) -> None:
         self._ids = client_ids
-        self.known: dict[ClientId, Announced] = {}
+        self.known: dict[ClientId, Announced] = {}  # in the order of the ids once :meth:`close` was called
         self.absent: set[ClientId] = set()
         self._late: dict[ClientId, Announced] = {}
 
     def take(self, client_id: ClientId, header: Mapping[str, Any]) -> None:
-        """Take in a client's hello; after :meth:`close`, it counts from :meth:`admit` on.
-
-        Args:
-            client_id: The client.
-            header: The reply's header.
-
-        Raises:
-            FederatedError: If it does not tell of data.
-        """
+        """Take in a client's hello; one that was absent counts from :meth:`admit` on."""
         counts = {}
         for name in ("size", "batches", "val_size"):
             value = header.get(name)
@@ -68,7 +46,7 @@ class Announcements:
         (self._late if client_id in self.absent else self.known)[client_id] = found
 
     def close(self) -> None:
-        """Let the clients that have not said hello be absent."""
+        """Mark the clients that have not said hello as absent."""
         sizes = [known.size for known in self.known.values() if known.size]
         typical = Announced(max(1, round(sum(sizes) / max(1, len(sizes)))), 0, None)
         self.absent = set(self._ids) - self.known.keys()
@@ -79,7 +57,7 @@ class Announcements:
         return [client_id for client_id in self._ids if client_id in self.absent and client_id not in self._late]
 
     def admit(self) -> bool:
-        """Let those that have said hello by now take part, and return whether there are any."""
+        """Let the late clients take part; return whether there are any."""
         late, self._late = self._late, {}
         self.known |= late
         self.absent -= late.keys()

@@ -10,12 +10,11 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import TrainerFn, TrainerState, call
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
+from lightning_fed.deploy.facts import check_new
 from lightning_fed.engines.batch_hooks import time_by_rounds
-from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import PERSONAL, ClientStates, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore
-from lightning_fed.server.participation import Participant
 from lightning_fed.settings.module_checks import check_module
 from lightning_fed.settings.trainer_checks import check_trainer
 from lightning_fed.trainer.evaluation import ClientEvaluation, mean_loss, own_model
@@ -27,33 +26,12 @@ __all__ = ["ClientsOutsideFit"]
 class ClientsOutsideFit:
     """Answer tasks for clients, with module, data, strategy and precision set up as for a fit, and none running.
 
-    Rounds may come in any order, and as often as one likes. The hooks that begin and end a fit are called of the module
-    and the data module, and the module's that begin and end an epoch around each client's work in a round; of
-    callbacks, those of clients and batches are.
+    Rounds may come in any order, any number of times. The module and the data module get the hooks that begin and end a
+    fit. The module also gets those that begin and end an epoch, around each client's work in a round. Callbacks get the
+    hooks of clients and batches.
 
-    Args:
-        trainer: A :class:`lightning_fed.FederatedTrainer` with the settings of the run, which runs no fit besides.
-        module: The module.
-        datamodule: The data module: the ids of all clients, and the data of some.
-        clients: Those whose data is here; all of them by default.
-        among: The ids of all clients, where the data module knows only those that are here.
-
-    Attributes:
-        work: Answers for the clients.
-        population: All clients.
-        prepared: The module, ready for an engine.
-        device: Where it is.
-        buffers: The buffers that it began with.
-
-    Raises:
-        FederatedError: If settings, module or data cannot be federated, or if there are several processes.
-
-    Example::
-
-        with ClientsOutsideFit(trainer, module, datamodule, ["site 3"]) as site:
-            (member,) = site.hello(["site 3"])
-            for reply in site.answer(task, site.states(task, store)):
-                ...  # valid until the next one
+    The data of ``clients`` (by default of all) is here. ``among`` has the ids of all clients if the data module does
+    not.
     """
 
     def __init__(
@@ -65,23 +43,25 @@ class ClientsOutsideFit:
         among: Sequence[ClientId] | None = None,
     ) -> None:
         self.trainer: Any = trainer
-        self._loop: Any = trainer.fit_loop
-        if self._loop.round or trainer.world_size > 1:
-            found = f"{trainer.world_size} processes" if trainer.world_size > 1 else f"{self._loop.round} rounds done"
-            raise FederatedError(
-                f"Clients work outside a fit with a trainer of one process that has run none, found {found}. Make a new"
-                " FederatedTrainer with devices=1."
-            )
+        check_new(trainer, "Clients work outside a fit with a trainer of one process that has run none")
         self._round: int | None = None  # whose hooks have been called
         self._has_begun = False  # the clients' work in it
         self._is_ready = False
         try:
             self._set_up(module, datamodule)
-            self.work = self._prepare(clients, among)
+            trainer._logger_connector.reset_results()
+            run: RunState = self.trainer.fit_loop.run_state
+            self.prepared, self.population, self.work = run.prepare_without_fit(clients, among)
+            call._call_lightning_module_hook(trainer, "on_train_start")
             self._is_ready = True
         except BaseException:
             self.close()
             raise
+        flat = self.prepared.flat
+        self.device, self.buffers = flat.y.device, self.prepared.buffers.read()
+        self._personal = flat.personal.clone()  # of a new client
+        self._start = flat.y.clone()  # x^0, if the module here began as the server's
+        self._here = set(map(self.population.index_of, self.work.plans.clients))
 
     def _set_up(self, module: pl.LightningModule, datamodule: pl.LightningDataModule) -> None:
         """Do what Lightning does before a fit loop runs."""
@@ -103,33 +83,8 @@ class ClientsOutsideFit:
         trainer.strategy.setup(trainer)
         call._call_lightning_module_hook(trainer, "on_fit_start")
 
-    def _prepare(self, clients: Sequence[ClientId] | None, among: Sequence[ClientId] | None) -> ClientWork:
-        self.trainer._logger_connector.reset_results()
-        run: RunState = self._loop.run_state
-        self.prepared, self.population, work = run.prepare_without_fit(clients, among)
-        call._call_lightning_module_hook(self.trainer, "on_train_start")
-        flat = self.prepared.flat
-        self.device, self.buffers = flat.y.device, self.prepared.buffers.read()
-        self._personal = flat.personal.clone()  # of a new client
-        self._start = flat.y.clone()  # x^0, if the module here began as the server's
-        self._here = set(map(self.population.index_of, work.plans.clients))
-        return work
-
-    def hello(self, clients: Sequence[ClientId], round: int = 0) -> list[Participant]:
-        """Return those of some clients that can take part, with their sizes and the steps of their work.
-
-        Raises:
-            ClientError: If the data of one cannot be made.
-        """
-        return self.work.hello(dict.fromkeys(clients, 1), round)
-
     def states(self, task: Task, store: ClientStore) -> ClientStates:
-        """Return what the clients of a task keep.
-
-        Args:
-            task: The task.
-            store: Where it is kept; committed by whoever has sent the replies.
-        """
+        """Return what the clients of a task keep in a store, which the caller commits once the replies are sent."""
         algorithm, prepared = self.work.algorithm, self.prepared
 
         def new() -> State:
@@ -143,17 +98,10 @@ class ClientsOutsideFit:
         return ClientStates(new, store, ExpectedState(method, like, kept, num_parameters, self.population.ids))
 
     def answer(self, task: Task, states: ClientStates, plateaus: Sequence[Mapping[str, Any]] = ()) -> Iterator[Reply]:
-        """Yield the replies of the clients that a task names and that are here.
+        """Yield the replies of the clients that a task names and that are here; each is valid until the next one.
 
-        Args:
-            task: What is asked.
-            states: What these clients keep; what they keep from now on is put there.
-            plateaus: The states of schedules that follow a metric; see
-                :meth:`lightning_fed.engines.prepared.PreparedModule.set_round`.
-
-        Raises:
-            ClientError: If a client fails and is not to be dropped.
-            FederatedError: If learning rates of the round are not known.
+        What the clients keep goes to ``states``. ``plateaus`` has the states of schedules that follow a metric; see
+        :meth:`lightning_fed.engines.prepared.PreparedModule.set_round`.
         """
         clients = [index for index in task.clients if index in self._here]
         self._begin(task, clients, plateaus)
@@ -190,17 +138,8 @@ class ClientsOutsideFit:
     ) -> dict[str, float]:
         """Return what is measured of one client, between rounds.
 
-        Args:
-            client_id: The client.
-            what: "loss" for its mean training loss; "val" or "train" for what ``validation_step`` logs on its
-                validation set or its training set.
-            steps: The local steps of fine-tuning before ``validation_step``.
-            task: The parameters, the buffers, and how many rounds are completed.
-            plateaus: As for :meth:`answer`.
-            kept: What clients keep, to measure the client's own model; by default the server's.
-
-        Raises:
-            FederatedError: If it has no such data, or ``validation_step`` logs nothing.
+        "loss" is its mean training loss. "val" and "train" are what ``validation_step`` logs on its validation set or
+        training set, after some local steps of fine-tuning. Given what the client keeps, its own model is measured.
         """
         engine, index = self.work.engine, self.population.index_of(client_id)
         self.prepared.set_round(task.round, plateaus)
@@ -243,11 +182,3 @@ class ClientsOutsideFit:
             call._call_teardown_hook(trainer)
         trainer.state = TrainerState()
         self._is_ready = False
-
-    def __enter__(self) -> "ClientsOutsideFit":
-        """Return itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()

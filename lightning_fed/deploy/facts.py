@@ -1,4 +1,4 @@
-"""What server and sites must agree on before the first round, and what of it differs."""
+"""What a server and its sites need: new trainers, and the same settings and module."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -14,28 +14,26 @@ from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.prepared import personal_names
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["check_facts", "facts_of"]
+__all__ = ["check_facts", "check_new", "facts_of"]
+
+
+def check_new(trainer: Any, need: str) -> None:
+    """Refuse a trainer of several processes, and one that has run rounds."""
+    several, rounds = trainer.world_size > 1, trainer.fit_loop.round
+    if several or rounds:
+        found = f"{trainer.world_size} processes" if several else f"{rounds} rounds done"
+        raise FederatedError(f"{need}, found {found}. Make a new FederatedTrainer with devices=1.")
 
 
 def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
-    """Return what a server and its sites must have in common, in words.
-
-    Args:
-        trainer: A :class:`lightning_fed.FederatedTrainer`.
-        module: The module, as its constructor made it.
-
-    Raises:
-        FederatedError: If a callback changes the local work as the run goes on.
-    """
+    """Return what a server and its sites must have in common, in words, before the module is trained."""
     loop: Any = trainer.fit_loop
     settings: Settings = loop.settings
-    callbacks: list[pl.Callback] = loop.trainer.callbacks
-    for callback in callbacks:
-        if isinstance(callback, pl.callbacks.GradientAccumulationScheduler):
-            raise FederatedError(
-                "GradientAccumulationScheduler changes the local work from round to round, of which sites do not hear."
-                " Set accumulate_grad_batches=... for all rounds."
-            )
+    if any(isinstance(callback, pl.callbacks.GradientAccumulationScheduler) for callback in loop.trainer.callbacks):
+        raise FederatedError(
+            "GradientAccumulationScheduler changes the local work from round to round, of which sites do not hear."
+            " Set accumulate_grad_batches=... for all rounds."
+        )
     parameters = [f"{n} {list(p.shape)} {p.dtype}" for n, p in module.named_parameters() if p.requires_grad]
     work = settings.work()
     return {
@@ -60,16 +58,7 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
 
 
 def check_facts(mine: Mapping[str, str], servers: Mapping[str, str], client: object) -> None:
-    """Refuse to work for a server that has agreed on something else.
-
-    Args:
-        mine: The site's.
-        servers: The server's.
-        client: The client's id.
-
-    Raises:
-        FederatedError: Naming what differs.
-    """
+    """Refuse to work for a server that has other facts than the site of a client."""
     for name in sorted({*mine, *servers}):
         if mine.get(name) != servers.get(name):
             raise FederatedError(

@@ -12,11 +12,7 @@ class HandoffClosed(BaseException):
 
 
 class Handoff:
-    """Run a job in a thread of its own, of which either it or its driver runs at any time, and never both.
-
-    Args:
-        job: The job, which calls :meth:`pause`.
-    """
+    """Run a job, which calls :meth:`pause`, in its own thread; either it or its driver runs at any time, never both."""
 
     def __init__(self, job: Callable[[], None]) -> None:
         self._job = job
@@ -28,13 +24,9 @@ class Handoff:
         self._is_closing = self.is_done = False
 
     def resume(self, value: Any = None) -> Any:
-        """Let the job go on, with a value for its :meth:`pause`, until it pauses again; from the driver.
+        """Continue the job with a value for its :meth:`pause`; return what it pauses with next, None if it is done.
 
-        Returns:
-            What it pauses with; None if it is done.
-
-        Raises:
-            BaseException: Whatever the job has raised.
+        The driver calls it. It raises what the job has raised.
         """
         if self.is_done:
             return None

@@ -55,13 +55,13 @@ class Message:
 
     @staticmethod
     def from_bytes(content: bytes) -> "Message":
-        """Return the message that some bytes are; they are read as numbers and texts, and nothing in them is run.
+        """Return the message in some bytes, which are read as numbers and texts; nothing in them is run.
 
         Args:
             content: What :meth:`to_bytes` returned.
 
         Raises:
-            FederatedError: If they are none.
+            FederatedError: If they are not a message.
         """
         try:
             tensors = load(content)
@@ -78,15 +78,7 @@ def address(task: Message) -> dict[str, Any]:
 
 
 def check_message(message: Message, who: str) -> None:
-    """Refuse what is no message of this version.
-
-    Args:
-        message: The message.
-        who: Who has received it, for the error.
-
-    Raises:
-        FederatedError: Naming what is wrong.
-    """
+    """Refuse a message of another version, or without the fields that every message has, for ``who`` received it."""
     header = message.header
     found = header.get("format") if isinstance(header, Mapping) else None
     if found != FORMAT:
@@ -94,8 +86,7 @@ def check_message(message: Message, who: str) -> None:
             f"{who} has received a message of format {found!r}, and knows format {FORMAT}. Use the same version of"
             " lightning_fed everywhere."
         )
-    kinds = {"run": str, "phase": str, "round": int, "attempt": int}
-    for name, kind in kinds.items():
+    for name, kind in {"run": str, "phase": str, "round": int, "attempt": int}.items():
         if not isinstance(header.get(name), kind):
             raise FederatedError(f"{who} has received a message whose {name} is {header.get(name)!r}.")
     for name, value in message.tensors.items():
@@ -109,9 +100,7 @@ def check_message(message: Message, who: str) -> None:
 def shared_part(task: Task, moved_buffers: set[str]) -> State:
     """Return the tensors of a task that are the same for all clients, as copies on the CPU.
 
-    Args:
-        task: The task.
-        moved_buffers: The buffers that are no longer those that the module began with: no other one is sent.
+    Only buffers that have moved are sent: sites have the others from their module.
     """
     buffers = {name: value for name, value in task.buffers.items() if name in moved_buffers}
     parts = {"server": task.server, "cohort_grad": task.cohort_grad, "buffers": buffers}
@@ -120,16 +109,9 @@ def shared_part(task: Task, moved_buffers: set[str]) -> State:
 
 
 def task_in(message: Message, index: int, buffers: State, device: torch.device) -> tuple[Task, State]:
-    """Return the task that a message holds, and what the server still keeps for the client, if anything.
+    """Return the task in a message, and what the server still keeps for the client, if anything.
 
-    Args:
-        message: The message.
-        index: The client's stored index.
-        buffers: The module's own buffers, for those that are not sent.
-        device: Where tensors go.
-
-    Raises:
-        FederatedError: If it holds none.
+    The module's own buffers stand in for those that are not sent.
     """
     header, parts = message.header, parts_of(message, device)
     if "x" not in message.tensors:

@@ -27,30 +27,17 @@ __all__ = ["Asked", "RemoteClients", "RemoteData"]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A phase that waits for replies.
-
-    Attributes:
-        task: What is asked.
-        attempt: How often this round was begun before; of measurements, how many there were before in the round.
-        what: What is measured, if anything is: "loss", "val" or "train".
-        steps: The local steps before it is.
-        own: Whether of clients' own models.
-    """
+    """A phase that waits for replies."""
 
     task: Task
-    attempt: int
-    what: str = ""
-    steps: int = 0
-    own: bool = False
+    attempt: int  # how often this round was begun before; of measurements, how many there were before in the round
+    what: str = ""  # "loss", "val" or "train" if something is measured ...
+    steps: int = 0  # ... after these local steps ...
+    own: bool = False  # ... of the clients' own models
 
 
 class RemoteData(FederatedDataModule):
-    """The clients of a server that has none of their data.
-
-    Args:
-        announced: What is known of each client, by id.
-        val: The server's own validation set, if it has one.
-    """
+    """The clients of a server that has none of their data, but may have its own validation set."""
 
     def __init__(self, announced: Mapping[ClientId, Announced], val: Any = None) -> None:
         sizes = {known.batch_size for known in announced.values() if known.batch_size}
@@ -74,11 +61,7 @@ class RemoteData(FederatedDataModule):
         return range(size) if size else None
 
     def client_batches(self, client_id: ClientId) -> NoReturn:
-        """Refuse to hand out what is not here.
-
-        Raises:
-            FederatedError: Always.
-        """
+        """Refuse: the data is not here."""
         raise FederatedError(
             f"The data of client {client_id!r} are on its site. What looks at clients' data from the server, such as a"
             " callback that measures gradients, works in a simulation only: leave it out of callbacks."
@@ -97,34 +80,18 @@ class _NoEngine(Engine):
     def run(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
     ) -> ChunkResult:
-        """Refuse to train.
-
-        Raises:
-            FederatedError: Always.
-        """
+        """Refuse to train."""
         raise FederatedError("The clients of this run are trained on their sites.")
 
 
 class RemoteClients(ClientWork):
-    """Hand tasks to whoever drives the run, and yield the replies that it is given.
-
-    Args:
-        prepared: The module.
-        population: The clients.
-        sites: What sites have said of them.
-        handoff: Between the fit and its driver.
-    """
+    """Hand tasks to whoever drives the run, and yield the replies that it is given."""
 
     def __init__(
-        self,
-        prepared: PreparedModule,
-        population: Population,
-        sites: Announcements,
-        handoff: Handoff,
+        self, prepared: PreparedModule, population: Population, sites: Announcements, handoff: Handoff
     ) -> None:
-        super().__init__(
-            [_NoEngine(prepared)], LocalPlans(prepared.trainer, prepared.settings, population), prepared.settings
-        )
+        plans = LocalPlans(prepared.trainer, prepared.settings, population)
+        super().__init__([_NoEngine(prepared)], plans, prepared.settings)
         self._sites, self._handoff, self._attempt = sites, handoff, -1
         self._measured_in, self._measured = -1, 0  # the round, and the measurements in it
         self._replied: dict[ClientId, tuple[ClientReport, int]] = {}  # with the examples that each went through
@@ -191,14 +158,7 @@ class RemoteClients(ClientWork):
     def measure_on_sites(
         self, what: str, steps: int, client_ids: Sequence[ClientId], own: bool
     ) -> dict[ClientId, dict[str, float]]:
-        """Return what sites measure of clients at the server model, without those that do not answer or are not there.
-
-        Args:
-            what: "loss" for the mean training loss, or "val" or "train" for what ``validation_step`` logs there.
-            steps: Local steps before that.
-            client_ids: The clients.
-            own: Whether to measure their own models instead.
-        """
+        """Return what sites measure of the clients that are there and answer; see :class:`Asked`."""
         loop: Any = self.trainer.fit_loop
         server: Server = loop.state
         if self._measured_in != server.round:

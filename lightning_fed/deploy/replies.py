@@ -20,22 +20,13 @@ __all__ = ["reply_of", "reply_to"]
 _REPORT = ("size", "steps", "loss", "update_norm", "seconds")
 
 
-def reply_to(
-    task: Message, reply: Reply | None, error: ClientError | None = None, bound: float | None = None
-) -> Message:
-    """Return a client's reply as a message, without what the server can work out.
+def reply_to(task: Message, reply: Reply, bound: float | None = None) -> Message:
+    """Return the reply of one client as a message, without what the server can work out.
 
-    Args:
-        task: The task.
-        reply: The reply, of this client alone; None if it failed.
-        error: Why it failed.
-        bound: The largest norm of a message, in a run with differential privacy: nothing else is then said of the work.
+    ``bound`` is the largest norm of a message under differential privacy: the message then describes nothing else.
     """
-    header = address(task)
-    if error is None and reply is not None and reply.failed:
-        error = next(iter(reply.failed.values()))
-    if reply is None or error is not None:
-        return Message({**header, "failed": str(error)})
+    for error in reply.failed.values():
+        return Message({**address(task), "failed": str(error)})
     first, same = dict[tuple[int, torch.Size], str](), dict[str, str]()
     tensors = {}
     for name, value in reply.send.items():
@@ -69,7 +60,7 @@ def reply_to(
         "server_read": sorted(reply.server_read),
         "cohort_grad_read": sorted(reply.cohort_grad_read),
     }
-    return Message({**header, **facts}, tensors)
+    return Message({**address(task), **facts}, tensors)
 
 
 def _own(value: Tensor) -> Tensor:
@@ -77,16 +68,9 @@ def _own(value: Tensor) -> Tensor:
 
 
 def reply_of(message: Message, index: int, task: Task, algorithm: Algorithm) -> Reply:
-    """Return the reply that a message holds.
+    """Return the reply to a task in the message of the client with a stored index; the method says what must be there.
 
-    Args:
-        message: The message.
-        index: The client's stored index.
-        task: What was asked.
-        algorithm: The method, which says what messages there are.
-
-    Raises:
-        FederatedError: If it holds none, or something in it cannot be.
+    A message with anything else raises :class:`FederatedError`.
     """
     client, header, x = message.client, message.header, task.x
     who = f"The reply of client {client!r} to {task.phase!r} of round {task.round}"
@@ -125,11 +109,9 @@ def reply_of(message: Message, index: int, task: Task, algorithm: Algorithm) -> 
         raise FederatedError(f"{who} tells of {report.steps} local steps, where {task.steps.get(index, 0)} were asked.")
     model = message.tensors.get("model")
     models = None if model is None else model.to(x.device)[None]
+    changes = torch.zeros_like(x)[None] if not report.steps else None  # nobody moves without a step
     if models is not None:
-        send["delta"] = models - x
-    changes = send["delta"] if models is not None else None
-    if changes is None and not report.steps:
-        changes = torch.zeros_like(x)[None]  # nobody moves without a step
+        changes = send["delta"] = models - x
     for name, other in same.items():
         if other not in send:
             raise FederatedError(f"{who} says that {name!r} is the same as {other!r}, which it has not.")
@@ -162,21 +144,13 @@ def _report(client: ClientId, header: Mapping[str, Any]) -> ClientReport:
 
 
 def _check_names(who: str, found: set[str], expected: set[str]) -> None:
-    """Refuse messages that are not those of the method.
-
-    Raises:
-        FederatedError: Naming those there are and those there must be.
-    """
+    """Refuse messages that are not those of the method."""
     if found != expected:
         raise FederatedError(f"{who} has the messages {sorted(found)}, where {sorted(expected)} are expected.")
 
 
 def _check_tensor(who: str, name: str, value: Tensor, x: Tensor, buffers: State) -> None:
-    """Refuse a tensor that cannot be a message of the method, or a buffer of the module.
-
-    Raises:
-        FederatedError: Naming it.
-    """
+    """Refuse a tensor that cannot be a message of the method, or a buffer of the module."""
     part, _, own = name.partition(".")
     if part == "buffers":
         like = buffers.get(own)

@@ -3,6 +3,7 @@
 import os
 import secrets
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.partitions.partition import check_client_ids
 from lightning_fed.deploy.announced import Announcements
-from lightning_fed.deploy.facts import facts_of
+from lightning_fed.deploy.facts import check_new, facts_of
 from lightning_fed.deploy.handoff import Handoff
 from lightning_fed.deploy.message import FORMAT, HELLO, MEASURE, Message, check_message, shared_part
 from lightning_fed.deploy.remote import Asked, RemoteClients, RemoteData
@@ -26,7 +27,7 @@ from lightning_fed.server.asynchronous.base import Asynchronous
 __all__ = ["FederatedServer"]
 
 
-class FederatedServer:
+class FederatedServer(AbstractContextManager["FederatedServer"]):
     """Run the server's half of a :class:`lightning_fed.FederatedTrainer`'s rounds; clients answer from elsewhere.
 
     It is driven by whatever carries messages::
@@ -56,15 +57,9 @@ class FederatedServer:
         self.trainer: Any = trainer
         self.model = model
         self.client_ids = list(check_client_ids(type(self).__name__, client_ids))
+        check_new(trainer, "A server takes a trainer of one process that has run no round")
         loop: Any = trainer.fit_loop
         self._loop = loop
-        several, rounds = trainer.world_size > 1, loop.round
-        if several or rounds:
-            found = f"{trainer.world_size} processes" if several else f"{rounds} rounds done"
-            raise FederatedError(
-                f"A server takes a trainer of one process that has run no round, found {found}. Make a new"
-                " FederatedTrainer with devices=1."
-            )
         if isinstance(loop.settings.aggregator, Asynchronous):
             raise FederatedError(
                 f"asynchronous={type(loop.settings.aggregator).__name__}(...) goes by a simulated clock, and real"
@@ -89,12 +84,18 @@ class FederatedServer:
             path: The checkpoint.
 
         Raises:
-            FederatedError: If the run has begun.
+            FederatedError: If the run has begun, or the file is not a checkpoint of federated rounds.
         """
         if not self._is_greeting or self._answered:
             raise FederatedError("A checkpoint is loaded before the first message is received.")
-        noted = _sites_in(os.fspath(path))
-        self._checkpoint = os.fspath(path)
+        checkpoint = os.fspath(path)
+        try:
+            saved = torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)
+            noted: dict[str, Any] = saved["loops"]["fit_loop"]["state_dict"].get("sites", {})
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+            raise FederatedError(f"{checkpoint} is no checkpoint of federated rounds: {found}") from error
+        self._checkpoint = checkpoint
         self._run, self._versions = noted.get("run", self._run), dict(noted.get("versions", {}))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -119,11 +120,8 @@ class FederatedServer:
 
     def tasks(self) -> dict[ClientId, Message]:
         """Return what is asked of each client in the phase at hand; nothing when all rounds are done."""
-        if self._is_greeting:
-            return {client_id: self._greeting(client_id) for client_id in self.client_ids}
-        if self._asked is None:
-            return {}
-        return {self.client_ids[index]: self._message(self._asked, index) for index in self._those_asked()}
+        asked = self._asked
+        return {c: self._greeting(c) if asked is None else self._message(asked, c) for c in self._those_asked()}
 
     def greetings(self) -> dict[ClientId, Message]:
         """Return what to ask of clients that have not said hello in time, at any time while rounds are run.
@@ -132,27 +130,30 @@ class FederatedServer:
         """
         return {client_id: self._greeting(client_id) for client_id in self._sites.silent() if self._asked is not None}
 
-    def _those_asked(self) -> list[int]:
-        """Return who is asked in the phase at hand, by stored index: of those asked by the round, who is there."""
+    def _those_asked(self) -> list[ClientId]:
+        """Return who is asked in the phase at hand: of those asked by the round, who is there."""
+        if self._is_greeting:
+            return self.client_ids
         asked = () if self._asked is None else self._asked.task.clients
-        return [index for index in asked if self.client_ids[index] not in self._sites.absent]
+        return [self.client_ids[index] for index in asked if self.client_ids[index] not in self._sites.absent]
 
     def _greeting(self, client_id: ClientId) -> Message:
-        header = {**self._header(client_id, HELLO, 0, 0), "facts": self._facts, "clients": self.client_ids}
-        return Message(header)
+        header = {"format": FORMAT, "run": self._run, "phase": HELLO, "round": 0, "attempt": 0, "client": client_id}
+        return Message({**header, "facts": self._facts, "clients": self.client_ids})
 
-    def _header(self, client_id: ClientId, phase: str, round: int, attempt: int) -> dict[str, Any]:
-        return {
-            "format": FORMAT, "run": self._run, "phase": phase, "round": round, "attempt": attempt, "client": client_id,
-        }  # fmt: skip
-
-    def _message(self, asked: Asked, index: int) -> Message:
-        task, client_id = asked.task, self.client_ids[index]
+    def _message(self, asked: Asked, client_id: ClientId) -> Message:
+        task, index = asked.task, self._index[client_id]
+        configs = self.trainer.lr_scheduler_configs
         header = {
-            **self._header(client_id, task.phase, task.round, asked.attempt),
+            "format": FORMAT,
+            "run": self._run,
+            "phase": task.phase,
+            "round": task.round,
+            "attempt": asked.attempt,
+            "client": client_id,
             "steps": task.steps.get(index),
             "mean_examples": None if task.mean_examples != task.mean_examples else task.mean_examples,
-            "plateaus": self._plateaus(),
+            "plateaus": [config.scheduler.state_dict() for config in configs if config.reduce_on_plateau],
             "state": self._versions.get(index, 0),
             **({"what": asked.what, "local_steps": asked.steps, "own": asked.own} if asked.what else {}),
         }
@@ -161,10 +162,6 @@ class FederatedServer:
             kept = self._loop.state.clients.get(index) or {}
         held = {f"keep.{name}": value.detach().cpu().clone() for name, value in kept.items()}
         return Message(header, {**self._shared, **held})
-
-    def _plateaus(self) -> list[dict[str, Any]]:
-        configs = self.trainer.lr_scheduler_configs
-        return [config.scheduler.state_dict() for config in configs if config.reduce_on_plateau]
 
     def receive(self, message: Message) -> None:
         """Take in a reply of the phase at hand; replies may come in any order, and a second copy changes nothing.
@@ -188,28 +185,26 @@ class FederatedServer:
         if header["phase"] == HELLO and client_id in self._sites.absent:
             self._sites.take(client_id, header)
             return
-        task = None if self._asked is None else self._asked.task
-        at = (HELLO, 0, 0) if task is None or self._asked is None else (task.phase, task.round, self._asked.attempt)
+        asked = self._asked
+        at = (HELLO, 0, 0) if asked is None else (asked.task.phase, asked.task.round, asked.attempt)
         if phase is None or (header["phase"], header["round"], header["attempt"]) != at:
             now = "all rounds are done" if phase is None else f"{at[0]!r} of round {at[1]} (attempt {at[2]}) is at hand"
             found = f"{header['phase']!r} of round {header['round']} (attempt {header['attempt']})"
             raise FederatedError(f"{who} is to {found}, and {now}.")
         if client_id in self._answered:
             return
-        if task is None:
+        if asked is None:
             self._sites.take(client_id, header)
         else:
             index = self._index[client_id]
-            if index not in task.clients:
+            if index not in asked.task.clients:
                 raise FederatedError(f"{who}: it was not asked in this phase.")
-            self._go_on(reply_of(message, index, task, self._loop.settings.algorithm))
+            self._go_on(reply_of(message, index, asked.task, self._loop.settings.algorithm))
         self._answered.add(client_id)
 
     def missing(self) -> list[ClientId]:
         """Return the clients that are asked in the phase at hand and have not answered."""
-        if self._is_greeting:
-            return [client_id for client_id in self.client_ids if client_id not in self._answered]
-        return [self.client_ids[i] for i in self._those_asked() if self.client_ids[i] not in self._answered]
+        return [client_id for client_id in self._those_asked() if client_id not in self._answered]
 
     def close_phase(self) -> RoundReport | None:
         """Go on to the next phase.
@@ -267,10 +262,6 @@ class FederatedServer:
         self._fit.close()
         self._asked = None
 
-    def __enter__(self) -> "FederatedServer":
-        """Return itself."""
-        return self
-
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
@@ -285,17 +276,3 @@ class _Reports(FederatedCallback):
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
         """Tell of one."""
         self._server.end_round(round_report)
-
-
-def _sites_in(path: str) -> dict[str, Any]:
-    """Return what a checkpoint notes of sites.
-
-    Raises:
-        FederatedError: If it is no checkpoint of federated rounds.
-    """
-    try:
-        saved = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-        noted: dict[str, Any] = saved["loops"]["fit_loop"]["state_dict"].get("sites", {})
-    except Exception as error:
-        raise FederatedError(f"{path} is no checkpoint of federated rounds: {type(error).__name__}: {error}") from error
-    return noted

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from lightning_fed.settings.settings import Settings
 __all__ = ["FederatedSite"]
 
 
-class FederatedSite:
+class FederatedSite(AbstractContextManager["FederatedSite"]):
     """Answer a server's tasks with data that stay here.
 
     A task may come twice, also after the process was killed: the same task has the same answer. What clients keep from
@@ -55,7 +56,6 @@ class FederatedSite:
         loop: Any = trainer.fit_loop
         self._settings: Settings = loop.settings
         self._facts = facts_of(trainer, model)
-        self._buffers = {name: value.detach().clone() for name, value in model.named_buffers()}
         self._states = SiteStates(Path(state_dir))
         self._clients: ClientsOutsideFit | None = None
         self._agreed = self._states.agreed()
@@ -83,7 +83,7 @@ class FederatedSite:
                 f"A task of run {task.header['run']} has come to the site of client {client_id!r}, which has said hello"
                 f" to run {known}. Let the server say hello first."
             )
-        return self._work(task, self._here(self._agreed))
+        return self._work(task, self._made(self._agreed))
 
     def _hello(self, task: Message) -> Message:
         header, client_id = task.header, task.client
@@ -96,7 +96,7 @@ class FederatedSite:
             self._states.agree(agreed)
             self._agreed = agreed
             self._leave()
-        batches = self._here(agreed).trainer.datamodule.client_batches(client_id)
+        batches = self._made(agreed).trainer.datamodule.client_batches(client_id)
         val = self._data.client_val_dataset(client_id)
         facts = {
             "size": batches.size,
@@ -106,12 +106,11 @@ class FederatedSite:
         }
         return Message({**address(task), **facts})
 
-    def _here(self, agreed: dict[str, Any]) -> ClientsOutsideFit:
+    def _made(self, agreed: dict[str, Any]) -> ClientsOutsideFit:
         """Return what answers for the clients, made ready at the first task."""
         if self._clients is None:
-            self._clients = ClientsOutsideFit(
-                self._trainer, self._model, self._data, self.client_ids, among=agreed["clients"]
-            )
+            among = agreed["clients"]
+            self._clients = ClientsOutsideFit(self._trainer, self._model, self._data, self.client_ids, among)
         return self._clients
 
     def _work(self, message: Message, clients: ClientsOutsideFit) -> Message:
@@ -136,7 +135,7 @@ class FederatedSite:
             message_of = [reply_to(message, reply, bound=bound) for reply in replies]
         except ClientError as error:
             clients.forget_round()
-            return reply_to(message, None, error)
+            return Message({**address(message), "failed": str(error)})
         if len(message_of) != 1:
             raise FederatedError(f"Client {client_id!r} has {len(message_of)} replies to one task.")
         if task.phase == TRAIN and "failed" not in message_of[0].header:
@@ -163,10 +162,6 @@ class FederatedSite:
         """Let go of the module and of the folder."""
         self._leave()
         self._states.close()
-
-    def __enter__(self) -> "FederatedSite":
-        """Return itself."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Close."""

@@ -19,16 +19,10 @@ _AGREED = "agreed.json"
 
 
 class SiteStates:
-    """A folder with what a site has agreed on, and with its clients' states.
+    """A folder with what a site has agreed on, and with its clients' states, each run's in its own folder.
 
-    The states of every run have a folder of their own in it. The version of a state is the number of the round after
-    which it holds, counted from 1; 0 is that of a client that has not taken part yet, which has none.
-
-    Args:
-        folder: The folder, which is made if it is not there.
-
-    Raises:
-        FederatedError: If it cannot be used, or another process uses it.
+    The version of a state is the number of the round after which it holds, counted from 1. Version 0 is that of a
+    client that has not taken part yet, which has no state.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,11 +45,7 @@ class SiteStates:
         self._lock.release()
 
     def agreed(self) -> dict[str, Any] | None:
-        """Return what was agreed on, None before the first hello.
-
-        Raises:
-            FederatedError: If it is damaged.
-        """
+        """Return what was agreed on, None before the first hello."""
         path = self.folder / _AGREED
         if not path.is_file():
             return None
@@ -71,17 +61,7 @@ class SiteStates:
         self._write(self.folder / _AGREED, json.dumps(found, indent=1).encode())
 
     def read(self, run: str, client: ClientId, index: int, version: int) -> State | None:
-        """Return a client's state of a version; None for a new client.
-
-        Args:
-            run: The run.
-            client: The client.
-            index: Its stored index.
-            version: The version.
-
-        Raises:
-            FederatedError: If it is not here, or damaged.
-        """
+        """Return a version of a client's state by its stored index; None for a new client."""
         if version == 0:
             return None
         path = self._path(run, index, version)
@@ -98,15 +78,7 @@ class SiteStates:
         return state
 
     def write(self, run: str, index: int, before: int, version: int, state: State) -> None:
-        """Keep a client's new state and the one that it came from, and no other.
-
-        Args:
-            run: The run.
-            index: The client's stored index.
-            before: The version that it came from.
-            version: The new version.
-            state: The new state.
-        """
+        """Keep a client's new state, the version that it came from, and no other."""
         own = {name: value.detach().cpu().contiguous() for name, value in state.items()}
         self._write(self._path(run, index, version), save(own))
         for held in self._versions(run, index):

@@ -111,15 +111,15 @@ def with_root(config: Config, root: str | None) -> Config:
     return config if root is None or "root" not in arguments else overlay(config, {"data.init_args.root": root})
 
 
-def overlay(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
-    """Return a configuration with overrides on top; neither is changed.
+def overlay(config: Mapping[str, Any], *overrides: Mapping[str, Any]) -> Config:
+    """Return a configuration with overrides on top, one after the other; none of them is changed.
 
     Mappings are merged, except that another ``class_path`` replaces an object with its ``init_args``. Everything else
     is replaced. A key that ends in ``+`` appends to a list.
 
     Args:
         config: The configuration.
-        overrides: Its overrides; keys may be dotted.
+        overrides: The overrides; keys may be dotted.
 
     Raises:
         FederatedError: If a key leads into something that has no keys.
@@ -131,11 +131,16 @@ def overlay(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
         {'model': {'class_path': 'Other'}}
     """
     result = deepcopy(dict(config))
+    for one in overrides:
+        _put_all(result, one)
+    return result
+
+
+def _put_all(config: Config, overrides: Mapping[str, Any]) -> None:
     for key, value in overrides.items():
         if not isinstance(key, str) or not all(key.split(".")):
             raise FederatedError(f"{key!r} is no key of a configuration; expected names joined by dots.")
-        _put(result, key, value)
-    return result
+        _put(config, key, value)
 
 
 def _put(config: Config, key: str, value: Any) -> None:
@@ -153,7 +158,8 @@ def _put(config: Config, key: str, value: Any) -> None:
         old = node.get(last)
         if isinstance(old, str) and "class_path" not in value:
             old = {"class_path": old}
-        node[last] = overlay(old if isinstance(old, dict) and not _is_another(old, value) else {}, value)
+        node[last] = old if isinstance(old, dict) and not _is_another(old, value) else {}
+        _put_all(node[last], value)
     else:
         node[last] = deepcopy(value)
 

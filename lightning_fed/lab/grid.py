@@ -123,12 +123,9 @@ class Grid:
             FederatedError: If an override does not fit; it names the cell.
         """
         try:
-            config = overlay(DEFAULTS, self.experiment.base)
-            for overrides in self._overrides(cell):
-                config = overlay(config, overrides)
+            return overlay(DEFAULTS, self.experiment.base, *self._overrides(cell))
         except FederatedError as error:
             raise FederatedError(f"{self.experiment.file}, {cell}: {error}") from error
-        return config
 
     def _overrides(self, cell: Cell) -> Iterator[Mapping[str, Any]]:
         point, tune = cell.point, self._tune_axes(cell.point)

@@ -17,6 +17,7 @@ import yaml
 
 from lightning_fed.cli.main import FederatedCLI, main
 from lightning_fed.models import MLPClassifier
+from tests.helpers.command_line import one_stage
 from tests.helpers.selection import few
 
 thorough = partial(pytest.param, marks=pytest.mark.thorough)
@@ -27,8 +28,14 @@ QUICKSTART = str(CONFIGS / "quickstart.yaml")
 SMALL = ["--trainer.max_rounds", "2", "--trainer.accelerator", "cpu", "--trainer.enable_model_summary", "false"]
 
 
+def run(*words: str) -> None:
+    """Run one of Lightning's commands, without the time that the others take to describe themselves."""
+    with one_stage(words[0]):
+        main(list(words))
+
+
 def fit(*args: str, config: str = QUICKSTART) -> None:
-    main(["fit", "--config", config, *SMALL, *args])
+    run("fit", "--config", config, *SMALL, *args)
 
 
 def version(n: int) -> Path:
@@ -40,19 +47,31 @@ def last(n: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def shown_of_finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Run two rounds of the quickstart, and return their folder and what was printed."""
-    folder, shown = tmp_path_factory.mktemp("finished"), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
+def shown_of_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Run two rounds of the quickstart, resume them as is printed, and run four at once.
+
+    Returns:
+        The folder, and what each has printed.
+    """
+    folder, shown = tmp_path_factory.mktemp("runs"), [io.StringIO() for _ in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        fit()
-    return folder, shown.getvalue()
+        with contextlib.redirect_stdout(shown[0]):
+            main(["fit", "--config", QUICKSTART, *SMALL])
+        command = re.search(r"resume \(round 2\) +lightning-fed (.*)", shown[0].getvalue())
+        assert command is not None
+        with contextlib.redirect_stdout(shown[1]):
+            run(*command[1].split())
+        with contextlib.redirect_stdout(shown[2]):
+            fit("--trainer.max_rounds", "4")
+    kept = folder.rename(folder.with_name("kept"))  # what checkpoints say of their own place is no longer so
+    return kept, [one.getvalue() for one in shown]
 
 
 @pytest.fixture
-def finished(shown_of_finished: tuple[Path, str]) -> str:
-    """Put the finished run into this test's folder, and return what it printed."""
-    folder, shown = shown_of_finished
+def runs(shown_of_runs: tuple[Path, list[str]]) -> list[str]:
+    """Put the finished runs into this test's folder, and return what they have printed."""
+    folder, shown = shown_of_runs
     shutil.copytree(folder, Path(), dirs_exist_ok=True)
     return shown
 
@@ -64,8 +83,8 @@ def test_the_main_job_with_another_method(method: str, capsys: pytest.CaptureFix
     check_main_job(capsys.readouterr().out)
 
 
-def test_the_main_job(finished: str) -> None:
-    check_main_job(finished)
+def test_the_main_job(runs: list[str]) -> None:
+    check_main_job(runs[0])
 
 
 def check_main_job(out: str) -> None:
@@ -76,15 +95,9 @@ def check_main_job(out: str) -> None:
     assert MLPClassifier.load_from_checkpoint(last(0)).hparams["in_features"] == 64
 
 
-def test_the_printed_resume_command_works(finished: str, capsys: pytest.CaptureFixture[str]) -> None:
-    fit("--trainer.max_rounds", "4")
-    shown = finished.rpartition("Federated run finished")[2]
-    assert f"{last(0)} (round 2)" in shown
-    capsys.readouterr()
-    command = re.search(r"resume \(round 2\) +lightning-fed (.*)", shown)
-    assert command is not None
-    main(command.group(1).split())
-    assert re.search(r"^  rounds +4$", capsys.readouterr().out, re.MULTILINE)
+def test_the_printed_resume_command_works(runs: list[str]) -> None:
+    assert f"{last(0)} (round 2)" in runs[0].rpartition("Federated run finished")[2]
+    assert re.search(r"^  rounds +4$", runs[1], re.MULTILINE)
     straight, resumed = (torch.load(last(n), weights_only=True)["state_dict"] for n in (1, 2))
     assert all(torch.equal(straight[k], resumed[k]) for k in straight)
 
@@ -93,14 +106,14 @@ def test_the_printed_resume_command_goes_on_after_max_steps(capsys: pytest.Captu
     fit("--trainer.max_steps", "1")
     command = re.search(r"resume \(round 1\) +lightning-fed (.*)", capsys.readouterr().out)
     assert command is not None
-    main(command.group(1).split())
+    run(*command[1].split())
     assert re.search(r"^  rounds +2$", capsys.readouterr().out, re.MULTILINE)
 
 
-@pytest.mark.usefixtures("finished")
+@pytest.mark.usefixtures("runs")
 def test_validate_and_predict(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("validate", "predict"):  # a new project's test runs `test`
-        main([command, "--config", QUICKSTART, "--ckpt_path", last(0), "--trainer.logger", "false"])
+        run(command, "--config", QUICKSTART, "--ckpt_path", last(0), "--trainer.logger", "false")
     out = capsys.readouterr().out
     assert "val_acc" in out
 
@@ -109,26 +122,25 @@ EVALUATIONS = few(["test", "validate", "predict"], ["test"])
 
 
 @pytest.mark.parametrize("command", EVALUATIONS)
-def test_no_model_is_evaluated_that_nobody_has_trained(command: str, shown_of_finished: tuple[Path, str]) -> None:
+def test_no_model_is_evaluated_that_nobody_has_trained(command: str, shown_of_runs: tuple[Path, list[str]]) -> None:
     with pytest.raises(
         SystemExit, match=f"lightning-fed: `{command}` needs a checkpoint.* None lies under .*ckpt_path PATH"
     ):
-        main([command, "--config", QUICKSTART])
-    shutil.copytree(shown_of_finished[0], Path(), dirs_exist_ok=True)
+        run(command, "--config", QUICKSTART)
+    shutil.copytree(shown_of_runs[0], Path(), dirs_exist_ok=True)
     with pytest.raises(SystemExit, match=r"--ckpt_path last for the newest one, .*last\.ckpt, --ckpt_path best"):
-        main([command, "--config", QUICKSTART])
-    main([command, "--config", QUICKSTART, "--ckpt_path", "initial"])
+        run(command, "--config", QUICKSTART)
+    run(command, "--config", QUICKSTART, "--ckpt_path", "initial")
 
 
 @pytest.mark.parametrize("args", [[], thorough(["--trainer.logger", "false"])], ids=["logger", "none"])
-@pytest.mark.usefixtures("finished")
+@pytest.mark.usefixtures("runs")
 def test_last_and_best_are_those_of_the_newest_run(args: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    fit("--trainer.max_rounds", "3")
-    state = torch.load(last(1), weights_only=True)["callbacks"]
+    state = torch.load(last(2), weights_only=True)["callbacks"]
     best = next(Path(one["best_model_path"]) for one in state.values() if "best_model_path" in one)
-    best.parents[1].rename("lightning_logs/moved")
+    version(2).rename("lightning_logs/moved")
     for word, name in (("last", "last.ckpt"), ("best", best.name)):
-        main(["test", "--config", QUICKSTART, "--ckpt_path", word, *args])
+        run("test", "--config", QUICKSTART, "--ckpt_path", word, *args)
         assert re.search(
             f"Loaded model weights from the checkpoint at .*moved.checkpoints.{re.escape(name)}", caplog.text
         )
@@ -137,25 +149,25 @@ def test_last_and_best_are_those_of_the_newest_run(args: list[str], caplog: pyte
     with pytest.raises(
         SystemExit, match=f"lightning-fed: ckpt_path='best'.*{re.escape(best.name)}, is gone.*holds last.ckpt"
     ):
-        main(["test", "--config", QUICKSTART, "--ckpt_path", "best", *args])
+        run("test", "--config", QUICKSTART, "--ckpt_path", "best", *args)
 
 
 @pytest.mark.parametrize("word", few(["last", "best"], ["best"]))
 def test_no_checkpoint_is_found_where_none_is(word: str) -> None:
     with pytest.raises(SystemExit, match=f"lightning-fed: .*ckpt_path='{word}'.* found no checkpoint.* under "):
-        main(["test", "--config", QUICKSTART, "--ckpt_path", word])
+        run("test", "--config", QUICKSTART, "--ckpt_path", word)
 
 
-@pytest.mark.usefixtures("finished")
+@pytest.mark.usefixtures("runs")
 def test_a_wrong_path_is_answered_with_what_is_there() -> None:
     there = version(0) / "checkpoints"
     for path, answer in (
         (there / "lst.ckpt", "holds .*last.ckpt"),
         (version(0), "It is a folder. .*holds checkpoints/"),
-        (Path("elsewhere/last.ckpt"), "holds lightning_logs/version_0/checkpoints/"),
+        (Path("elsewhere/last.ckpt"), "holds lightning_logs/version_2/checkpoints/"),
     ):
         with pytest.raises(SystemExit, match=f"lightning-fed: There is no checkpoint {path}. .*{answer}.*newest one"):
-            main(["test", "--config", QUICKSTART, "--ckpt_path", str(path)])
+            run("test", "--config", QUICKSTART, "--ckpt_path", str(path))
 
 
 @pytest.mark.thorough
@@ -237,12 +249,13 @@ def test_wrong_options_are_refused_by_name(args: list[str], message: str, capsys
     assert message in capsys.readouterr().err + str(error.value)
 
 
+@pytest.mark.usefixtures("runs")
 def test_seed_everything_seeds_the_run() -> None:
-    for n, seed in enumerate(("1", "2")):
-        fit("--seed_everything", seed, "--trainer.max_rounds", "1", "--trainer.limit_val_batches", "0")
-        assert torch.load(last(n), weights_only=True)["loops"]["fit_loop"]["state_dict"]["seed"] == int(seed)
-    first, other = (torch.load(last(n), weights_only=True)["state_dict"] for n in range(2))
-    assert not all(torch.equal(first[k], other[k]) for k in first)  # that one repeats, the resumed run above shows
+    fit("--seed_everything", "1", "--trainer.limit_val_batches", "0")
+    first, other = (torch.load(last(n), weights_only=True) for n in (0, 3))
+    assert [one["loops"]["fit_loop"]["state_dict"]["seed"] for one in (first, other)] == [0, 1]
+    pairs = [(first["state_dict"][name], other["state_dict"][name]) for name in first["state_dict"]]
+    assert not all(torch.equal(one, two) for one, two in pairs)  # that one repeats, the resumed run above shows
 
 
 def test_python_dash_m_shows_all_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,7 +297,7 @@ def test_a_class_in_the_folder_that_one_is_in_is_found(monkeypatch: pytest.Monke
     Path("module_of_a_user.py").write_text(MINE)
     Path("json.py").write_text("raise AssertionError('a file of the user hides an installed module')")
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    fit("--model", "module_of_a_user.Mine")
+    fit("--model", "module_of_a_user.Mine", "--trainer.max_rounds", "1")
     assert Path(last(0)).exists()
 
 
@@ -292,7 +305,7 @@ def test_what_lightning_refuses_is_one_line() -> None:
     Path("without_a_test.py").write_text("import pytorch_lightning as pl\nclass Untested(pl.LightningModule): pass\n")
     model = ["--model", "without_a_test.Untested"]
     with pytest.raises(SystemExit, match="^lightning-fed: No `test_step\\(\\)` method defined"):
-        main(["test", "--config", QUICKSTART, *model, "--ckpt_path", "initial", "--trainer.logger", "false"])
+        run("test", "--config", QUICKSTART, *model, "--ckpt_path", "initial", "--trainer.logger", "false")
 
 
 def test_an_own_command_behind_an_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from lightning_fed.cli import new as cli_new
 from lightning_fed.cli.main import main
 from lightning_fed.core.errors import FederatedError
+from tests.helpers.command_line import one_stage
 
 NAME = "project_of_a_user"
 
@@ -23,8 +24,10 @@ def test_a_new_project_trains_and_its_test_passes(
     monkeypatch.chdir(tmp_path / NAME)
     monkeypatch.syspath_prepend(str(tmp_path / NAME))
     # fewer rounds than its configuration says, which the thorough test below takes as it is
-    main(["fit", "--config", "config.yaml", "--trainer.max_rounds", "2", "--trainer.accelerator", "cpu"])
-    main(["test", "--config", "config.yaml", "--ckpt_path", "best"])
+    with one_stage("fit"):
+        main(["fit", "--config", "config.yaml", "--trainer.max_rounds", "2", "--trainer.accelerator", "cpu"])
+    with one_stage("test"):
+        main(["test", "--config", "config.yaml", "--ckpt_path", "best"])
     assert "test_acc" in capsys.readouterr().out
     tested = runpy.run_path(f"test_{NAME}.py")
     tested["test_a_few_rounds_learn_something"](tmp_path)

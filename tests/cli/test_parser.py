@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from lightning_fed.cli.main import main
+from tests.helpers.command_line import one_stage
 from tests.helpers.selection import few
 
 thorough = partial(pytest.param, marks=pytest.mark.thorough)
@@ -20,7 +21,8 @@ SMALL = ["--trainer.max_rounds", "2", "--trainer.accelerator", "cpu", "--trainer
 
 
 def fit(*args: str, config: str = QUICKSTART) -> None:
-    main(["fit", "--config", config, *SMALL, *args])
+    with one_stage("fit"):
+        main(["fit", "--config", config, *SMALL, *args])
 
 
 @pytest.mark.parametrize(
@@ -142,5 +144,5 @@ def test_help_is_in_the_order_of_use_and_without_markup(command: str, capsys: py
 
 def test_help_of_a_class_shows_formulas_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["fit", "--trainer.algorithm.help", "FedProx"])
+        fit("--trainer.algorithm.help", "FedProx")
     assert "mu >= 0; " in capsys.readouterr().out

@@ -109,17 +109,23 @@ def normalised() -> Normalised:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "uniform weights": {"weighting": "uniform"},
-    "weights by steps": {"weighting": "steps"},
-    "the local optimizer's state is kept": {"local_optimizer_state": "keep"},
-    "robust": {"aggregator": CoordinateMedian()},
-    "partial work": {"heterogeneity": SystemsHeterogeneity(stragglers=0.5)},
+    "uniform weights of all clients": {"weighting": "uniform", "clients_per_round": 1.0},
+    "weights by steps of partial work": {
+        "weighting": "steps",
+        "heterogeneity": SystemsHeterogeneity(stragglers=0.5),
+    },
+    "the local optimizer's state is kept, with personal parameters": {
+        "local_optimizer_state": "keep",
+        "personal": ["net.3.*"],
+    },
+    "robust, over accumulated local steps": {
+        "aggregator": CoordinateMedian(),
+        "local_epochs": None,
+        "local_steps": 3,
+        "accumulate_grad_batches": 2,
+    },
     "sparse with feedback": {"compression": TopK(0.3)},
-    "quantised": {"compression": QSGD(4)},
-    "all clients": {"clients_per_round": 1.0},
-    "local steps, accumulated": {"local_epochs": None, "local_steps": 3, "accumulate_grad_batches": 2},
-    "clipped": {"gradient_clip_val": 0.1},
-    "personal parameters": {"personal": ["net.3.*"]},
+    "quantised and clipped": {"compression": QSGD(4), "gradient_clip_val": 0.1},
 }
 
 

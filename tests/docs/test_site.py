@@ -1,11 +1,12 @@
 """The site names every page and builds; configurations and commands in the documentation are real ones."""
 
+import io
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -239,11 +240,16 @@ def check_own(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         if command == "diagnose":
             args, options = _split(args)
             check_own(["fit", "--config", "configs/quickstart.yaml", *options], capsys)
-        with pytest.raises(SystemExit) as end:
-            main([command, "--help"])
-        assert not end.value.code
-        shown = capsys.readouterr().out
+        shown = help_of(command)
         assert not [word for word in args if word.startswith("--") and word not in shown]
+
+
+@cache
+def help_of(command: str) -> str:
+    with redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert not end.value.code
+    return shown.getvalue()
 
 
 def check_installation(words: list[str]) -> None:

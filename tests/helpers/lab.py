@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 
 from lightning_fed import FederatedError
 from lightning_fed.lab.cell import CellRunner
+from lightning_fed.lab.experiment import Experiment
 from lightning_fed.lab.grid import Cell, Grid
-from lightning_fed.lab.reading import read_experiment
+from lightning_fed.lab.reading import PAPERS, read_experiment
 from lightning_fed.lab.records import Record, write_record
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.run_grid import StoredCells, run_grid
@@ -20,6 +22,12 @@ from lightning_fed.lab.workers import make_workers
 
 Write = Callable[..., Path]
 """Of the fixture ``write``."""
+
+
+@cache
+def of_paper(name: str) -> Experiment:
+    """Return an experiment that comes with the package; its file is read once."""
+    return read_experiment(PAPERS / f"{name}.yaml")
 
 
 def check_mistakes(write: Write, mistakes: Iterable[tuple[dict[str, Any], str]]) -> None:

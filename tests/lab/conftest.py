@@ -21,7 +21,7 @@ TINY: dict[str, Any] = {
             "init_args": {"x0": 1.0, "lr": 0.1, "optimum": 0.0},
         },
         "data": {"class_path": "lightning_fed.data.Quadratics", "init_args": {"a": [2.0, 0.0], "G": 1.0}},
-        "trainer": {"max_rounds": 3, "clients_per_round": 1.0, "local_steps": 2},
+        "trainer": {"max_rounds": 3, "clients_per_round": 1.0, "local_steps": 2, "engine": "sequential"},  # no tracing
     },
     "methods": {
         "FedAvg": {"trainer.algorithm": "lightning_fed.algorithms.FedAvg"},

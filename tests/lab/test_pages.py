@@ -8,9 +8,10 @@ import pytest
 
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.published import PublishedCells
-from lightning_fed.lab.reading import PAPERS, read_experiment
+from lightning_fed.lab.reading import PAPERS
 from lightning_fed.lab.reproduce import page
 from lightning_fed.lab.results import Results
+from tests.helpers.lab import of_paper
 from tests.helpers.selection import few
 
 FOLDER = Path(__file__).parents[2] / "docs" / "papers"
@@ -30,8 +31,7 @@ LARGE = ["fedcm_table1", "mime_fig2", "asynchronous", "sharpness", "mime_table3"
 )
 def test_every_number_and_verdict_of_a_page_follows_from_what_is_published(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    experiment = read_experiment(PAPERS / f"{path.stem}.yaml")
-    grid = Grid(experiment, scale_of(text))
+    grid = Grid(of_paper(path.stem), scale_of(text))
     assert page(Results(grid, PublishedCells(grid, FOLDER))) == text, f"lightning-fed reproduce {path.stem} --published"
     assert "was not run" not in text
     files = [*FOLDER.glob(f"{path.stem}_cells.csv"), *FOLDER.glob(f"{path.stem}_rounds.csv.gz")]
@@ -45,7 +45,7 @@ NUMBER = re.compile(r"\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[+-]?\d+)?")
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_the_numbers_of_a_text_are_its_claims_rounded_or_stand_on_the_page(path: Path) -> None:
-    page, experiment = path.read_text(encoding="utf-8"), read_experiment(PAPERS / f"{path.stem}.yaml")
+    page, experiment = path.read_text(encoding="utf-8"), of_paper(path.stem)
     texts = [text for claim in experiment.claims if (text := " ".join(claim.found.split())) and text in page]
     grid = Grid(experiment, scale_of(page))
     cells = (cell for point in grid.points for cell in grid.cells(point, grid.tuned(point)[0], range(1)))
@@ -63,7 +63,7 @@ def test_the_numbers_of_a_text_are_its_claims_rounded_or_stand_on_the_page(path:
 
 @pytest.mark.parametrize("path", sorted(PAPERS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_papers_experiment_has_three_seeds_where_anything_is_random(path: Path) -> None:
-    experiment = read_experiment(path)
+    experiment = of_paper(path.stem)
     for scale in experiment.scales:
         assert not experiment.is_random or Grid(experiment, scale).seeds >= 3, scale
     assert len({claim.says for claim in experiment.claims}) == len(experiment.claims)

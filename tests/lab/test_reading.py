@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from lightning_fed.lab.checking import check_outputs
 from lightning_fed.lab.configurations import Configurations
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.outputs import read_figures
-from lightning_fed.lab.reading import read_experiment
+from lightning_fed.lab.reading import PAPERS, read_experiment
 from lightning_fed.lab.yaml_files import read_yaml
-from tests.helpers.lab import Write, check_mistakes
+from tests.helpers.lab import Write, check_mistakes, of_paper
 
 LR = {"key": "model.init_args.lr", "values": [0.1, 0.2]}
 TUNE = {"by": "final", "grid": {"lr": LR}}
@@ -82,20 +81,19 @@ def read_yaml_text(folder: Path, text: str) -> dict[str, Any]:
     return read_yaml(folder / "part.yaml")
 
 
-PAPERS = sorted((Path(__file__).parents[2] / "configs" / "papers").glob("*.yaml"))
+NAMES = sorted(path.stem for path in PAPERS.glob("*.yaml"))
 
 
-def cells_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def cells_of(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a cell for every label of an experiment, at every scale, with its configuration."""
-    experiment = read_experiment(path)
-    assert yaml.safe_load(path.read_text())
+    experiment = of_paper(name)
     for scale in experiment.scales:
         grid = Grid(experiment, scale)
         check_outputs(grid)
         one_of_each_label = {pair: p for p in grid.points for pair in p.labels}
         for point in one_of_each_label.values():
             cell = next(grid.cells(point, grid.tuned(point)[-1], range(1)))
-            yield f"{path.name}: {cell}", grid.config(cell)
+            yield f"{name}: {cell}", grid.config(cell)
 
 
 def said_in(config: Any, path: tuple[Any, ...] = ()) -> set[tuple[Any, ...]]:
@@ -108,7 +106,7 @@ def said_in(config: Any, path: tuple[Any, ...] = ()) -> set[tuple[Any, ...]]:
 
 def test_whatever_the_experiments_of_papers_say_is_understood_in_some_cell() -> None:
     configurations = Configurations()
-    left = [(said_in(config), name, config) for path in PAPERS for name, config in cells_of(path)]
+    left = [(said_in(config), name, config) for paper in NAMES for name, config in cells_of(paper)]
     assert left
     understood: set[tuple[Any, ...]] = set()
     while left:  # the cell next that says most of what has not been said yet
@@ -119,8 +117,8 @@ def test_whatever_the_experiments_of_papers_say_is_understood_in_some_cell() -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("path", PAPERS, ids=lambda p: p.stem)
-def test_every_experiment_of_a_paper_is_understood_at_every_scale(path: Path) -> None:
+@pytest.mark.parametrize("paper", NAMES)
+def test_every_experiment_of_a_paper_is_understood_at_every_scale(paper: str) -> None:
     configurations = Configurations()
-    for name, config in cells_of(path):
+    for name, config in cells_of(paper):
         configurations.complete(name, config)

@@ -75,7 +75,7 @@ def test_a_cell_is_known_by_all_of_its_configuration_but_where_its_data_lie(writ
 
 
 def test_cells_alike_are_one_cell(write: Write, tmp_path: Path) -> None:
-    methods = {"FedAvg": {}, "the same": {}}
+    methods: dict[str, Any] = {name: {"trainer.engine": "auto"} for name in ("FedAvg", "the same")}
     results, ran = run(write(methods=methods), tmp_path / "out")
     assert len(ran) == 1
     assert len(list(results.asked())) == 2

@@ -1,12 +1,12 @@
 """The ClientApp of a site: it hands Flower's messages to the site's resident process, and imports no PyTorch."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from flwr.app import Context, Message
@@ -16,16 +16,12 @@ from lightning_fed.deploy.flower.records import packed, unpacked, who
 from lightning_fed.deploy.flower.resident import (
     READY,
     REPLY,
-    SPEC,
     STARTED_BY,
-    TASK,
     Maker,
     clients_of,
     end_with,
     log_of,
     named,
-    receive,
-    send,
     socket_of,
     spec_of,
     state_dir_of,
@@ -57,11 +53,8 @@ def client_app(make_trainer: Maker, make_model: Maker, make_data: Maker) -> Clie
 
         app = client_app("hospital.task:make_trainer", "hospital.task:make_model", "hospital.task:make_data")
     """
-    makers = {
-        "trainer": named("make_trainer", make_trainer),
-        "model": named("make_model", make_model),
-        "data": named("make_data", make_data),
-    }
+    given = {"trainer": make_trainer, "model": make_model, "data": make_data}
+    makers = {what: named(f"make_{what}", maker) for what, maker in given.items()}
     app = ClientApp()
 
     @app.query()
@@ -80,23 +73,19 @@ def client_app(make_trainer: Maker, make_model: Maker, make_data: Maker) -> Clie
 
 
 class SiteProcess:
-    """The resident process of this site, started if it is not there.
+    """The resident process of this site, started if it is not there; it makes trainer, model and data by name.
 
-    Args:
-        makers: The names of the functions that make ``trainer``, ``model`` and ``data``.
-        node_config: The node's configuration.
-        parent: The process with which it ends: by default the one that has started this one, which is Flower's and ends
-            with the SuperNode.
+    It ends with ``parent``: by default the process that has started this one, which is Flower's and ends with the
+    SuperNode.
     """
 
-    def __init__(self, makers: Mapping[str, str], node_config: Mapping[str, Any], parent: int | None = None) -> None:
+    def __init__(self, makers: Mapping[str, str], node_config: Mapping[str, Any], parent: int = STARTED_BY) -> None:
         self.state_dir = state_dir_of(node_config)
         self.socket = socket_of(self.state_dir)
-        parent = STARTED_BY if parent is None else parent
-        paths = [path for path in sys.path if path]
-        spec = {"makers": dict(makers), "node_config": dict(node_config), "parent": parent, "paths": paths}
-        self._spec = spec_of(spec)
-        self._paths = paths
+        self._paths = [path for path in sys.path if path]
+        self._spec = spec_of(
+            {"makers": dict(makers), "node_config": dict(node_config), "parent": parent, "paths": self._paths}
+        )
 
     def answer(self, tasks: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, str]]:
         """Return the replies to some tasks, and why others have none."""
@@ -108,43 +97,39 @@ class SiteProcess:
                     for key, task in tasks.items():
                         if key in replies or key in refused:
                             continue
-                        send(connection, TASK, task)
-                        kind, content = receive(connection) or _ended()
+                        connection.send_bytes(task)
+                        kind, content = connection.recv_bytes(), connection.recv_bytes()
                         if kind == REPLY:
                             replies[key] = content
                         else:
                             refused[key] = content.decode(errors="replace")
                 break
-            except OSError as error:
+            except (OSError, EOFError) as error:
                 if tried == _TRIES:
-                    why = f"The site's process has ended {_TRIES} times ({error}). Its last words: {self._last_words()}"
+                    end = str(error) or "it ended in the middle of a task"
+                    why = f"The site's process has ended {_TRIES} times ({end}). Its last words: {self._last_words()}"
                     refused |= dict.fromkeys(tasks.keys() - replies.keys() - refused.keys(), why)
         return replies, refused
 
     @contextmanager
-    def _connected(self) -> Iterator[socket.socket]:
-        """Yield a connection to the process of this very app.
-
-        Raises:
-            ConnectionError: If it ends before it is ready.
-        """
+    def _connected(self) -> Iterator[Connection]:
+        """Yield a connection to the process of this very app."""
         process: subprocess.Popen[bytes] | None = None
         while True:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                try:
-                    connection.connect(str(self.socket))
-                    send(connection, SPEC, self._spec)
-                    said = receive(connection) or _ended()
-                except OSError:
-                    if process is not None and process.poll() is not None:
-                        raise ConnectionError(f"it ended with {process.returncode} before it was ready") from None
-                    process = process or self._start()
-                    time.sleep(_LOOK)
-                    continue
-                if said[0] == READY:
-                    yield connection
+            try:
+                connection = Client(str(self.socket), "AF_UNIX")
+                connection.send_bytes(self._spec)
+                said = connection.recv_bytes()
+            except (OSError, EOFError):
+                if process is not None and process.poll() is not None:
+                    raise ConnectionError(f"it ended with {process.returncode} before it was ready") from None
+                process = process or self._start()
+            else:
+                if said == READY:
+                    with connection:
+                        yield connection
                     return
-                time.sleep(_LOOK)  # that of another app, or of a SuperNode that has ended: it ends now
+            time.sleep(_LOOK)  # that of another app, or of a SuperNode that has ended: it ends now
 
     def _start(self) -> "subprocess.Popen[bytes]":
         self.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -170,7 +155,3 @@ class SiteProcess:
             return log_of(self.state_dir).read_text(errors="replace")[-_SHOWN:].strip() or "none"
         except OSError as error:
             return str(error)
-
-
-def _ended() -> tuple[bytes, bytes]:
-    raise ConnectionError("it ended in the middle of a task")

@@ -1,7 +1,6 @@
 """A configuration's app for Flower: ``lightning-fed deploy`` writes it, and it makes trainer, model and data."""
 
 import shutil
-import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +11,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from lightning_fed.cli.configuration import CellParts
-from lightning_fed.cli.parser import LightningCLI, refusal_in
+from lightning_fed.cli.parser import refusal_in
 from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
@@ -26,7 +25,7 @@ _NAME = "federated_app"
 
 
 class Configured:
-    """What a configuration describes, made anew at every call.
+    """What a configuration describes, made again at every call.
 
     Server and sites make all of it: each site uses the data of its own clients, the server the validation set alone.
     """
@@ -36,7 +35,8 @@ class Configured:
 
     def _parts(self) -> CellParts:
         try:
-            return _Parts(yaml.safe_load(self._file.read_text(encoding="utf-8")))
+            quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+            return CellParts(yaml.safe_load(self._file.read_text(encoding="utf-8")), outputs=quiet)
         except Exception as error:
             raise FederatedError(f"{self._file}: {refusal_in(error) or error}") from error
 
@@ -56,39 +56,21 @@ class Configured:
 
     def client_ids(self) -> list[int | str]:
         """Return the ids of all clients."""
-        data = self.data()
-        data.prepare_data()
-        data.setup("fit")
-        return list(data.client_ids)
+        return list(self._data_set_up().client_ids)
 
     def val(self) -> Any:
         """Return the validation set of the server, None if there is none."""
+        return self._data_set_up().val
+
+    def _data_set_up(self) -> Any:
         data = self.data()
         data.prepare_data()
         data.setup("fit")
-        return data.val
-
-
-class _Parts(CellParts):
-    """The parts with the outputs that the configuration asks for, but for the progress bar."""
-
-    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Make the trainer."""
-        quiet = {"enable_progress_bar": False, "enable_model_summary": False}
-        trainer: pl.Trainer = LightningCLI.instantiate_trainer(self, **{**kwargs, **quiet})
-        return trainer
+        return data
 
 
 def deploy(args: list[str] | None = None) -> None:
-    """Write the app of a configuration, start Flower on this machine, and run it.
-
-    Args:
-        args: What follows ``lightning-fed deploy`` on the command line.
-
-    Raises:
-        FederatedError: If Flower is missing, the configuration cannot be run, or the run fails.
-        SystemExit: If the arguments are not understood.
-    """
+    """Write the app of a configuration, start Flower on this machine, and run it, as ``lightning-fed deploy`` does."""
     parser = ArgumentParser(
         prog="lightning-fed deploy",
         description="Write a configuration's app for Flower, and run it with SuperLink and SuperNodes on this machine.",
@@ -112,19 +94,20 @@ def deploy(args: list[str] | None = None) -> None:
         for number, share in enumerate(shares)
     ]
     print(f"Made {out}: the app, which `flwr run {out}` starts where a SuperLink is.")
-    if said.run:
-        _try(out, nodes)
+    if not said.run:
+        return
+    print(f"SuperLink and {len(nodes)} SuperNodes start on this machine; their logs are in {out / 'logs'}.", flush=True)
+    with LocalFlower(out, nodes) as flower:
+        run = flower.submit(out)
+        flower.follow(run)
+        status = flower.status(run)
+    if status != "finished:completed":
+        raise FederatedError(f"deploy flower: the run is {status}. Its log is above, those of Flower in {flower.logs}.")
+    print(f"The run is complete: {out / 'last.ckpt'}")
 
 
 def write_app(config: Path, out: Path) -> list[ClientId]:
-    """Write an app for Flower from a configuration.
-
-    Returns:
-        The ids of its clients.
-
-    Raises:
-        FederatedError: If the configuration cannot be run, or the folder is there.
-    """
+    """Write an app for Flower from a configuration; return the ids of its clients."""
     clients = Configured(config).client_ids()
     if wrong := [client for client in clients if {*str(client)} & {",", '"'}]:
         raise FederatedError(f"deploy flower: the id of client {wrong[0]!r} has a comma or a quotation mark.")
@@ -147,22 +130,7 @@ def write_app(config: Path, out: Path) -> list[ClientId]:
 
 
 def share_clients(clients: list[ClientId], sites: int) -> list[list[ClientId]]:
-    """Return the clients of each site, which differ in number by one at most.
-
-    Raises:
-        FederatedError: If there are more sites than clients.
-    """
+    """Return the clients of each site, which differ in number by one at most."""
     if sites > len(clients):
         raise FederatedError(f"deploy flower: --sites {sites} is more than the {len(clients)} clients there are.")
     return [clients[number::sites] for number in range(sites)]
-
-
-def _try(out: Path, nodes: list[str]) -> None:
-    print(f"SuperLink and {len(nodes)} SuperNodes start on this machine; their logs are in {out / 'logs'}.", flush=True)
-    with LocalFlower(out, nodes) as flower:
-        run = flower.submit(out)
-        flower.follow(run, sys.stdout)
-        status = flower.status(run)
-    if status != "finished:completed":
-        raise FederatedError(f"deploy flower: the run is {status}. Its log is above, those of Flower in {flower.logs}.")
-    print(f"The run is complete: {out / 'last.ckpt'}")

@@ -23,12 +23,7 @@ _log = logging.getLogger("flwr")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a client has no reply.
-
-    Attributes:
-        client: The client.
-        reason: What its site says.
-    """
+    """Why a client has no reply, in the words of its site."""
 
     client: ClientId
     reason: str
@@ -49,19 +44,15 @@ class Courier:
     A message may be lost with the process that had it. A node works through its messages one after another: if it
     answers a question that was asked after a task, and the task has no reply, the task is lost, and sent again.
 
-    Args:
-        grid: Flower's.
-        clients: The ids of all clients.
-        ttl: Seconds for which a message is valid.
-        ask_again: Seconds between a task and the question whether its node is still at it.
-        group: What Flower is to show as the group of messages.
-
-    Raises:
-        FederatedError: If two ids read alike.
+    A message is valid for ``ttl`` seconds. After ``ask_again`` seconds without a reply to a task, its node is asked
+    whether it still works at it.
     """
 
-    def __init__(self, grid: Grid, clients: Sequence[ClientId], ttl: float, ask_again: float, group: str = "") -> None:
-        self._grid, self._ttl, self._ask_again, self.group = grid, ttl, ask_again, group
+    group = ""
+    """What Flower shows as the group of messages."""
+
+    def __init__(self, grid: Grid, clients: Sequence[ClientId], ttl: float, ask_again: float) -> None:
+        self._grid, self._ttl, self._ask_again = grid, ttl, ask_again
         self._by_text = {str(client): client for client in clients}
         if len(self._by_text) < len(clients):
             raise FederatedError("Two of client_ids read alike, such as 1 and '1': nodes name theirs as text.")

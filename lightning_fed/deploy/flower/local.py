@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lightning_fed.core.errors import FederatedError
 
@@ -21,34 +21,22 @@ _SHOWN = 2000  # characters of a log in an error
 
 
 class LocalFlower:
-    """Flower's processes on this machine, which end with the context. Everything that they write is in one folder.
+    """Flower's processes on this machine, which end with the context. Nothing is encrypted.
 
-    Args:
-        folder: The folder: logs, Flower's own folder, the SuperLink's working directory.
-        nodes: The configuration of each SuperNode, as ``--node-config`` takes it.
-        superlink: Further arguments of ``flower-superlink``; without any, nothing is encrypted.
-        supernode: Further arguments of each ``flower-supernode``, likewise.
-        connection: Lines of the connection to the SuperLink in Flower's configuration, likewise.
+    They write to one folder: logs, Flower's own folder, the SuperLink's working directory. ``nodes`` has the
+    configuration of each SuperNode as ``--node-config`` takes it, ``superlink`` further arguments of the SuperLink.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        nodes: Sequence[str],
-        superlink: Sequence[str] = ("--insecure",),
-        supernode: Sequence[Sequence[str]] | None = None,
-        connection: str = "insecure = true",
-    ) -> None:
-        self.folder, self.nodes = folder.absolute(), list(nodes)
+    def __init__(self, folder: Path, nodes: Sequence[str], superlink: Sequence[str] = ()) -> None:
+        self.folder, self.nodes, self._superlink = folder.absolute(), list(nodes), list(superlink)
         self.port = _free_port()
-        self._superlink, self._supernode = list(superlink), supernode or [["--insecure"]] * len(self.nodes)
         self.logs = self.folder / "logs"
         self.home = self.folder / "flower"
         for made in (self.logs, self.home):
             made.mkdir(parents=True, exist_ok=True)
-        address = f'address = "127.0.0.1:{self.port}"'
+        address = f'address = "127.0.0.1:{self.port}"\ninsecure = true'
         (self.home / "config.toml").write_text(
-            f'[superlink]\ndefault = "here"\n\n[superlink.here]\n{address}\n{connection}\n', encoding="utf-8"
+            f'[superlink]\ndefault = "here"\n\n[superlink.here]\n{address}\n', encoding="utf-8"
         )
         self.superlink: subprocess.Popen[bytes] | None = None
         self.supernodes: dict[int, subprocess.Popen[bytes]] = {}
@@ -61,13 +49,9 @@ class LocalFlower:
         return {**os.environ, **quiet, "FLWR_HOME": str(self.home), "PATH": path}
 
     def start_superlink(self) -> None:
-        """Start the SuperLink, and wait until it listens.
-
-        Raises:
-            FederatedError: If it does not.
-        """
+        """Start the SuperLink, and wait until it listens."""
         where = ["--host", "127.0.0.1", "--port", str(self.port), "--disable-runtime-dependency-installation"]
-        self.superlink = self._start("superlink", ["flower-superlink", *where, *self._superlink])
+        self.superlink = self._start("superlink", ["flower-superlink", *where, "--insecure", *self._superlink])
         while self.superlink.poll() is None:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
@@ -77,9 +61,8 @@ class LocalFlower:
 
     def start_supernode(self, number: int) -> None:
         """Start a SuperNode."""
-        where = ["--superlink", f"127.0.0.1:{self.port}", "--port", str(_free_port())]
-        config = ["--node-config", self.nodes[number]]
-        command = ["flower-supernode", *where, *config, *self._supernode[number]]
+        where = ["--superlink", f"127.0.0.1:{self.port}", "--port", str(_free_port()), "--insecure"]
+        command = ["flower-supernode", *where, "--node-config", self.nodes[number]]
         self.supernodes[number] = self._start(f"supernode{number}", command)
 
     def _start(self, name: str, command: Sequence[str]) -> "subprocess.Popen[bytes]":
@@ -93,11 +76,7 @@ class LocalFlower:
         return (self.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
 
     def flwr(self, *words: str) -> str:
-        """Run a command of ``flwr``, and return what it prints.
-
-        Raises:
-            FederatedError: If it fails.
-        """
+        """Run a command of ``flwr``, and return what it prints."""
         command = ["flwr", *words]
         done = subprocess.run(  # noqa: S603
             command, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
@@ -114,18 +93,10 @@ class LocalFlower:
             raise FederatedError(f"flwr run has not said which run it has started: {shown[-_SHOWN:]}")
         return found[1]
 
-    def follow(self, run: str, out: IO[str]) -> None:
-        """Copy the log of a run until its end."""
+    def follow(self, run: str) -> None:
+        """Print the log of a run until its end."""
         command = ["flwr", "log", run, "here"]
-        process = subprocess.Popen(  # noqa: S603
-            command, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        assert process.stdout is not None
-        with process.stdout:
-            for line in process.stdout:
-                out.write(line)
-                out.flush()
-        process.wait()
+        subprocess.run(command, cwd=self.folder, env=self.environment, check=False)  # noqa: S603
 
     def described(self, run: str) -> dict[str, Any]:
         """Return what Flower tells of a run: its ``status``, its ``network-traffic`` and more."""

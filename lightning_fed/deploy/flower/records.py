@@ -11,12 +11,7 @@ _FORMAT = "lightning_fed.deploy.Message"
 
 
 def packed(messages: Mapping[str, bytes], refused: Mapping[str, str] | None = None) -> RecordDict:
-    """Return messages as a record.
-
-    Args:
-        messages: The bytes of :class:`lightning_fed.deploy.Message`, under keys that a reply repeats.
-        refused: Why there is no reply, under the keys of the tasks.
-    """
+    """Return the bytes of messages as a record, and why others are missing; a reply has the keys of its tasks."""
     arrays = {key: Array("uint8", (len(content),), _FORMAT, content) for key, content in messages.items()}
     return RecordDict({_MESSAGES: ArrayRecord(arrays), _REFUSED: ConfigRecord(dict(refused or {}))})
 

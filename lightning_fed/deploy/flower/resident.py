@@ -11,13 +11,14 @@ import os
 import select
 import socket
 import stat
-import struct
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,9 +27,7 @@ __all__ = [
     "READY",
     "REFUSED",
     "REPLY",
-    "SPEC",
     "STARTED_BY",
-    "TASK",
     "Maker",
     "Resident",
     "called",
@@ -37,8 +36,6 @@ __all__ = [
     "log_of",
     "main",
     "named",
-    "receive",
-    "send",
     "socket_of",
     "spec_of",
     "state_dir_of",
@@ -52,13 +49,11 @@ STARTED_BY = os.getppid()
 
 _LOOK = 1.0  # seconds between two looks at the other process, where the system does not tell of its end
 
-SPEC, READY, NOT_MINE = b"S", b"Y", b"N"
-"""What a ClientApp asks first: is this the process of my app? And the two answers; after the second one it ends."""
+READY, NOT_MINE = b"Y", b"N"
+"""The answers to a ClientApp's first words, its specification: whether this is its process, or one that ends now."""
 
-TASK, REPLY, REFUSED = b"T", b"R", b"E"
-"""A task, and its answers: a message, or why there is none."""
-
-_HEAD = struct.Struct(">cQ")
+REPLY, REFUSED = b"R", b"E"
+"""What comes before the answer to a task: a message, or why there is none."""
 
 Maker: TypeAlias = Callable[..., Any] | str
 """A function of the user's, or its name, ``"module:function"``."""
@@ -67,9 +62,8 @@ Maker: TypeAlias = Callable[..., Any] | str
 class Resident:
     """Serve the tasks of one site.
 
-    Args:
-        spec: ``makers`` (names of the functions that make trainer, model and data), ``node_config``, ``parent`` (the
-            process with which it ends) and ``paths`` (where Python finds the app).
+    ``spec`` has ``makers`` (names of the functions that make trainer, model and data), ``node_config``, ``parent`` (the
+    process with which it ends) and ``paths`` (where Python finds the app).
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
@@ -79,11 +73,7 @@ class Resident:
         self._site: Any = None
 
     def serve(self) -> None:
-        """Answer until the SuperNode ends, another app comes, or nothing has come for an hour.
-
-        Raises:
-            filelock.Timeout: If another process serves the site and does not end.
-        """
+        """Answer until the SuperNode ends, another app comes, or nothing has come for an hour."""
         from filelock import FileLock
 
         end_with(self.spec["parent"])
@@ -103,21 +93,18 @@ class Resident:
     def _serve_one(self, listener: socket.socket) -> bool:
         """Serve one connection; return whether to go on."""
         try:
-            connection, _ = listener.accept()
+            accepted, _ = listener.accept()
         except TimeoutError:
             return False
-        with connection:
-            connection.settimeout(None)
+        with Connection(accepted.detach()) as connection, suppress(EOFError):  # the end of a ClientApp that is done
             try:
-                first = receive(connection)
-                if first is None:
-                    return True
-                if first != (SPEC, spec_of(self.spec)):
-                    send(connection, NOT_MINE)
+                if connection.recv_bytes() != spec_of(self.spec):
+                    connection.send_bytes(NOT_MINE)
                     return False
-                send(connection, READY)
-                while (frame := receive(connection)) is not None:
-                    send(connection, *(self.answer(frame[1]) if frame[0] == TASK else (REFUSED, b"No task.")))
+                connection.send_bytes(READY)
+                while True:
+                    for part in self.answer(connection.recv_bytes()):
+                        connection.send_bytes(part)
             except OSError as error:  # a ClientApp that has ended; the server will ask again
                 print(f"A ClientApp has ended before its reply: {error}", flush=True)
         return True
@@ -177,9 +164,6 @@ def main() -> None:
 def clients_of(node_config: Mapping[str, Any]) -> list[int | str]:
     """Return the ids of a node's clients: ``client-id=3``, ``client-id="clinic"``, or several, ``client-id="0,1,2"``.
 
-    Raises:
-        ValueError: If it names none.
-
     Example:
         >>> clients_of({"client-id": "0, 12,north"})
         [0, 12, 'north']
@@ -204,11 +188,7 @@ def state_dir_of(node_config: Mapping[str, Any]) -> Path:
 
 
 def named(what: str, maker: Maker) -> str:
-    """Return the name of a function, ``"module:function"``.
-
-    Raises:
-        FederatedError: If another process could not find it by a name.
-    """
+    """Return the name of a function, ``"module:function"``, by which another process can find it."""
     if isinstance(maker, str):
         module, _, attribute = maker.partition(":")
         is_good = all(part.isidentifier() for part in (*module.split("."), attribute))
@@ -226,11 +206,7 @@ def named(what: str, maker: Maker) -> str:
 
 
 def called(maker: Maker) -> Callable[..., Any]:
-    """Return the function itself, imported if it is given by name.
-
-    Raises:
-        FederatedError: If there is no function of that name.
-    """
+    """Return the function itself, imported if it is given by name."""
     if not isinstance(maker, str):
         return maker
     module, _, attribute = maker.partition(":")
@@ -243,44 +219,10 @@ def called(maker: Maker) -> Callable[..., Any]:
     return found
 
 
-# The local socket between a ClientApp and the resident process
-
-
-def send(connection: socket.socket, kind: bytes, content: bytes = b"") -> None:
-    """Send one frame."""
-    connection.sendall(_HEAD.pack(kind, len(content)))
-    connection.sendall(content)
-
-
-def receive(connection: socket.socket) -> tuple[bytes, bytes] | None:
-    """Return the next frame as its kind and what it holds; None at the end of the connection.
-
-    Raises:
-        ConnectionError: If it ends in the middle of a frame.
-    """
-    head = connection.recv(_HEAD.size, socket.MSG_WAITALL)
-    if not head:
-        return None
-    if len(head) < _HEAD.size:
-        raise ConnectionError("The connection has ended in the middle of a message.")
-    kind, length = _HEAD.unpack(head)
-    content = bytearray(length)
-    view, done = memoryview(content), 0
-    while done < length:
-        count = connection.recv_into(view[done:])
-        if not count:
-            raise ConnectionError("The connection has ended in the middle of a message.")
-        done += count
-    return kind, bytes(content)
-
-
 def socket_of(state_dir: Path) -> Path:
     """Return the path of a site's socket, in a folder that only this user can open.
 
     It is not in the site's own folder, since the path of a socket may have about 100 characters.
-
-    Raises:
-        OSError: If somebody else can open the folder, or could have made it.
     """
     if os.name != "posix":
         raise OSError("Sites need the local sockets of Linux or macOS.")
@@ -298,7 +240,7 @@ def socket_of(state_dir: Path) -> Path:
 def end_with(other: int) -> None:
     """End this process, whatever it does, as soon as another one has ended.
 
-    What is kept is not harmed: states of clients and checkpoints are on the disk as a whole or not at all.
+    Nothing that is kept is harmed: states of clients and checkpoints are on the disk as a whole or not at all.
     """
     threading.Thread(target=_wait_and_end, args=(other,), daemon=True).start()
 

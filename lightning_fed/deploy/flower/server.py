@@ -2,9 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,9 @@ from lightning_fed.deploy.flower.resident import STARTED_BY, Maker, called, end_
 from lightning_fed.deploy.server import FederatedServer
 
 __all__ = ["server_app"]
+
+DEFAULTS = {"phase-timeout": 3600.0, "ask-again": 60.0}
+"""A run's options in its configuration, in seconds: when a phase is closed, and when a silent node is asked again."""
 
 _PAUSE = 0.5  # seconds between two looks for replies
 _PATIENCE = 30.0  # seconds in which another run that works with the checkpoint is to end
@@ -59,57 +60,38 @@ def server_app(
         end_with(STARTED_BY)  # Flower itself lets it wait for a SuperLink that has ended, which may never come back
         ids: Any = called(client_ids)() if callable(client_ids) or isinstance(client_ids, str) else client_ids
         val = None if make_val is None else called(make_val)()
+        phase_timeout, ask_again = (seconds(context.run_config, name) for name in DEFAULTS)
         with FederatedServer(called(make_trainer)(), called(make_model)(), ids, val=val) as server:
-            run_server(server, grid, Path(checkpoint).absolute(), options_of(context.run_config))
+            run_server(server, grid, Path(checkpoint).absolute(), phase_timeout, ask_again)
 
     return app
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the run's configuration says, in seconds.
-
-    Attributes:
-        phase_timeout: After which a phase is closed.
-        ask_again: After which the node of a task without a reply is asked for it.
-    """
-
-    phase_timeout: float = 3600.0
-    ask_again: float = 60.0
+def seconds(run_config: Mapping[str, Any], name: str) -> float:
+    """Return an option in a run's configuration."""
+    value = run_config.get(name, DEFAULTS[name])
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise FederatedError(f"{name} = {value!r} in the run's configuration must be a positive number of seconds.")
+    return float(value)
 
 
-def options_of(run_config: Any) -> Options:
-    """Return the options in a run's configuration.
-
-    Raises:
-        FederatedError: If one is no positive number.
-    """
-    found = {}
-    for name in ("phase-timeout", "ask-again"):
-        if name in run_config:
-            value = run_config[name]
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise FederatedError(
-                    f"{name} = {value!r} in the run's configuration must be a positive number of seconds."
-                )
-            found[name.replace("-", "_")] = float(value)
-    return Options(**found)
-
-
-def run_server(server: FederatedServer, grid: Grid, checkpoint: Path, options: Options) -> None:
-    """Run all rounds.
-
-    Raises:
-        FederatedError: If clients do not answer and are not to be dropped. The checkpoint is that of the last round.
-            Or if another run works with the checkpoint.
-    """
-    with _alone_with(checkpoint):
+def run_server(server: FederatedServer, grid: Grid, checkpoint: Path, phase_timeout: float, ask_again: float) -> None:
+    """Run all rounds, and write the checkpoint after each; no other run may use it meanwhile."""
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    try:  # the system frees the lock, however the process ends
+        held = FileLock(f"{checkpoint}.lock", timeout=_PATIENCE).acquire()
+    except Timeout as error:
+        raise FederatedError(
+            f"Another run works with the checkpoint {checkpoint}. `flwr list` shows it, and `flwr stop` ends it; or"
+            " give this one another checkpoint."
+        ) from error
+    with held:
         if checkpoint.is_file():
             server.load(checkpoint)
             _log.info("The run goes on from %s.", checkpoint)
-        courier = Courier(grid, server.client_ids, options.phase_timeout, options.ask_again)
+        courier = Courier(grid, server.client_ids, phase_timeout, ask_again)
         while server.phase is not None:
-            refused = _exchange(server, courier, options.phase_timeout)
+            refused = _exchange(server, courier, phase_timeout)
             try:
                 report = server.close_phase()
             except ClientError:
@@ -122,24 +104,6 @@ def run_server(server: FederatedServer, grid: Grid, checkpoint: Path, options: O
                 server.save(checkpoint)
                 _log.info("Round %d: clients %s, loss %.6g.", report.round, list(report.clients), report.loss)
     _log.info("All rounds are done. The model is in %s.", checkpoint)
-
-
-@contextmanager
-def _alone_with(checkpoint: Path) -> Iterator[None]:
-    """Let no other ServerApp work with a checkpoint meanwhile.
-
-    Raises:
-        FederatedError: If another one does.
-    """
-    checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(f"{checkpoint}.lock", timeout=_PATIENCE):  # the system frees it, however the process ends
-            yield
-    except Timeout as error:
-        raise FederatedError(
-            f"Another run works with the checkpoint {checkpoint}. `flwr list` shows it, and `flwr stop` ends it; or"
-            " give this one another checkpoint."
-        ) from error
 
 
 def _exchange(server: FederatedServer, courier: Courier, timeout: float) -> dict[ClientId, str]:

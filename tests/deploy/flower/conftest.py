@@ -20,7 +20,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(TaskIdentity, name, value)  # whose process this is, as Flower sets it
     monkeypatch.setattr(client, "SiteProcess", SitesHere)
     monkeypatch.setattr(client, "end_with", SitesHere.ends_with.add)  # this process is no ClientApp
-    monkeypatch.setattr(server, "_PAUSE", 0.0)
+    monkeypatch.setattr(server, "_PAUSE", 0.01)
     monkeypatch.setattr(courier, "_BACK_OFF", 0.0)
     configs = [{"client-id": ids, "state-dir": str(tmp_path / f"site{n}")} for n, ids in enumerate((0, 1, "2,3"))]
     yield NodesHere(client_app(*NAMES, DATA), {100 + n: config for n, config in enumerate(configs)})

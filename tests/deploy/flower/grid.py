@@ -83,9 +83,6 @@ class NodesHere(Grid):
             return [Message(Error(code=2, reason=str(error)), reply_to=message)]
 
 
-QUICK = server.Options(phase_timeout=600.0, ask_again=0.0)
-
-
 class SitesHere:
     """Resident processes that are none: they answer in this one."""
 
@@ -109,10 +106,10 @@ class SitesHere:
         cls.open = {}
 
 
-def run(grid: NodesHere, checkpoint: Path, options: server.Options = QUICK, **trainer: Any) -> Any:
+def run(grid: NodesHere, checkpoint: Path, phase_timeout: float = 600.0, ask_again: float = 0.0, **trainer: Any) -> Any:
     module = model()
     with FederatedServer(make_trainer("Scaffold ii", **trainer), module, range(4)) as driven:
-        server.run_server(driven, grid, checkpoint, options)
+        server.run_server(driven, grid, checkpoint, phase_timeout, ask_again)
     return module
 
 

@@ -8,28 +8,11 @@ import pytest
 import torch
 
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
-from flwr.supercore.task_identity import TaskIdentity
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy.flower import client, client_app, courier, server
-from tests.deploy.flower.grid import NodesHere, SitesHere, expected, run
-from tests.deploy.flower.task import DATA, NAMES
+from lightning_fed.deploy.flower import courier
+from tests.deploy.flower.grid import SitesHere, expected, run
 from tests.deploy.wire import parameters
-
-
-@pytest.fixture
-def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return three nodes with four clients, for SCAFFOLD."""
-    monkeypatch.setenv("METHOD", "Scaffold ii")
-    for name, value in (("_run_id", 1), ("_node_id", 1), ("_task_id", 1)):
-        monkeypatch.setattr(TaskIdentity, name, value)  # whose process this is, as Flower sets it
-    monkeypatch.setattr(client, "SiteProcess", SitesHere)
-    monkeypatch.setattr(client, "end_with", SitesHere.ends_with.add)  # this process is no ClientApp
-    monkeypatch.setattr(server, "_PAUSE", 0.0)
-    monkeypatch.setattr(courier, "_BACK_OFF", 0.0)
-    configs = [{"client-id": ids, "state-dir": str(tmp_path / f"site{n}")} for n, ids in enumerate((0, 1, "2,3"))]
-    yield NodesHere(client_app(*NAMES, DATA), {100 + n: config for n, config in enumerate(configs)})
-    SitesHere.end()
 
 
 def test_a_run_through_lost_messages_and_crashes_has_the_bits_of_the_simulation(nodes: Any, tmp_path: Path) -> None:
@@ -54,7 +37,7 @@ def test_a_node_that_comes_back_under_another_id_is_asked_again(nodes: Any, tmp_
         return answer(key)
 
     nodes._replies = replies
-    module = run(nodes, tmp_path / "last.ckpt", server.Options(600.0, 600.0))
+    module = run(nodes, tmp_path / "last.ckpt", 600.0, 600.0)
     assert moved
     assert (201, "train") in nodes.asked
     assert torch.equal(parameters(module), expected())
@@ -64,7 +47,7 @@ def test_a_node_of_a_strange_client_is_logged(nodes: Any, tmp_path: Path, caplog
     nodes.nodes[101] = {**nodes.nodes[101], "client-id": "nobody"}
     nodes.nodes[102] = {}
     with caplog.at_level("WARNING", logger="flwr"), pytest.raises(FederatedError, match="have not answered"):
-        run(nodes, tmp_path / "last.ckpt", server.Options(0.5, 0.1))
+        run(nodes, tmp_path / "last.ckpt", 0.5, 0.1)
     assert "Node 101: it has client nobody, and the run's client_ids are 0, 1, 2, 3." in caplog.text
     assert "Node 102: This SuperNode's client-id is None" in caplog.text
 

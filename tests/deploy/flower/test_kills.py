@@ -126,7 +126,7 @@ def started(folder: Path, monkeypatch: pytest.MonkeyPatch, has_database: bool = 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     sites = [folder / f"site{number}" for number in range(3)]
     nodes = [f'client-id="{ids}" state-dir="{site}"' for ids, site in zip(("0", "1", "2,3"), sites, strict=True)]
-    options = ["--insecure", *(["--database", str(folder / "link.db")] if has_database else [])]
+    options = ["--database", str(folder / "link.db")] if has_database else []
     with LocalFlower(folder / "flower", nodes, superlink=options) as flower:
         yield Run(flower, written_app(folder / "app"), sites)
 

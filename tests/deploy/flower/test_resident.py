@@ -1,4 +1,4 @@
-"""The process that stays on a site: what it is told, its frames, its socket and its errors."""
+"""The process that stays on a site: what it is told, its socket and its errors."""
 
 import os
 import socket
@@ -17,9 +17,8 @@ from lightning_fed.deploy.flower.resident import (
     called,
     clients_of,
     named,
-    receive,
-    send,
     socket_of,
+    spec_of,
     state_dir_of,
 )
 from tests.deploy.site_models import model
@@ -39,17 +38,23 @@ def test_a_folder_that_others_can_open_is_refused(tmp_path: Path, monkeypatch: p
         socket_of(tmp_path / "site")
 
 
-def test_frames_come_whole_or_not_at_all() -> None:
-    one, other = socket.socketpair()
-    with one, other:
-        one.settimeout(60)
-        send(other, b"T", b"content")
-        assert receive(one) == (b"T", b"content")
-        other.sendall(b"T" + (9).to_bytes(8, "big") + b"half")
-        other.close()
-        with pytest.raises(ConnectionError, match="in the middle"):
-            receive(one)
-        assert receive(one) is None
+def test_a_task_that_comes_in_part_is_not_answered_and_does_not_end_the_process(tmp_path: Path, capsys: Any) -> None:
+    resident = Resident({"node_config": {"client-id": 0, "state-dir": str(tmp_path)}})
+    asked: list[bytes] = []
+    resident.answer = asked.append  # type: ignore[assignment,method-assign]
+    spec = spec_of(resident.spec)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        for rest, said in ((b"", ""), ((9).to_bytes(4, "big") + b"half", "A ClientApp has ended before its reply")):
+            with socket.socket(socket.AF_UNIX) as app:
+                app.connect(str(tmp_path / "socket"))
+                app.sendall(len(spec).to_bytes(4, "big") + spec + rest)
+                app.shutdown(socket.SHUT_WR)
+                assert resident._serve_one(listener)
+                assert app.recv(9) == (1).to_bytes(4, "big") + b"Y"
+            assert said in capsys.readouterr().out
+    assert not asked
 
 
 def test_an_error_in_the_users_code_is_named_and_does_not_stay(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -8,28 +8,11 @@ import torch
 
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 from filelock import FileLock
-from flwr.supercore.task_identity import TaskIdentity
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy.flower import client, client_app, courier, server
-from tests.deploy.flower.grid import NodesHere, SitesHere, expected, run
-from tests.deploy.flower.task import DATA, NAMES
+from lightning_fed.deploy.flower import server
+from tests.deploy.flower.grid import SitesHere, expected, run
 from tests.deploy.wire import parameters
-
-
-@pytest.fixture
-def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return three nodes with four clients, for SCAFFOLD."""
-    monkeypatch.setenv("METHOD", "Scaffold ii")
-    for name, value in (("_run_id", 1), ("_node_id", 1), ("_task_id", 1)):
-        monkeypatch.setattr(TaskIdentity, name, value)  # whose process this is, as Flower sets it
-    monkeypatch.setattr(client, "SiteProcess", SitesHere)
-    monkeypatch.setattr(client, "end_with", SitesHere.ends_with.add)  # this process is no ClientApp
-    monkeypatch.setattr(server, "_PAUSE", 0.0)
-    monkeypatch.setattr(courier, "_BACK_OFF", 0.0)
-    configs = [{"client-id": ids, "state-dir": str(tmp_path / f"site{n}")} for n, ids in enumerate((0, 1, "2,3"))]
-    yield NodesHere(client_app(*NAMES, DATA), {100 + n: config for n, config in enumerate(configs)})
-    SitesHere.end()
 
 
 def test_a_run_goes_on_from_its_checkpoint(nodes: Any, tmp_path: Path) -> None:
@@ -40,7 +23,7 @@ def test_a_run_goes_on_from_its_checkpoint(nodes: Any, tmp_path: Path) -> None:
     assert torch.equal(parameters(run(nodes, checkpoint)), expected())
     assert len(nodes.asked) > asked
     asked = len(nodes.asked)
-    module = run(nodes, checkpoint, server.Options(600.0, 600.0))
+    module = run(nodes, checkpoint, 600.0, 600.0)
     assert torch.equal(parameters(module), expected()), "a run that is done stays so"
     assert [kind for _, kind in nodes.asked[asked:]] == ["query"] * 3 + [
         "train"
@@ -62,8 +45,8 @@ def test_two_runs_do_not_work_with_one_checkpoint(nodes: Any, tmp_path: Path, mo
 def test_who_does_not_answer_in_time_is_named(nodes: Any, tmp_path: Path) -> None:
     del nodes.nodes[101]
     with pytest.raises(FederatedError, match="1 clients have not answered to 'hello': 1"):
-        run(nodes, tmp_path / "last.ckpt", server.Options(0.5, 0.1))
-    module = run(nodes, tmp_path / "last.ckpt", server.Options(0.5, 0.1), on_client_error="drop", max_failed_share=0.9)
+        run(nodes, tmp_path / "last.ckpt", 0.5, 0.1)
+    module = run(nodes, tmp_path / "last.ckpt", 0.5, 0.1, on_client_error="drop", max_failed_share=0.9)
     assert torch.isfinite(parameters(module)).all()
 
 
@@ -80,7 +63,7 @@ def test_a_node_that_comes_late_takes_part_from_the_next_round_on(
     nodes._replies = replies
     with caplog.at_level("INFO", logger="flwr"):
         drops = {"on_client_error": "drop", "max_failed_share": 0.9}
-        run(nodes, tmp_path / "last.ckpt", server.Options(2.0, 0.1), clients_per_round=1.0, **drops)
+        run(nodes, tmp_path / "last.ckpt", 2.0, 0.1, clients_per_round=1.0, **drops)
     assert "Round 1: clients [0, 2, 3]," in caplog.text
     assert "Round 4: clients [0, 1, 2, 3]," in caplog.text
 
@@ -93,7 +76,8 @@ def test_why_a_site_refuses_reaches_the_server(nodes: Any, tmp_path: Path) -> No
 
 
 def test_options_of_the_run_are_checked() -> None:
-    assert server.options_of({"phase-timeout": 5, "other": "x"}) == server.Options(5.0, 60.0)
+    assert server.seconds({"phase-timeout": 5, "other": "x"}, "phase-timeout") == 5.0
+    assert server.seconds({}, "ask-again") == 60.0
     for wrong in (0, -1.0, "5", True):
         with pytest.raises(FederatedError, match="ask-again = .* must be a positive number of seconds"):
-            server.options_of({"ask-again": wrong})
+            server.seconds({"ask-again": wrong}, "ask-again")
