@@ -80,7 +80,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "progress": {"enable_progress_bar": True},
     "strategy clients": {"strategy": "clients"},
     "callbacks": {
-        "callbacks": [EarlyStopping("val_loss", patience=9), LearningRateMonitor(), ModelCheckpoint(save_last=True), Timer()],
+        "callbacks": [
+            EarlyStopping("val_loss", patience=9),
+            LearningRateMonitor(),
+            ModelCheckpoint(save_last=True),
+            Timer(),
+        ],
         **WHOLE,
     },
 }
