@@ -165,7 +165,7 @@ class _Shapes(TorchFunctionMode):
     shape_env = None  # sizes are numbers
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Make a tensor without data, but for a single number, which takes less than a note where it would be."""
+        """Make a tensor without data; a single number stays on its device, where a pass may put a constant."""
         kwargs = kwargs or {}
         if func is torch.empty_strided and len(args[0]) > 0:
             kwargs = {**kwargs, "device": "meta"}
