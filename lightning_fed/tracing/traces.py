@@ -147,7 +147,7 @@ class Traces:
             return [*first, loss, *values.values()]
 
         try:
-            with torch.no_grad(), tracing(TracingContext(_Shapes())):
+            with torch.no_grad(), tracing(TracingContext(_Shapes())):  # type: ignore[arg-type]
                 module = make_fx(outputs)(*tensors)
         except Exception as error:
             with torch.no_grad():
