@@ -24,8 +24,9 @@ from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedDyn, FedProx
 from lightning_fed.callbacks import RunSummary
 from lightning_fed.cli.main import main
 from lightning_fed.rounds.failures import Faults
+from tests.helpers import engines
 from tests.helpers.command_line import one_stage
-from tests.helpers.engines import Ordinary, Record, assert_close, assert_plain_agree, plain, results_of, run, state_of
+from tests.helpers.engines import Ordinary, Record, assert_close, assert_plain_agree, plain, results_of, state_of
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import covering, few
 from tests.helpers.training import FEATURES, Net, classification, same
@@ -34,6 +35,7 @@ SIZES = (13, 8, 21, 5, 16, 9)
 BAD = 2
 ENGINES = ("sequential", "vectorized")
 DROP: dict[str, Any] = {"on_client_error": "drop", "max_failed_share": 0.9}
+run = partial(engines.run, limit_val_batches=0)
 
 
 # Clients that fail, each in its own way
@@ -637,7 +639,7 @@ def ends(runs: Sequence[tuple[str, str, str]], **also: Any) -> list[dict[str, An
     found = []
     for method, engine, cause in runs:
         algorithm = METHODS.get(method, FedAvg())
-        trainer, record = outcome(engine, cause, algorithm=algorithm, limit_val_batches=0, **DROP, **also)
+        trainer, record = outcome(engine, cause, algorithm=algorithm, **DROP, **also)
         found.append(results_of(trainer, record))
     try:
         run(

@@ -132,9 +132,14 @@ def parameters(value: Callable[..., Any]) -> list[str]:
 
 
 def hint_of(name: str, parameter: str) -> Any:
+    return hints_of(name)[parameter]
+
+
+@cache
+def hints_of(name: str) -> dict[str, Any]:
     value = PUBLIC[name]
     names = {"Figure": Any, "Axes": Any}
-    return get_type_hints(value.__init__ if inspect.isclass(value) else value, localns=names)[parameter]
+    return get_type_hints(value.__init__ if inspect.isclass(value) else value, localns=names)
 
 
 def is_number(value: Any) -> bool:

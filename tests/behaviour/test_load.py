@@ -25,10 +25,9 @@ METHODS = {
 
 @pytest.fixture(autouse=True)
 def _others_objects_are_left_alone():
-    """Keep the garbage collector from what was there before, which takes it a second a time late in a session."""
+    """Keep the garbage collector from what was there before, for good: conftest.py has frozen most of it already."""
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def bytes_of_storage(tensor):

@@ -233,7 +233,6 @@ def decided(folder: Path, **options: Any) -> dict[str, Any]:
 FEW = (  # of each kind one: what it keeps, reads and sends, and whose gradients it takes
     "FedAvg", "FedProx adaptive", "Scaffold ii", "FedNova", "MimeMVR eq15",
 )  # fmt: skip
-FEW_AT_ONCE = ("Scaffold ii",)
 FEW_CASES = [
     *("logs", "one client a round", "one client a round, at once", "stragglers", "on demand", "BatchNorm"),
     *("integer buffers of equally large clients", "a gradient cohort of its own", "moved", "moved, at once"),
@@ -243,7 +242,7 @@ FEW_CASES = [
 FEW_SINGLES = [name for name in SINGLES if "Scaffold" in name]
 FEW_RESUMED = ("Scaffold",)
 RUNS = [(name, engine) for name in METHODS for engine in ENGINES]
-FEW_RUNS = [(name, e) for name, e in RUNS if name in (FEW if e == "sequential" else FEW_AT_ONCE)]
+FEW_RUNS = [(name, "sequential") for name in FEW]  # two of the cases run at once
 
 
 def resumed(folder: Path, name: str) -> dict[str, Any]:

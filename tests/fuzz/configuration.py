@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 __all__ = ["AXES", "FULL_GRADIENTS", "Configuration", "compatible", "covering", "draw"]
@@ -173,9 +174,14 @@ def draw(seed: int, number: int) -> Configuration:
 
 def _spread(seed: int, name: str, values: tuple[Any, ...], number: int) -> Any:
     block, place = divmod(number, len(values))
-    order = list(values)
-    random.Random(f"{seed}/{name}/{block}").shuffle(order)
-    return order[place]
+    return values[_order(f"{seed}/{name}/{block}", len(values))[place]]
+
+
+@cache
+def _order(stream: str, count: int) -> list[int]:
+    order = list(range(count))
+    random.Random(stream).shuffle(order)
+    return order
 
 
 def compatible(c: Configuration) -> Configuration:
