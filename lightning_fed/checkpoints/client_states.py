@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.server.client_states.disk_store import DiskClientStore, Index, Shard, read_version
+from lightning_fed.server.client_states.disk_store import INDICES, DiskClientStore, Index, Shard, read_version
 from lightning_fed.server.client_states.store import ClientStore
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
@@ -31,40 +31,26 @@ _FORMAT = 2  # of the store on disk
 _GARBAGE = 8  # at most one in so many versions is garbage when a checkpoint has been saved
 _SHARD = re.compile(r"[0-9a-f]{16}-\d{4,}")  # run and rank
 _RUNS: set[str] = set()  # whose shards this process or its peers clean up
-_LIVE: "weakref.WeakValueDictionary[Path, DiskClientStore]" = weakref.WeakValueDictionary()  # by shard
 Result = TypeVar("Result")
 Reference = Mapping[str, Any]
 
 
 class StoreFolder:
-    """A folder of shards that one run at a time uses.
-
-    Args:
-        path: The folder.
-    """
+    """A folder of shards that one run at a time uses."""
 
     patience = 10.0  # seconds to wait for another run; a killed one may leave data loaders that hold the lock that long
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = FileLock(path / "lock", thread_local=False)
-        self._awaited: set[str] = set()  # versions whose checkpoint was not seen yet
-        self._read: dict[Path, tuple[tuple[int, ...], str | None]] = {}
-        self._written = self._kept = 0  # versions since the garbage was collected, and that were left then
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy locks the folder for itself."""
-        return type(self), (self.path,)
+        self.lock = FileLock(path / "lock", thread_local=False)
+        self.newest = ""  # the last version, whose checkpoint may still be to come
+        self.written = self._kept = 0  # versions since the garbage was collected, and that were left then
 
     def acquire(self) -> None:
-        """Make the folder if it is missing, and keep other runs out.
-
-        Raises:
-            FederatedError: If it cannot be made, another run uses it, or an earlier version of the package wrote it.
-        """
+        """Make the folder if it is missing, and keep other runs out; a folder of the old format is refused."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(timeout=self.patience)
+            self.lock.acquire(timeout=self.patience)
         except Timeout:
             raise FederatedError(
                 f"Another run keeps its client states in {self.path}. Wait for its end, or give this run a folder of"
@@ -75,42 +61,24 @@ class StoreFolder:
                 f"client_states_dir={str(self.path)!r} cannot be used: {error.strerror}. Give a folder on a local disk."
             ) from error
         if next(self.path.glob("round-*.json"), None) or next(self.path.glob("*.states"), None):
-            self.release()
+            self.lock.release()
             raise _old_format(self.path)
-
-    def release(self) -> None:
-        """Let other runs in."""
-        self._lock.release(force=True)
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether other runs are kept out."""
-        return bool(self._lock.is_locked)
-
-    def await_checkpoint(self, version: str) -> None:
-        """Keep a version whose checkpoint is about to be written."""
-        self._awaited.add(version)
-        self._written += 1
 
     def register(self, reference: Reference, checkpoint: Path) -> None:
         """Note where a version's checkpoint is, if it is a copy, or if it or the folder was moved."""
         found = relative(checkpoint, self.path)
         for shard in shards_of(reference):
-            index = _index(self.path / shard.name)
-            with suppress(sqlite3.Error), index.transaction() as db:
-                row = (reference["version"], found, shard.number)
+            row = (reference["version"], found, shard.number)
+            with suppress(sqlite3.Error, FederatedError), _index(self.path / shard.name).opened() as db:
                 db.execute("INSERT OR IGNORE INTO versions VALUES (?, ?, ?)", row)
-            index.close()
-
-    # ------------------------------------------------------------------ garbage
 
     def collect_if_due(self, rank: int) -> None:
-        """Call :meth:`collect`, unless only few of the versions can have become garbage since it was last called.
+        """Call :meth:`collect` if many of the versions may have become garbage since it was last called.
 
         It looks at all versions and checkpoints there are. A run that keeps thousands of checkpoints would spend more
         time there with every one that it adds.
         """
-        if _GARBAGE * self._written >= self._kept:
+        if self.written and _GARBAGE * self.written >= self._kept:
             self.collect(rank)
 
     def collect(self, rank: int) -> None:
@@ -118,34 +86,31 @@ class StoreFolder:
 
         These are the process's own. The first process also cleans up those of other runs, which may have been killed.
         """
-        names = [path.name for path in self.path.iterdir() if _SHARD.fullmatch(path.name)]
-        indices = {name: _index(self.path / name) for name in names if _is_cleaned_here(name, rank)}
-        known: dict[str, set[tuple[str, str]]] = {}
+        found: dict[Index, set[tuple[str, str]]] = {}
         with ExitStack() as opened:
-            for name, index in indices.items():
-                if not index.is_open:
-                    opened.callback(index.close)
-                with suppress(sqlite3.Error):  # a shard that is damaged, or in use after its fit, is left alone
-                    known[name] = index.versions() if index.path.exists() else set()
-            wanted = self._wanted(set().union(*known.values()))
-            self._written, self._kept = 0, len(wanted)
-            for name, versions in known.items():
-                is_live = self.path / name in _LIVE
-                if is_live or not wanted.isdisjoint(version for version, _ in versions):
+            for path in self.path.iterdir():
+                if not _SHARD.fullmatch(path.name) or not _is_cleaned_here(path.name, rank):
+                    continue
+                index = _index(path)
+                # a shard that is damaged, in use after its fit, or gone is left alone
+                with suppress(sqlite3.Error, FederatedError):
+                    if index.path.exists():
+                        opened.enter_context(index.opened())
+                    found[index] = index.versions() if index.path.exists() else set()
+            wanted = self._wanted(set().union(*found.values()))
+            self.written, self._kept = 0, len(wanted)
+            for index, versions in found.items():
+                if index.is_used or not wanted.isdisjoint(name for name, _ in versions):
                     with suppress(sqlite3.Error):
-                        if indices[name].path.exists():
-                            indices[name].trim(wanted, is_live)
+                        index.trim(wanted)
                 else:
-                    indices[name].close()
-                    shutil.rmtree(self.path / name, ignore_errors=True)
+                    index.close()
+                    shutil.rmtree(index.folder, ignore_errors=True)
 
     def _wanted(self, versions: set[tuple[str, str]]) -> set[str]:
-        """Return the versions that a checkpoint refers to, or may refer to.
+        """Return which versions, each with a checkpoint that referred to it, a checkpoint refers to or may refer to.
 
         Checkpoints are asked themselves: one may have been renamed, or replaced by another of the same name.
-
-        Args:
-            versions: The versions, each with a checkpoint that referred to it, relative to the folder.
         """
         known = {(name, os.path.normpath(self.path / checkpoint)) for name, checkpoint in versions}
         files = {path for _, path in known}
@@ -153,25 +118,14 @@ class StoreFolder:
         for folder in {Path(file).parent for file in files}:
             if folder.is_dir():
                 files.update(str(f) for f in folder.iterdir() if f.suffix in kinds and f.is_file())
-        referred = {file: self._refers_to(Path(file)) for file in files if os.path.exists(file)}
-        self._read = {path: found for path, found in self._read.items() if str(path) in referred}
-        self._awaited.difference_update(name for name in referred.values() if name)
-        wanted = {name for name in referred.values() if name} | self._awaited
+        referred = {file: _referred_version(file) for file in files if os.path.exists(file)}
+        wanted = {*referred.values(), self.newest}
         return {name for name, path in known if name in wanted or referred.get(path, "") is None}
-
-    def _refers_to(self, checkpoint: Path) -> str | None:
-        """Return the version that a checkpoint refers to, "" if to none, None if it cannot be read."""
-        about = checkpoint.stat()
-        stamp = (about.st_mtime_ns, about.st_size, about.st_ino)
-        if self._read.get(checkpoint, ((), None))[0] != stamp:
-            self._read[checkpoint] = (stamp, _referred_version(checkpoint))
-        return self._read[checkpoint][1]
 
 
 def _index(shard: Path) -> Index:
     """Return the index of a shard: that of the store which uses it in this process, if there is one."""
-    store = _LIVE.get(shard)
-    return Index(shard, patience=0.0) if store is None else store.index
+    return INDICES.get(shard) or Index(shard)
 
 
 def _is_cleaned_here(shard: str, rank: int) -> bool:
@@ -180,14 +134,7 @@ def _is_cleaned_here(shard: str, rank: int) -> bool:
 
 
 def _clean_after(store: DiskClientStore, rank: int, is_shared: bool) -> None:
-    """Collect garbage when a store is gone. Nothing is deleted while a run is at work in the folder.
-
-    Args:
-        store: A store of this process.
-        rank: This process.
-        is_shared: Whether other processes of the run have stores in the folder too, which may end at the same time.
-    """
-    _LIVE[store.index.folder] = store
+    """Collect garbage when a store is gone, unless a run is at work in the folder; of a shared one after a wait."""
     weakref.finalize(store, _clean, store.folder, store.index, rank, 1.0 if is_shared else 0.0, os.getpid())
 
 
@@ -195,14 +142,14 @@ def _clean(path: Path, index: Index, rank: int, patience: float, process: int) -
     if process != os.getpid():  # a forked child drops its copy of the store: the parent's may live on
         return
     index.close()
-    _LIVE.pop(index.folder, None)
+    index.is_used = False
     folder = StoreFolder(path)
     folder.patience = patience
     if path.is_dir():
         with suppress(FederatedError):
             folder.acquire()
             folder.collect(rank)
-            folder.release()
+            folder.lock.release()
 
 
 def is_reference(client_states: Any) -> bool:
@@ -211,11 +158,7 @@ def is_reference(client_states: Any) -> bool:
 
 
 def shards_of(reference: Reference) -> list[Shard]:
-    """Return the shards that a checkpoint refers to.
-
-    Raises:
-        FederatedError: If it refers to anything else.
-    """
+    """Return the shards that a checkpoint refers to; anything else is refused."""
     saved: Any = reference.get("shards")
     for shard in saved if isinstance(saved, list) else [saved]:
         kinds = [type(part) for part in shard] if isinstance(shard, list) else []
@@ -225,11 +168,7 @@ def shards_of(reference: Reference) -> list[Shard]:
 
 
 def _find_store(reference: Reference, checkpoint: Path) -> Path:
-    """Return the folder that a checkpoint refers to.
-
-    Raises:
-        FederatedError: If it is missing, with what to copy along, or if an earlier version of the package wrote it.
-    """
+    """Return the folder that a checkpoint refers to; name what to copy along if it is missing."""
     path = Path(str(reference.get("path")))
     beside = [checkpoint.parent / path, checkpoint.parent / path.name]
     linked = [folder.resolve() for folder in (*beside, checkpoint.resolve().parent / path)]
@@ -237,9 +176,8 @@ def _find_store(reference: Reference, checkpoint: Path) -> Path:
     if reference.get("format") != _FORMAT:
         raise _old_format(next(iter(folders), path))
     names = [shard.name for shard in shards_of(reference)]
-    whole = [folder for folder in folders if all((folder / name).is_dir() for name in names)]
-    for folder in (*whole, *folders):
-        return folder
+    if folders:  # the first one that has all, or the first one
+        return max(folders, key=lambda folder: all((folder / name).is_dir() for name in names))
     raise FederatedError(
         f"{checkpoint} keeps its client states in the folder {str(path)!r} beside it, and there is none. Copy that"
         f" folder along with the checkpoint: it is expected at {os.path.abspath(beside[0])}."
@@ -254,7 +192,8 @@ def _old_format(folder: Path) -> FederatedError:
     )
 
 
-def _referred_version(checkpoint: Path) -> str | None:
+def _referred_version(checkpoint: str) -> str | None:
+    """Return the version that a checkpoint refers to, "" if to none, None if it cannot be read."""
     try:
         saved = torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)
     except Exception:  # whatever a damaged file leads to
@@ -275,11 +214,6 @@ class ClientStatesPlace:
     """The place of a run's client states: memory, or files beside its checkpoints.
 
     With files, a checkpoint holds the name of a version and where the folder is, relative to the checkpoint.
-
-    Args:
-        trainer: The trainer.
-        where: "memory", "disk" or "auto".
-        folder: The folder of the files; by default ``client_states`` beside the checkpoints.
     """
 
     def __init__(self, trainer: pl.Trainer, where: str, folder: str | None) -> None:
@@ -288,8 +222,6 @@ class ClientStatesPlace:
         self._folder: StoreFolder | None = None
         self._held = ExitStack()  # folders, while a checkpoint is written
         self._run, self._versions = "", 0  # the name of this run, and the number of versions it has written
-        self._fits = False
-        self._has_recorded = False  # a version, for the checkpoint that is being written
         self._is_copy = False  # of a fitted trainer's place, whose states are in memory until a fit
 
     def __getstate__(self) -> dict[str, Any]:
@@ -297,17 +229,7 @@ class ClientStatesPlace:
         return {**self.__dict__, "_folder": None, "_held": ExitStack(), "_is_copy": True}
 
     def open(self, server: Server, kept: ClientStore | None, settings: Settings) -> None:
-        """Give the server a store: the previous fit's if there was one, else an empty one.
-
-        Args:
-            server: The server's side.
-            kept: The store of this trainer's previous fit.
-            settings: How rounds are run.
-
-        Raises:
-            FederatedError: If the folder cannot be used.
-        """
-        self._fits = True
+        """Give the server a store: the previous fit's if there was one, else an empty one."""
         if kept is None or self._is_copy:
             on_disk = self._choose(server, settings) == "disk"
             self._folder = StoreFolder(self._choose_folder()) if on_disk else None
@@ -380,32 +302,24 @@ class ClientStatesPlace:
             raise FederatedError(failure)
         return result  # type: ignore[return-value]
 
-    def load(self, server: Server, saved: Mapping[Any, Any], is_mine: Callable[[int], bool]) -> None:
-        """Take a checkpoint's client states, wherever they are and wherever they go.
-
-        Raises:
-            FederatedError: If they are missing, damaged, or of another run.
-        """
+    def load(self, server: Server, saved: Mapping[Any, Any], ranks: Ranks) -> None:
+        """Take a checkpoint's client states, wherever they are and wherever they go."""
         clients, device = server.clients, server.x.device
         if not is_reference(saved):
-            clients.load_state_dict(saved, device, is_mine)
+            clients.load_state_dict(saved, device, ranks.owns)
             return
         source, shards = Path(saved["path"]), shards_of(saved)
         if not isinstance(clients, DiskClientStore):
-            clients.load_state_dict(read_version(source, shards, len(server.ids), is_mine), device)
+            clients.load_state_dict(read_version(source, shards, len(server.ids), ranks.rank, ranks.size), device)
             return
         folder = self._folder
         assert folder is not None
         if source.samefile(folder.path):
             self._from_rank_zero(lambda: folder.register(saved, Path(saved["checkpoint"])))
-        clients.load_version(source, shards, is_mine)
+        clients.load_version(source, shards, ranks.rank, ranks.size)
 
     def resolved(self, saved: Any) -> Any:
-        """Return a checkpoint's client states, or where they are whatever is the working directory.
-
-        Raises:
-            FederatedError: If the checkpoint's store is missing.
-        """
+        """Return a checkpoint's client states, or where they are whatever is the working directory."""
         if not is_reference(saved):
             return saved
         path = Path(os.path.abspath(str(self.trainer.ckpt_path)))
@@ -421,12 +335,12 @@ class ClientStatesPlace:
             return {}  # all processes have the same states, and the first one writes
         assert folder is not None
         self._versions += 1
-        self._has_recorded, name = True, f"{self._run}-{self._versions:06d}"  # the same in all processes
-        folder.await_checkpoint(name)
+        name = folder.newest = f"{self._run}-{self._versions:06d}"  # the same in all processes
+        folder.written += 1
         shards = ranks.gather_at_zero(clients.record(name, relative(self.checkpoint, folder.path)))
         if not self.trainer.is_global_zero:
             return {}
-        return self._refer_to(folder, {"version": name, "shards": [list(shard) for shard in shards if shard]})
+        return self._refer_to(folder, {"version": name, "shards": [list(shard) for shard in shards]})
 
     def copied(self, saved: Mapping[str, Any]) -> Any:
         """Return for another checkpoint of the same round what a loaded one holds of the client states."""
@@ -451,13 +365,13 @@ class ClientStatesPlace:
     def writing(self, checkpoint: str | os.PathLike[str]) -> Iterator[None]:
         """Let a checkpoint that is written inside refer to its states, and afterwards let go what none needs."""
         folder, path = self._folder, os.fspath(checkpoint)
-        self.checkpoint, self._has_recorded = None if "://" in path else Path(os.path.abspath(path)), False
+        self.checkpoint = None if "://" in path else Path(os.path.abspath(path))
         try:
             with self._held:
-                if folder is not None and not self._fits and self.trainer.is_global_zero:
+                if folder is not None and self.trainer.is_global_zero:
                     self._hold(folder)
                 yield
-                if folder is not None and self._has_recorded:
+                if folder is not None:
                     folder.collect_if_due(self.trainer.global_rank)
         finally:
             self.checkpoint = None
@@ -465,17 +379,17 @@ class ClientStatesPlace:
     def _hold(self, folder: StoreFolder) -> None:
         """Keep others out of a folder until the checkpoint is there: a version without one would be removed."""
         folder.acquire()
-        self._held.callback(folder.release)
+        self._held.callback(folder.lock.release)
 
     def close(self, clients: ClientStore | None) -> None:
         """End a fit: forget a round that is not complete, remove what is needed no longer, and let other runs in."""
-        folder, self._fits = self._folder, False
+        folder = self._folder
         if clients is not None:
             clients.discard()
         if isinstance(clients, DiskClientStore):
-            clients.rest()
-        if folder is None or not folder.is_mine:
+            clients.index.close()
+        if folder is None or not folder.lock.is_locked:
             return
         if self.trainer.world_size == 1 and isinstance(clients, DiskClientStore):
             folder.collect(rank=0)
-        folder.release()
+        folder.lock.release()

@@ -36,10 +36,6 @@ class SafeContents:
 
         Of a hyper-parameter, of an entry in the state of a schedule or a data module, and of an entry that a hook adds,
         the whole entry is left out; of a callback its state. Numbers of NumPy become Python's.
-
-        Args:
-            checkpoint: What Lightning would save; it stays as it is.
-            module: The module, for the warning.
         """
         safe = {key: value if key == "state_dict" else _without_numpy(value) for key, value in checkpoint.items()}
         entries = list(_entries(safe))
@@ -93,10 +89,6 @@ def fill_in(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
     """Add what a checkpoint left out, as the trainer's module and data module would save it now.
 
     Hooks that load the checkpoint then find every entry that they saved.
-
-    Args:
-        checkpoint: The loaded checkpoint.
-        trainer: The trainer.
     """
     claims = checkpoint.get(_LEFT_OUT)
     if not isinstance(claims, list) or not claims:

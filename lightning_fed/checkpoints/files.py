@@ -49,16 +49,7 @@ class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint.
-
-        Args:
-            checkpoint: What to save.
-            path: Where, a path or a URL.
-            storage_options: Not for local paths.
-
-        Raises:
-            FederatedError: If a local file cannot be written; what was at its place stays.
-        """
+        """Save a checkpoint; if a local file cannot be written, what was at its place stays."""
         file = local_path(path)
         if file is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -86,16 +77,7 @@ class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, loc: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint, after a look at the checksum of every part of it.
-
-        Args:
-            path: A path or a URL.
-            map_location: As for :func:`torch.load`.
-            weights_only: Whether only tensors and plain containers may be made; True if None.
-
-        Raises:
-            FederatedError: If the file is damaged; the newest sound one beside it is named.
-        """
+        """Load a checkpoint whose parts have their checksums; the newest sound one beside a damaged one is named."""
         file = local_path(path)
         if file is not None and file.exists() and (fault := fault_of(file)):
             raise FederatedError(f"The checkpoint {file} is damaged: {fault}. {_way_out(file)}")
@@ -152,12 +134,7 @@ def resumable(file: Path) -> bool:
 
 
 def newest_sound(folder: Path, other_than: Path | None = None) -> Path | None:
-    """Return the newest checkpoint of a folder that is sound and can be resumed from.
-
-    Args:
-        folder: The folder.
-        other_than: A file that is not meant, nor a link to it.
-    """
+    """Return the newest checkpoint of a folder that is sound and can be resumed from, links left out."""
     unwanted = None if other_than is None else other_than.resolve()
     for file in by_age(folder):
         if file.resolve() != unwanted and not file.is_symlink() and fault_of(file) is None and resumable(file):
@@ -196,11 +173,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
 
 
 class _Stream:
-    """A file for ``torch.save``, which does not pass an error of the disk on as it is.
-
-    Args:
-        stream: The open file.
-    """
+    """A file for ``torch.save``, which does not pass an error of the disk on as it is."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream

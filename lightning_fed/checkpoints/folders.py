@@ -26,10 +26,6 @@ def adapt_checkpoint_callbacks(trainer: pl.Trainer, is_fit: bool) -> None:
     after each batch, in the middle of the next round. ``last`` becomes the last round at which it was due: Lightning
     writes it only in rounds that enter the top k, so a run killed long after its best round would lose all rounds
     since. Links to checkpoints never lead to nothing. The instances are changed, so this holds for subclasses too.
-
-    Args:
-        trainer: The trainer, with all callbacks.
-        is_fit: Whether a fit follows.
     """
     writers = [c for c in trainer.checkpoint_callbacks if isinstance(c, pl.callbacks.ModelCheckpoint)]
     for callback in writers:
@@ -51,12 +47,7 @@ def adapt_checkpoint_callbacks(trainer: pl.Trainer, is_fit: bool) -> None:
 
 
 def restore_scores(trainer: pl.Trainer, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give ModelCheckpoints the score of their newest top k, which Lightning saves and does not load.
-
-    Args:
-        trainer: The trainer.
-        states: The states of callbacks in a checkpoint.
-    """
+    """Give ModelCheckpoints the score of their newest top k, which Lightning saves and does not load."""
     for callback in _keepers(trainer, whole=False):
         state = states.get(callback.state_key, {})
         if state.get("dirpath") == callback.dirpath:
@@ -69,10 +60,6 @@ def newest(trainer: pl.Trainer, whole: bool = True) -> str | None:
     It is looked for where the trainer's ModelCheckpoints write and where a stopped job of SLURM's was saved; then, if
     the logger numbers its versions by itself, in its former versions. A damaged one is returned too: to go on from an
     older one is for the user to say.
-
-    Args:
-        trainer: The trainer.
-        whole: Whether it must be one that a run can go on from, and not weights alone.
     """
     places = folders(trainer, whole)
     root = local_path(trainer.default_root_dir)
@@ -88,12 +75,7 @@ def newest(trainer: pl.Trainer, whole: bool = True) -> str | None:
 
 
 def folders(trainer: pl.Trainer, whole: bool) -> list[Path]:
-    """Return the folders on this machine where the trainer's ModelCheckpoints write.
-
-    Args:
-        trainer: The trainer.
-        whole: Whether those are left out that save weights alone.
-    """
+    """Return the folders on this machine where ModelCheckpoints write, if ``whole`` more than weights."""
     paths = [local_path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)) for callback in _keepers(trainer, whole)]
     return [path for path in paths if path is not None]
 
@@ -108,11 +90,6 @@ def keep_last_round(trainer: pl.Trainer, round: int, kept: tuple[int, Any] | Non
     """Save the last completed round of a run that is being stopped, unless a checkpoint holds it; all must call it.
 
     It becomes the ``last.ckpt`` of the first ModelCheckpoint that keeps whole checkpoints.
-
-    Args:
-        trainer: The trainer.
-        round: The number of completed rounds.
-        kept: The completed rounds of the newest whole checkpoint, and its path.
     """
     path = kept[1] if kept is not None and kept[0] == round and _exists(trainer, kept[1]) else None
     keeper = next(_keepers(trainer), None)

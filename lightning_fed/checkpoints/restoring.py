@@ -37,15 +37,7 @@ _TELLS = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, Over
 
 @contextmanager
 def restored_from(path: Any, what: str) -> Iterator[None]:
-    """Let whatever goes wrong inside be told of the checkpoint that is restored.
-
-    Args:
-        path: The checkpoint.
-        what: What is restored, in words.
-
-    Raises:
-        FederatedError: From the error, naming checkpoint and part; its own kind passes as it is.
-    """
+    """Let whatever goes wrong inside name the checkpoint and the part of it that is restored."""
     try:
         yield
     except FederatedError:
@@ -67,19 +59,7 @@ def _continue(
     keeps_states: bool,
     origin: Origin,
 ) -> None:
-    """Bring a new server to where another stands, but for the states of clients.
-
-    Args:
-        server: The new server.
-        saved: The state of the other one, with what was noted of its run.
-        settings: How this run's rounds are run.
-        notes: What this run would note.
-        keeps_states: Whether any client keeps a state.
-        origin: What the run continues from.
-
-    Raises:
-        FederatedError: If it was another run.
-    """
+    """Bring a new server to where another one of the same run stands, but for the states of clients."""
     settings.check_transport(saved.get("transport", {}), origin)
     built, its = options_of(server.step.optimizer), origin.name[0].lower() + origin.name[1:]
     server.load_state_dict({**saved, "client_states": {}}, any_seed=not settings.seed_is_given, origin=origin)
@@ -97,15 +77,7 @@ def _continue(
 
 
 def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:
-    """Refuse an optimizer's state that is none, when it has been loaded; what its entries are is the optimizer's own.
-
-    Args:
-        optimizer: The optimizer.
-        what: What it is, in words.
-
-    Raises:
-        FederatedError: Naming what cannot be.
-    """
+    """Refuse a loaded state of an optimizer that is none; what its entries are is the optimizer's own."""
     for entries in optimizer.state.values():
         if not isinstance(entries, Mapping):
             raise FederatedError(f"The checkpoint's state of {what} holds {kind_of(entries)} for a parameter.")
@@ -116,11 +88,9 @@ def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:
 
 
 def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]:
-    """Return what a checkpoint notes of the work and the data of clients, of the optimizer and of the parameters.
+    """Return what a checkpoint notes of clients' work and data, of the optimizer and of the parameters.
 
-    Args:
-        prepared: The module, whose parameters' names and shapes are noted by a checksum.
-        population: The clients, whose numbers of examples are noted by a checksum if they are known.
+    Parameters' names and shapes, and clients' numbers of examples if they are known, are noted by checksums.
     """
     flat, trainer = prepared.flat, prepared.trainer
     named = [(name, list(p.shape)) for name, p in zip(flat.names, flat.params, strict=True)]
@@ -140,17 +110,7 @@ def _digest(content: bytes) -> str:
 
 
 def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states: bool, origin: Origin) -> None:
-    """Warn of other work or data than before; refuse other parameters, and other data if clients keep states.
-
-    Args:
-        saved: What was noted of the run so far.
-        mine: The same of this run.
-        keeps_states: Whether any client keeps a state.
-        origin: What the run continues from.
-
-    Raises:
-        FederatedError: If other parameters are trained, or clients have other data than what they keep belongs to.
-    """
+    """Warn of other work or data than before; refuse other parameters, and other data if clients keep states."""
     differing = {name for name in saved.keys() & mine.keys() if saved[name] != mine[name]}
     if "parameters" in differing:
         raise FederatedError(
@@ -172,50 +132,25 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
 
 @dataclass(frozen=True)
 class EarlierFit:
-    """What a trainer's fit leaves for its next one.
-
-    Attributes:
-        module: The model.
-        server: The server's side.
-        noted: What the run belongs to, as it was at the end of the fit.
-        optimizer: The state of the local optimizer.
-        schedules: The states of its schedules.
-        kinds: What optimizer and schedules are, in words.
-    """
+    """What a trainer's fit leaves for its next one."""
 
     module: pl.LightningModule
     server: Server
-    noted: Mapping[str, Any]
+    noted: Mapping[str, Any]  # what the run belongs to
     optimizer: dict[str, Any]
     schedules: Sequence[dict[str, Any]]
-    kinds: Mapping[str, str]
+    kinds: Mapping[str, str]  # of optimizer and schedules, in words
 
     @staticmethod
     def of(prepared: PreparedModule, server: Server, notes: Mapping[str, str]) -> "EarlierFit":
-        """Return what a fit leaves.
-
-        Args:
-            prepared: The module.
-            server: The server's side.
-            notes: What checkpoints note of the fit's work.
-        """
+        """Return what a fit leaves."""
         noted = {**server.identity(), "transport": prepared.settings.transport(), "work": dict(notes), "metrics": {}}
         schedules = [config.scheduler.state_dict() for config in prepared.trainer.lr_scheduler_configs]
         optimizer = prepared.optimizer.base.state_dict()
         return EarlierFit(prepared.module, server, noted, optimizer, schedules, _kinds_of(prepared))
 
     def continue_in(self, server: Server, prepared: PreparedModule, ranks: Ranks, notes: Mapping[str, str]) -> None:
-        """Bring the server, the local optimizer and its schedules of the next fit to where this one ended.
-
-        Args:
-            server: The next fit's server, but for its clients' states.
-            prepared: The next fit's module.
-            ranks: The processes that share the clients.
-            notes: What the next fit notes of its work.
-
-        Raises:
-            FederatedError: If the next fit is of another model or run, or has another optimizer or other schedules.
-        """
+        """Bring the next fit's server, but for clients' states, and local optimizer to where this one ended."""
         if prepared.module is not self.module:
             raise FederatedError(
                 f"This trainer has already run {self.server.round} rounds on another model. Make a new"
@@ -266,19 +201,7 @@ def start_server(
     restored: dict[str, Any] | None,
     earlier: EarlierFit | None,
 ) -> Server:
-    """Return the server's side of a run as a fit starts.
-
-    Args:
-        prepared: The module, which holds x^0.
-        place: Where clients' states are kept.
-        ranks: The processes that share the clients.
-        notes: What this run's checkpoints note of its work.
-        restored: The state of the checkpoint that the run continues from, if there is one.
-        earlier: What the trainer's earlier fit left, if the run continues from it instead.
-
-    Raises:
-        FederatedError: If the checkpoint or the earlier fit is not of this run.
-    """
+    """Return the server's side of a run as a fit starts: new, from a checkpoint, or as the earlier fit left it."""
     s, flat = prepared.settings, prepared.flat
     trainer: Any = prepared.trainer
     server = Server(
@@ -301,7 +224,7 @@ def start_server(
     place.open(server, kept, s)
     if restored is not None:
         with restored_from(trainer.ckpt_path, "client states"):
-            place.load(server, restored["client_states"], ranks.owns)
+            place.load(server, restored["client_states"], ranks)
     if s.aggregator is not None and earlier is None:
         with restored_from(trainer.ckpt_path, "the messages on their way"):
             s.aggregator.load_state_dict((restored or {}).get("aggregator", {}), server.x)

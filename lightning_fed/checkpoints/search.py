@@ -20,9 +20,6 @@ def last_of_newest_run(trainer: pl.Trainer) -> str | None:
 
     It is looked for where the trainer's ModelCheckpoints write; if nothing is there, in the folders of all runs under
     the trainer's :func:`roots`. A trainer that has trained looks at its own run alone.
-
-    Args:
-        trainer: The trainer.
     """
     if trainer.fit_loop.round > 0:
         return newest(trainer, whole=False)
@@ -31,14 +28,7 @@ def last_of_newest_run(trainer: pl.Trainer) -> str | None:
 
 
 def best_of_newest_run(trainer: pl.Trainer) -> str:
-    """Return the best checkpoint of the newest run, which the newest checkpoint of that run notes.
-
-    Args:
-        trainer: A trainer that has not trained.
-
-    Raises:
-        FederatedError: If there is no checkpoint, or none notes which is the best.
-    """
+    """Return the best checkpoint of the newest run, which the newest checkpoint of that run notes."""
     latest = last_of_newest_run(trainer)
     if latest is None:
         raise FederatedError(f"ckpt_path='best' found no checkpoint under {' or '.join(map(str, roots(trainer)))}.")
@@ -60,15 +50,7 @@ def best_of_newest_run(trainer: pl.Trainer) -> str:
 
 
 def check_is_there(trainer: pl.Trainer, path: Any) -> None:
-    """Refuse the path of a local checkpoint that does not exist.
-
-    Args:
-        trainer: The trainer.
-        path: A path or a URL; a URL is not looked at, nor a path whose format is that of a user's CheckpointIO.
-
-    Raises:
-        FederatedError: Naming the checkpoints that are where the path leads, or the newest one of the trainer's.
-    """
+    """Refuse the path of a local checkpoint that does not exist; a URL is not looked at."""
     file = local_path(path)
     if file is None or file.is_file() or not isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
         return

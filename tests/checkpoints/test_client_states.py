@@ -312,7 +312,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
     other.acquire()
     with pytest.raises(FederatedError, match="Another run keeps its client states in .*client_states_dir"):
         fit(default_root_dir=tmp_path)
-    other.release()
+    other.lock.release()
     fit(default_root_dir=tmp_path)
     fit(default_root_dir=tmp_path)
 
@@ -329,7 +329,7 @@ def test_states_of_another_run_are_refused(tmp_path: Path) -> None:
     folder = StoreFolder(tmp_path / "client_states")  # which the refused run has left
     folder.patience = 0.0
     folder.acquire()
-    folder.release()
+    folder.lock.release()
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
@@ -433,7 +433,7 @@ def disk_store(path: Path, run: str = RUN, rank: int = 0, **kwargs: Any) -> Disk
     store = DiskClientStore(path, f"{run}-{rank:04d}", 9, torch.device("cpu"))
     store.stage(rank, {"c": torch.ones(3)})
     store.commit()
-    store.rest()
+    store.index.close()
     if kwargs:
         client_states._clean_after(store, rank, **kwargs)
     return store
@@ -445,8 +445,8 @@ def checkpoint(folder: StoreFolder, store: DiskClientStore, number: int) -> Path
     store.stage(0, {"c": torch.full((3,), float(number))})
     store.commit()
     shard = store.record(name, f"../{path.name}")
-    folder.await_checkpoint(name)
-    states = {"version": name, "shards": [list(shard or ())]}
+    folder.newest, folder.written = name, folder.written + 1
+    states = {"version": name, "shards": [list(shard)]}
     torch.save({"loops": {"fit_loop": {"state_dict": {"client_states": states}}}}, path)
     folder.collect_if_due(rank=0)
     return path
@@ -460,7 +460,7 @@ def test_a_version_whose_checkpoint_is_still_to_come_stays(tmp_path: Path) -> No
     store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
     checkpoint(folder, store, 0).unlink()
     store.record("to come", "../1.ckpt")
-    folder.await_checkpoint("to come")
+    folder.newest = "to come"
     folder.collect(rank=0)
     assert {name for name, _ in store.index.versions()} == {"to come"}
 
@@ -469,8 +469,8 @@ def test_a_version_whose_checkpoint_is_still_to_come_stays(tmp_path: Path) -> No
 def test_what_is_read_for_a_checkpoint_does_not_grow_with_those_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refers_to, reads, counts = StoreFolder._refers_to, [], []
-    monkeypatch.setattr(StoreFolder, "_refers_to", lambda self, path: reads.append(path) or refers_to(self, path))
+    refers_to, reads, counts = client_states._referred_version, [], []
+    monkeypatch.setattr(client_states, "_referred_version", lambda path: reads.append(path) or refers_to(path))
     store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
     for number in range(400):
         checkpoint(folder, store, number)
@@ -558,7 +558,7 @@ def test_what_live_stores_of_the_process_need_stays(two_runs: Path) -> None:
 def test_processes_that_end_together_wait_for_each_other(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended, other, waited = disk_store(two_runs, rank=1), StoreFolder(two_runs), []
     client_states._clean_after(ended, 1, is_shared=True)
-    monkeypatch.setattr("filelock._api.time.sleep", lambda seconds: (waited.append(seconds), other.release()))
+    monkeypatch.setattr("filelock._api.time.sleep", lambda seconds: (waited.append(seconds), other.lock.release()))
     other.acquire()
     del ended
     gc.collect()

@@ -1,6 +1,7 @@
 """Runs in processes of their own that are struck at a chosen moment: killed, told to stop, or failed by the disk."""
 
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -112,7 +113,7 @@ class _Moments:
     def listen(self) -> None:
         """Let everything that is a moment call this, in this process."""
         check, write = stopping.RoundSignalConnector.check, checkpoint_io._Stream.write
-        append, fsync, replace = disk_store._write, os.fsync, os.replace
+        fsync, replace = os.fsync, os.replace
 
         def counted_check(connector: Any) -> None:
             self("step")
@@ -129,12 +130,19 @@ class _Moments:
                 stream.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return len(part) + write(stream, data) if len(data) else len(part)
 
-        def counted_append(file: Any, data: bytes, offset: int) -> None:
-            if self.strike and self.falls("write"):
-                append(file, data[: int(len(data) * self.strike.share)], offset)
-            if self("write"):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            append(file, data, offset)
+        class CountedFile(io.FileIO):
+            """Every write to a file of states is a moment, and a strike falls in the middle of it."""
+
+            def write(self, data: Any) -> int:
+                part = 0
+                if moments.strike and moments.falls("write"):
+                    part = super().write(data[: int(len(data) * moments.strike.share)])
+                if self.writable() and moments("write"):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return part + super().write(data[part:])
+
+        def counted_open(path: Any, mode: str) -> Any:
+            return open(path, mode) if mode == "rb" else io.BufferedRandom(CountedFile(path, mode.replace("w", "w+")))
 
         def counted_fsync(handle: int) -> None:
             if self("flush"):
@@ -160,12 +168,20 @@ class _Moments:
                 self._strike(statement)
                 return super().executemany(statement, *args)
 
+            def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+                try:
+                    self._strike("ROLLBACK" if error else "COMMIT")
+                except BaseException as failure:
+                    super().__exit__(type(failure), failure, None)
+                    raise
+                return super().__exit__(kind, error, trace)
+
             def _strike(self, statement: str) -> None:
                 if not statement.startswith(("SELECT", "ROLLBACK")) and moments("write"):
                     raise sqlite3.OperationalError("database or disk is full")
 
         moments = self
-        disk_store._write = counted_append
+        disk_store.open = counted_open
         disk_store.sqlite3 = _Module(sqlite3, connect=partial(sqlite3.connect, factory=CountedConnection))
         checkpoint_io.os = disk_store.os = disk.os = _Module(os, fsync=counted_fsync, replace=counted_replace)
 

@@ -58,22 +58,12 @@ def method_part(client: State) -> State:
 
 
 def with_personal(keep: State, client: State, personal: Tensor) -> State:
-    """Return what clients keep, their personal parameters included.
-
-    Args:
-        keep: What the method keeps, nothing if that stays as it is.
-        client: The method's part of what there was before.
-        personal: The personal parameters [Q], or [S, Q].
-    """
+    """Return what clients keep with their personal parameters [Q], or [S, Q]; an empty ``keep`` leaves it as it was."""
     return {**(keep or client), PERSONAL: personal} if personal.shape[-1] else keep
 
 
 class Stacked(Sequence[State]):
-    """States of several clients, stacked.
-
-    Args:
-        together: The states [S, ...]; not empty.
-    """
+    """States [S, ...] of several clients, stacked; not empty."""
 
     def __init__(self, together: State) -> None:
         self.together = together
@@ -114,13 +104,6 @@ class ExpectedState:
         """Return what a client keeps, checked against the method, the model and its buffers.
 
         Checksums tell damaged files, but not sound ones of another run.
-
-        Args:
-            index: The client's stored index.
-            state: What it keeps, as a store has it.
-
-        Raises:
-            FederatedError: Naming the client, and what is not as in this run.
         """
         parts = ClientState({})
         if not state and not self.own:
@@ -153,13 +136,7 @@ class ExpectedState:
 
 
 class ClientStates:
-    """What the clients of a round keep from their last one, and what they will keep from this one.
-
-    Args:
-        new: Makes what a new client has.
-        store: Where the states are kept.
-        expected: What they must be.
-    """
+    """What the clients of a round keep from their last one, and what they will keep from this one."""
 
     def __init__(self, new: Callable[[], State], store: ClientStore, expected: ExpectedState) -> None:
         self.new, self.store, self.expected = new, store, expected
@@ -181,26 +158,14 @@ class ClientStates:
         return states
 
     def of_all(self, indices: Sequence[int]) -> Stacked | None:
-        """Return the method's states of several clients at once, where nothing else is kept of them.
-
-        Returns:
-            Tensors that nobody else has; None where :meth:`of_each` has to be asked.
-        """
+        """Return the method's states of several clients at once, None where :meth:`of_each` has to be asked."""
         if len(indices) == 1 or not self.expected.own:
             return None
         together = self.store.stacked(indices, self.new())
         return None if together is None else Stacked(together)
 
     def residuals(self, index: int, send: State) -> State:
-        """Return what compression left out of a client's messages before.
-
-        Args:
-            index: The client's stored index.
-            send: Its new messages.
-
-        Raises:
-            FederatedError: If it does not go with them.
-        """
+        """Return what compression left out of a client's messages before; it must go with the new ones."""
         if (state := self.of(index)) is None:
             return {}
         residuals = self.expected.sorted(index, state).residuals

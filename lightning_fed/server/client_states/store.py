@@ -20,10 +20,6 @@ class StateRows:
     """States of one kind, each a row of one tensor per name.
 
     Where states are small, those of a cohort come and go in less time so than client by client.
-
-    Args:
-        like: A state of the kind: its names, shapes and types, and the device.
-        count: How many there will be, as far as is known; there may be more.
     """
 
     def __init__(self, like: State, count: int = 0) -> None:
@@ -57,12 +53,7 @@ class StateRows:
         return None if row is None else {name: own[row].clone() for name, own in self._tensors.items()}
 
     def stacked(self, indices: Sequence[int], new: State) -> State:
-        """Return copies of clients' states [S, ...].
-
-        Args:
-            indices: The clients' stored indices.
-            new: The state of those that have none here.
-        """
+        """Return copies of clients' states [S, ...]."""
         rows = torch.from_numpy(np.array([self._at.get(index, _NEW) for index in indices]))
         for name, value in new.items():
             self._tensors[name][_NEW] = value
@@ -87,13 +78,7 @@ class StateRows:
 
 
 def fit_rows(state: State, rows: State, dims: int = 0) -> bool:
-    """Whether a state has the names, shapes and types of the rows [S, ...] of others, and lives where they do.
-
-    Args:
-        state: The state.
-        rows: The rows.
-        dims: How many leading dimensions of the state do not count: 1 for stacked ones.
-    """
+    """Whether a state has the names, shapes and types of the rows [S, ...] of others, and lives where they do."""
     return state.keys() == rows.keys() and all(
         (value.shape[dims:], value.dtype, value.device) == (rows[name].shape[1:], rows[name].dtype, rows[name].device)
         for name, value in state.items()
@@ -160,15 +145,7 @@ class ClientStore(ABC):
         """Hold a client's new state until the round is complete; an empty one is not held."""
 
     def stacked(self, indices: Sequence[int], new: State) -> State | None:
-        """Return clients' committed states [S, ...], where they can be had at once at less cost than one by one.
-
-        Args:
-            indices: The clients' stored indices.
-            new: The state of those that have none yet.
-
-        Returns:
-            Tensors that nobody else has, or None.
-        """
+        """Return copies of committed states [S, ...], None where one by one they are to be had at less cost."""
         return None
 
     def stage_all(self, indices: Sequence[int], states: State) -> None:
@@ -193,13 +170,7 @@ class ClientStore(ABC):
     def load_state_dict(
         self, states: Mapping[int, Any], device: torch.device, is_mine: Callable[[int], bool] = lambda index: True
     ) -> None:
-        """Replace all states.
-
-        Args:
-            states: States by stored index.
-            device: Where states are read to.
-            is_mine: Which clients' states this process keeps; others are left out.
-        """
+        """Take the states of the clients that are this process's own; the store must be new."""
 
 
 class MemoryClientStore(ClientStore):

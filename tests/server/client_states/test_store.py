@@ -1,6 +1,9 @@
 """Kept client states, in memory and on disk: staged, committed, discarded, saved and loaded."""
 
+import gc
+import pickle
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -135,13 +138,10 @@ def test_states_are_detached(make: Make) -> None:
     assert not store.get(0)["h"].requires_grad
 
 
-def test_loading_replaces_everything(make: Make) -> None:
+def test_loading_takes_the_states_of_another_store(make: Make) -> None:
     store, other = make(), make()
     store.stage(3, {"h": torch.tensor([1.0])})
     store.commit()
-    other.stage(5, {"h": torch.tensor([9.0])})
-    other.commit()
-    other.stage(6, {"h": torch.tensor([9.0])})
     other.load_state_dict(store.state_dict(), CPU)
     other.commit()
     assert list(other.state_dict()) == [3]
@@ -158,6 +158,20 @@ def test_what_was_saved_does_not_change_with_the_store(make: Make) -> None:
     store.commit()
     assert list(saved) == [0]
     assert float(saved[0]["h"]) == 1.0
+
+
+@pytest.mark.parametrize("way", [deepcopy, lambda store: pickle.loads(pickle.dumps(store))], ids=["copied", "pickled"])
+def test_a_copy_outlives_the_store(make: Make, way: Callable[[ClientStore], ClientStore]) -> None:
+    store = make()
+    store.stage_all([4, 1], {"h": torch.arange(6.0).view(2, 3)})
+    store.commit()
+    copied, expected = way(store), store.state_dict()
+    store.stage(1, {"h": torch.zeros(3)})
+    store.commit()
+    del store
+    gc.collect()
+    assert same(copied.get(4), expected[4])
+    assert len(copied) == 2
 
 
 def test_indices_come_back_as_ints(make: Make) -> None:
