@@ -40,6 +40,7 @@ class BalancedDirichlet(SeededPartition):
         seed: Draws another partition.
 
     Example:
+        >>> import torch
         >>> labels = torch.arange(1000) % 10
         >>> [len(part) for part in BalancedDirichlet(num_clients=3, alpha=0.3)(labels)]
         [334, 333, 333]
@@ -93,6 +94,7 @@ class Similarity(SeededPartition):
         seed: Draws another partition.
 
     Example:
+        >>> import torch
         >>> labels = torch.arange(100) % 10
         >>> [labels[part].unique().tolist() for part in Similarity(num_clients=5, similarity=0.0)(labels)]
         [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
@@ -134,6 +136,7 @@ class ClassesPerClient(SeededPartition):
         seed: Draws another partition.
 
     Example:
+        >>> import torch
         >>> labels = torch.arange(1000) % 10
         >>> parts = ClassesPerClient(num_clients=20, classes_per_client=3)(labels)
         >>> {len(labels[part].unique()) for part in parts}
@@ -193,6 +196,7 @@ class PowerLaw(ClassesPerClient):
         seed: Draws another partition.
 
     Example:
+        >>> import torch
         >>> labels = torch.arange(10_000) % 10
         >>> parts = PowerLaw(num_clients=100)(labels)
         >>> min(len(part) for part in parts) >= 10, sum(len(part) for part in parts)
@@ -247,6 +251,7 @@ class LogNormalSizes(_SizeSkew):
         seed: Draws another partition.
 
     Example:
+        >>> import torch
         >>> sorted(len(part) for part in LogNormalSizes(num_clients=4, sigma=0.0)(torch.zeros(100)))
         [25, 25, 25, 25]
     """
@@ -273,6 +278,7 @@ class QuantitySkew(_SizeSkew):
         seed: Draws another partition.
 
     Example:
+        >>> import torch
         >>> sum(len(part) for part in QuantitySkew(num_clients=5, alpha=0.5)(torch.zeros(100)))
         100
     """
