@@ -383,12 +383,14 @@ class Drift:
         ys: Sequence[Tensor | None] = nothing if models is None else models.split(_BLOCK)
         owns: Sequence[Tensor | None] = nothing if self._own is None else self._own.split(_BLOCK)
         for r, x_, y, own in zip(self._reference.split(_BLOCK), blocks, ys, owns, strict=True):
-            dtype = accumulation_dtype(x.device)
-            offset = torch.zeros_like(r, dtype=dtype) if own is None else own.to(dtype)
-            if y is not None:
-                offset += y - models_weight * (x_.to(dtype) + r)
-            self._squares -= float(offset.square().sum()) / self.weight
-            r += offset / self.weight
+            if y is None:
+                offset = torch.zeros_like(r, dtype=accumulation_dtype(x.device))
+            else:
+                offset = y.sub(x_, alpha=models_weight).sub_(r, alpha=models_weight)
+            if own is not None:
+                offset += own
+            self._squares -= float(offset @ offset) / self.weight
+            r.add_(offset, alpha=1 / self.weight)
         self._own = None
 
     def merge(self, weights: Sequence[float], ranks: Exchange, x: Tensor) -> None:
