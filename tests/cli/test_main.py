@@ -183,7 +183,8 @@ def test_print_config_round_trips(capsys: pytest.CaptureFixture[str], tmp_path: 
     fit(config=str(tmp_path / "printed.yaml"))
 
 
-STACKED = sorted(p for p in CONFIGS.rglob("*.yaml") if p.name != "quickstart.yaml" and p.parent.name != "tasks")
+NOT_STACKED = ("quickstart.yaml", "fedbn.yaml")  # that the second one needs another model is in test_configs.py
+STACKED = sorted(p for p in CONFIGS.rglob("*.yaml") if p.name not in NOT_STACKED and p.parent.name != "tasks")
 
 
 # each needs something of the run that no other does; that all are read is in test_configs.py
