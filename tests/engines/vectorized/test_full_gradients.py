@@ -85,7 +85,7 @@ def test_engines_agree_on_uneven_batches(algorithm: Any, make: Any, chunk_size: 
             pytest.param({"datamodule": UNEVEN, "limit_train_batches": 2}, id="some-batches"),
             pytest.param({"datamodule": UNEVEN, "local_epochs": 2, "chunk_size": 4}, id="second-epoch"),
             pytest.param({"local_epochs": None, "local_steps": 1}, id="one-step"),
-            pytest.param({"datamodule": partial(data, (14, 5, 1), full_batch_size=11)}, id="full-batches"),
+            pytest.param({"datamodule": partial(data, (14, 5, 1, 9), full_batch_size=11)}, id="full-batches"),
         ],
         ["one-step"],
     ),
