@@ -228,15 +228,20 @@ def test_all_clients_may_get_the_same_value(setter: Setter, engine: dict[str, An
     assert_agree(found, start(engine="sequential"))
 
 
-@pytest.mark.parametrize(
-    "algorithm", few([Mime(SGDm()), Scaffold(option="i"), Ditto(0.1)], []), ids=lambda a: type(a).__name__
-)
+@pytest.mark.parametrize("algorithm", few([Scaffold(option="i"), Ditto(0.1)], []), ids=lambda a: type(a).__name__)
 @pytest.mark.parametrize("chunk_size", few([1, 4], []))
-def test_gradients_before_the_hooks_are_those_of_the_sequential_engine(algorithm: Any, chunk_size: int) -> None:
+def test_full_gradients_and_own_solves_see_what_the_hooks_set(algorithm: Any, chunk_size: int) -> None:
     for value in (lambda _, round: 1.0 + round, lambda client, _: UNALIKE[client]):
         start = setting(attribute, value, algorithm=algorithm, max_rounds=3)
         expected = start(engine="sequential")
         assert_agree(start(engine="auto", chunk_size=chunk_size), expected)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_setting_that_full_gradients_were_taken_without_is_refused(engine: str) -> None:
+    start = setting(attribute, lambda _, round: 2.0, algorithm=Mime(SGDm()), max_rounds=1)
+    with pytest.raises(FederatedError, match="'factor' of Adjustable for client 0, after Mime has taken full-batch"):
+        start(engine=engine)
 
 
 def test_a_module_that_cannot_be_vectorized_with_the_new_value_restarts() -> None:
