@@ -207,7 +207,7 @@ class SequentialEngine(Engine):
         """
         self._has_checked_frozen = True
         for name, sums in self._sums_of_frozen().items():
-            if sums != before[name]:
+            if sums != before.get(name, sums):
                 raise FederatedError(
                     f"{type(self.trainer.lightning_module).__name__} changes the parameter {name!r} while a client"
                     " trains, though it is frozen (requires_grad=False): other clients would start from the changed"

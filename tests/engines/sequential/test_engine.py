@@ -52,6 +52,22 @@ def test_a_frozen_parameter_that_stays_is_allowed() -> None:
     run("sequential", lambda: module)
 
 
+class Late(Teacher):
+    """Makes its teacher in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = None
+
+    def follow(self) -> None:
+        if self.teacher is None:
+            self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+
+
+def test_a_frozen_parameter_may_be_made_in_a_step() -> None:
+    assert run("sequential", Late).lightning_module.teacher is not None
+
+
 def test_buffers_of_parts_of_a_batch_weigh_as_many_examples_as_each_process_saw() -> None:
     written: dict[str, Tensor] = {}
     before = {"mean": torch.zeros(1), "same": torch.ones(1)}

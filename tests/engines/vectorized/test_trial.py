@@ -232,7 +232,18 @@ def test_what_a_step_leaves_behind_is_refused_by_name(name: str, monkeypatch: py
         assert everything(module) == everything(untouched)
 
 
-@pytest.mark.parametrize("name", few([name for name in LEFT if name != "a removed buffer"], IN_DEFAULT[:2]))
+FROZEN = [name for name in LEFT if "layer.frozen" in LEFT[name][1]]
+RUNS = [name for name in LEFT if name not in ("a removed buffer", *FROZEN)]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+@pytest.mark.parametrize("name", few(FROZEN, FROZEN[-1:]))
+def test_no_engine_takes_a_step_that_changes_a_frozen_parameter(name: str, engine: str) -> None:
+    with pytest.raises(FederatedError, match=r"Leaves changes the parameter 'layer.frozen' .* though it is frozen"):
+        run(engine, partial(Leaves, LEFT[name][0]), max_rounds=2)
+
+
+@pytest.mark.parametrize("name", few(RUNS, IN_DEFAULT[:2]))
 def test_auto_runs_it_as_the_sequential_engine_does(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
