@@ -46,7 +46,9 @@ class _Cifar(ImageDataModule):
         if transform is None:
             transform = Normalize(self._mean, self._std)
         partition = BalancedDirichlet(num_clients, alpha, seed=seed) if partition is None else partition
-        super().__init__(root, download, partition, batch_size, val_fraction, False, transform, augment)
+        super().__init__(
+            root, download, partition, batch_size, val_fraction, flatten=False, transform=transform, augment=augment
+        )
 
     def _paths(self) -> list[Path]:
         return [self.root / self._folder]
