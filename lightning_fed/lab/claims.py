@@ -14,6 +14,7 @@ from typing import Literal
 from lightning_fed.lab.experiment import Claim, Label
 from lightning_fed.lab.grid import Point, name_of
 from lightning_fed.lab.places import is_within
+from lightning_fed.lab.quantities import add_up
 from lightning_fed.lab.results import Estimate, Results, shown
 
 __all__ = ["Judgement", "Verdict", "judge"]
@@ -201,7 +202,7 @@ def _reduced(points: list[Point], claim: Claim, results: Results) -> Estimate:
         signs = [1.0 if p.by_axis[claim.difference.axis] == claim.difference.of else -1.0 for p in points]
     count = len(points) if claim.difference is None else len(points) / 2
     rows = zip(*(estimate.values for estimate in estimates), strict=True)
-    values = tuple(sum(s * v for s, v in zip(signs, of_seed, strict=True)) / count for of_seed in rows)
+    values = tuple(add_up(s * v for s, v in zip(signs, of_seed, strict=True)) / count for of_seed in rows)
     return Estimate(
         claim.quantity,
         values=values,

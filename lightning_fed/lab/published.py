@@ -16,7 +16,7 @@ from typing import Any
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.configurations import Config
 from lightning_fed.lab.grid import Cell, Grid
-from lightning_fed.lab.quantities import COSTS, TOTALS, Curve, Metric, Quantity, Series
+from lightning_fed.lab.quantities import COSTS, TOTALS, Curve, Metric, Quantity, Series, add_up
 from lightning_fed.lab.records import Record, number_text
 from lightning_fed.lab.results import Results
 
@@ -91,7 +91,7 @@ def _spent(values: Curve, rounds: Iterable[int], are_totals: bool) -> dict[int, 
         return {n: values[n] for n in sorted(rounds) if n in values}
     spent, start = {}, 0
     for end in sorted(rounds):
-        spent[end] = sum(value for n, value in values.items() if start < n <= end)
+        spent[end] = add_up(value for n, value in values.items() if start < n <= end)
         start = end
     return spent
 

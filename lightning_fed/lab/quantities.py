@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias
@@ -11,7 +11,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.stability import climb, settled
 from lightning_fed.lab.yaml_files import unknown
 
-__all__ = ["COSTS", "TOTALS", "Curve", "Metric", "Quantity", "Series", "cost", "parse_quantity"]
+__all__ = ["COSTS", "TOTALS", "Curve", "Metric", "Quantity", "Series", "add_up", "cost", "parse_quantity"]
 
 Curve: TypeAlias = Mapping[int, float]
 """The values of a tag by the number of completed rounds."""
@@ -154,9 +154,9 @@ class Quantity:
             if not all(map(math.isfinite, values)):
                 return math.inf
             for_the_worse = -1 if self.metric.mode == "max" else 1
-            return sum(max(for_the_worse * (after - before), 0.0) for before, after in pairwise(values))
+            return add_up(max(for_the_worse * (after - before), 0.0) for before, after in pairwise(values))
         window = {"final": 1, "last": int(self.number), "mean": len(values)}[self.kind]
-        return sum(values[-window:]) / len(values[-window:])
+        return add_up(values[-window:]) / len(values[-window:])
 
     def rests_on(self, series: Series) -> set[int]:
         """Return the rounds whose values alone give :meth:`of`, the last one always among them."""
@@ -190,7 +190,7 @@ class Quantity:
         curve = self.metric.of(series)
         values = [_or(value, self.metric.worst) for value in curve.values()]
         for end, n in enumerate(curve, start=1):
-            mean = sum(values[max(end - self.over, 0) : end]) / self.over
+            mean = add_up(values[max(end - self.over, 0) : end]) / self.over
             if end >= self.over and self.metric.reaches(mean, self.number):
                 return n
         return None
@@ -235,10 +235,24 @@ def cost(series: Series, kind: str) -> dict[int, float]:
         return {n: float(n) for n in rounds}
     total, costs = 0.0, {}
     for n in rounds:
-        spent = sum(series[tag].get(n, total if are_totals else 0.0) for tag in tags)
+        spent = add_up(series[tag].get(n, total if are_totals else 0.0) for tag in tags)
         total = spent if are_totals else total + spent
         costs[n] = total
     return costs
+
+
+def add_up(values: Iterable[float]) -> float:
+    """Return the sum of numbers, rounded once: ``sum`` rounds otherwise from Python 3.12 on.
+
+    Example:
+        >>> add_up([0.1] * 10)
+        1.0
+    """
+    numbers = list(values)
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):  # too large a sum, or inf - inf
+        return sum(numbers)
 
 
 def parse_quantity(where: str, text: object, metrics: Mapping[str, Metric]) -> Quantity:

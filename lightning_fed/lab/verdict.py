@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from lightning_fed.lab.claims import Judgement, Verdict, judge
 from lightning_fed.lab.experiment import Claim, Departure
 from lightning_fed.lab.grid import Point, name_of
+from lightning_fed.lab.quantities import add_up
 from lightning_fed.lab.records import Record
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.tables import markdown, rows_of
@@ -175,9 +176,9 @@ def _took(records: Sequence[Record]) -> str:
     timed = [record.cpu_seconds for record in records if record.cpu_seconds is not None]
     others = [record.seconds for record in records if record.cpu_seconds is None]
     if not others:
-        return f"{_duration(sum(timed))} of CPU time in all"
-    wall = f"{_duration(sum(others))} of wall time"
-    return f"{_duration(sum(timed))} of CPU time, and {wall} for {len(others)} of them" if timed else f"{wall} in all"
+        return f"{_duration(add_up(timed))} of CPU time in all"
+    cpu, wall = f"{_duration(add_up(timed))} of CPU time", f"{_duration(add_up(others))} of wall time"
+    return f"{cpu}, and {wall} for {len(others)} of them" if timed else f"{wall} in all"
 
 
 def _duration(seconds: float) -> str:
