@@ -558,7 +558,7 @@ def test_what_live_stores_of_the_process_need_stays(two_runs: Path) -> None:
 def test_processes_that_end_together_wait_for_each_other(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended, other, waited = disk_store(two_runs, rank=1), StoreFolder(two_runs), []
     client_states._clean_after(ended, 1, is_shared=True)
-    monkeypatch.setattr("filelock._api.time.sleep", lambda seconds: (waited.append(seconds), other.lock.release()))
+    monkeypatch.setattr("time.sleep", lambda seconds: (waited.append(seconds), other.lock.release()))
     other.acquire()
     del ended
     gc.collect()
