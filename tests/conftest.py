@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,16 @@ def _loggers_propagate() -> None:
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_stays() -> Iterator[None]:
+    """End the process group of one that a test's fit leaves: tests that fork in it hang."""
+    import torch
+
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

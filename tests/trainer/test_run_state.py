@@ -4,7 +4,7 @@ import copy
 import gc
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,6 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda trained: pickle.loads(pickle.dumps(trained)),
     "deepcopy": copy.deepcopy,
 }
-
-
-@pytest.fixture(autouse=True)
-def _without_group() -> Iterator[None]:
-    """Leave no process group to the tests that follow."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 class Plateau(Net):
