@@ -77,9 +77,12 @@ def read_jpegs(path: Path, part: str, size: int) -> tuple[Tensor, Tensor]:
 
 def _arrays(path: Path, part: str) -> list[Any]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        loaded = np.load(path, allow_pickle=False)
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            raise _damaged(path, "it is a single array")
+        with loaded as archive:
             arrays = [archive[f"{part}_{name}"] for name in ("jpeg", "offset", "label")]
-    except (OSError, ValueError, KeyError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise _damaged(path, str(error)) from error
     if arrays[0].dtype != np.uint8 or any(a.dtype.kind not in "iu" or a.ndim != 1 for a in arrays):
         found = ", ".join(f"{a.dtype} {list(a.shape)}" for a in arrays)
