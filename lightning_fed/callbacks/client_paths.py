@@ -39,7 +39,9 @@ class _StepPaths(Measure):
             self.paths = {}
             self._first = self._start_of(trainer.fit_loop.state.x)
 
-    on_round_restart = on_round_start
+    def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
+        """Start again, as a subclass starts a round."""
+        self.on_round_start(trainer, pl_module, round)
 
     def on_client_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int, client_id: ClientId
@@ -171,7 +173,9 @@ class UpdateCosine(Measure):
         """Start anew."""
         self._cosine = PairwiseCosine()
 
-    on_round_restart = on_round_start
+    def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
+        """Start again, as a subclass starts a round."""
+        self.on_round_start(trainer, pl_module, round)
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
         """Add one client's update."""

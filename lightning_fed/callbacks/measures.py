@@ -201,7 +201,9 @@ class Inexactness(FederatedCallback):
         """Start a new round."""
         self.gamma = {}
 
-    on_round_restart = on_round_start
+    def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
+        """Start again, as a subclass starts a round."""
+        self.on_round_start(trainer, pl_module, round)
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
         """Measure one client."""

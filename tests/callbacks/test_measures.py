@@ -13,7 +13,14 @@ from torchmetrics import SumMetric
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedDyn, Scaffold
-from lightning_fed.callbacks import ControlVariateError, GradientDissimilarity, HessianDissimilarity, TrainingLoss
+from lightning_fed.callbacks import (
+    ControlVariateError,
+    GradientDissimilarity,
+    HessianDissimilarity,
+    Inexactness,
+    TrainingLoss,
+    UpdateCosine,
+)
 from lightning_fed.data import Quadratics
 from lightning_fed.models import Quadratic
 from tests.helpers.training import Net, clients, data, fit, parameters, seeded, trainer
@@ -398,3 +405,15 @@ def test_a_linear_loss_has_no_curvature() -> None:
             return self.head.bias.sum() * batch[0].mean()
 
     assert measured(HessianDissimilarity(), seeded(Linear), data((5, 6)))["hessian/delta"] == 0
+
+
+@pytest.mark.parametrize("kind", [Inexactness, UpdateCosine])
+def test_a_round_that_restarts_calls_what_a_subclass_does_at_its_start(kind: Any) -> None:
+    started: list[int] = []
+
+    class Noted(kind):
+        def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+            started.append(round)
+
+    Noted.on_round_restart(object.__new__(Noted), None, None, 3)
+    assert started == [3]

@@ -1,5 +1,6 @@
 """Examples that no tensor holds together, as in object detection, and batches of different sizes."""
 
+import pytorch_lightning as pl
 import torch
 from torch.utils.data import BatchSampler, Dataset
 
@@ -33,3 +34,25 @@ class Buckets(BatchSampler):
 
     def __len__(self):
         return 3
+
+
+class Detector(pl.LightningModule):
+    """The loss of an image is (w - its value)^2 / 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(()))
+
+    def _loss(self, batch):
+        return torch.stack([(self.w - image.mean()) ** 2 / 2 for image in batch[0]]).mean()
+
+    def training_step(self, batch, batch_idx):
+        loss = self._loss(batch)
+        self.log("logged", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self._loss(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)

@@ -1,5 +1,6 @@
 """Grids of the lab as its tests run them, and results with given curves."""
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_fed import FederatedError
+from lightning_fed.algorithms import FedAvg
 from lightning_fed.lab.cell import CellRunner
 from lightning_fed.lab.experiment import Experiment
 from lightning_fed.lab.grid import Cell, Grid
@@ -76,3 +78,23 @@ def results_of(grid: Grid, out: Path, curve_of: Callable[[Cell], list[float] | s
             status: Any = "diverged" if diverged else "finished"
             write_record(store.cells / key, Record({}, status, "", 9.0, 1.0, {"torch": "2"}, series, store.cells / key))
     return Results(grid, StoredCells(store, jobs))
+
+
+class Failing(FedAvg):
+    """A method that fails, once it is asked to."""
+
+    def __init__(self, file: str = "", hard: bool = False) -> None:
+        super().__init__()
+        self.file, self.hard = file, hard
+
+    def update_server(self, *args: Any) -> Any:
+        if Path(self.file).exists() and os.environ.get("NOW"):
+            if self.hard:
+                os._exit(9)
+            raise RuntimeError("out of luck")
+        return super().update_server(*args)
+
+
+def failing(write: Write, file: Path, hard: bool = False) -> Path:
+    algorithm = {"class_path": f"{Failing.__module__}.Failing", "init_args": {"file": str(file), "hard": hard}}
+    return write(methods={"Failing": {"trainer.algorithm": algorithm}, "FedAvg": {}})

@@ -11,33 +11,17 @@ from typing import Any
 import pytest
 
 from lightning_fed import FederatedCallback
-from lightning_fed.algorithms import FedAvg
 from lightning_fed.cli.main import main
 from lightning_fed.lab import workers
 from lightning_fed.lab.configurations import Configurations, key_of
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.reading import read_experiment
 from lightning_fed.lab.results import Results
-from tests.helpers.lab import Write, run
+from tests.helpers.lab import Write, failing, run
 from tests.helpers.processes import wait_until
 
 LR = {"key": "model.init_args.lr", "values": [0.1, 1e200]}  # the second overflows
 TUNE = {"by": "final", "grid": {"lr": LR}}
-
-
-class Failing(FedAvg):
-    """A method that fails, once it is asked to."""
-
-    def __init__(self, file: str = "", hard: bool = False) -> None:
-        super().__init__()
-        self.file, self.hard = file, hard
-
-    def update_server(self, *args: Any) -> Any:
-        if Path(self.file).exists() and os.environ.get("NOW"):
-            if self.hard:
-                os._exit(9)
-            raise RuntimeError("out of luck")
-        return super().update_server(*args)
 
 
 class Stuck(FederatedCallback):
@@ -110,11 +94,6 @@ def test_values_are_chosen_on_few_seeds_and_the_others_run_with_the_choice(write
     scores = {c.tuned[0][1]: c.estimate.mean for c in results.candidates(point)}
     assert dict(results.chosen(point) or ()) == {"lr": min(scores, key=lambda label: scores[label])}
     assert [dict(cell.tuned) for cell in results.cells(point)] == [dict(results.chosen(point) or ())] * 2
-
-
-def failing(write: Write, file: Path, hard: bool = False) -> Path:
-    algorithm = {"class_path": f"{__name__}.Failing", "init_args": {"file": str(file), "hard": hard}}
-    return write(methods={"Failing": {"trainer.algorithm": algorithm}, "FedAvg": {}})
 
 
 def test_a_failure_is_named_leaves_the_others_alone_and_is_tried_again(

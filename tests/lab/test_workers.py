@@ -1,13 +1,11 @@
 """Worker processes come to the numbers of a single process, and one that dies takes no other with it."""
 
 import multiprocessing
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_fed.algorithms import FedAvg
 from lightning_fed.lab import workers
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.reading import read_experiment
@@ -15,27 +13,7 @@ from lightning_fed.lab.results import Results
 from lightning_fed.lab.run_grid import run_grid
 from lightning_fed.lab.store import Store
 from lightning_fed.lab.workers import Inline, Task, Workers
-from tests.helpers.lab import Write, run
-
-
-class Failing(FedAvg):
-    """A method that fails, once it is asked to."""
-
-    def __init__(self, file: str = "", hard: bool = False) -> None:
-        super().__init__()
-        self.file, self.hard = file, hard
-
-    def update_server(self, *args: Any) -> Any:
-        if Path(self.file).exists() and os.environ.get("NOW"):
-            if self.hard:
-                os._exit(9)
-            raise RuntimeError("out of luck")
-        return super().update_server(*args)
-
-
-def failing(write: Write, file: Path, hard: bool = False) -> Path:
-    algorithm = {"class_path": f"{__name__}.Failing", "init_args": {"file": str(file), "hard": hard}}
-    return write(methods={"Failing": {"trainer.algorithm": algorithm}, "FedAvg": {}})
+from tests.helpers.lab import Write, failing, run
 
 
 def quantity(results: Results) -> Any:

@@ -1,7 +1,6 @@
 """Batches of a loader of the user's own."""
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch.utils.data import (
     DataLoader,
@@ -16,7 +15,7 @@ from lightning_fed.algorithms import FedAvg, Mime
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches.custom_batches import CustomBatches
 from lightning_fed.data.batches.settings import BatchSettings
-from tests.helpers.detection import Buckets, Detection, collate
+from tests.helpers.detection import Buckets, Detection, Detector, collate
 from tests.helpers.training import parameters, trainer
 
 
@@ -160,28 +159,6 @@ def test_the_first_batches_of_a_loader_have_as_many_examples_as_they_have():
     assert [batches.num_examples(k) for k in range(4)] == [0, 4, 8, 10]
     batches = CustomBatches(lambda _: DataLoader(Detection(), batch_sampler=[[0, 1, 2], [3]]), 0, BatchSettings())
     assert [batches.num_examples(k) for k in range(3)] == [0, 3, 4]
-
-
-class Detector(pl.LightningModule):
-    """The loss of an image is (w - its value)^2 / 2."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.zeros(()))
-
-    def _loss(self, batch):
-        return torch.stack([(self.w - image.mean()) ** 2 / 2 for image in batch[0]]).mean()
-
-    def training_step(self, batch, batch_idx):
-        loss = self._loss(batch)
-        self.log("logged", loss)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", self._loss(batch))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class OwnLoaders(FederatedDataModule):

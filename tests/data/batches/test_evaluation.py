@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -15,46 +14,8 @@ from lightning_fed.data.batches.evaluation import (
     transformed_loader,
 )
 from lightning_fed.data.batches.settings import BatchSettings
+from tests.helpers.detection import Detection, Detector, collate
 from tests.helpers.training import trainer
-
-
-class Detection(Dataset):
-    """Images of three channels, each with boxes of its own."""
-
-    def __init__(self, n=10):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, index):
-        return torch.full((3, 4, 4 + index % 2), float(index)), {"boxes": torch.zeros(1 + index % 3, 4)}
-
-
-def collate(examples):
-    return tuple(zip(*examples, strict=True))
-
-
-class Detector(pl.LightningModule):
-    """The loss of an image is (w - its value)^2 / 2."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.zeros(()))
-
-    def _loss(self, batch):
-        return torch.stack([(self.w - image.mean()) ** 2 / 2 for image in batch[0]]).mean()
-
-    def training_step(self, batch, batch_idx):
-        loss = self._loss(batch)
-        self.log("logged", loss)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", self._loss(batch))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class Streamed(IterableDataset):
