@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from lightning_fed.core.devices import accumulation_dtype
 from lightning_fed.core.types import State
 
 __all__ = ["BufferMean", "Buffers", "overwrite"]
@@ -87,7 +88,7 @@ class BufferMean:
         picked = {}
         for name, value in buffers.items():
             if value.is_floating_point():
-                term = value.to(torch.float64 if value.device.type != "mps" else torch.float32) * (size * count)
+                term = value.to(accumulation_dtype(value.device)) * (size * count)
                 self._sums[name] = self._sums[name] + term if name in self._sums else term
             else:
                 picked[name] = value

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_fed.core.devices import get_device_random_state, seed_device, set_device_random_state
+
 __all__ = [
     "Purpose",
     "capture_random_state",
@@ -76,9 +78,7 @@ def seed_global(seed: int, device: torch.device | None = None) -> None:
     something done once a client.
     """
     torch.default_generator.manual_seed(seed)
-    if device is not None and device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(seed)
+    seed_device(device, seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
@@ -86,26 +86,21 @@ def seed_global(seed: int, device: torch.device | None = None) -> None:
 def capture_random_state(device: torch.device | None = None) -> Callable[[], None]:
     """Return a function that puts the global generators back as they are now."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    cuda_state = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
+    on_device = get_device_random_state(device)
 
     def restore() -> None:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state, device or "cuda")
+        set_device_random_state(device, on_device)
 
     return restore
 
 
 def random_state(device: torch.device | None = None) -> tuple[Any, ...]:
     """Return what tells whether PyTorch's global generators (CPU and ``device``) have been drawn from."""
-    state: tuple[Any, ...] = (torch.default_generator.get_state().numpy().tobytes(),)
-    if device is not None and device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        on_device = torch.cuda.default_generators[index]
-        state = (*state, on_device.initial_seed(), on_device.get_offset())
-    return state
+    states = torch.default_generator.get_state(), get_device_random_state(device)
+    return tuple([state.numpy().tobytes() for state in states if state is not None])
 
 
 def foreign_state() -> tuple[Any, ...]:

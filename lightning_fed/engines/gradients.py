@@ -16,11 +16,11 @@ from torchmetrics import Metric, MetricCollection
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import DummyLogger, call, is_param_in_hook_signature
 from lightning_fed.core.buffers import overwrite
+from lightning_fed.core.devices import accumulation_dtype
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state, seed_global
 from lightning_fed.core.types import Vector
-from lightning_fed.server.aggregation.mean import accumulation_dtype
 from lightning_fed.strategies.ddp import split_of
 
 __all__ = ["GradientPass", "buffer_owners", "check_loss", "prepare_batch"]

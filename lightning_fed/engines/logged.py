@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import _ResultCollection, rank_zero_warn
+from lightning_fed.core.devices import accumulation_dtype
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.server.aggregation.mean import accumulation_dtype
 from lightning_fed.strategies.processes import Ranks
 
 __all__ = ["EvaluationResults", "Logged", "RoundResults", "SharedResults"]

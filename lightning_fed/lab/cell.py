@@ -11,12 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_fed._version import __version__
 from lightning_fed.cli.configuration import CellParts
 from lightning_fed.cli.parser import refusal_in
 from lightning_fed.compat.package import USED, pl
+from lightning_fed.core.devices import accelerator_name
 from lightning_fed.data.files.stored import StoredDataModule
 from lightning_fed.lab.configurations import Config, overlay
 from lightning_fed.lab.records import Record, write_record
@@ -151,7 +150,8 @@ def made_with() -> dict[str, str]:
             packages[name] = version(name)
         except PackageNotFoundError:
             continue
-    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    accelerator = accelerator_name()
+    gpu = {} if accelerator is None else {"gpu": accelerator}
     return {
         "lightning_fed": __version__,
         **packages,

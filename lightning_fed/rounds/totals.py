@@ -9,12 +9,13 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BufferMean
+from lightning_fed.core.devices import accumulation_dtype
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply
 from lightning_fed.server.aggregation.base import FULL_GRAD
-from lightning_fed.server.aggregation.mean import Aggregation, Exchange, accumulation_dtype
+from lightning_fed.server.aggregation.mean import Aggregation, Exchange
 from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings

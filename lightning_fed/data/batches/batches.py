@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
+from lightning_fed.core.devices import can_pin
 from lightning_fed.core.errors import ClientError
 from lightning_fed.data.batches.examples import inner_indices, rows_in, size_of
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
@@ -138,7 +139,7 @@ class TensorBatches(_IndexedBatches):
         super().__init__(len(tensors[0]) if indices is None else indices.numel(), settings)
         self.tensors = tensors
         self.indices = indices
-        self._pin = settings.pin_memory and torch.cuda.is_available()
+        self._pin = settings.pin_memory and can_pin()
 
     @staticmethod
     def of(dataset: Dataset[Any], settings: BatchSettings) -> "TensorBatches | None":
@@ -229,7 +230,7 @@ class LoaderBatches(_IndexedBatches):
             batch_sampler=[chunk.tolist() for chunk in chunks],
             collate_fn=settings.collate_fn,
             num_workers=num_workers,
-            pin_memory=settings.pin_memory and torch.cuda.is_available(),
+            pin_memory=settings.pin_memory and can_pin(),
             generator=_copy_of(generator),  # the workers' seeds are drawn from it
             worker_init_fn=WorkerSeeds(settings.collate_fn, settings.worker_init_fn) if num_workers else None,
             **(settings.loader_options if num_workers else {}),

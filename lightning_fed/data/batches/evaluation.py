@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lightning_fed.core.arguments import kind_of
+from lightning_fed.core.devices import can_pin
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.batches import TensorBatches, misfit
@@ -99,7 +100,7 @@ def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoa
         batch_size=settings.batch_size,
         collate_fn=collate_fn,
         num_workers=settings.num_workers,
-        pin_memory=settings.pin_memory and torch.cuda.is_available(),
+        pin_memory=settings.pin_memory and can_pin(),
         worker_init_fn=WorkerSeeds(collate_fn, settings.worker_init_fn) if settings.num_workers else None,
         **(settings.loader_options if settings.num_workers else {}),
     )

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import kind_of
+from lightning_fed.core.devices import memory_of
 from lightning_fed.data.batches.batches import ClientBatches, TensorBatches
 from lightning_fed.engines.base import OnlySequentialError, WorkPlan
 from lightning_fed.engines.gradients import prepare_batch
@@ -206,7 +207,8 @@ class DeviceData:
 
     def free(self) -> int:
         """The free memory of the device in bytes."""
-        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+        memory = memory_of(self.device)
+        return memory.free if memory else 0
 
 
 class RowLookup:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from lightning_fed.core.devices import memory_of
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.types import State, Vector
 from lightning_fed.server.client_states.state import Stacked
@@ -65,8 +66,8 @@ def default_chunk_size(y: Vector) -> int:
     if y.device.type == "cpu":
         return min(128, 2**20 // y.numel()) if y.numel() <= _SMALL else 1
     # not what happens to be free: random layers draw other numbers in a chunk of another size
-    memory = torch.cuda.get_device_properties(y.device).total_memory if y.device.type == "cuda" else 2**33
-    return max(1, min(1024, memory // (32 * y.numel() * y.element_size())))
+    memory = memory_of(y.device)
+    return max(1, min(1024, (memory.total if memory else 2**33) // (32 * y.numel() * y.element_size())))
 
 
 class ChunkMemory:

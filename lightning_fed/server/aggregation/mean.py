@@ -6,11 +6,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_fed.core.devices import accumulation_dtype
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.participation import Participant, no_weight, raw_weight
 
-__all__ = ["Aggregation", "Exchange", "accumulation_dtype"]
+__all__ = ["Aggregation", "Exchange"]
 
 _ROWS = 128  # clients whose messages are converted at once
 _BLOCK = 2**16  # numbers that are converted at once on a CPU
@@ -35,11 +36,6 @@ class Exchange(Protocol):
             counts: How many rows each process has.
         """
         ...
-
-
-def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of sums over clients: float64 wherever the device has it."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 class Aggregation:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import check_count, check_number
+from lightning_fed.core.devices import accumulation_dtype
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.aggregation.base import FULL_GRAD, Aggregator, averaged_points
-from lightning_fed.server.aggregation.mean import Aggregation, Exchange, accumulation_dtype
+from lightning_fed.server.aggregation.mean import Aggregation, Exchange
 from lightning_fed.server.participation import Participant, no_weight
 from lightning_fed.server.sampling import Sampler
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import check_count
+from lightning_fed.core.devices import accumulation_dtype
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, averaged_points
-from lightning_fed.server.aggregation.mean import Exchange, accumulation_dtype
+from lightning_fed.server.aggregation.mean import Exchange
 from lightning_fed.server.aggregation.robust import CollectedAggregation
 from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.server.sampling import Sampler

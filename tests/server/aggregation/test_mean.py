@@ -15,8 +15,9 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, Scaffold
+from lightning_fed.core.devices import accumulation_dtype
 from lightning_fed.server import WeightedSampler
-from lightning_fed.server.aggregation.mean import Aggregation, accumulation_dtype
+from lightning_fed.server.aggregation.mean import Aggregation
 from lightning_fed.server.participation import Participant
 from tests.helpers.aggregation import add_one
 from tests.helpers.training import trainer

@@ -1,0 +1,138 @@
+"""What the library asks of a device, whatever its kind: a random stream, free memory, pinned memory, float64.
+
+PyTorch gives each kind of accelerator a module, ``torch.cuda``, ``torch.xpu``, ``torch.mps`` and so on. Only this file
+knows how these modules differ.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fed.core.errors import FederatedError
+
+__all__ = [
+    "Memory",
+    "accelerator_name",
+    "accumulation_dtype",
+    "can_pin",
+    "get_device_random_state",
+    "has_float64",
+    "memory_of",
+    "peak_memory",
+    "reset_peak_memory",
+    "seed_device",
+    "set_device_random_state",
+]
+
+
+class Memory(NamedTuple):
+    """The memory of a device in bytes."""
+
+    free: int
+    total: int
+
+
+def memory_of(device: torch.device) -> Memory | None:
+    """Return the memory of a device, or None on the CPU and where PyTorch cannot tell.
+
+    Free memory includes what PyTorch's allocator has reserved and no tensor uses.
+    """
+    if device.type == "cpu":
+        return None
+    module: Any = torch.get_device_module(device)
+    if hasattr(module, "mem_get_info"):
+        free, total = module.mem_get_info(device)
+        if hasattr(module, "memory_reserved"):
+            free += module.memory_reserved(device) - module.memory_allocated(device)
+        return Memory(free, total)
+    if hasattr(module, "recommended_max_memory"):  # MPS, which shares the host's memory
+        total = module.recommended_max_memory()
+        return Memory(max(0, total - module.current_allocated_memory()), total)
+    return None
+
+
+def reset_peak_memory(device: torch.device) -> bool:
+    """Begin to measure the peak of allocated memory; return whether the device can."""
+    module: Any = torch.get_device_module(device)
+    if not hasattr(module, "reset_peak_memory_stats"):
+        return False
+    module.reset_peak_memory_stats(device)
+    return True
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that tensors took since :func:`reset_peak_memory`."""
+    return int(torch.get_device_module(device).max_memory_allocated(device))
+
+
+def accelerator_name() -> str | None:
+    """Return the name of this machine's accelerator, such as "NVIDIA H100"; None without one."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return None
+    module: Any = torch.get_device_module(found)
+    return str(module.get_device_name()) if hasattr(module, "get_device_name") else found.type
+
+
+def can_pin() -> bool:
+    """Tell whether pinned host memory exists, which makes transfers to an accelerator asynchronous."""
+    return torch.accelerator.is_available()
+
+
+def accumulation_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of sums over clients: float64 wherever the device has it."""
+    return torch.float64 if has_float64(device) else torch.float32
+
+
+def has_float64(device: torch.device) -> bool:
+    """Tell whether the device computes in float64. Apple's GPUs do not, and not all of Intel's."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
+def seed_device(device: torch.device | None, seed: int) -> None:
+    """Seed the random stream that operators on the device draw from; the CPU's is not touched."""
+    if device is None or device.type == "cpu":
+        return
+    stream = _generator(device)
+    (torch.get_device_module(device) if stream is None else stream).manual_seed(seed)
+
+
+def get_device_random_state(device: torch.device | None) -> Tensor | None:
+    """Return the state of the device's random stream, a CPU tensor; None for the CPU's."""
+    if device is None or device.type == "cpu":
+        return None
+    stream = _generator(device)
+    state: Tensor = torch.get_device_module(device).get_rng_state() if stream is None else stream.get_state()
+    return state
+
+
+def set_device_random_state(device: torch.device | None, state: Tensor | None) -> None:
+    """Put the device's random stream back to a state of :func:`get_device_random_state`."""
+    if device is None or state is None:
+        return
+    stream = _generator(device)
+    if stream is None:
+        torch.get_device_module(device).set_rng_state(state)
+    else:
+        stream.set_state(state)
+
+
+def _generator(device: torch.device) -> torch.Generator | None:
+    """Return the default generator of an accelerator; None if its module only has functions, as for MPS."""
+    module: Any = torch.get_device_module(device)
+    generators = getattr(module, "default_generators", None)
+    if generators is not None:
+        if not len(generators):
+            module.init()  # CUDA makes them when it starts
+        index = module.current_device() if device.index is None else device.index
+        found: torch.Generator = module.default_generators[index]
+        return found
+    if not all(hasattr(module, name) for name in ("manual_seed", "get_rng_state", "set_rng_state")):
+        raise FederatedError(
+            f"PyTorch offers no random generator for the device {str(device)!r}, so a run there could not be repeated."
+            " Use another accelerator, such as accelerator='cpu'."
+        )
+    return None

@@ -1,0 +1,84 @@
+"""What the library asks of a device, with modules of PyTorch that lack one thing or another."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_fed.core import devices
+from lightning_fed.core.errors import FederatedError
+
+CPU, OTHER = torch.device("cpu"), torch.device("xpu", 1)
+
+
+def with_module(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**names))
+
+
+def test_a_cpu_has_no_memory_and_no_stream_besides_the_global_one() -> None:
+    before = torch.get_rng_state()
+    devices.seed_device(CPU, 5)
+    devices.seed_device(None, 5)
+    assert torch.equal(before, torch.get_rng_state())
+    assert devices.memory_of(CPU) is None and devices.get_device_random_state(CPU) is None
+    assert devices.accumulation_dtype(CPU) == torch.float64
+
+
+def test_memory_reserved_by_pytorch_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_module(
+        monkeypatch,
+        mem_get_info=lambda device: (100, 1000),
+        memory_reserved=lambda device: 70,
+        memory_allocated=lambda device: 30,
+    )
+    assert devices.memory_of(OTHER) == (140, 1000)
+
+
+def test_a_device_that_shares_the_hosts_memory_has_what_it_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_module(monkeypatch, recommended_max_memory=lambda: 1000, current_allocated_memory=lambda: 300)
+    assert devices.memory_of(OTHER) == (700, 1000)
+
+
+def test_a_device_that_tells_nothing_has_no_known_memory_and_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_module(monkeypatch)
+    assert devices.memory_of(OTHER) is None and not devices.reset_peak_memory(OTHER)
+
+
+def test_the_stream_is_the_default_generator_of_the_devices_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = [torch.Generator(), torch.Generator()]
+    with_module(monkeypatch, default_generators=streams, current_device=lambda: 0)
+    devices.seed_device(OTHER, 5)
+    assert streams[1].initial_seed() == 5
+    state = devices.get_device_random_state(OTHER)
+    drawn = torch.rand(3, generator=streams[1])
+    assert not torch.equal(devices.get_device_random_state(OTHER), state)
+    devices.set_device_random_state(OTHER, state)
+    assert torch.equal(torch.rand(3, generator=streams[1]), drawn)
+    devices.seed_device(torch.device("xpu"), 6)  # without an index, the current device's
+    assert streams[0].initial_seed() == 6
+
+
+def test_a_device_without_generators_is_driven_by_its_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = torch.Generator()
+    with_module(
+        monkeypatch, manual_seed=stream.manual_seed, get_rng_state=stream.get_state, set_rng_state=stream.set_state
+    )
+    devices.seed_device(OTHER, 5)
+    state = devices.get_device_random_state(OTHER)
+    drawn = torch.rand(3, generator=stream)
+    devices.set_device_random_state(OTHER, state)
+    assert torch.equal(torch.rand(3, generator=stream), drawn)
+
+
+def test_a_device_without_any_stream_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_module(monkeypatch)
+    with pytest.raises(FederatedError, match=r"no random generator for the device 'xpu:1'"):
+        devices.seed_device(OTHER, 5)
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_sums_are_in_float64_where_the_device_has_it(monkeypatch: pytest.MonkeyPatch, has: bool) -> None:
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=has))
+    assert devices.accumulation_dtype(OTHER) == (torch.float64 if has else torch.float32)
+    assert devices.accumulation_dtype(torch.device("mps")) == torch.float32
