@@ -79,6 +79,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the tests of devices unless they are named: the test device would be the accelerator of all tests."""
+    devices = Path(__file__).parent / "devices"
+    if collection_path != devices:
+        return None
+    given = [(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args]
+    return None if any(devices in (path, *path.parents) for path in given) else True
+
+
 def pytest_collection_finish() -> None:
     """Collect garbage from here on, but not among what imports and collection have made: that takes 0.5 s each time."""
     gc.freeze()

@@ -21,7 +21,8 @@ def test_a_cpu_has_no_memory_and_no_stream_besides_the_global_one() -> None:
     devices.seed_device(CPU, 5)
     devices.seed_device(None, 5)
     assert torch.equal(before, torch.get_rng_state())
-    assert devices.memory_of(CPU) is None and devices.get_device_random_state(CPU) is None
+    assert devices.memory_of(CPU) is None
+    assert devices.get_device_random_state(CPU) is None
     assert devices.accumulation_dtype(CPU) == torch.float64
 
 
@@ -42,7 +43,8 @@ def test_a_device_that_shares_the_hosts_memory_has_what_it_recommends(monkeypatc
 
 def test_a_device_that_tells_nothing_has_no_known_memory_and_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     with_module(monkeypatch)
-    assert devices.memory_of(OTHER) is None and not devices.reset_peak_memory(OTHER)
+    assert devices.memory_of(OTHER) is None
+    assert not devices.reset_peak_memory(OTHER)
 
 
 def test_the_stream_is_the_default_generator_of_the_devices_index(monkeypatch: pytest.MonkeyPatch) -> None:

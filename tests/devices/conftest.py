@@ -1,0 +1,75 @@
+"""Where the tests of devices run: on the test device, or with ``--accelerator gpu`` on a real one."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the accelerator."""
+    parser.addoption(
+        "--accelerator",
+        default="mini",
+        help="run tests/devices on this accelerator of Lightning, such as gpu (default: the test device)",
+    )
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device to train on.
+
+    Attributes:
+        name: The accelerator.
+        tolerance: By how much results may differ from the CPU's: by nothing in the sequential engine on the test
+            device, which runs the CPU's kernels.
+    """
+
+    name: str
+    tolerance: float
+
+    def options(self, precision: str = "32-true") -> dict[str, Any]:
+        """Return the arguments of a trainer that trains here."""
+        if self.name == "mini":
+            from tests.devices.mini.lightning import on_mini
+
+            return {"accelerator": "auto", **on_mini(precision)}
+        return {"accelerator": self.name, "devices": 1, "precision": precision, "deterministic": True}
+
+    @property
+    def device(self) -> torch.device:
+        """The first of the devices."""
+        found = torch.accelerator.current_accelerator()
+        assert found is not None
+        return torch.device(found.type, 0)
+
+
+@pytest.fixture(scope="session")
+def place(request: pytest.FixtureRequest) -> Place:
+    """The device that was asked for; skips where it is missing."""
+    name = request.config.getoption("--accelerator")
+    if name == "mini":
+        for tool in ("g++", "ninja"):
+            if shutil.which(tool) is None:
+                pytest.skip(f"the test device needs {tool} to be built")
+        import tests.devices.mini  # noqa: F401
+
+        return Place(name, 0.0)
+    if not torch.accelerator.is_available():
+        pytest.skip(f"--accelerator {name}: PyTorch finds no accelerator here")
+    return Place(name, 1e-4)
+
+
+@pytest.fixture
+def mini(place: Place) -> Iterator[Any]:
+    """The test device itself, for tests of what only it can tell: counts and limits of memory."""
+    if place.name != "mini":
+        pytest.skip("only the test device counts, and limits its memory")
+    import tests.devices.mini as mini
+
+    yield mini
+    for index in range(2):
+        mini.set_limit(index, 0)
