@@ -34,19 +34,19 @@ def test_a_site_refuses_tasks_that_are_not_for_it(tmp_path: Path) -> None:
     wire, other = Wire(tmp_path, MAKE), Wire(tmp_path / "other", MAKE)
     with wire.server() as server, other.server() as another:
         site = wire.site(2)
-        with pytest.raises(FederatedError, match="which has said hello to run none"):
+        with pytest.raises(FederatedError, match="which has not said hello to it"):
             site.answer(changed(hello(server), phase="train"))
         with pytest.raises(FederatedError, match="A task for client 1 has come to the site of 2"):
             site.answer(server.tasks()[1])
         site.answer(hello(server))
-        with pytest.raises(FederatedError, match="A task of run .* has said hello to run"):
+        with pytest.raises(FederatedError, match="A task of run .* has not said hello to it"):
             site.answer(changed(hello(another), phase="train"))
         with pytest.raises(FederatedError, match="has no client 2. Its client_ids must name all"):
             site.answer(changed(hello(server), clients=[0, 1]))
         wire.run(server)
         for path in (tmp_path / "2").rglob("*.state"):
             path.unlink()
-        task = changed(hello(server) if server.phase == "hello" else wire_task(wire, tmp_path), state=4)
+        task = changed(hello(server) if server.phase == "hello" else wire_task(wire, tmp_path), state=4, round=4)
         with pytest.raises(FederatedError, match="asked to go on from what it kept after 4 rounds, and .* none"):
             site.answer(task)
 
@@ -54,7 +54,7 @@ def test_a_site_refuses_tasks_that_are_not_for_it(tmp_path: Path) -> None:
 def wire_task(wire: Wire, folder: Path) -> Message:
     """Return a task of the run that the sites know."""
     with FederatedServer(wire.make(), model(), range(4)) as server:
-        server._run = wire.sites[2]._agreed["run"]  # type: ignore[index]
+        server._run = wire.sites[2]._run
         wire.phase(server)
         return (
             next(task for task in server.tasks().values() if task.client == 2)
