@@ -4,6 +4,7 @@ PyTorch gives each kind of accelerator a module, ``torch.cuda``, ``torch.xpu``, 
 knows how these modules differ.
 """
 
+import traceback
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,18 @@ __all__ = [
     "can_pin",
     "get_device_random_state",
     "has_float64",
+    "is_out_of_memory",
     "memory_of",
     "peak_memory",
+    "release_memory",
     "reset_peak_memory",
     "seed_device",
     "set_device_random_state",
 ]
+
+
+_NO_MEMORY = ("DefaultCPUAllocator", "backend out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""Parts of what a CPU, MPS and NVIDIA's libraries say, which raise no error of their own kind."""
 
 
 class Memory(NamedTuple):
@@ -64,6 +71,24 @@ def reset_peak_memory(device: torch.device) -> bool:
 def peak_memory(device: torch.device) -> int:
     """Return the most bytes that tensors took since :func:`reset_peak_memory`."""
     return int(torch.get_device_module(device).max_memory_allocated(device))
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether an error means that a device has no memory left."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _NO_MEMORY)
+
+
+def release_memory(error: BaseException, device: torch.device) -> None:
+    """Free what failed work holds on a device: an error keeps the local variables of every function that it left."""
+    failed: BaseException | None = error
+    while failed is not None:
+        traceback.clear_frames(failed.__traceback__)
+        failed = failed.__cause__ or failed.__context__
+    empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)
+    if empty_cache is not None:
+        empty_cache()
 
 
 def accelerator_name() -> str | None:

@@ -110,15 +110,16 @@ class ClientsOutsideFit:
         """
         clients = [index for index in task.clients if index in self._here]
         self._begin(task, clients, plateaus)
-        replies = self._replies(task, clients, states)
-        try:
-            first = list(islice(replies, 1))
-        except FederatedError as error:  # no reply is out yet, so the work may start again
-            if (reason := self.work.reason_to_restart(error)) is None:
-                raise
-            self.work.restart(task.round, reason)
+        while True:
+            replies = self._replies(task, clients, states)
+            try:
+                first = list(islice(replies, 1))
+                break
+            except (FederatedError, RuntimeError) as error:  # no reply is out yet, so the work may start again
+                if (restart := self.work.restart_after(error)) is None:
+                    raise
+            self.work.restart(task.round, restart)
             self.work.begin(task.round, self.work.members(task, clients))
-            first, replies = [], self._replies(task, clients, states)
         yield from chain(first, replies)
         if task.phase == TRAIN:
             self.work.end_training()

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 from torchmetrics import Metric
@@ -26,6 +27,7 @@ __all__ = [
     "ChunkResult",
     "Engine",
     "OnlySequentialError",
+    "Restart",
     "RoundInputs",
     "WorkPlan",
     "per_parameter",
@@ -37,6 +39,19 @@ _METRIC_COUNTS = ("_update_count", "_computed", "_forward_cache")  # what a metr
 
 class OnlySequentialError(FederatedError):
     """The vectorized engine cannot run these clients, and the sequential engine can."""
+
+
+class Restart(NamedTuple):
+    """How a round starts again that an engine could not run.
+
+    Attributes:
+        reason: Why.
+        chunk_size: How many clients the vectorized engine runs at once from then on. None if the sequential engine
+            takes its place.
+    """
+
+    reason: str
+    chunk_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +197,9 @@ class Engine(ABC):
     name: str
     """What the trainer's argument ``engine`` calls it."""
 
+    less_memory = ""
+    """What the error of a client that does not fit a device adds to its remedies."""
+
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:  # noqa: B027
         """Look at what may have changed since the last round, before this process's clients do anything in this one."""
 
@@ -251,7 +269,7 @@ class Engine(ABC):
 
     def errors_of(self, plan: WorkPlan, round: int, what: str) -> NamesClient:
         """Put the client, the round and the local step in front of whatever goes wrong inside."""
-        return NamesClient(plan.participant.client_id, round, what, self.abandon)
+        return NamesClient(plan.participant.client_id, round, what, self.abandon, self.less_memory)
 
     def abandon(self) -> int | None:
         """End the local work of a client that failed; return the local steps it had taken, None if it was at none."""

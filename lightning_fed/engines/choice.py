@@ -5,6 +5,7 @@ from functools import partial
 from itertools import islice
 
 from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
+from lightning_fed.core.devices import is_out_of_memory, release_memory
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.engines.base import Engine, WorkPlan
 from lightning_fed.engines.prepared import PreparedModule
@@ -72,6 +73,9 @@ def _try_out(engine: VectorizedEngine, plans: Iterator[WorkPlan]) -> None:
         except ClientError as error:
             if isinstance(error.__cause__, FederatedError) and not isinstance(error.__cause__, ClientError):
                 raise error.__cause__ from error.__cause__.__cause__
+            if is_out_of_memory(error.__cause__):
+                release_memory(error, engine.flat.y.device)
+                raise
             failure = failure or error
     if failure is not None:
         raise failure

@@ -12,6 +12,7 @@ import torch
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import MisconfigurationException, SIGTERMException, call
 from lightning_fed.core.arguments import kind_of
+from lightning_fed.core.devices import is_out_of_memory
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId
@@ -27,6 +28,10 @@ ONE_VALUE = "Expected more than 1 value per channel when training"
 _ONE_VALUE_REMEDY = (
     ". BatchNorm normalises by the statistics of a batch, and a batch of one example has none. Set drop_last=True or"
     " another batch_size, use GroupNorm, or set on_client_error='drop' to leave such clients out of their rounds"
+)
+_MEMORY_REMEDY = (
+    ". The device does not hold the work of one client at a time. Use a smaller batch_size or full_batch_size, or a lower"
+    " precision such as 'bf16-mixed'"
 )
 _FRAMEWORKS = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "lightning_fed", "torchmetrics")
 _VALUE_READ = "a tensor's value is read, by .item() or by data-dependent control flow"
@@ -50,7 +55,7 @@ _SPARSE = (
     " If that is about gradients: they must be dense here, so leave out sparse=True in torch.nn.functional.embedding"
     " and the like. Layers such as nn.Embedding may have it."
 )
-_NOT_A_CLIENTS = (MisconfigurationException, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+_NOT_A_CLIENTS = (MisconfigurationException, MemoryError, torch.AcceleratorError)
 
 
 def fault_of(report: ClientReport, losses: Sequence[float], round: int) -> ClientError | None:
@@ -77,12 +82,14 @@ class NamesClient:
         round: The round.
         what: The work inside, as the message names it.
         steps: Returns the local steps that the client has taken, None before the first; called after an error.
+        less_memory: What else would take less memory, to continue a sentence.
     """
 
     client_id: ClientId
     round: int
     what: str
     steps: Callable[[], int | None]
+    less_memory: str = ""
 
     def __enter__(self) -> None:
         """Start watching."""
@@ -99,6 +106,8 @@ class NamesClient:
                 text += _SPARSE
             if ONE_VALUE in text:
                 text += _ONE_VALUE_REMEDY
+            if is_out_of_memory(error):
+                text += _MEMORY_REMEDY + self.less_memory
         raise ClientError(
             f"Client {self.client_id!r} failed in {self.what} in round {self.round}{at}: {text}",
             self.client_id if _is_clients_own(error) else None,
@@ -112,7 +121,7 @@ def _is_clients_own(error: Exception) -> bool:
     """
     if isinstance(error, FederatedError):
         return isinstance(error, ClientError)
-    if isinstance(error, _NOT_A_CLIENTS) or "DefaultCPUAllocator" in str(error):
+    if isinstance(error, _NOT_A_CLIENTS) or is_out_of_memory(error):
         return False
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return all(frame.f_code is not call._call_callback_hooks.__code__ for frame in frames)

@@ -9,17 +9,19 @@ from typing import Any
 import torch
 
 from lightning_fed.compat.private import rank_zero_warn
+from lightning_fed.core.devices import is_out_of_memory, release_memory
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.tracked_state import TrackedState
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.engines.base import Engine, OnlySequentialError, RoundInputs, WorkPlan
+from lightning_fed.engines.base import Engine, OnlySequentialError, Restart, RoundInputs, WorkPlan
 from lightning_fed.engines.choice import make_engine, reason_in
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.processor import check_lstm
 from lightning_fed.engines.sequential.engine import SequentialEngine
 from lightning_fed.engines.vectorized.client_settings import HeldSettings, hears_clients
+from lightning_fed.engines.vectorized.engine import VectorizedEngine
 from lightning_fed.rounds.failures import stop_at
 from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans
 from lightning_fed.rounds.local_training import ClientGradients, LocalTraining, OwnSolve, prepared_for_own_solve
@@ -27,6 +29,7 @@ from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.participation import Participant, Population
 from lightning_fed.settings.settings import Settings
+from lightning_fed.strategies.processes import Ranks
 
 __all__ = ["ClientWork", "gradients_together", "prepare_clients"]
 
@@ -50,6 +53,7 @@ class ClientWork:
 
     With ``engine="auto"``, the sequential engine takes the place of the vectorized one for the rest of the run if that
     cannot run clients though its trial step passed: the round then starts again, with the same x and random streams.
+    If the vectorized engine runs out of memory, the round starts again with half as many clients at once.
 
     Args:
         engines: The engine that runs clients, and a second one for the method's own solve if it has one.
@@ -67,6 +71,9 @@ class ClientWork:
         self.plans, self.settings, self.have_given_up = plans, settings, False
         self.algorithm, self.trainer = engines[0].algorithm, engines[0].trainer
         self._use(engines)
+        if self.chunk_size is not None:
+            self._use_chunk(self.chunk_size)
+        self._together = 1  # the most clients that can be at work at once
         self._held: HeldSettings | None = None  # as the round began
         self._round: RoundPlans | None = None
         self._training: list[int] = []  # the clients that are to train, by stored index
@@ -112,7 +119,7 @@ class ClientWork:
             if self._own_solve is not None:
                 self._own_solve.engine.begin_round(list(map(self._own_solve.plan, work)))
         except FederatedError as error:
-            if not self.may_restart:
+            if self.settings.engine != "auto" or not self.may_restart:
                 raise
             warnings.warn(f"engine='auto' goes on with 'sequential', since {reason_in(error)}", stacklevel=2)
             self.give_up()
@@ -124,23 +131,66 @@ class ClientWork:
         return [engine.name for engine in self.engines]
 
     @property
+    def chunk_size(self) -> int | None:
+        """How many clients are run at once; None if the sequential engine runs all."""
+        return min((engine.chunk_size for engine in self.engines if isinstance(engine, VectorizedEngine)), default=None)
+
+    def _use_chunk(self, size: int) -> None:
+        for engine in self.engines:
+            if isinstance(engine, VectorizedEngine):
+                engine.use_chunk(size)
+
+    def agree(self, ranks: Ranks) -> None:
+        """Run as many clients at once in every process, where each has a device: random layers depend on it."""
+        if ranks.size == 1 or self.settings.engine == "sequential" or self.engine.flat.y.device.type == "cpu":
+            return
+        sizes = ranks.gather(self.chunk_size)
+        if None in sizes:
+            self.give_up()
+        else:
+            self._use_chunk(min(sizes))
+
+    @property
     def may_restart(self) -> bool:
-        """Whether another engine is left to run the round, if this one cannot."""
-        return self.settings.engine == "auto" and "vectorized" in self.engine_names
+        """Whether the round can be run otherwise, if the engine cannot run it as it does."""
+        return "vectorized" in self.engine_names
 
-    def reason_to_restart(self, error: FederatedError) -> str | None:
-        """Return why the round must start again with another engine after an error, None if it need not."""
-        found = next((one for one in (error, error.__cause__) if isinstance(one, OnlySequentialError)), None)
-        return str(found) if found is not None and self.may_restart else None
+    def restart_after(self, error: Exception) -> Restart | None:
+        """Return how the round must start again after an error, None if it need not or cannot.
 
-    def restart(self, round: int, reason: str) -> None:
-        """Go on with the sequential engine, once the round at work begins again; put back what its hooks have set."""
-        rank_zero_warn(f"engine='auto' restarts round {round} with 'sequential', and stays with it: {reason}")
+        If a device has run out of memory, what the error still holds there is released.
+        """
+        both, device = (error, error.__cause__), self.engine.flat.y.device
+        may_give_up = self.may_restart and self.settings.engine == "auto"
+        if any(map(is_out_of_memory, both)):
+            count, size = self._together, self.chunk_size
+            if size is None or (min(count, size) == 1 and not may_give_up):
+                return None
+            release_memory(error, device)
+            if min(count, size) == 1:
+                return Restart(f"{device} has run out of memory with one client at a time.")
+            return Restart(f"{device} has run out of memory with {min(count, size)} clients", min(count, size) // 2)
+        found = next((one for one in both if isinstance(one, OnlySequentialError)), None)
+        return Restart(str(found)) if found is not None and may_give_up else None
+
+    def restart(self, round: int, how: Restart) -> None:
+        """Be ready for the round at work to begin again, in another way; put back what its hooks have set."""
+        size = how.chunk_size
+        if size is None:
+            rank_zero_warn(f"engine='auto' restarts round {round} with 'sequential', and stays with it: {how.reason}")
+        else:
+            rank_zero_warn(
+                f"{how.reason} at once. Round {round} restarts with chunk_size={size}, and the run stays with it. Set"
+                f" chunk_size={size} to start with it."
+            )
         held, self._held = self._held, None
         if held is not None:
             held.put_back()
         self.engine.flat.restore()  # hooks may have looked at the parameters of another client
-        self.give_up()
+        if size is None:
+            self.give_up()
+        else:
+            self._use_chunk(size)
 
     def give_up(self) -> None:
         """Go on with the sequential engine in place of the vectorized one."""
@@ -169,8 +219,9 @@ class ClientWork:
         Raises:
             ClientError: If a client fails and is not to be dropped, or if something fails that is no client's own
                 fault.
-            FederatedError: If the engine cannot run them; see :meth:`reason_to_restart`.
+            FederatedError: If the engine cannot run them; see :meth:`restart_after`.
         """
+        self._together = len(clients)
         if task.phase == GRADIENTS:
             return self._answer_gradients(task, clients)
         if task.phase == LOSS:
@@ -274,6 +325,7 @@ def prepare_clients(
     engine: str,
     clients: Sequence[ClientId] | None = None,
     before: Sequence[str] = (),
+    chunk_before: int | None = None,
 ) -> ClientWork:
     """Return what answers for clients, with the engine of a name; see :func:`make_engine`.
 
@@ -283,15 +335,16 @@ def prepare_clients(
         engine: The engine's name.
         clients: Those whose data is here; all of them by default.
         before: The :attr:`ClientWork.engine_names` before this run resumed.
+        chunk_before: The :attr:`ClientWork.chunk_size` with which it was trained then.
     """
-    settings = prepared.settings
+    settings, chunk_size = prepared.settings, chunk_before or prepared.settings.chunk_size
     plans = LocalPlans(prepared.trainer, settings, population, clients)
     check_lstm(prepared.trainer, prepared.flat, plans.some)
     if type(prepared.trainer.datamodule).client_dataloader is not FederatedDataModule.client_dataloader:
         plans.check_counts()
     first, second = (*before, None, None)[:2]
-    engines = [make_engine(engine, settings.chunk_size, prepared, plans.some, first)]
+    engines = [make_engine(engine, chunk_size, prepared, plans.some, first)]
     if prepared.algorithm.own_solve is not None:
         other = prepared_for_own_solve(prepared)
-        engines.append(make_engine(engine, settings.chunk_size, other, plans.some, second))
+        engines.append(make_engine(engine, chunk_size, other, plans.some, second))
     return ClientWork(engines, plans, settings)

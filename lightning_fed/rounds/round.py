@@ -9,6 +9,7 @@ from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
+from lightning_fed.engines.base import Restart
 from lightning_fed.rounds.assignment import StateTransfer, assign
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.cohort import CohortSampling, DrawnCohort
@@ -43,7 +44,7 @@ class Rounds:
         self.settings, self.trainer = sampling.settings, work.trainer
         self.at_work: ServerRound | None = None
         self._faults, self._cohort = Faults(), DrawnCohort()
-        self._restart_reason: str | None = None  # of the round at work, with another engine
+        self._restart: Restart | None = None  # of the round at work, since an engine could not run it
 
     def draw(self) -> None:
         """Draw the next round's cohort."""
@@ -84,9 +85,9 @@ class Rounds:
             assert undo is not None
             undo()
             self.server.clients.discard()
-            if self._restart_reason is not None:
+            if self._restart is not None:
                 faults.causes, faults.refused = dict(failed_before), set()
-                work.restart(self.server.round, self._restart_reason)
+                work.restart(self.server.round, self._restart)
             call_round_hook(self.trainer, "on_round_restart", self.server.round)
         assert self.at_work is not None
         return self.at_work, statuses
@@ -99,7 +100,8 @@ class Rounds:
     def _try(self, status: Callable[[], Status]) -> list[Status] | None:
         """Run the clients; return None if the round must start again.
 
-        That is so if some failed that others depend on, or if the engine cannot run them and another one can.
+        That is so if some failed that others depend on, or if the engine cannot run them as it does and may run them
+        otherwise, or another engine may.
         """
         ranks, server, split, statuses = self.ranks, self.server, self.work.engine.split, [Status()]
         if self.settings.drops_failed and ranks.size > 1:  # data may have failed to load in some processes only
@@ -121,9 +123,10 @@ class Rounds:
             for task in half.phases():
                 answer = partial(self._answer, task, half, workers, states, transfer, status)
                 parts, received = zip(*ranks.exchange(answer), strict=True)
-                reasons = [part["restart"] for part in parts if "restart" in part]
-                self._restart_reason = reasons[0] if reasons else None
-                if reasons:
+                restarts = [part["restart"] for part in parts if "restart" in part]
+                # all processes run as many clients at once: the fewest that any of them asks for
+                self._restart = min(restarts, key=lambda restart: restart.chunk_size or 0, default=None)
+                if restarts:
                     return None
                 if task.phase == TRAIN:
                     if transfer is not None:
@@ -158,12 +161,12 @@ class Rounds:
             for some in chunks:
                 for reply in work.answer(task, some, states):
                     work.call_end_hooks(half.receive(reply))
-        except FederatedError as error:
-            if (reason := work.reason_to_restart(error)) is None:
+        except (FederatedError, RuntimeError) as error:
+            if (restart := work.restart_after(error)) is None:
                 raise
             if transfer is not None:
                 transfer.wait()
-            return {"restart": reason}, [()] * ranks.size
+            return {"restart": restart}, [()] * ranks.size
         part: dict[str, Any] = half.partial() if ranks.size > 1 else {}
         if not trains:
             return part, [()] * ranks.size

@@ -146,6 +146,8 @@ class Traces:
         try:
             with torch.no_grad(), tracing(TracingContext(_Shapes())):  # type: ignore[arg-type]
                 module = make_fx(outputs)(*tensors)
+        except torch.OutOfMemoryError:
+            raise  # nothing is wrong with the function
         except Exception as error:
             with torch.no_grad():
                 function(*tensors)  # an error of the batch is not the trace's, and is raised here

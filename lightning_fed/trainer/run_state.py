@@ -64,6 +64,7 @@ class RunState:
         self._earlier: EarlierFit | None = None  # if it completed a round
         self._notes: dict[str, str] = {}  # on data and optimizer
         self._engines_before: list[str] = []  # that "auto" chose before this fit; see ClientWork.engine_names
+        self._chunk_before: int | None = None  # see ClientWork.chunk_size
 
     @property
     def round(self) -> int:
@@ -153,11 +154,14 @@ class RunState:
         # the last metrics too: a schedule or a checkpoint callback may need one that is not logged in every round
         metrics = {name: value.detach().cpu() for name, value in self.trainer.callback_metrics.items()}
         client_states = self.client_states.record(self._server, self.ranks)
-        engines = self._engines_before if self.clients is None or self.prepared is None else self.clients.engine_names
+        engines, chunk = self._engines_before, self._chunk_before
+        if self.clients is not None and self.prepared is not None:
+            engines, chunk = self.clients.engine_names, self.clients.chunk_size
         noted: dict[str, Any] = {
             "transport": self.settings.transport(),
             "work": self._notes,
             "engine": {"asked": self.settings.engine, "taken": engines},
+            "chunk_size": {"asked": self.settings.chunk_size, "taken": chunk},
             "steps_taken": self.steps_taken,
         }
         noted |= {"sites": self.sites} if self.sites else {}
@@ -259,7 +263,9 @@ class RunState:
             seed = secret_seed(trainer, settings.aggregator, population)
         sampling = CohortSampling(settings, population, seed)
         if self._make_clients is None:
-            self.clients = prepare_clients(prepared, population, settings.engine, before=self._engines_before)
+            engines, chunk = self._engines_before, self._chunk_before
+            self.clients = prepare_clients(prepared, population, settings.engine, None, engines, chunk)
+            self.clients.agree(self.ranks)
         else:
             self.clients = self._make_clients(prepared, population)
         self.rounds = Rounds(server, sampling, self.clients, self.ranks)
@@ -269,6 +275,7 @@ class RunState:
         """Take over engines and local steps of a checkpoint."""
         with restored_from(self.trainer.ckpt_path, "the choice of the engine"):
             self._engines_before = _engines_of(saved)
+            self._chunk_before = _chunk_of(saved, self.settings.chunk_size)
         with restored_from(self.trainer.ckpt_path, "the count of local steps"):
             self.steps_taken = int(saved["steps_taken"])
         versions = saved.get("sites", {}).get("versions") or {}
@@ -298,7 +305,7 @@ class RunState:
             if (server := self._server) is not None:
                 self._earlier = EarlierFit.of(self.prepared, server, self._notes) if server.round > 0 else None
             if self.clients is not None:
-                self._engines_before = self.clients.engine_names
+                self._engines_before, self._chunk_before = self.clients.engine_names, self.clients.chunk_size
             if self.server_model is not None:
                 self.server_model.show()
             self.prepared.release()
@@ -314,3 +321,9 @@ def _engines_of(saved: Mapping[str, Any]) -> list[str]:
     if "engine" not in saved:  # written by an earlier version, which noted only that "auto" had left one
         return ["sequential"] * 2 if saved.get("gave_up") else []
     return [str(name) for name in saved["engine"]["taken"]] if saved["engine"]["asked"] == "auto" else []
+
+
+def _chunk_of(saved: Mapping[str, Any], asked: int | None) -> int | None:
+    """Return how many clients were trained at once in the run that wrote a checkpoint, if the user asks for the same."""
+    before = saved.get("chunk_size", {"asked": None, "taken": None})
+    return None if before["taken"] is None or before["asked"] != asked else max(1, int(before["taken"]))

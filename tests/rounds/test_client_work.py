@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fed import FederatedCallback, FederatedError
 from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, Scaffold
 from lightning_fed.core.errors import ClientError
-from lightning_fed.engines.base import OnlySequentialError
+from lightning_fed.engines.base import OnlySequentialError, Restart
 from lightning_fed.rounds.client_work import ClientWork, gradients_together
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import ClientStates
@@ -164,9 +164,9 @@ def test_only_what_another_engine_can_do_is_a_reason_to_restart() -> None:
         cause = OnlySequentialError("the module draws")
         wrapped = ClientError("Client 1 failed.", 1)
         wrapped.__cause__ = cause
-        return [who.work.reason_to_restart(error) for error in (cause, wrapped, FederatedError("no"))]
+        return [who.work.restart_after(error) for error in (cause, wrapped, FederatedError("no"))]
 
-    assert asked(ask, engine="auto") == ["the module draws", "the module draws", None]
+    assert asked(ask, engine="auto") == [Restart("the module draws"), Restart("the module draws"), None]
     assert asked(ask) == [None, None, None], "no other engine is left"
 
 

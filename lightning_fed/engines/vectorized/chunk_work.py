@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.devices import is_out_of_memory
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Run, Update
 from lightning_fed.core.types import State, Vector
@@ -134,7 +135,7 @@ class ChunkWork:
         try:
             send, keep = of_each(self._finish_one, (y, delta, own, path), len(y))
         except Exception as error:
-            if isinstance(error, FederatedError) or len(y) == 1:
+            if isinstance(error, FederatedError) or is_out_of_memory(error) or len(y) == 1:
                 raise
             raise OnlySequentialError(
                 f"engine='vectorized' cannot run {type(self.algorithm).__name__}.finish for several clients at once"

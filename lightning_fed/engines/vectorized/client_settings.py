@@ -233,7 +233,8 @@ class HeldSettings:
             if numbers_in(tensor) != numbers:
                 raise FederatedError(
                     f"A hook of single clients has changed {name!r} of {type(self._prepared.module).__name__} in place,"
-                    " and engine='auto' cannot put it back to begin the round again. Use engine='sequential'."
+                    f" and engine={self._prepared.settings.engine!r} cannot put it back to begin the round again. Use"
+                    " engine='sequential'."
                 )
 
 

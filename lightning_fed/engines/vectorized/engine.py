@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fed.compat.private import rank_zero_warn
+from lightning_fed.core.devices import is_out_of_memory, release_memory
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, generator
@@ -40,17 +42,23 @@ __all__ = ["VectorizedEngine"]
 class VectorizedEngine(Engine):
     """Run the clients of a chunk at once, on stacked parameters; docs/architecture.md shows the way of a batch.
 
-    ``chunk_size=None`` chooses by the size of the model. The sequential engine, which ``make_sequential`` makes, finds
-    out who is to blame for an error.
+    ``chunk_size=None`` chooses by the size of the model, and on an accelerator by what :meth:`try_out` takes of its
+    memory. The sequential engine, which ``make_sequential`` makes, finds out who is to blame for an error.
+
+    Attributes:
+        chunk_size: How many clients are run at once.
     """
 
     name = "vectorized"
+    less_memory = ". engine='sequential' takes the least memory, and 'auto' falls back on it"
 
     def __init__(self, chunk_size: int | None, prepared: PreparedModule, make_sequential: Callable[[], Engine]) -> None:
         super().__init__(prepared)
         check_settings(self)
         self._make_sequential = make_sequential
         self.chunk_size = chunk_size or default_chunk_size(self.flat.whole)
+        self._is_chosen = chunk_size is not None
+        self._tried_at_once = 2
         self.step = ModuleStep(self.trainer, self.flat)
         self.full = FullGradients(self.step)
         self.schedule = Schedule(self, self.step)
@@ -61,15 +69,45 @@ class VectorizedEngine(Engine):
         self._logged: dict[str, tuple[float, float]] = {}  # see ChunkMeans.add_to
 
     def try_out(self, plan: WorkPlan) -> None:
-        """Refuse a module that cannot be run on several clients at once, by a step on a client's first batch."""
+        """Refuse a module that cannot be run on several clients at once, by a step on a client's first batch.
+
+        Chooses the size of a chunk. It is one, whoever has chosen, if a device does not hold the step of two clients.
+        """
+        try:
+            self._try_out(plan)
+            return
+        except RuntimeError as error:
+            if self._tried_at_once == 1 or not is_out_of_memory(error):
+                raise
+            release_memory(error, self.flat.y.device)
+        if self._is_chosen and self.chunk_size > 1:
+            rank_zero_warn(
+                f"chunk_size={self.chunk_size} is too large: {self.flat.y.device} ran out of memory when two clients"
+                " took a step at once. Clients are trained one at a time. Set chunk_size=1, or a smaller batch_size."
+            )
+        self._tried_at_once = self.chunk_size = 1
+        self._is_chosen = True
+        self._try_out(plan)
+
+    def _try_out(self, plan: WorkPlan) -> None:
         if not any(plan.epochs) and not self.algorithm.full_grad_at:
             return  # there is nothing to do
         plan = plan if any(plan.epochs) else replace(plan, epochs=(1,))
         with self.gradients.silent():
             batches = self.schedule.batches([plan], self.schedule.rows([plan]), 0, by_index=True)
             ((group,),) = batches.in_order([StepGroup(range(1), [0])])
-            Trial(self.step).run(group)
+            trial = Trial(self.step, self._tried_at_once)
+            trial.run(group)
+        if not self._is_chosen:
+            full = max(group.examples, self.schedule.batch_size or 0)
+            self.chunk_size = default_chunk_size(self.flat.whole, -(-trial.step_bytes * full // group.examples))
+            self._is_chosen = True
         self.changes.remember()
+
+    def use_chunk(self, size: int) -> None:
+        """Run this many clients at once from here on, and release what a larger chunk took."""
+        self.chunk_size, self._memory, self._row = size, None, None
+        self.step.traces.drop()
 
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:
         """Try the module out again, and forget its traces, if an attribute of it or of the method has changed."""
@@ -87,7 +125,7 @@ class VectorizedEngine(Engine):
         self.step.traces.drop()
         was_random = self.step.is_random
         try:
-            self.try_out(plans[0]) if plans else None
+            self._try_out(plans[0]) if plans else None
         except Exception as error:
             self.step.is_random = was_random
             if isinstance(error, FederatedError) and not isinstance(error, ClientError):
@@ -228,7 +266,8 @@ class VectorizedEngine(Engine):
         self, inputs: RoundInputs, plans: Sequence[WorkPlan]
     ) -> Iterator[tuple[WorkPlan, State | ClientError]]:
         """Yield the full-batch gradients of clients, at once where all of a chunk have one batch of the same size."""
-        for chunk in self.chunks(plans):
+        count = self._gradients_together(plans)
+        for chunk in (plans[i : i + count] for i in range(0, len(plans), count)):
             found = self._gradients_at_once(inputs, chunk)
             if found is not None:
                 yield from zip(chunk, found, strict=True)
@@ -237,6 +276,14 @@ class VectorizedEngine(Engine):
                 if isinstance(answer, ClientError) and answer.culprit is not None:
                     self._check_gradients_alone(answer.__cause__, inputs, [plan])
                 yield plan, answer
+
+    def _gradients_together(self, plans: Sequence[WorkPlan]) -> int:
+        """Return how many clients may take gradients at once: an accelerator's chunk is for batches of local steps."""
+        batch_size = self.schedule.batch_size
+        if self.flat.y.device.type == "cpu" or batch_size is None:
+            return self.chunk_size
+        largest = max((plan.batches.size for plan in plans), default=0)
+        return max(1, self.chunk_size * batch_size // max(batch_size, largest))
 
     def _check_gradients_alone(
         self, cause: BaseException | None, inputs: RoundInputs, plans: Sequence[WorkPlan]
@@ -264,6 +311,8 @@ class VectorizedEngine(Engine):
         except FederatedError:
             raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             self._check_gradients_alone(error, inputs, plans)
             return None
         return [{name: value[row] for name, value in grads.items()} for row in range(len(plans))]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fed.core.devices import is_out_of_memory
 from lightning_fed.engines.base import OnlySequentialError
 from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
@@ -249,6 +250,8 @@ class LocalSteps:
                 else:
                     what = f"gives another value of self.log({name!r}, ...)"
         except RuntimeError as raised:
+            if is_out_of_memory(raised):
+                raise
             error = raised
         if error is None and what is None:
             module.compared.add(trace)

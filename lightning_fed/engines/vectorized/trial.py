@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from lightning_fed.compat.package import pl
+from lightning_fed.core.devices import is_out_of_memory, peak_memory, reset_peak_memory
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
 from lightning_fed.core.torch_optimizers import coupled_decay
@@ -111,11 +112,17 @@ def _same(value: Tensor, was: Tensor) -> bool:
 
 
 class Trial:
-    """Try a module's ``training_step`` out on one batch, to learn whether it is random and may be traced."""
+    """Try a module's ``training_step`` out on one batch, to learn whether it is random and may be traced.
 
-    def __init__(self, step: ModuleStep) -> None:
-        self.step = step
+    Attributes:
+        at_once: The clients that take a step at once: two, or one where a device does not hold two.
+        step_bytes: What a gradient of one of them takes of a device's memory; 0 if the device cannot tell.
+    """
+
+    def __init__(self, step: ModuleStep, at_once: int = 2) -> None:
+        self.step, self.at_once = step, at_once
         self.module = step.module
+        self.step_bytes = 0
 
     def run(self, group: BatchGroup) -> None:
         """Refuse the module if a step of two clients on one batch is not what two separate steps do; then restore it.
@@ -131,7 +138,7 @@ class Trial:
                 _, loss, values = step.own_gradient(step.flat.views, *batch)
                 first = OwnStep(loss, values, step.sizes)
                 self._check_state(before)
-                grads = self._of_two(step.flat.views, *batch)
+                grads = self._measured(step.flat.views, *batch)
                 self._check_state(before)
                 step.is_random = random != random_state(step.flat.y.device)
                 if not step.is_random:
@@ -143,6 +150,8 @@ class Trial:
             except FederatedError:
                 raise
             except Exception as error:
+                if is_out_of_memory(error):
+                    raise
                 self._check_metrics(before)
                 before.restore()  # what clients at once have left may be of no use to one
                 step.own_gradient(step.flat.views, *batch)  # what fails for one client alone is raised as it is
@@ -165,7 +174,7 @@ class Trial:
             try:
                 with _at_full_precision(step):
                     views, leaves = _raised(views), _raised(leaves)
-                    grads, own = self._of_two(views, leaves, *batch), step.own_gradient(views, leaves, *batch)[0]
+                    grads, own = self._of_several(views, leaves, *batch), step.own_gradient(views, leaves, *batch)[0]
             except Exception:
                 own, tolerance = step.own_gradient(step.flat.views, group.leaves, *batch)[0], _ROUNDING
         else:
@@ -178,10 +187,23 @@ class Trial:
             if not torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
                 raise self._refusal(f"the gradient of {name!r} of several clients at once differs from that of one")
 
-    def _of_two(self, views: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> list[Tensor]:
-        """Return the gradient of the first of two equal clients, taken at once."""
+    def _measured(self, *step: Any) -> list[Tensor]:
+        """Return what :meth:`_of_several` does; note what it takes of a device's memory, if the device can tell."""
+        device = self.step.flat.y.device
+        if device.type == "cpu" or not reset_peak_memory(device):
+            return self._of_several(*step)
+        before = peak_memory(device)
+        grads = self._of_several(*step)
+        self.step_bytes = -(-(peak_memory(device) - before) // self.at_once)
+        return grads
+
+    def _of_several(self, views: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> list[Tensor]:
+        """Return the gradient of the first of some equal clients, taken at once."""
+        views, count = [v.detach() for v in views], self.at_once
+        if count == 1:
+            return list(self.step.gradient(views, leaves, spec, batch_idx)[0])
         take = vmap(lambda y, leaves: self.step.gradient(y, leaves, spec, batch_idx), randomness="different")
-        grads, _, _ = take([torch.stack([v.detach()] * 2) for v in views], [torch.stack([v] * 2) for v in leaves])
+        grads, _, _ = take([torch.stack([v] * count) for v in views], [torch.stack([v] * count) for v in leaves])
         return [g[0] for g in grads]
 
     def _check_repeats(self, first: OwnStep, group: BatchGroup) -> None:

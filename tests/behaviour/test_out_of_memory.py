@@ -1,0 +1,236 @@
+"""Clients at once that a device has no memory for: fewer are run at once, down to one, and then by the other engine."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_fed import FederatedCallback
+from lightning_fed.algorithms import Algorithm, Ditto, FedAvg, Mime, Scaffold, SGDm
+from lightning_fed.core.errors import ClientError
+from lightning_fed.engines.vectorized.module_step import ModuleStep
+from tests.helpers.engines import Ordinary, Record, run, state_of
+from tests.helpers.processes import in_processes
+from tests.helpers.selection import few
+from tests.helpers.training import data, same
+
+FITS: dict[str, int] = {}
+"""How many clients fit a device; nothing is said of it where the key "clients" is missing."""
+EVEN = partial(data, (8, 8, 8, 8))
+
+
+def clients_in(x: Tensor) -> int:
+    """Return for how many clients at once a step is taken; 1 as PyTorch runs it."""
+    count, functorch = 1, torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        inner = functorch.get_unwrapped(x)
+        count = max(count, len(inner) if functorch.is_batchedtensor(x) else 1)
+        x = inner
+    return count
+
+
+class Greedy(Ordinary):
+    """Runs out of memory with several clients at once, or (0) with any that the vectorized engine runs."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(partial(torch.optim.SGD, lr=0.1), dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fits = FITS.get("clients", 99)
+        is_vectorized = isinstance(getattr(vars(self).get("log"), "__self__", None), ModuleStep)
+        if clients_in(x) > max(1, fits) or (fits == 0 and is_vectorized) or fits < 0:
+            raise torch.OutOfMemoryError(f"no memory for more than {fits}")
+        return super().forward(x)
+
+
+class Shrinks(FederatedCallback):
+    """Takes memory away when a round begins, and notes how often rounds begin again."""
+
+    def __init__(self, fits: int, round: int = 0, rank: int | None = None) -> None:
+        self.fits, self.round, self.rank, self.restarts = fits, round, rank, 0
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        if round == self.round and self.rank in (None, trainer.global_rank):
+            FITS["clients"] = self.fits
+
+    def on_round_restart(self, trainer: Any, pl_module: Any, round: int) -> None:
+        self.restarts += 1
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Any:
+    FITS.clear()
+    yield
+    FITS.clear()
+
+
+def start(engine: str = "vectorized", dropout: float = 0.3, chunk_size: int | None = 4, **options: Any) -> Any:
+    """Run rounds of four equal clients."""
+    given: dict[str, Any] = {"datamodule": EVEN, "max_rounds": 2, "limit_val_batches": 0, **options}
+    return run(engine, partial(Greedy, dropout), chunk_size=chunk_size, **given)
+
+
+METHODS: dict[str, Algorithm] = {
+    "FedAvg": FedAvg(),
+    "states": Scaffold(),
+    "gradients at once": Mime(SGDm()),
+    "own solve": Ditto(0.1),
+}
+
+
+@pytest.mark.parametrize("dropout", [0.3, 0.0])
+@pytest.mark.parametrize("method", few(METHODS, ["states"]))
+@pytest.mark.parametrize("engine", few(["vectorized", "auto"], ["vectorized"]))
+def test_half_as_many_run_from_the_same_x_and_streams(engine: str, method: str, dropout: float) -> None:
+    shrinks, options = Shrinks(1), {"algorithm": METHODS[method], "dropout": dropout}
+    text = r"cpu has run out of memory with {} clients at once. Round 0 restarts with chunk_size={}, and the run stays"
+    with (
+        pytest.warns(UserWarning, match=text.format(4, 2)),
+        pytest.warns(UserWarning, match=text.format(2, 1)) as said,
+    ):
+        found = start(engine, callbacks=[shrinks], **options)
+    assert sum("has run out of memory" in str(warning.message) for warning in said) == 2
+    assert shrinks.restarts == 2
+    assert found.fit_loop.clients.chunk_size == 1
+    FITS.clear()
+    assert same(state_of(found), state_of(start(chunk_size=1, **options)))
+    assert same(state_of(found), state_of(start(chunk_size=4, **options))) == (dropout == 0 and method == "FedAvg")
+
+
+@pytest.mark.filterwarnings("ignore:cpu has run out of memory")
+def test_the_traces_of_fewer_clients_are_still_used() -> None:
+    found = start(dropout=0.0, callbacks=[Shrinks(1)])
+    assert len(found.fit_loop.clients.engine.step.traces) > 0
+
+
+@pytest.mark.filterwarnings("ignore:cpu has run out of memory")
+def test_what_hooks_heard_and_what_is_logged_is_that_of_the_last_attempt() -> None:
+    class FromRestart(Record):
+        def on_round_restart(self, trainer: Any, pl_module: Any, round: int) -> None:
+            self.order.clear()
+
+    records = [FromRestart(), Record()]
+    found = start(callbacks=[Shrinks(2), records[0]])
+    FITS.clear()
+    expected = start(chunk_size=2, callbacks=[records[1]])
+    assert records[0].order == records[1].order
+    assert found.callback_metrics["train_loss"] == expected.callback_metrics["train_loss"]
+    assert found.fit_loop.steps_taken == expected.fit_loop.steps_taken
+
+
+@pytest.mark.filterwarnings("ignore:cpu has run out of memory")
+def test_a_cohort_smaller_than_a_chunk_is_halved() -> None:
+    shrinks = Shrinks(2)
+    assert start(chunk_size=64, callbacks=[shrinks]).fit_loop.clients.chunk_size == 2
+    assert shrinks.restarts == 1
+
+
+def test_auto_leaves_for_the_sequential_engine_if_one_client_is_too_many() -> None:
+    text = r"restarts round 1 with 'sequential', and stays with it: cpu has run out of memory with one client at a time"
+    with pytest.warns(UserWarning, match=text):
+        found = start("auto", callbacks=[Shrinks(0, round=1)], max_rounds=3, algorithm=Scaffold())
+    assert found.fit_loop.clients.engine_names == ["sequential"]
+    assert found.fit_loop.clients.chunk_size is None
+
+
+@pytest.mark.filterwarnings("ignore:cpu has run out of memory")
+@pytest.mark.parametrize("on_error", few(["raise", "drop"], ["drop"]))
+@pytest.mark.parametrize(("engine", "fits"), [("vectorized", 0), ("auto", -1), ("sequential", -1)])
+@pytest.mark.filterwarnings("ignore:engine='auto' restarts round 0")
+def test_a_client_that_does_not_fit_stops_the_run_by_name(engine: str, fits: int, on_error: str) -> None:
+    options: dict[str, Any] = {} if engine != "sequential" else {"chunk_size": None}
+    with pytest.raises(ClientError, match=r"Client \d failed in its local work in round 0.*no memory for") as caught:
+        start(engine, callbacks=[Shrinks(fits)], on_client_error=on_error, max_failed_share=0.9, **options)
+    assert "does not hold the work of one client at a time. Use a smaller batch_size" in str(caught.value)
+    assert ("engine='sequential' takes the least" in str(caught.value)) == (engine == "vectorized")
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize("engine", few(["vectorized", "auto"], ["auto"]))
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_one_client_at_a_time_if_a_trial_step_of_two_does_not_fit(
+    engine: str, chunk_size: int | None, recwarn: pytest.WarningsRecorder
+) -> None:
+    FITS["clients"] = 1
+    found = start(engine, chunk_size=chunk_size)
+    text = "chunk_size=4 is too large: cpu ran out of memory when two clients took a step at once"
+    assert any(text in str(warning.message) for warning in recwarn) == (chunk_size == 4)
+    assert found.fit_loop.clients.engine_names == ["vectorized"]
+    assert found.fit_loop.clients.chunk_size == 1
+    assert same(state_of(found), state_of(start(chunk_size=1)))
+
+
+def test_a_trial_step_of_one_that_does_not_fit_stops_the_run_or_makes_auto_take_the_other_engine() -> None:
+    FITS["clients"] = 0
+    with pytest.raises(ClientError, match=r"failed in a trial step.*no memory for more than 0.*'auto' falls back on"):
+        start()
+    assert start("auto").fit_loop.clients.engine_names == ["sequential"]
+
+
+# ---------------------------------------------------------------------- the chunk in the checkpoint
+
+
+@pytest.mark.filterwarnings("ignore:cpu has run out of memory")
+@pytest.mark.parametrize("asked", [4, None])
+def test_a_resumed_run_has_the_chunk_that_it_had(asked: int | None, tmp_path: Path) -> None:
+    shrinking: dict[str, Any] = {"chunk_size": asked, "algorithm": Scaffold()}
+    whole = start(callbacks=[Shrinks(2, round=1)], max_rounds=4, **shrinking)
+    FITS.clear()
+    start(callbacks=[Shrinks(2, round=1)], max_rounds=2, **shrinking).save_checkpoint(tmp_path / "half.ckpt")
+    FITS.clear()  # the memory is there again
+    options = {"max_rounds": 4, "ckpt_path": tmp_path / "half.ckpt", "algorithm": Scaffold()}
+    found = start(chunk_size=asked, **options)
+    assert found.fit_loop.clients.chunk_size == 2
+    assert same(state_of(found), state_of(whole))
+    assert start(chunk_size=3, **options).fit_loop.clients.chunk_size == 3, "another wish of the user's"
+
+
+@pytest.mark.filterwarnings("ignore:cpu has run out of memory")
+def test_another_fit_of_a_trainer_has_it_too() -> None:
+    found = start(callbacks=[Shrinks(2)])
+    FITS.clear()
+    found.fit_loop.max_epochs = 3
+    found.fit(found.lightning_module, EVEN())
+    assert found.fit_loop.clients.chunk_size == 2
+
+
+def test_checkpoints_without_it_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "old.ckpt"
+    start(chunk_size=None).save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["loops"]["fit_loop"]["state_dict"].pop("chunk_size")["asked"] is None
+    torch.save(checkpoint, path)
+    assert start(chunk_size=None, max_rounds=3, ckpt_path=path).fit_loop.round == 3
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+@pytest.mark.filterwarnings("ignore:cpu has run out of memory")
+def test_processes_shrink_together(tmp_path: Path) -> None:
+    one, other = in_processes(shrunk_in_two, tmp_path)
+    assert (one.error, other.error) == ("", "")
+    assert same(one.value, other.value)
+
+
+def shrunk_in_two() -> Any:
+    options = {"strategy": "clients", "devices": 2, "algorithm": Scaffold(), "clients_per_round": 4}
+    shrinks = Shrinks(1, rank=1)  # the other process would go on with two
+    found = start(chunk_size=2, callbacks=[shrinks], **options)
+    FITS.clear()
+    assert (found.fit_loop.clients.chunk_size, shrinks.restarts) == (1, 1)
+    assert same(state_of(found), state_of(start(chunk_size=1, **options)))
+    return found.fit_loop.state.x
+
+
+def test_an_error_of_one_process_ends_all(tmp_path: Path) -> None:
+    outcomes = in_processes(out_of_memory_in_one, tmp_path)
+    assert "Process 1 failed: Client" in outcomes[0].error
+    assert all("no memory for" in outcome.error for outcome in outcomes)
+
+
+def out_of_memory_in_one() -> None:
+    start(chunk_size=1, callbacks=[Shrinks(0, rank=1)], strategy="clients", devices=2, clients_per_round=4)
