@@ -1,11 +1,11 @@
 """Print the oldest versions that ``pyproject.toml`` allows, as constraints for pip.
 
-    python .ci/oldest.py dev >oldest.txt                    # of the package itself, and of what its extra `dev` adds
+    python .ci/oldest.py dev >oldest.txt                    # of the package, and of what its extra `dev` adds
     python .ci/oldest.py dev --keep torch torchvision >oldest.txt
     pip install -e ".[dev]" -c oldest.txt
 
-Packages that others bring along are not named, so pip takes their newest versions. ``--keep`` takes a package's version
-from ``constraints.txt`` instead, such as that of a PyTorch build that is at hand.
+Packages that these bring along are not named, so pip takes their newest versions. ``--keep`` takes a package's version
+from ``constraints.txt`` instead, such as that of the PyTorch build at hand.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def requirements(project: Path, extras: Iterable[str]) -> list[Requirement]:
     texts = [*table["dependencies"]]
     for extra in extras:
         if extra not in optional:
-            raise SystemExit(f"{project.name} has no extra {extra!r}; it has {', '.join(optional)}")
+            raise SystemExit(f"{project} has no extra {extra!r}; there are {', '.join(optional)}")
         texts += optional[extra]
     return [Requirement(text) for text in texts]
 
@@ -41,32 +41,34 @@ def oldest(required: Iterable[Requirement]) -> dict[str, str]:
     """Return by package the oldest version that every requirement allows."""
     found: dict[str, Version] = {}
     for requirement in required:
-        lowest = [Version(part.version) for part in requirement.specifier if part.operator in (">=", "==", "~=")]
-        if not lowest:
-            raise SystemExit(f"{requirement} has no lower bound: write the oldest version that was tested")
+        bounds = [Version(part.version) for part in requirement.specifier if part.operator == ">="]
+        if not bounds:
+            raise SystemExit(f"{requirement}: write the oldest version that works, as >=")
         name = canonicalize_name(requirement.name)
-        found[name] = max(*lowest, found.get(name, Version("0")))
+        found[name] = max(*bounds, found.get(name, bounds[0]))
     return {name: str(version) for name, version in sorted(found.items())}
 
 
 def pinned(constraints: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return by package the version that a file of constraints has."""
+    """Return by package the version in a file of constraints."""
     lines = [line.split("==") for line in constraints.read_text().splitlines() if line and not line.startswith("#")]
     versions = {canonicalize_name(name): version for name, version in lines}
     wanted = [canonicalize_name(name) for name in names]
     if missing := [name for name in wanted if name not in versions]:
-        raise SystemExit(f"{constraints.name} does not have {', '.join(missing)}")
+        raise SystemExit(f"{constraints} does not pin {', '.join(missing)}")
     return {name: versions[name] for name in wanted}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the constraints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("extras", nargs="*", help="of pyproject.toml, whose packages to add")
-    parser.add_argument("--keep", nargs="*", default=[], help="packages whose versions come from constraints.txt")
+    parser.add_argument("extras", nargs="*", help="of the project, whose packages to add")
+    parser.add_argument("--keep", nargs="*", default=[], metavar="PACKAGE", help="take its pinned version")
+    parser.add_argument("--project", type=Path, default=ROOT, help="the folder of pyproject.toml and constraints.txt")
     given = parser.parse_args(arguments)
-    versions = oldest(requirements(ROOT / "pyproject.toml", given.extras))
-    for name, version in (versions | pinned(ROOT / "constraints.txt", given.keep)).items():
+    versions = oldest(requirements(given.project / "pyproject.toml", given.extras))
+    versions |= pinned(given.project / "constraints.txt", given.keep) if given.keep else {}
+    for name, version in versions.items():
         print(f"{name}=={version}")
 
 
