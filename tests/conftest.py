@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return
     gc.disable()  # imports and collection make a million objects that stay
-    import lightning_fed  # noqa: F401, I001  # before anything that imports Lightning
-    from hypothesis import settings
+    import lightning_fed  # noqa: F401  # before anything that imports Lightning
 
+    try:
+        from hypothesis import settings
+    except ModuleNotFoundError:  # the files that import it are skipped
+        return
     settings.register_profile("default", max_examples=25, deadline=None, derandomize=True, database=None)
     settings.register_profile("thorough", max_examples=300, deadline=None)
     if not config.getoption("--hypothesis-profile", None):
@@ -92,6 +95,24 @@ def pytest_collection_finish() -> None:
     """Collect garbage from here on, but not among what imports and collection have made: that takes 0.5 s each time."""
     gc.freeze()
     gc.enable()
+
+
+class _TestFile(pytest.Module):
+    """A file of tests, which is skipped where there is no hypothesis: dozens import it before anything else."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        """Collect the tests, or skip them."""
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == "hypothesis":
+                pytest.skip('no Hypothesis: pip install "lightning_fed[dev]"', allow_module_level=True)
+            raise
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    """Collect a file of tests as one that may be skipped."""
+    return _TestFile.from_parent(parent, path=module_path)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,7 @@
 """The only file that imports Lightning's private names, because they will move.
 
-Tested with Lightning 2.6.6; a missing name fails here, at import, and names the version found.
+Tested with Lightning 2.6.6; a missing name fails here, at import, and names the version found. ``private_names.yaml``
+beside this file says what each private name is for, of other packages too, and what would take its place.
 """
 
 import warnings

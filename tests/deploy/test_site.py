@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -96,6 +95,7 @@ def test_sixty_clients_on_three_sites_have_the_bits_of_the_simulation(method: st
 
 @pytest.mark.thorough
 def test_two_hundred_rounds_leave_no_more_behind_than_twenty(tmp_path: Path) -> None:
+    psutil = pytest.importorskip("psutil", reason="no psutil, which counts descriptors")
     process, wire = psutil.Process(), Wire(tmp_path, partial(make_trainer, "Scaffold ii", max_rounds=200))
 
     def standing() -> dict[str, Any]:

@@ -13,8 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import nbclient
-import nbformat
 import pytest
 import torch
 
@@ -57,6 +55,9 @@ def test_two_rounds(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
 
 @pytest.mark.thorough
 def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="no nbformat, which reads notebooks")
+    nbclient = pytest.importorskip("nbclient", reason="no nbclient, which runs notebooks")
+    pytest.importorskip("ipykernel", reason="no ipykernel, which notebooks run in")
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(FOLDER / "notebook.ipynb", as_version=4)

@@ -10,11 +10,13 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
+pytest.importorskip("psutil", reason="no psutil, which finds the processes to kill")
+
+import psutil
 
 from lightning_fed.deploy.flower.local import LocalFlower
 from lightning_fed.deploy.flower.resident import socket_of
