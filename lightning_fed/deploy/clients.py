@@ -1,6 +1,7 @@
 """Clients that answer tasks while no fit is running."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
@@ -95,7 +96,8 @@ class ClientsOutsideFit:
         kept = {name: prepared.buffers.server[name] for name in prepared.buffers.kept}
         like = {name: value.to("meta") for name, value in new().items()}
         method, num_parameters = type(algorithm).__name__, len(prepared.flat.params)
-        return ClientStates(new, store, ExpectedState(method, like, kept, num_parameters, self.population.ids))
+        expected = ExpectedState(method, like, kept, num_parameters, self.population.ids, self.device)
+        return ClientStates(new, store, expected)
 
     def answer(self, task: Task, states: ClientStates, plateaus: Sequence[Mapping[str, Any]] = ()) -> Iterator[Reply]:
         """Yield the replies of the clients that a task names and that are here; each is valid until the next one.
@@ -104,6 +106,7 @@ class ClientsOutsideFit:
         :meth:`lightning_fed.engines.prepared.PreparedModule.set_round`.
         """
         clients = [index for index in task.clients if index in self._here]
+        task = replace(task, server=self.prepared.optimizer.placed(task.server))
         self._begin(task, clients, plateaus)
         replies = self._replies(task, clients, states)
         try:

@@ -115,13 +115,13 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
 
     def _work(self, message: Message, clients: ClientsOutsideFit) -> Message:
         client_id, header = message.client, message.header
-        index, device = clients.population.index_of(client_id), clients.device
-        task, sent = task_in(message, index, clients.buffers, device)
+        index = clients.population.index_of(client_id)
+        task, sent = task_in(message, index, clients.buffers, clients.device)
         version, store, plateaus = int(header["state"]), MemoryClientStore(), header["plateaus"]
         needs_state = task.phase != MEASURE or header["own"]
         kept = sent or (self._states.read(header["run"], client_id, index, version) if needs_state else None)
         if kept:
-            store.stage(index, {name: value.to(device) for name, value in kept.items()})
+            store.stage(index, kept)
             store.commit()
         states = clients.states(task, store)
         if task.phase == MEASURE:
