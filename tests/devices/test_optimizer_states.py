@@ -1,4 +1,4 @@
-"""The state of an optimizer lives where torch.optim keeps it, wherever it comes from; what clients keep is on the host."""
+"""Optimizers find their state where torch.optim keeps it, wherever it comes from; clients' states are on the host."""
 
 from pathlib import Path
 from typing import Any
