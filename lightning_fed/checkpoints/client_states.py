@@ -240,7 +240,7 @@ class ClientStatesPlace:
         elif self._folder is not None:
             server.clients = self._make_store(server, self._folder)
             if kept is not None:
-                server.clients.load_state_dict(kept.state_dict(), server.x.device)
+                server.clients.load_state_dict(kept.state_dict())
         self._is_copy = False
 
     def _choose(self, server: Server, settings: Settings) -> str:
@@ -285,7 +285,7 @@ class ClientStatesPlace:
                 " that they share."
             )
         rank = self.trainer.global_rank
-        store = DiskClientStore(folder.path, f"{self._run}-{rank:04d}", len(server.ids), server.x.device)
+        store = DiskClientStore(folder.path, f"{self._run}-{rank:04d}", len(server.ids))
         _clean_after(store, rank, is_shared=self.trainer.world_size > 1)
         return store
 
@@ -304,13 +304,13 @@ class ClientStatesPlace:
 
     def load(self, server: Server, saved: Mapping[Any, Any], ranks: Ranks) -> None:
         """Take a checkpoint's client states, wherever they are and wherever they go."""
-        clients, device = server.clients, server.x.device
+        clients = server.clients
         if not is_reference(saved):
-            clients.load_state_dict(saved, device, ranks.owns)
+            clients.load_state_dict(saved, ranks.owns)
             return
         source, shards = Path(saved["path"]), shards_of(saved)
         if not isinstance(clients, DiskClientStore):
-            clients.load_state_dict(read_version(source, shards, len(server.ids), ranks.rank, ranks.size), device)
+            clients.load_state_dict(read_version(source, shards, len(server.ids), ranks.rank, ranks.size))
             return
         folder = self._folder
         assert folder is not None

@@ -1,15 +1,19 @@
-"""What is known of the optimizers of ``torch.optim``: which cannot be corrected, and which add decay to gradients."""
+"""What is known of torch's optimizers: which cannot be corrected, which add decay to gradients, where state lives."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["coupled_decay", "is_plain_sgd", "refuse_unsupported", "without_coupled_decay"]
+__all__ = ["STEP_COUNTS", "coupled_decay", "home_of", "is_plain_sgd", "refuse_unsupported", "without_coupled_decay"]
+
+STEP_COUNTS = ("step", "mu_product")
+"""The statistics that depend on the number of steps alone: one number, whatever the parameter's shape."""
 
 _UNSUPPORTED = {
     "LBFGS": "it evaluates the closure several times a step, so that no correction of one gradient can be injected",
@@ -74,3 +78,14 @@ def coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:
     if not isinstance(optimizer, _COUPLED) or group.get("decoupled_weight_decay", False):
         return 0.0
     return float(group.get("weight_decay", 0.0))
+
+
+def home_of(name: str, param: Tensor, group: Mapping[str, Any]) -> torch.device:
+    """Return the device of an optimizer's statistic of a parameter, by the rule of ``torch.optim``.
+
+    It is the parameter's device. Step counts stay on the CPU, where reading them does not wait for a device, unless
+    the group's step runs on the device as a whole (``capturable``, ``fused``).
+    """
+    if name in STEP_COUNTS and not group.get("capturable") and not group.get("fused"):
+        return torch.device("cpu")
+    return param.device

@@ -1,6 +1,7 @@
 """Clients that answer tasks while no fit is running."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
@@ -96,7 +97,8 @@ class ClientsOutsideFit:
         kept = {name: prepared.buffers.server[name] for name in prepared.buffers.kept}
         like = {name: value.to("meta") for name, value in new().items()}
         method, num_parameters = type(algorithm).__name__, len(prepared.flat.params)
-        return ClientStates(new, store, ExpectedState(method, like, kept, num_parameters, self.population.ids))
+        expected = ExpectedState(method, like, kept, num_parameters, self.population.ids, self.device)
+        return ClientStates(new, store, expected)
 
     def planned_steps(self, client_id: ClientId, round: int) -> int:
         """Return the local steps that the trainer plans for a client in a round."""
@@ -109,6 +111,7 @@ class ClientsOutsideFit:
         :meth:`lightning_fed.engines.prepared.PreparedModule.set_round`.
         """
         clients = [index for index in task.clients if index in self._here]
+        task = replace(task, server=self.prepared.optimizer.placed(task.server))
         self._begin(task, clients, plateaus)
         while True:
             replies = self._replies(task, clients, states)

@@ -149,15 +149,15 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
 
     def _work(self, message: Message, clients: ClientsOutsideFit) -> Message:
         client_id, header = message.client, message.header
-        index, device = clients.population.index_of(client_id), clients.device
+        index = clients.population.index_of(client_id)
         self._checks.check_numbers(message, clients.planned_steps(client_id, header["round"]))
-        task, sent = task_in(message, index, clients.buffers, device)
+        task, sent = task_in(message, index, clients.buffers, clients.device)
         self._checks.check_tensors(task, client_id, clients.start, clients.buffers)
         version, store, plateaus = header["state"], MemoryClientStore(), header["plateaus"]
         needs_state = task.phase != MEASURE or header["own"]
         kept = sent or (self._states.read(header["run"], client_id, index, version) if needs_state else None)
         if kept:
-            store.stage(index, {name: value.to(device) for name, value in kept.items()})
+            store.stage(index, kept)
             store.commit()
         states = clients.states(task, store)
         if task.phase == MEASURE:

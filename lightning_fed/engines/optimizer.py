@@ -13,7 +13,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.rounds import Step
-from lightning_fed.core.torch_optimizers import coupled_decay, is_plain_sgd, without_coupled_decay
+from lightning_fed.core.torch_optimizers import coupled_decay, home_of, is_plain_sgd, without_coupled_decay
 from lightning_fed.core.types import State, Vector
 
 __all__ = ["FederatedOptimizer", "LocalWork", "StepPlan", "solver_entries"]
@@ -292,10 +292,24 @@ class FederatedOptimizer(Optimizer):
                 path.add_(p.grad, alpha=rate)
 
     def _load_solver(self, solver: list[dict[str, Tensor]]) -> None:
-        self.base.state.clear()
-        for p, entries in zip(self.flat.params, solver, strict=True):
+        base = self.base
+        base.state.clear()
+        for p, number, entries in zip(self.flat.params, self._groups, solver, strict=True):
             if entries:
-                self.base.state[p] = {name: value.clone() for name, value in entries.items()}
+                group = base.param_groups[number]
+                base.state[p] = {name: value.to(home_of(name, p, group), copy=True) for name, value in entries.items()}
+
+    def placed(self, state: State) -> State:
+        """Return a server state with statistics of the wrapped optimizer where it reads them, all else as it is."""
+        if not any(name.startswith("solver.") for name in state):
+            return state
+        found = dict(state)
+        for key, value in state.items():
+            if key.startswith("solver."):
+                _, i, name = key.split(".", 2)
+                p, group = self.flat.params[int(i)], self.base.param_groups[self._groups[int(i)]]
+                found[key] = value.to(home_of(name, p, group))
+        return found
 
     def solver_state(self) -> State:
         """Return copies of the wrapped optimizer's state, by ``solver.<parameter>.<name>``."""

@@ -237,6 +237,6 @@ def unpack(
 
 
 def _bytes(value: Tensor) -> list[Tensor]:
-    """Return a tensor's bytes, and what fills up to where the next one starts."""
-    own = value.detach().contiguous().view(-1).view(torch.uint8)
+    """Return a tensor's bytes in host memory, and what fills up to where the next one starts."""
+    own = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return [own, own.new_zeros(padded(len(own)) - len(own))]

@@ -109,12 +109,13 @@ class Server:
     def expected_state(self) -> ExpectedState:
         """What the clients of this run keep."""
         buffers = {name: self.buffers[name] for name in self.kept_buffers}
-        return ExpectedState(type(self.algorithm).__name__, self._new_client, buffers, self.num_parameters, self.ids)
+        method, device = type(self.algorithm).__name__, self.x.device
+        return ExpectedState(method, self._new_client, buffers, self.num_parameters, self.ids, device)
 
     def client_state(self, index: int) -> State:
         """Return a client's kept state, a fresh one for a client that has not taken part yet."""
         kept = self.clients.get(index)
-        return self.new_client() if kept is None else kept
+        return self.new_client() if kept is None else self.expected_state.placed(kept)
 
     def close_round(self, mean: State, models: Vector | None, state: State, cohort: Cohort, buffers: State) -> float:
         """Take the server's step, keep the round's states, and return the Euclidean norm of the step.
@@ -241,7 +242,7 @@ class Server:
         self.round, self.seed = int(saved["round"]), int(saved["seed"])
         self.step.load_state_dict(saved["step"], origin)
         self.state = {name: value.to(device) for name, value in saved["state"].items()}
-        self.clients.load_state_dict(saved["client_states"], device, is_mine)
+        self.clients.load_state_dict(saved["client_states"], is_mine)
         self.buffers = {name: value.to(device) for name, value in saved["buffers"].items()}
         self.personal, self.start = saved["personal"].to(device), saved["start"].to(device)
         self.moved_buffers = {name for name in saved["moved_buffers"] if name in self.buffers}

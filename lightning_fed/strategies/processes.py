@@ -1,5 +1,6 @@
 """The processes that share the clients of a round among them."""
 
+import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ __all__ = ["Ranks", "Sent", "metrics_alone", "padded"]
 
 Record = TypeVar("Record")
 Sent: TypeAlias = Sequence[Sequence[Tensor]]
-"""What goes to each process, as bytes."""
+"""What goes to each process, as bytes in host memory."""
 
 _ALONE = 2**13  # numbers from which a tensor is summed by itself where processes share memory
 _TO_ALL = 2**13  # numbers up to which everybody sends all of a sum to everybody: in one exchange rather than two
@@ -35,7 +36,7 @@ class Ranks:
     Args:
         rank: This process, from 0.
         size: The number of processes.
-        device: Where what is exchanged must live.
+        device: Where the process group takes and gives what is exchanged.
         memory: What they share, if they do; all else goes through the default process group.
         peers: Who is named if an exchange fails, as far as they can be seen.
     """
@@ -70,7 +71,7 @@ class Ranks:
             return [record]
         if self._shared is not None:
             return [part for part, _ in self.deliver(record, [()] * self.size)()]
-        mine = pickle.dumps(record)
+        mine = _pickled(record)
         parts = self._all_gather(mine)
         longest = max(length for length, _ in parts)
         if longest > self._capacity:  # everybody sees that, and knows better next time
@@ -186,7 +187,8 @@ class Ranks:
         """Send a record to everybody, and bytes to each process; return a function that returns what comes here.
 
         Processes that share memory do not wait for each other until it is called, which must be before the next
-        exchange. It returns everybody's record and bytes [n], in the order of ranks, valid until the next exchange.
+        exchange. It returns everybody's record and bytes [n], in the order of ranks and in host memory, valid until the
+        next exchange.
         """
         if self.size == 1:
             return lambda: [(record, torch.empty(0, dtype=torch.uint8))]
@@ -219,11 +221,12 @@ class Ranks:
     def _delivered_by_group(self, records: Sequence[tuple[Any, Sequence[int]]], sent: Sent) -> list[tuple[Any, Tensor]]:
         arriving = [lengths[self.rank] for _, lengths in records]
         if not any(any(lengths) for _, lengths in records):
-            return [(record, torch.empty(0, dtype=torch.uint8, device=self.device)) for record, _ in records]
-        whole = torch.cat([torch.empty(0, dtype=torch.uint8, device=self.device), *(t for to in sent for t in to)])
+            return [(record, torch.empty(0, dtype=torch.uint8)) for record, _ in records]
+        whole = torch.cat([torch.empty(0, dtype=torch.uint8), *(t for to in sent for t in to)]).to(self.device)
         received = whole.new_empty(sum(arriving))
         with self._peers.naming():
             dist.all_to_all_single(received, whole, arriving, list(records[self.rank][1]))
+        received = received.cpu()
         return [(record, part) for (record, _), part in zip(records, received.split(arriving), strict=True)]
 
     def owner_of(self, index: int) -> int:
@@ -250,6 +253,20 @@ def metrics_alone(trainer: pl.Trainer) -> Iterator[None]:
     finally:
         for metric, function in kept:
             metric.distributed_available_fn = function
+
+
+class _HostPickler(pickle.Pickler):
+    """Pickles tensors as tensors of the CPU: others would come to be on this process's device, in each process."""
+
+    def reducer_override(self, value: Any) -> Any:
+        is_elsewhere = isinstance(value, Tensor) and value.device.type != "cpu"
+        return value.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL) if is_elsewhere else NotImplemented
+
+
+def _pickled(record: Any) -> bytes:
+    with io.BytesIO() as file:
+        _HostPickler(file).dump(record)
+        return file.getvalue()
 
 
 def padded(length: int) -> int:

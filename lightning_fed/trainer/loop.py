@@ -166,9 +166,8 @@ class FederatedLoop(_FitLoop):
         self.run_state.server_model.sync_hook_changes()
 
     def teardown(self) -> None:
-        """Leave the module with the server's model, in memory of its own."""
+        """Let go of the run; :meth:`FederatedTrainer._teardown` has ended it."""
         self.precision_at_start = None
-        self.run_state.end()
         self.monitors.release()
         self.epoch_loop.teardown()
 

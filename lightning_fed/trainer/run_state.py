@@ -165,6 +165,8 @@ class RunState:
             "steps_taken": self.steps_taken,
         }
         noted |= {"sites": self.sites} if self.sites else {}
+        if self.ranks.size > 1 and (precision := self.trainer.precision_plugin.state_dict()):
+            noted["precision"] = self.ranks.gather_at_zero(precision)  # each process has scaled its own clients' losses
         if self.settings.aggregator is not None and (kept := self.settings.aggregator.state_dict()):
             noted["aggregator"] = kept
         return {**self._server.state_dict(client_states), "metrics": metrics, **noted}
@@ -256,6 +258,8 @@ class RunState:
             prepared.release()
             self.prepared = None
             raise
+        if saved is not None:
+            self._resume_precision(saved)
         self._notes, prepared.seed = notes, server.seed
         self.server_model = ServerModel(prepared, server)
         seed = server.seed
@@ -284,6 +288,21 @@ class RunState:
                 f"The checkpoint {self.trainer.ckpt_path} is of a run with real clients, {len(versions)} of which keep"
                 " states on their sites: a simulation cannot go on without them. Go on with FederatedServer.load."
             )
+
+    def _resume_precision(self, saved: Mapping[str, Any]) -> None:
+        """Take over this process's gradient scaler; Lightning has loaded that of process 0 in all of them."""
+        plugin, ranks, states = self.trainer.precision_plugin, self.ranks, saved.get("precision", [None])
+        if not plugin.state_dict():
+            return
+        if len(states) != ranks.size:
+            rank_zero_warn(
+                f"This run does not continue exactly: the checkpoint {self.trainer.ckpt_path} was written by"
+                f" {len(states)} processes with a gradient scaler each, and this run has {ranks.size}. All start from"
+                " the scale of the first one, so other local steps may overflow and be skipped."
+            )
+        elif ranks.size > 1:
+            with restored_from(self.trainer.ckpt_path, "the gradient scaler"):
+                plugin.load_state_dict(states[ranks.rank])
 
     def close_round(self, steps: int) -> None:
         """Complete a round, in which clients have taken this many local steps."""

@@ -295,6 +295,14 @@ class FederatedTrainer(pl.Trainer):
                 )
             return super()._run_stage()
 
+    def _teardown(self) -> None:
+        """End the run, so that the strategy moves a module that is itself again, parameters and buffers together."""
+        try:
+            if self._active_loop is self.fit_loop:
+                self.fit_loop.run_state.end()
+        finally:
+            super()._teardown()
+
     validate = checked(pl.Trainer.validate)
     test = checked(pl.Trainer.test)
     predict = checked(pl.Trainer.predict)

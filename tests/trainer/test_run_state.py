@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
+from pytorch_lightning.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
 
 from lightning_fed import FederatedError, FederatedTrainer, algorithms
 from lightning_fed.server import CoordinateMedian, FedAdam, FedBuff, SystemsHeterogeneity, TopK
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import few
-from tests.helpers.training import Net, data, parameters, same, seeded, trainer
+from tests.helpers.training import FEATURES, Net, data, parameters, same, seeded, trainer
 
 DISK: dict[str, Any] = {"algorithm": algorithms.Scaffold(), "client_states": "disk"}
 COPIES: dict[str, Callable[[Any], Any]] = {
@@ -191,3 +194,37 @@ def test_states_of_a_shared_fit_are_closed(tmp_path: Path) -> None:
     for outcome in in_processes(open_after, tmp_path):
         assert not outcome.error, outcome.trace
         assert outcome.value == []
+
+
+class Converts(SingleDeviceStrategy):
+    """Moves the module at the end of a fit, as Lightning moves one from a GPU to the CPU: here to another dtype."""
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.lightning_module.double()
+
+
+class WithBatchNorm(Net):
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.body = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.fails and self.trainer.current_epoch == 1:
+            raise KeyError("in the middle of a client's work")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_a_fit_the_module_is_where_the_strategy_has_left_it(fails: bool) -> None:
+    module, unmoved = seeded(WithBatchNorm), seeded(WithBatchNorm)
+    run = trainer(accelerator="auto", strategy=Converts("cpu"))
+    module.fails = fails
+    with pytest.raises(FederatedError) if fails else nullcontext():
+        run.fit(module, data(drop_last=True))
+    trainer(max_rounds=1 if fails else 3).fit(unmoved, data(drop_last=True))
+    floats = {name: value for name, value in module.state_dict().items() if value.is_floating_point()}
+    assert {value.dtype for value in floats.values()} == {torch.float64}
+    assert all(torch.equal(value.float(), unmoved.state_dict()[name]) for name, value in floats.items())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.compat.package import pl
-from lightning_fed.core.torch_optimizers import without_coupled_decay
+from lightning_fed.core.torch_optimizers import STEP_COUNTS, without_coupled_decay
 from lightning_fed.engines.optimizer import FederatedOptimizer
 
 __all__ = ["ELEMENTWISE", "Clipping", "StackedOptimizer"]
@@ -27,9 +27,6 @@ ELEMENTWISE = (
     torch.optim.RAdam,
 )
 """The optimizers whose step of stacked parameters is the step of each client's."""
-
-
-_SHARED = ("step", "mu_product")  # statistics that are no gradients', also where a parameter is a single number
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +111,7 @@ class StackedOptimizer:
         for view, before, state in zip(views, old, states, strict=False):
             rows: Any = slice(len(view)) if view.ndim == before.ndim else 0  # one client has no dimension of clients
             base.state[view] = {
-                k: v[rows] if isinstance(v, Tensor) and v.shape == before.shape and k not in _SHARED else v
+                k: v[rows] if isinstance(v, Tensor) and v.shape == before.shape and k not in STEP_COUNTS else v
                 for k, v in state.items()
             }
         if not old and isinstance(base, torch.optim.Adagrad):  # it makes its state when it is made
@@ -126,6 +123,6 @@ class StackedOptimizer:
 
 def _spread(name: str, value: Tensor, shape: torch.Size, view: Tensor) -> Tensor:
     """Return one parameter's statistic for every client; what depends on steps alone is one number for all."""
-    if name in _SHARED or value.shape != shape:
+    if name in STEP_COUNTS or value.shape != shape:
         return value.clone()
     return value.expand_as(view).clone()

@@ -206,8 +206,8 @@ class DiskClientStore(ClientStore):
 
     rewrite_bytes = 2**26  # that a round copies, or as many as it writes if these are more
 
-    def __init__(self, folder: Path, name: str, num_clients: int, device: torch.device) -> None:
-        self.folder, self.name, self.num_clients, self.device = folder, name, num_clients, device
+    def __init__(self, folder: Path, name: str, num_clients: int) -> None:
+        self.folder, self.name, self.num_clients = folder, name, num_clients
         self.index = Index(folder / name, is_used=True)
         self._number = self._flushed = 0  # of the last commit, and of the last one whose file is on the disk
         self._staged: dict[int, tuple[int, int, int]] = {}  # offset, length and checksum
@@ -223,7 +223,7 @@ class DiskClientStore(ClientStore):
     def __reduce__(self) -> Any:
         """A copy holds the states in memory: it outlives the files, which are this store's alone."""
         store = MemoryClientStore()
-        store.load_state_dict(self.state_dict(), self.device)
+        store.load_state_dict(self.state_dict())
         return copy, (store,)
 
     def __len__(self) -> int:
@@ -247,10 +247,7 @@ class DiskClientStore(ClientStore):
     def _newest(self, *between: int) -> dict[int, State]:
         query = "SELECT * FROM current WHERE client BETWEEN ? AND ? ORDER BY client"
         with self._open() as db:
-            return {
-                row[1]: {name: value.to(self.device) for name, value in self.index.read(*row).items()}
-                for row in db.execute(query, between)
-            }
+            return {row[1]: self.index.read(*row) for row in db.execute(query, between)}
 
     def stage(self, index: int, state: State) -> None:
         """Write a client's new state, which is not to be seen until the round is complete."""
@@ -310,11 +307,8 @@ class DiskClientStore(ClientStore):
         self._staged, self._end = {}, 0
         _unlink([self.index.file(self._number + 1)])
 
-    def load_state_dict(
-        self, states: Mapping[int, Any], device: torch.device, is_mine: Callable[[int], bool] = lambda index: True
-    ) -> None:
+    def load_state_dict(self, states: Mapping[int, Any], is_mine: Callable[[int], bool] = lambda index: True) -> None:
         """Take the states of the clients that are this process's own. The store must be new."""
-        self.device = device
         for index, state in states.items():
             if is_mine(int(index)):
                 self.stage(int(index), state)

@@ -21,6 +21,7 @@ __all__ = [
     "with_personal",
 ]
 
+_CPU = torch.device("cpu")
 _BUFFER, _SOLVER, _RESIDUAL = "buffer.", "solver.", "residual."
 
 PERSONAL = "personal.parameters"
@@ -92,6 +93,7 @@ class ExpectedState:
         buffers: The module's buffers that clients keep.
         num_parameters: The number of trained tensors, personal ones included.
         ids: The client ids in their stored order.
+        device: Where clients are trained.
     """
 
     method: str
@@ -99,11 +101,17 @@ class ExpectedState:
     buffers: State
     num_parameters: int
     ids: Sequence[ClientId]
+    device: torch.device = _CPU
+
+    def placed(self, state: State) -> State:
+        """Return a state where clients are trained."""
+        return state if self.device.type == "cpu" else {name: value.to(self.device) for name, value in state.items()}
 
     def sorted(self, index: int, state: State) -> ClientState:
-        """Return what a client keeps, checked against the method, the model and its buffers.
+        """Return what a client keeps, checked against the method, the model and its buffers, where it is trained.
 
-        Checksums tell damaged files, but not sound ones of another run.
+        The local optimizer's state stays in host memory, from where :class:`FederatedOptimizer` loads it. Checksums
+        tell damaged files, but not sound ones of another run.
         """
         parts = ClientState({})
         if not state and not self.own:
@@ -124,6 +132,7 @@ class ExpectedState:
         )
         if fault:
             raise self.strange(index, fault)
+        parts.own, parts.buffers, parts.residuals = map(self.placed, (parts.own, parts.buffers, parts.residuals))
         return parts
 
     def strange(self, index: int, fault: str) -> FederatedError:
@@ -142,7 +151,7 @@ class ClientStates:
         self.new, self.store, self.expected = new, store, expected
 
     def of(self, index: int) -> State | None:
-        """Return what one client keeps, as it is stored; None if it has not taken part yet."""
+        """Return what one client keeps, as it is stored, in host memory; None if it has not taken part yet."""
         return self.store.get(index)
 
     def of_each(self, indices: Sequence[int]) -> list[ClientState]:
@@ -162,7 +171,7 @@ class ClientStates:
         if len(indices) == 1 or not self.expected.own:
             return None
         together = self.store.stacked(indices, self.new())
-        return None if together is None else Stacked(together)
+        return None if together is None else Stacked(self.expected.placed(together))
 
     def residuals(self, index: int, send: State) -> State:
         """Return what compression left out of a client's messages before; it must go with the new ones."""

@@ -44,8 +44,7 @@ class StateRows:
                 at[index] = free.pop() if free else 1 + len(at)
         rows = torch.from_numpy(np.array([at[index] for index in indices]))
         for name, value in states.items():
-            own = self._tensors[name]
-            own.index_copy_(0, rows.to(own.device), value)
+            self._tensors[name].index_copy_(0, rows, value)
 
     def get(self, index: int) -> State | None:
         """Return a copy of a client's state, None if it has none here."""
@@ -54,10 +53,12 @@ class StateRows:
 
     def stacked(self, indices: Sequence[int], new: State) -> State:
         """Return copies of clients' states [S, ...]."""
-        rows = torch.from_numpy(np.array([self._at.get(index, _NEW) for index in indices]))
-        for name, value in new.items():
-            self._tensors[name][_NEW] = value
-        return {name: own.index_select(0, rows.to(own.device)) for name, own in self._tensors.items()}
+        at = [self._at.get(index, _NEW) for index in indices]
+        if _NEW in at:
+            for name, value in new.items():
+                self._tensors[name][_NEW] = value
+        rows = torch.from_numpy(np.array(at))
+        return {name: own.index_select(0, rows) for name, own in self._tensors.items()}
 
     def remove(self, index: int) -> None:
         """Forget a client, if it is here."""
@@ -78,24 +79,19 @@ class StateRows:
 
 
 def fit_rows(state: State, rows: State, dims: int = 0) -> bool:
-    """Whether a state has the names, shapes and types of the rows [S, ...] of others, and lives where they do."""
+    """Whether a state has the names, shapes and types of the rows [S, ...] of others."""
     return state.keys() == rows.keys() and all(
-        (value.shape[dims:], value.dtype, value.device) == (rows[name].shape[1:], rows[name].dtype, rows[name].device)
-        for name, value in state.items()
+        (value.shape[dims:], value.dtype) == (rows[name].shape[1:], rows[name].dtype) for name, value in state.items()
     )
 
 
 def _new_rows(old: Tensor, count: int) -> Tensor:
     """Return so many rows, the first ones copied.
 
-    On a CPU from NumPy, which asks for large pages: first writes to small ones take longer than what is written.
+    NumPy asks for large pages: first writes to small ones take longer than what is written.
     """
-    shape = (count, *old.shape[1:])
-    if old.device.type == "cpu":
-        memory = torch.from_numpy(np.empty(count * old[0].nbytes, np.uint8))
-        rows = memory.view(old.dtype).view(shape)
-    else:
-        rows = old.new_empty(shape)
+    memory = torch.from_numpy(np.empty(count * old[0].nbytes, np.uint8))
+    rows = memory.view(old.dtype).view(count, *old.shape[1:])
     rows[: len(old)] = old
     return rows
 
@@ -129,7 +125,8 @@ class ClientStore(ABC):
     """Kept client states; only clients that took part have one.
 
     States written during a round are staged and become visible with :meth:`commit`, together with the server's step:
-    a checkpoint taken in the middle of a round then holds the state after the last completed one.
+    a checkpoint taken in the middle of a round then holds the state after the last completed one. Staged states may be
+    on any device; committed ones are returned in host memory.
     """
 
     @abstractmethod
@@ -167,14 +164,16 @@ class ClientStore(ABC):
         """Return all committed states, in memory."""
 
     @abstractmethod
-    def load_state_dict(
-        self, states: Mapping[int, Any], device: torch.device, is_mine: Callable[[int], bool] = lambda index: True
-    ) -> None:
+    def load_state_dict(self, states: Mapping[int, Any], is_mine: Callable[[int], bool] = lambda index: True) -> None:
         """Take the states of the clients that are this process's own; the store must be new."""
 
 
 class MemoryClientStore(ClientStore):
-    """Kept client states in memory, where they were made: small ones of one kind in rows, others by themselves."""
+    """Kept client states in host memory: small ones of one kind in rows, others by themselves.
+
+    Staged states stay where they were made until the round is complete. Then they cross from a device together, and
+    clients at work do not wait for it.
+    """
 
     def __init__(self) -> None:
         self._states: dict[int, State] = {}
@@ -204,22 +203,29 @@ class MemoryClientStore(ClientStore):
 
     def stage_all(self, indices: Sequence[int], states: State) -> None:
         """Hold several clients' new states [S, ...] until the round is complete; they are copied."""
-        if _is_small({name: value[0] for name, value in states.items()}):
-            self._staged_rows.append((indices, {name: value.detach().clone() for name, value in states.items()}))
-        else:
+        if _is_on_host(states) and not _is_small({name: value[0] for name, value in states.items()}):
             super().stage_all(indices, states)
+        else:
+            self._staged_rows.append((indices, {name: value.detach().clone() for name, value in states.items()}))
 
     def commit(self) -> None:
         """Make the staged states the kept ones."""
-        for indices, states in self._staged_rows:
-            self._put(indices, states)
+        for indices, stacked in self._staged_rows:
+            states = _on_host(stacked)
+            if _is_small({name: value[0] for name, value in states.items()}):
+                self._put(indices, states)
+            else:
+                super().stage_all(indices, states)
         rows = self._rows
+        crossing = (state for state in self._staged.values() if _is_small(state) and not _is_on_host(state))
+        if rows is None and (like := next(crossing, None)) is not None:
+            rows = self._rows = StateRows(like)
         alike = [] if rows is None else [index for index, state in self._staged.items() if rows.fit(state)]
         for start in range(0, len(alike), _AT_ONCE):
             indices = alike[start : start + _AT_ONCE]
             found = [self._staged.pop(index) for index in indices]
-            self._put(indices, {name: torch.stack([state[name] for state in found]) for name in found[0]})
-        self._states.update(self._staged)
+            self._put(indices, _on_host({name: _stack([state[name] for state in found]) for name in found[0]}))
+        self._states.update((index, _on_host(state)) for index, state in self._staged.items())
         if rows is not None:
             for index in self._staged:
                 rows.remove(index)
@@ -233,16 +239,14 @@ class MemoryClientStore(ClientStore):
         """Return the committed states."""
         return {**self._states, **({} if self._rows is None else self._rows.states())}
 
-    def load_state_dict(
-        self, states: Mapping[int, Any], device: torch.device, is_mine: Callable[[int], bool] = lambda index: True
-    ) -> None:
+    def load_state_dict(self, states: Mapping[int, Any], is_mine: Callable[[int], bool] = lambda index: True) -> None:
         """Replace all states by those of the clients that are this process's own."""
         self.discard()
         self._states, self._rows = {}, None
         for i, saved in states.items():
             if not is_mine(int(i)):
                 continue
-            state = {name: value.to(device) for name, value in saved.items()}
+            state = _on_host(saved)
             if self._rows is None and _is_small(state):
                 self._rows = StateRows(state, len(states))
             self._staged[int(i)] = state
@@ -265,3 +269,18 @@ class MemoryClientStore(ClientStore):
 def _is_small(state: State) -> bool:
     """Whether a state is better off in a row than in memory of its own."""
     return bool(state) and sum(value.nbytes for value in state.values()) < _PAGES
+
+
+def _is_on_host(state: State) -> bool:
+    return all(value.device.type == "cpu" for value in state.values())
+
+
+def _on_host(state: State) -> State:
+    return {name: value.cpu() for name, value in state.items()}
+
+
+def _stack(values: Sequence[Tensor]) -> Tensor:
+    """Return tensors [n, ...], of which those of clients that other processes trained have arrived on the host."""
+    if any(value.device != values[0].device for value in values):
+        values = [value.cpu() for value in values]
+    return torch.stack(list(values))

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import lightning_fed.strategies.unwrapped
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+import lightning_fed.strategies.ddp
 
 __all__ = ["LOG", "stage_collectives"]
 
@@ -20,7 +21,7 @@ def stage_collectives() -> None:
         staged = _staged(name, getattr(dist, name))
         setattr(dist, name, staged)
         setattr(dist.distributed_c10d, name, staged)
-    lightning_fed.strategies.unwrapped._sync_module_states = _broadcast_module
+    lightning_fed.strategies.ddp._sync_module_states = _broadcast_module
 
 
 def _staged(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,6 @@ from lightning_fed.server.client_states import disk_store
 from lightning_fed.server.client_states.disk_store import DiskClientStore, Index, Shard, read_version
 from tests.helpers.processes import HANGS
 
-CPU = torch.device("cpu")
 CLIENTS = 100
 
 
@@ -31,7 +30,7 @@ def name(run: int, rank: int = 0) -> str:
 
 
 def store(folder: Path, run: int = 1, clients: int = CLIENTS, rank: int = 0) -> DiskClientStore:
-    return DiskClientStore(folder, name(run, rank), clients, CPU)
+    return DiskClientStore(folder, name(run, rank), clients)
 
 
 def put(kept: DiskClientStore, states: dict[int, float], size: int = 3) -> None:

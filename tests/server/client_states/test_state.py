@@ -132,7 +132,7 @@ def test_ids_of_clients_are_the_users_own() -> None:
     named = dict(zip(("ann", "bob"), (data().client_dataset(i) for i in (0, 1)), strict=True))
     run = trainer(algorithm=Scaffold(), max_rounds=1, clients_per_round=2)
     run.fit(model := seeded(), FederatedDataModule(clients=named, batch_size=4))
-    run.fit_loop.state.clients.load_state_dict({1: {"c_i": torch.zeros(3)}}, torch.device("cpu"))
+    run.fit_loop.state.clients.load_state_dict({1: {"c_i": torch.zeros(3)}})
     run.max_rounds = 2
     with pytest.raises(FederatedError, match="What client 'bob' keeps"):
         run.fit(model, FederatedDataModule(clients=named, batch_size=4))

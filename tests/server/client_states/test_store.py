@@ -18,7 +18,6 @@ from lightning_fed.server.client_states.disk_store import DiskClientStore
 from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore, clone_rows, clone_tensor
 from tests.helpers.training import same
 
-CPU = torch.device("cpu")
 Make = Callable[[], ClientStore]
 
 
@@ -29,7 +28,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     def make() -> ClientStore:
         if request.param == "memory":
             return MemoryClientStore()
-        return DiskClientStore(tmp_path, f"{next(numbers):016x}-0000", 10, CPU)
+        return DiskClientStore(tmp_path, f"{next(numbers):016x}-0000", 10)
 
     return make
 
@@ -142,7 +141,7 @@ def test_loading_takes_the_states_of_another_store(make: Make) -> None:
     store, other = make(), make()
     store.stage(3, {"h": torch.tensor([1.0])})
     store.commit()
-    other.load_state_dict(store.state_dict(), CPU)
+    other.load_state_dict(store.state_dict())
     other.commit()
     assert list(other.state_dict()) == [3]
     assert torch.equal(other.get(3)["h"], store.get(3)["h"])
@@ -176,7 +175,7 @@ def test_a_copy_outlives_the_store(make: Make, way: Callable[[ClientStore], Clie
 
 def test_indices_come_back_as_ints(make: Make) -> None:
     store = make()
-    store.load_state_dict({"7": {"h": torch.tensor(1.0)}}, CPU)
+    store.load_state_dict({"7": {"h": torch.tensor(1.0)}})
     assert float(store.get(7)["h"]) == 1.0
 
 
@@ -304,7 +303,7 @@ def test_large_states_are_not_stacked() -> None:
 
 def test_an_empty_state_that_was_saved_is_not_taken_for_none() -> None:
     store = MemoryClientStore()
-    store.load_state_dict({0: state_of(0), 1: {}}, CPU)
+    store.load_state_dict({0: state_of(0), 1: {}})
     assert store.get(1) == {}
     assert store.stacked([0, 1], state_of(9)) is None
 
@@ -335,7 +334,7 @@ def test_a_store_in_rows_is_a_dictionary(actions: list[tuple[Any, ...]], asked: 
                 store.stage_all(indices, stacked(states))
         elif action == "reload":
             saved, store = store.state_dict(), MemoryClientStore()
-            store.load_state_dict(saved, CPU)
+            store.load_state_dict(saved)
             staged = {}
         else:
             getattr(store, action)()
