@@ -125,11 +125,12 @@ class SequentialEngine(Engine):
         seed = derive_seed(self.seed, Purpose.TRAINING, inputs.round, who.index)
         seed_global(self.split.seed(seed), self.flat.y.device)
         stream = generator(self.seed, Purpose.BATCHES, inputs.round, who.index)
+        batches = self.placed(plan.batches)
         for length in plan.epochs:
             if length == 0:
                 continue
             self.trainer.fit_loop.max_batches = length
-            self.fetcher.bind(itertools.islice(plan.batches.epoch(stream, self.shuffle), length), length)
+            self.fetcher.bind(itertools.islice(batches.epoch(stream, self.shuffle), length), length)
             self.epoch_loop.run(self.fetcher)
 
     def _merged_buffers(self, before: State) -> State:
