@@ -141,15 +141,15 @@ class _Counting(lightning_fed.FederatedCallback):
             self.counter.__exit__(None, None, None)
 
 
-def _device() -> Any:
-    """Return the test device."""
+def _device() -> tuple[Any, Callable[[], dict[str, Any]]]:
+    """Return the test device, and what makes the arguments of a trainer that trains there."""
     root = str(Path(__file__).parents[1])
     if root not in sys.path:
         sys.path.append(root)
-    import tests.devices.mini as mini
-    import tests.devices.mini.lightning
+    from tests.devices import mini
+    from tests.devices.mini.lightning import on_mini
 
-    return mini
+    return mini, on_mini
 
 
 def count(method: str, engine: str, case: Case, **options: Any) -> Counts:
@@ -161,12 +161,12 @@ def count(method: str, engine: str, case: Case, **options: Any) -> Counts:
         case: Data and network.
         options: More arguments of the trainer.
     """
-    mini = _device()
+    mini, on_mini = _device()
     watch = _Counting(mini)
     trainer = lightning_fed.FederatedTrainer(**{
         "algorithm": METHODS[method](), "max_rounds": ROUND + 1, "clients_per_round": COHORT, "local_epochs": 1,
         "seed": 3, "engine": engine, "callbacks": watch, "logger": False, "enable_checkpointing": False,
-        "enable_progress_bar": False, "enable_model_summary": False, **mini.lightning.on_mini(), **options,
+        "enable_progress_bar": False, "enable_model_summary": False, **on_mini(), **options,
     })  # fmt: skip
     trainer.fit(Model(case), lightning_fed.FederatedDataModule(case.clients(), batch_size=BATCH, **dict(case.options)))
     return _summed(watch.found)
@@ -174,7 +174,7 @@ def count(method: str, engine: str, case: Case, **options: Any) -> Counts:
 
 def plain(case: Case) -> Counts:
     """Return what a round of FedAvg counts in a plain loop."""
-    mini = _device()
+    mini, _ = _device()
     device = torch.device("mini", 0)
     model = Model(case).to(device)
     optimizer: Any = model.configure_optimizers()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BufferMean
-from lightning_fed.core.devices import accumulation_dtype
+from lightning_fed.core.devices import accumulation_dtype, are_equal
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State, Vector
@@ -161,9 +161,9 @@ class RoundTotals:
             own, member = reply.buffers[row], self.members[reply.clients[row]]
             if own:
                 self._mean_buffers.update(own, member.size, member.index, member.count)
-            for name in own.keys() - self.moved_buffers:
-                if not torch.equal(own[name].to(self._buffers[name].device), self._buffers[name]):
-                    self.moved_buffers.add(name)
+            names = own.keys() - self.moved_buffers
+            pairs = [(own[name].to(self._buffers[name].device), self._buffers[name]) for name in names]
+            self.moved_buffers |= {name for name, same in zip(names, are_equal(pairs), strict=True) if not same}
         if reply.changes is not None:
             is_summed = models is not None and self._rule != "population"
             self._drift.update(_rows(rows, reply.changes), self._messages.weights(steps, self._rule), is_summed)
@@ -354,6 +354,7 @@ class Drift:
         self._messages = messages
         self._reference: Tensor | None = None  # [P]; the mean of this process's clients once it is centered
         self._own: Tensor | None = None  # the weighted sum [P] of differences that nobody else sums
+        self._norms: list[tuple[Sequence[float], Tensor]] = []  # weights and norms of differences, not yet read
         self._squares = self.weight = 0.0
         self._is_merged = False
 
@@ -369,21 +370,27 @@ class Drift:
             if not is_summed:
                 own = differences.new_tensor(weights[start : start + several]) @ differences
                 self._own = own if self._own is None else self._own.add_(own)
-        squares = 0.0
-        for weight, norm in zip(weights, torch.cat(norms).tolist(), strict=True):
-            squares += weight * norm**2
-        self._squares += squares
+        self._norms.append((weights, torch.cat(norms)))
         self.weight += sum(weights)
+
+    def _read_norms(self) -> None:
+        """Add the squares of all norms so far; they are read at once, since each read waits for an accelerator."""
+        read = iter(torch.cat([norms for _, norms in self._norms]).tolist() if self._norms else ())
+        for weights, norms in self._norms:
+            self._squares += sum([weight * next(read) ** 2 for weight, _ in zip(weights, norms, strict=True)], 0.0)
+        self._norms = []
 
     def _center(self, x: Tensor) -> None:
         """Take this process's mean as the reference."""
         if self._reference is None or self.weight == 0:
             return
+        self._read_norms()
         models, models_weight = self._messages.models, self._messages.models_weight
-        blocks, nothing = x.split(_BLOCK), [None] * -(-len(x) // _BLOCK)
-        ys: Sequence[Tensor | None] = nothing if models is None else models.split(_BLOCK)
-        owns: Sequence[Tensor | None] = nothing if self._own is None else self._own.split(_BLOCK)
-        for r, x_, y, own in zip(self._reference.split(_BLOCK), blocks, ys, owns, strict=True):
+        size = _BLOCK if x.device.type == "cpu" else len(x)  # an accelerator is waited for once a block
+        blocks, nothing = x.split(size), [None] * -(-len(x) // size)
+        ys: Sequence[Tensor | None] = nothing if models is None else models.split(size)
+        owns: Sequence[Tensor | None] = nothing if self._own is None else self._own.split(size)
+        for r, x_, y, own in zip(self._reference.split(size), blocks, ys, owns, strict=True):
             if y is None:
                 offset = torch.zeros_like(r, dtype=accumulation_dtype(x.device))
             else:

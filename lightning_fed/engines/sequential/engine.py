@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -114,7 +115,8 @@ class SequentialEngine(Engine):
         optimization.anchor_grad = None
         self.flat.y.copy_(algorithm.start(inputs.x, whole))
         if optimizer.plan.injects:
-            work.steps = self._steps(inputs, whole)
+            work.is_joined = self.flat.joins and isinstance(whole.lr, float)
+            work.steps = self._steps(inputs, whole, work.is_joined)
             if self.looks_ahead:  # at points that the method makes in every step
                 optimization.gradients, optimization.decay = self.gradients, optimizer.decay
                 work.whole, work.second_gradient = whole, optimization.second_gradient
@@ -146,15 +148,17 @@ class SequentialEngine(Engine):
         self.buffers.write(merged)
         return merged
 
-    def _steps(self, inputs: RoundInputs, whole: Step) -> list[Step]:
+    def _steps(self, inputs: RoundInputs, whole: Step, is_joined: bool) -> list[Step]:
         """Return what ``correct`` reads of a client; gradients are to be taken at the anchor, if there is one."""
-        steps, layout = per_parameter(whole, self.flat.layout), self.flat.layout
+        layout = self.flat.layout
+        steps = [replace(whole)] if is_joined else per_parameter(whole, layout)
         if self.anchor_grad is not None:
             name, optimization = self.algorithm.anchor_at, self.epoch_loop.automatic_optimization
             point = inputs.x if name == "x" or name is None else inputs.server[name]
             optimization.gradients, optimization.anchor_grad = self.gradients, self.anchor_grad
             optimization.anchor_point, optimization.decay = layout.views(point), self.optimizer.decay
-            for step, part in zip(steps, layout.views(self.anchor_grad), strict=True):
+            parts = [self.anchor_grad] if is_joined else layout.views(self.anchor_grad)
+            for step, part in zip(steps, parts, strict=True):
                 step.anchor_grad = part
         return steps
 
