@@ -355,6 +355,7 @@ class Drift:
         self._reference: Tensor | None = None  # [P]; the mean of this process's clients once it is centered
         self._own: Tensor | None = None  # the weighted sum [P] of differences that nobody else sums
         self._norms: list[tuple[Sequence[float], Tensor]] = []  # weights and norms of differences, not yet read
+        self._memory: Tensor | None = None  # of differences: for large models new memory costs more than the arithmetic
         self._squares = self.weight = 0.0
         self._is_merged = False
 
@@ -365,7 +366,10 @@ class Drift:
         several = max(1, _BLOCK // len(self._reference))  # clients whose differences are computed at once
         norms: list[Tensor] = []
         for start in range(0, len(deltas), several):
-            differences = deltas[start : start + several] - self._reference
+            some = deltas[start : start + several]
+            if self._memory is None or len(self._memory) < len(some):
+                self._memory = torch.empty_like(some)
+            differences = torch.sub(some, self._reference, out=self._memory[: len(some)])
             norms.append(torch.linalg.vector_norm(differences, dim=1))
             if not is_summed:
                 own = differences.new_tensor(weights[start : start + several]) @ differences
@@ -380,8 +384,8 @@ class Drift:
             self._squares += sum([weight * next(read) ** 2 for weight, _ in zip(weights, norms, strict=True)], 0.0)
         self._norms = []
 
-    def _center(self, x: Tensor) -> None:
-        """Take this process's mean as the reference."""
+    def _center(self, x: Tensor, moves: bool) -> None:
+        """Let squares be those of the differences to this process's mean; ``moves``: the reference is needed as well."""
         if self._reference is None or self.weight == 0:
             return
         self._read_norms()
@@ -398,12 +402,13 @@ class Drift:
             if own is not None:
                 offset += own
             self._squares -= float(offset @ offset) / self.weight
-            r.add_(offset, alpha=1 / self.weight)
+            if moves:
+                r.add_(offset, alpha=1 / self.weight)
         self._own = None
 
     def merge(self, weights: Sequence[float], ranks: Exchange, x: Tensor) -> None:
         """Combine the parts of all processes, given each one's :attr:`weight`."""
-        self._center(x)
+        self._center(x, moves=True)
         total = sum(weights)
         mine = torch.zeros_like(x) if self._reference is None else self._reference
         mean = mine * (self.weight / total if total else 0.0)
@@ -416,6 +421,6 @@ class Drift:
     def compute(self, x: Tensor) -> float:
         """Return the drift; nan if there are no clients."""
         if not self._is_merged:
-            self._center(x)
+            self._center(x, moves=False)
             self._is_merged = True
         return math.sqrt(max(0.0, self._squares / self.weight)) if self.weight else math.nan

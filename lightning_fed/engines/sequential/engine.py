@@ -37,6 +37,7 @@ class SequentialEngine(Engine):
         self.fetcher = ClientFetcher()
         self.anchor_grad = torch.zeros_like(self.flat.y) if self.algorithm.anchor_at else None
         self.looks_ahead = self.epoch_loop.automatic_optimization.looks_ahead = self.algorithm.looks_ahead
+        self._delta = torch.empty_like(self.flat.y)  # of the last client: new memory costs more than the arithmetic
         self._has_checked_frozen = False  # parameters, of one client's work
         self.epoch_loop.prepare()
 
@@ -168,7 +169,7 @@ class SequentialEngine(Engine):
             local = self.flat.layout.joined_state([step.local for step in work.steps], local)
         return Run(
             x=inputs.x,
-            delta=self.flat.y - inputs.x,
+            delta=torch.sub(self.flat.y, inputs.x, out=self._delta),
             server=inputs.server,
             client=client,
             local=local,
