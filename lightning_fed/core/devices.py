@@ -5,6 +5,7 @@ knows how these modules differ.
 """
 
 import traceback
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ __all__ = [
     "Memory",
     "accelerator_name",
     "accumulation_dtype",
+    "are_equal",
     "can_pin",
     "get_device_random_state",
     "has_float64",
@@ -103,6 +105,17 @@ def accelerator_name() -> str | None:
 def can_pin() -> bool:
     """Tell whether pinned host memory exists, which makes transfers to an accelerator asynchronous."""
     return torch.accelerator.is_available()
+
+
+def are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Return whether the tensors of each pair, on one device, are equal; an accelerator is waited for once."""
+    found = list(pairs)
+    if all(a.device.type == "cpu" for a, _ in found):
+        return [torch.equal(a, b) for a, b in found]
+    alike = [a.shape == b.shape for a, b in found]
+    same = [(a == b).all() for (a, b), is_alike in zip(found, alike, strict=True) if is_alike]
+    read = iter(torch.stack(same).tolist() if same else ())
+    return [is_alike and next(read) for is_alike in alike]
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:

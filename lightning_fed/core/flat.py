@@ -10,6 +10,8 @@ from lightning_fed.core.types import State, Vector
 
 __all__ = ["FlatParameters", "Layout", "trained_parameters"]
 
+_SMALL = 2**16  # numbers, up to which a CPU works faster on one vector than on its parts
+
 
 class Layout:
     """How a flat vector [P] is cut into tensors of given shapes, in order.
@@ -73,6 +75,8 @@ class FlatParameters:
         params: The parameters.
         views: The views of ``whole`` that they are.
         num_shared: How many of them are exchanged.
+        joins: Whether gradients are joined into one vector for work that is elementwise. It is one copy more and saves
+            a kernel per parameter and operation, which pays unless a CPU would have to leave its cache.
         layout: The shapes of those in ``y``.
         whole_layout: The shapes of all.
 
@@ -105,6 +109,7 @@ class FlatParameters:
         self.whole: Vector = torch.cat([p.detach().reshape(-1) for p in self.params])
         self.y: Vector = self.whole[: self.layout.numel]
         self.personal: Vector = self.whole[self.layout.numel :]
+        self.joins = self.whole.device.type != "cpu" or self.layout.numel <= _SMALL
         self.views = self.whole_layout.views(self.whole)
         self.point_to(self.views)
 

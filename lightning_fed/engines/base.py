@@ -17,6 +17,7 @@ from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_globa
 from lightning_fed.core.tracked_state import TrackedState
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches.batches import ClientBatches
+from lightning_fed.engines.batch_hooks import has_transfer_hooks
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.prepared import PreparedModule
@@ -165,8 +166,10 @@ class Engine(ABC):
     def __init__(self, prepared: PreparedModule) -> None:
         self.prepared, self.trainer, self.algorithm = prepared, prepared.trainer, prepared.algorithm
         self.flat, self.optimizer, self.buffers = prepared.flat, prepared.optimizer, prepared.buffers
+        self.data = prepared.data
         self.seed, self.shuffle, self.keeps_solver = prepared.seed, prepared.shuffle, prepared.keeps_solver
         self.gradients, self.split = GradientPass(self.trainer, self.flat), prepared.split
+        self._has_transfer_hooks = has_transfer_hooks(self.trainer)
         self._metrics = [m for m in self.trainer.lightning_module.modules() if isinstance(m, Metric)]
 
     @abstractmethod
@@ -238,11 +241,15 @@ class Engine(ABC):
                 grads[name] = self.gradient_at(point, plan.batches, inputs.round, plan.participant.index)
         return grads
 
+    def placed(self, batches: ClientBatches) -> ClientBatches:
+        """Return a client's batches, from copies on the device unless hooks must see each on its way there."""
+        return batches if self._has_transfer_hooks else self.data.placed(batches)
+
     def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
         """Return a client's full-batch gradient [P] at a point [P]; random layers draw from a stream of its own."""
         seed_global(self.split.seed(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)), self.flat.y.device)
         stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
-        return self.gradients.full(point, batches.full(stream), batches.size, self.optimizer.decay)
+        return self.gradients.full(point, self.placed(batches).full(stream), batches.size, self.optimizer.decay)
 
     def hessian_vector_at(
         self, point: Vector, vector: Vector, batches: ClientBatches, round: int, index: int
@@ -250,7 +257,9 @@ class Engine(ABC):
         """Return a client's full-batch Hessian at a point [P] times a vector [P]; randomness as :meth:`gradient_at`."""
         seed_global(self.split.seed(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)), self.flat.y.device)
         stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
-        return self.gradients.hessian_vector(point, vector, batches.full(stream), batches.size, self.optimizer.decay)
+        return self.gradients.hessian_vector(
+            point, vector, self.placed(batches).full(stream), batches.size, self.optimizer.decay
+        )
 
     @contextmanager
     def losses_at(self, point: Vector, round: int) -> Iterator[Callable[[ClientBatches, int], float]]:
@@ -263,7 +272,7 @@ class Engine(ABC):
             def of_client(batches: ClientBatches, index: int) -> float:
                 seed = derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)
                 stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
-                return loss_of(batches.unaugmented(stream), self.split.seed(seed))
+                return loss_of(self.placed(batches).unaugmented(stream), self.split.seed(seed))
 
             yield of_client
 

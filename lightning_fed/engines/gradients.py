@@ -125,7 +125,12 @@ class GradientPass:
             factor = max(1.0, factor / 64.0)
             restore()
             grads = self._backward(batch, batch_idx, factor)
-        for view, grad in zip(self.flat.cut(out), grads, strict=False):
+        views = self.flat.cut(out)
+        if self.flat.joins and not any(grad is not None and grad.is_sparse for grad in grads):
+            parts = [torch.zeros_like(v) if g is None else g for v, g in zip(views, grads, strict=False)]
+            out.add_(torch.cat([part.reshape(-1) for part in parts]), alpha=scale / factor)
+            return
+        for view, grad in zip(views, grads, strict=False):
             if grad is not None:
                 view.add_(grad, alpha=scale / factor)
 

@@ -48,6 +48,7 @@ class LocalWork:
     Attributes:
         algorithm: The method.
         steps: What ``correct`` may read, one :class:`Step` per parameter; needed only if gradients are modified.
+        is_joined: Whether :attr:`steps` is a single one of whole vectors instead, with one rate for all parameters.
         solver: Optimizer statistics to load before every step, per parameter, if the method keeps them.
         whole: What ``second_gradient_at`` may read, as whole vectors; needed only if a method has that hook.
         second_gradient: From a point [P] to the gradient [P] there on the current batch, if a method asks for it.
@@ -59,6 +60,7 @@ class LocalWork:
 
     algorithm: Algorithm
     steps: list[Step]
+    is_joined: bool = False
     solver: list[dict[str, Tensor]] | None = None
     whole: Step | None = None
     second_gradient: Callable[[Vector], Vector] | None = None
@@ -243,7 +245,12 @@ class FederatedOptimizer(Optimizer):
         correct, advance = algorithm.correct, algorithm.advance
         if work.second_gradient is not None:
             self._look_ahead(work, work.second_gradient)
+        corrects_joined = work.is_joined and algorithm.trains != "personal"
+        if corrects_joined:
+            self._correct_joined(work)
         for i, (p, decay, group) in enumerate(zip(self.flat.params, self._decay, self._groups, strict=True)):
+            if i < shared and corrects_joined:
+                continue
             if (i < shared and algorithm.trains == "personal") or (i >= shared and algorithm.trains == "shared"):
                 p.grad = None
                 continue
@@ -260,6 +267,30 @@ class FederatedOptimizer(Optimizer):
             if self._advances:
                 step.local = advance(g, y, step)
 
+    def _correct_joined(self, work: LocalWork) -> None:
+        """Correct the gradients of all exchanged parameters as one vector."""
+        (step,), algorithm, groups = work.steps, work.algorithm, self.base.param_groups
+        g, y = self._joined_gradient(), self.flat.y
+        step.lr = groups[0]["lr"] if len(groups) == 1 else self.spread(self.rates)
+        direction = algorithm.correct(g, y, step)
+        for p, part in zip(self.flat.params, self.flat.layout.views(direction), strict=False):
+            p.grad = part
+        if self._advances:
+            step.local = algorithm.advance(g, y, step)
+
+    def _joined_gradient(self) -> Vector:
+        """Return the gradient [P] of the exchanged parameters with that of coupled weight decay, as a copy."""
+        flat = self.flat
+        params = flat.params[: flat.num_shared]
+        g = flat.layout.joined([torch.zeros_like(p.data) if p.grad is None else p.grad for p in params])
+        decay = self._decay[: flat.num_shared]
+        if len(set(decay)) == 1:
+            return g.add_(flat.y, alpha=decay[0]) if decay[0] else g
+        for part, view, own in zip(flat.layout.views(g), flat.views, decay, strict=False):
+            if own:
+                part.add_(view, alpha=own)
+        return g
+
     def _look_ahead(self, work: LocalWork, second_gradient: Callable[[Vector], Vector]) -> None:
         """Take the second gradient where the method wants it, before anything is corrected."""
         layout, whole = self.flat.layout, work.whole
@@ -267,12 +298,8 @@ class FederatedOptimizer(Optimizer):
         whole.lr = self.spread(self.rates)
         if self._advances:
             whole.local = layout.joined_state([step.local for step in work.steps], whole.local)
-        params = self.flat.params[: self.flat.num_shared]
-        g = layout.joined([torch.zeros_like(p.data) if p.grad is None else p.grad for p in params])
-        for part, view, decay in zip(layout.views(g), self.flat.views, self._decay, strict=False):
-            part.add_(view, alpha=decay)
-        point = work.algorithm.second_gradient_at(g, self.flat.y, whole)
-        for step, part in zip(work.steps, layout.views(second_gradient(point)), strict=True):
+        found = second_gradient(work.algorithm.second_gradient_at(self._joined_gradient(), self.flat.y, whole))
+        for step, part in zip(work.steps, [found] if work.is_joined else layout.views(found), strict=True):
             step.anchor_grad = part
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters, trained_parameters
+from lightning_fed.engines.device_data import DeviceData
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.server.step import steps_not_counted
@@ -35,6 +36,7 @@ class PreparedModule:
         flat: The trained parameters.
         optimizer: The wrapped optimizer.
         buffers: The module's buffers.
+        data: Copies of data sets on the device.
         split: The processes that share every batch.
         seed: The run's seed.
         shuffle: Whether local epochs visit batches in random order.
@@ -56,6 +58,7 @@ class PreparedModule:
         if (clip := trainer.fit_loop.corrected_clip) is not None:
             self.optimizer.clip = partial(trainer.precision_plugin.clip_gradients, self.optimizer, *clip)
         self.buffers = Buffers(owners, settings.buffers, own_buffers)
+        self.data = DeviceData(self.flat.y.device)
         if settings.aggregator is not None:
             check_buffers(settings.aggregator, self.buffers)
         if isinstance(trainer.strategy, WithinClientStrategy):
@@ -142,8 +145,9 @@ class PreparedModule:
         self.round = 0
 
     def release(self) -> None:
-        """Give the module's parameters storage of their own, and its embeddings the gradients that they had."""
+        """Give the module's parameters their own storage, and its embeddings their gradients; drop copies of data."""
         self.flat.release()
+        self.data.clear()
         for layer in self._made_dense:
             layer.sparse = True
 

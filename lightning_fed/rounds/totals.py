@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BufferMean
-from lightning_fed.core.devices import accumulation_dtype
+from lightning_fed.core.devices import accumulation_dtype, are_equal
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State, Vector
@@ -161,9 +161,9 @@ class RoundTotals:
             own, member = reply.buffers[row], self.members[reply.clients[row]]
             if own:
                 self._mean_buffers.update(own, member.size, member.index, member.count)
-            for name in own.keys() - self.moved_buffers:
-                if not torch.equal(own[name].to(self._buffers[name].device), self._buffers[name]):
-                    self.moved_buffers.add(name)
+            names = own.keys() - self.moved_buffers
+            pairs = [(own[name].to(self._buffers[name].device), self._buffers[name]) for name in names]
+            self.moved_buffers |= {name for name, same in zip(names, are_equal(pairs), strict=True) if not same}
         if reply.changes is not None:
             is_summed = models is not None and self._rule != "population"
             self._drift.update(_rows(rows, reply.changes), self._messages.weights(steps, self._rule), is_summed)
@@ -354,6 +354,8 @@ class Drift:
         self._messages = messages
         self._reference: Tensor | None = None  # [P]; the mean of this process's clients once it is centered
         self._own: Tensor | None = None  # the weighted sum [P] of differences that nobody else sums
+        self._norms: list[tuple[Sequence[float], Tensor]] = []  # weights and norms of differences, not yet read
+        self._memory: Tensor | None = None  # of differences: for large models new memory costs more than the arithmetic
         self._squares = self.weight = 0.0
         self._is_merged = False
 
@@ -364,26 +366,35 @@ class Drift:
         several = max(1, _BLOCK // len(self._reference))  # clients whose differences are computed at once
         norms: list[Tensor] = []
         for start in range(0, len(deltas), several):
-            differences = deltas[start : start + several] - self._reference
+            some = deltas[start : start + several]
+            if self._memory is None or len(self._memory) < len(some):
+                self._memory = torch.empty_like(some)
+            differences = torch.sub(some, self._reference, out=self._memory[: len(some)])
             norms.append(torch.linalg.vector_norm(differences, dim=1))
             if not is_summed:
                 own = differences.new_tensor(weights[start : start + several]) @ differences
                 self._own = own if self._own is None else self._own.add_(own)
-        squares = 0.0
-        for weight, norm in zip(weights, torch.cat(norms).tolist(), strict=True):
-            squares += weight * norm**2
-        self._squares += squares
+        self._norms.append((weights, torch.cat(norms)))
         self.weight += sum(weights)
 
-    def _center(self, x: Tensor) -> None:
-        """Take this process's mean as the reference."""
+    def _read_norms(self) -> None:
+        """Add the squares of all norms so far; they are read at once, since each read waits for an accelerator."""
+        read = iter(torch.cat([norms for _, norms in self._norms]).tolist() if self._norms else ())
+        for weights, norms in self._norms:
+            self._squares += sum([weight * next(read) ** 2 for weight, _ in zip(weights, norms, strict=True)], 0.0)
+        self._norms = []
+
+    def _center(self, x: Tensor, moves: bool) -> None:
+        """Let squares be those of the differences to this process's mean; ``moves``: the reference is needed as well."""
         if self._reference is None or self.weight == 0:
             return
+        self._read_norms()
         models, models_weight = self._messages.models, self._messages.models_weight
-        blocks, nothing = x.split(_BLOCK), [None] * -(-len(x) // _BLOCK)
-        ys: Sequence[Tensor | None] = nothing if models is None else models.split(_BLOCK)
-        owns: Sequence[Tensor | None] = nothing if self._own is None else self._own.split(_BLOCK)
-        for r, x_, y, own in zip(self._reference.split(_BLOCK), blocks, ys, owns, strict=True):
+        size = _BLOCK if x.device.type == "cpu" else len(x)  # an accelerator is waited for once a block
+        blocks, nothing = x.split(size), [None] * -(-len(x) // size)
+        ys: Sequence[Tensor | None] = nothing if models is None else models.split(size)
+        owns: Sequence[Tensor | None] = nothing if self._own is None else self._own.split(size)
+        for r, x_, y, own in zip(self._reference.split(size), blocks, ys, owns, strict=True):
             if y is None:
                 offset = torch.zeros_like(r, dtype=accumulation_dtype(x.device))
             else:
@@ -391,12 +402,13 @@ class Drift:
             if own is not None:
                 offset += own
             self._squares -= float(offset @ offset) / self.weight
-            r.add_(offset, alpha=1 / self.weight)
+            if moves:
+                r.add_(offset, alpha=1 / self.weight)
         self._own = None
 
     def merge(self, weights: Sequence[float], ranks: Exchange, x: Tensor) -> None:
         """Combine the parts of all processes, given each one's :attr:`weight`."""
-        self._center(x)
+        self._center(x, moves=True)
         total = sum(weights)
         mine = torch.zeros_like(x) if self._reference is None else self._reference
         mean = mine * (self.weight / total if total else 0.0)
@@ -409,6 +421,6 @@ class Drift:
     def compute(self, x: Tensor) -> float:
         """Return the drift; nan if there are no clients."""
         if not self._is_merged:
-            self._center(x)
+            self._center(x, moves=False)
             self._is_merged = True
         return math.sqrt(max(0.0, self._squares / self.weight)) if self.weight else math.nan

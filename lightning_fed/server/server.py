@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.core.devices import are_equal
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.origin import CHECKPOINT, Origin
@@ -163,7 +164,8 @@ class Server:
 
     def take_buffers(self, buffers: State) -> None:
         """Replace the buffers, and record which of them have changed."""
-        self.moved_buffers |= {name for name, old in self.buffers.items() if not torch.equal(buffers[name], old)}
+        same = are_equal((buffers[name], old) for name, old in self.buffers.items())
+        self.moved_buffers |= {name for name, is_same in zip(self.buffers, same, strict=True) if not is_same}
         self.buffers = buffers
 
     def count(self, indices: Sequence[int], bytes_up: int, bytes_down: int) -> None:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from lightning_fed.core.devices import are_equal
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Vector
 from lightning_fed.engines.prepared import PreparedModule
@@ -66,7 +67,10 @@ class ServerModel:
             return
         flat = prepared.flat
         flat.gather()
-        buffers, is_changed = prepared.buffers.read(), not torch.equal(flat.y, shown)
+        buffers = prepared.buffers.read()
+        kept = [(flat.personal, server.personal), *((value, server.buffers[name]) for name, value in buffers.items())]
+        is_same, *rest_is_same = are_equal([(flat.y, shown), *kept])
+        is_changed = not is_same
         if is_changed and shown is not server.x:
             raise FederatedError(
                 "A hook has changed parameters of the model between rounds, but"
@@ -75,9 +79,7 @@ class ServerModel:
             )
         if is_changed:
             server.x.copy_(flat.y)
-        elif torch.equal(flat.personal, server.personal) and all(
-            torch.equal(value, server.buffers[name]) for name, value in buffers.items()
-        ):
+        elif all(rest_is_same):
             return
         server.personal.copy_(flat.personal)
         server.take_buffers(buffers)

@@ -14,7 +14,9 @@ from lightning_fed.data.batches.examples import inner_indices, rows_in, size_of
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
 from lightning_fed.data.batches.settings import Batches, BatchSettings
 
-__all__ = ["BatchSettings", "ClientBatches", "LoaderBatches", "TensorBatches", "misfit"]
+__all__ = ["BatchSettings", "ClientBatches", "LoaderBatches", "RepeatedBatches", "TensorBatches", "misfit"]
+
+_AHEAD = 2**22  # bytes of several batches that are looked up at once on an accelerator
 
 
 class ClientBatches(ABC):
@@ -132,7 +134,8 @@ class TensorBatches(_IndexedBatches):
     """Batches indexed straight out of tensors: the fast path, a few microseconds a batch.
 
     They equal those of :class:`LoaderBatches` in content, type (a list of tensors) and order. ``num_workers`` is
-    ignored. Tensors that live on a GPU stay there. ``indices`` are the client's examples [n_i], int64, or None for all.
+    ignored. Tensors that live on an accelerator stay there, and rows of several batches are looked up at once: each
+    lookup is a kernel. ``indices`` are the client's examples [n_i], int64, or None for all.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], indices: Tensor | None, settings: BatchSettings) -> None:
@@ -165,7 +168,7 @@ class TensorBatches(_IndexedBatches):
     @property
     def is_plain(self) -> bool:
         """Whether a batch is nothing but rows of the tensors."""
-        return not self._pin and self.settings.augment is None and self.settings.transform is None
+        return self.settings.augment is None and self.settings.transform is None
 
     def epoch_rows(self, generator: torch.Generator, shuffle: bool = True) -> Tensor:
         """Return the rows of the tensors that :meth:`epoch` visits, in order; for plain batches."""
@@ -178,15 +181,25 @@ class TensorBatches(_IndexedBatches):
 
     def pick(self, chosen: Tensor) -> list[Tensor]:
         """Return a batch of some of the client's examples, by their positions [B] among them."""
-        return self._rows((chosen if self.indices is None else self.indices[chosen]).to(self.tensors[0].device))
+        return self.look_up((chosen if self.indices is None else self.indices[chosen]).to(self.tensors[0].device))
 
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
         order = order if self.indices is None else self.indices[order]
         order = order.to(self.tensors[0].device)
-        for rows in _chunks(order, batch_size):
-            yield self._rows(rows), len(rows)
+        several = 1  # on a CPU, where a batch should be in the cache when it is trained on
+        if order.device.type != "cpu":
+            bytes_of_one = sum([batch_size * tensor[:1].nbytes for tensor in self.tensors])
+            several = max(1, _AHEAD // max(1, bytes_of_one))
+        for rows in _chunks(order, several * batch_size):
+            found = self.look_up(rows)
+            if len(rows) <= batch_size:
+                yield found, len(rows)
+                continue
+            for batch in zip(*[tensor.split(batch_size) for tensor in found], strict=True):
+                yield list(batch), len(batch[0])
 
-    def _rows(self, rows: Tensor) -> list[Tensor]:
+    def look_up(self, rows: Tensor) -> list[Tensor]:
+        """Return rows of the tensors [n], in pinned memory where that was asked for."""
         batch = [tensor.index_select(0, rows.to(tensor.device)) for tensor in self.tensors]
         if self._pin:
             batch = [tensor.pin_memory() if tensor.device.type == "cpu" else tensor for tensor in batch]

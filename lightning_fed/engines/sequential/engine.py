@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ class SequentialEngine(Engine):
         self.fetcher = ClientFetcher()
         self.anchor_grad = torch.zeros_like(self.flat.y) if self.algorithm.anchor_at else None
         self.looks_ahead = self.epoch_loop.automatic_optimization.looks_ahead = self.algorithm.looks_ahead
+        self._delta = torch.empty_like(self.flat.y)  # of the last client: new memory costs more than the arithmetic
         self._has_checked_frozen = False  # parameters, of one client's work
         self.epoch_loop.prepare()
 
@@ -114,7 +116,8 @@ class SequentialEngine(Engine):
         optimization.anchor_grad = None
         self.flat.y.copy_(algorithm.start(inputs.x, whole))
         if optimizer.plan.injects:
-            work.steps = self._steps(inputs, whole)
+            work.is_joined = self.flat.joins and isinstance(whole.lr, float)
+            work.steps = self._steps(inputs, whole, work.is_joined)
             if self.looks_ahead:  # at points that the method makes in every step
                 optimization.gradients, optimization.decay = self.gradients, optimizer.decay
                 work.whole, work.second_gradient = whole, optimization.second_gradient
@@ -125,11 +128,12 @@ class SequentialEngine(Engine):
         seed = derive_seed(self.seed, Purpose.TRAINING, inputs.round, who.index)
         seed_global(self.split.seed(seed), self.flat.y.device)
         stream = generator(self.seed, Purpose.BATCHES, inputs.round, who.index)
+        batches = self.placed(plan.batches)
         for length in plan.epochs:
             if length == 0:
                 continue
             self.trainer.fit_loop.max_batches = length
-            self.fetcher.bind(itertools.islice(plan.batches.epoch(stream, self.shuffle), length), length)
+            self.fetcher.bind(itertools.islice(batches.epoch(stream, self.shuffle), length), length)
             self.epoch_loop.run(self.fetcher)
 
     def _merged_buffers(self, before: State) -> State:
@@ -145,15 +149,17 @@ class SequentialEngine(Engine):
         self.buffers.write(merged)
         return merged
 
-    def _steps(self, inputs: RoundInputs, whole: Step) -> list[Step]:
+    def _steps(self, inputs: RoundInputs, whole: Step, is_joined: bool) -> list[Step]:
         """Return what ``correct`` reads of a client; gradients are to be taken at the anchor, if there is one."""
-        steps, layout = per_parameter(whole, self.flat.layout), self.flat.layout
+        layout = self.flat.layout
+        steps = [replace(whole)] if is_joined else per_parameter(whole, layout)
         if self.anchor_grad is not None:
             name, optimization = self.algorithm.anchor_at, self.epoch_loop.automatic_optimization
             point = inputs.x if name == "x" or name is None else inputs.server[name]
             optimization.gradients, optimization.anchor_grad = self.gradients, self.anchor_grad
             optimization.anchor_point, optimization.decay = layout.views(point), self.optimizer.decay
-            for step, part in zip(steps, layout.views(self.anchor_grad), strict=True):
+            parts = [self.anchor_grad] if is_joined else layout.views(self.anchor_grad)
+            for step, part in zip(steps, parts, strict=True):
                 step.anchor_grad = part
         return steps
 
@@ -163,7 +169,7 @@ class SequentialEngine(Engine):
             local = self.flat.layout.joined_state([step.local for step in work.steps], local)
         return Run(
             x=inputs.x,
-            delta=self.flat.y - inputs.x,
+            delta=torch.sub(self.flat.y, inputs.x, out=self._delta),
             server=inputs.server,
             client=client,
             local=local,

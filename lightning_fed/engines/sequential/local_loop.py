@@ -72,7 +72,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         super().__init__(trainer)
         self.automatic_optimization: ClientOptimization = ClientOptimization(trainer)
         self._results: RoundResults = RoundResults()
-        self._losses: list[Tensor] = []  # of the batches of the client at work
+        self._losses: list[Any] = []  # of the batches of the client at work: numbers, or an accelerator's tensors
         self._loss_weights: list[int] = []
         self._split = BatchSplit()
         self.own_examples = 0  # that this process has seen of the client at work, counted in every local epoch
@@ -142,8 +142,9 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
     def close_client(self) -> tuple[float, dict[str, float]]:
         """Return the client's mean loss and the means of what it logged."""
-        losses = torch.stack(self._losses).tolist() if self._losses else []
-        total: float = sum(map(mul, losses, self._loss_weights)) * self.trainer.accumulate_grad_batches
+        if self._losses and isinstance(self._losses[0], Tensor):
+            self._losses = torch.stack(self._losses).tolist()
+        total: float = sum(map(mul, self._losses, self._loss_weights)) * self.trainer.accumulate_grad_batches
         examples = sum(self._loss_weights)
         if self._split.size > 1:
             parts = self._split.gather((total, examples, self._results.client_partial()))
@@ -192,7 +193,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self.batch_progress.increment_processed()
         loss = output.get("loss")
         if loss is not None:
-            self._losses.append(loss if loss.ndim == 0 else loss.reshape(()))
+            self._losses.append(loss.item() if loss.is_cpu else loss.reshape(()))
             self._loss_weights.append(examples)
         if self._uses["on_train_batch_end"] and not is_idle:
             call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)

@@ -1,38 +1,34 @@
 """The batches of the clients of a chunk, step by step, those of one shape together; rows of tensors are looked up."""
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from itertools import islice
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import kind_of
-from lightning_fed.core.devices import memory_of
 from lightning_fed.data.batches.batches import ClientBatches, TensorBatches
 from lightning_fed.engines.base import OnlySequentialError, WorkPlan
+from lightning_fed.engines.device_data import DeviceData, is_rows, num_bytes
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.tracing.traces import kinds
 
 __all__ = [
     "AnyBatches",
     "BatchGroup",
-    "DeviceData",
     "RowBatches",
     "RowLookup",
     "StepGroup",
     "flatten",
-    "is_rows",
     "rows_of_one_kind",
     "unflatten",
 ]
 
 _AHEAD = 2**22  # bytes of several steps that are looked up at once
-_SHARE = 4  # data on a GPU take at most 1 / _SHARE of the free memory
-_JOINED = 2**25  # bytes of the tensors of several clients that are put side by side
+_JOINED = 2**25  # bytes of the tensors of several clients that are put side by side in the host's memory
 
 Stream: TypeAlias = Callable[..., torch.Generator]
 """Makes the generator of the batch orders of a client of an index; seeds another one if given ``reuse``."""
@@ -182,55 +178,32 @@ def unflatten(leaves: Sequence[Tensor], spec: Any) -> Any:
     return list(leaves) if spec is list else pytree.tree_unflatten(leaves, spec)
 
 
-class DeviceData:
-    """Copies of data sets' tensors on a GPU, where they fit a quarter of its free memory; on a CPU there is no need.
-
-    A copy is let go of together with its original: clients that are built on demand leave nothing behind.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        # by tensor, its version that was looked at, and the copy if there is one
-        self._copies: MutableMapping[Tensor, tuple[int, Tensor | None]] = WeakTensorKeyDictionary()
-
-    def of(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return tensors of the same content, on the device if they fit; copied again after they were written to."""
-        if self.device.type == "cpu":
-            return tensors
-        elsewhere = [t for t in tensors if t.device != self.device]
-        new = [t for t in elsewhere if self._copies.get(t, (-1, None))[0] != t._version]
-        fits = not new or _SHARE * _bytes(new) <= self.free()
-        for t in new:
-            self._copies[t] = (t._version, t.to(self.device) if fits else None)
-        copies = [self._copies.get(t, (0, None))[1] for t in tensors]
-        return tuple(t if copy is None else copy for t, copy in zip(tensors, copies, strict=True))
-
-    def free(self) -> int:
-        """The free memory of the device in bytes."""
-        memory = memory_of(self.device)
-        return memory.free if memory else 0
-
-
 class RowLookup:
     """Looks up rows of the tensors of several clients.
 
     Clients that are cut out of the same tensors take one lookup. Tensors of clients that have their own are put side by
-    side first if they are small; each client has a lookup of its own if they are not.
+    side first if they are small, or on an accelerator whose memory has room for that; each client has a lookup of its
+    own if not.
     """
 
     def __init__(self, trainer: pl.Trainer, clients: Sequence[TensorBatches], data: DeviceData) -> None:
         self._trainer = trainer
-        self._clients = clients
-        self._ahead = _AHEAD // max(1, _bytes(clients[0].tensors) // max(1, len(clients[0].tensors[0])))
-        sources: dict[int, tuple[Tensor, ...]] = {}
-        for batches in clients:
-            sources[id(batches.tensors)] = batches.tensors
-        self._whole: Sequence[Tensor] | None = None
+        self._ahead = _AHEAD // max(1, num_bytes(clients[0].tensors) // max(1, len(clients[0].tensors[0])))
+        sources = {id(batches.tensors): batches.tensors for batches in clients}
+        placed = dict(zip(sources, data.of_each(list(sources.values())), strict=True))
+        self._clients = [TensorBatches(placed[id(b.tensors)], b.indices, b.settings) for b in clients]
+        self._whole: TensorBatches | None = None
         self._starts = [0] * len(clients)  # where the rows of each begin
         if len(sources) == 1:
-            self._whole = data.of(clients[0].tensors)
-        elif _bytes(*sources.values()) <= _JOINED:
-            self._whole = [torch.cat(column).to(data.device) for column in zip(*sources.values(), strict=True)]
+            self._whole = self._clients[0]
+            return
+        total, are_there = num_bytes(chain(*sources.values())), False
+        if data.device.type != "cpu":
+            are_there = all(t.device == data.device for tensors in placed.values() for t in tensors)
+        if total <= _JOINED or (are_there and data.fits(total)):
+            columns = zip(*(placed if are_there else sources).values(), strict=True)
+            joined = tuple([torch.cat(column).to(data.device) for column in columns])
+            self._whole = TensorBatches(joined, None, clients[0].settings)
             starts, start = dict[int, int](), 0
             for key, tensors in sources.items():
                 starts[key], start = start, start + len(tensors[0])
@@ -243,7 +216,7 @@ class RowLookup:
         """
         if self._whole is None:
             for step in steps:
-                own = [self._pick(self._clients[client].tensors, rows) for client, rows in step]
+                own = [self._pick(self._clients[client], rows) for client, rows in step]
                 yield own[0] if len(own) == 1 else [torch.cat(column) for column in zip(*own, strict=True)]
             return
         places, lengths = list[Tensor](), list[int]()
@@ -252,7 +225,7 @@ class RowLookup:
             for client, rows in step:
                 places.append(rows + self._starts[client] if self._starts[client] else rows)
                 lengths[-1] += rows.shape[0]
-        rest = torch.cat(places).to(self._whole[0].device, non_blocking=True)
+        rest = torch.cat(places).to(self._whole.tensors[0].device, non_blocking=True)
         waiting, count = list[int](), 0
         for i, length in enumerate(lengths):
             waiting.append(length)
@@ -262,13 +235,8 @@ class RowLookup:
                 yield from map(list, zip(*(t.split_with_sizes(waiting) for t in found), strict=True))
                 waiting, count = [], 0
 
-    def _pick(self, tensors: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
-        return _on_device(self._trainer, [t.index_select(0, rows.to(t.device)) for t in tensors])
-
-
-def is_rows(batches: ClientBatches) -> TypeGuard[TensorBatches]:
-    """Whether a batch is nothing but rows of tensors, which takes no randomness but the order's."""
-    return isinstance(batches, TensorBatches) and batches.is_plain
+    def _pick(self, batches: TensorBatches, rows: Tensor) -> list[Tensor]:
+        return _on_device(self._trainer, batches.look_up(rows))
 
 
 def rows_of_one_kind(clients: Iterable[ClientBatches]) -> list[TensorBatches]:
@@ -282,10 +250,6 @@ def rows_of_one_kind(clients: Iterable[ClientBatches]) -> list[TensorBatches]:
             seen.add(id(batches.tensors))
             found.add(tuple([(t.dtype, t.device, t.shape[1:]) for t in batches.tensors]))
     return rows if len(found) == 1 else []
-
-
-def _bytes(*sources: Iterable[Tensor]) -> int:
-    return sum([t.numel() * t.element_size() for tensors in sources for t in tensors])
 
 
 def _on_device(trainer: pl.Trainer, tensors: list[Tensor]) -> list[Tensor]:

@@ -18,9 +18,10 @@ from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.engines.base import ChunkResult, Engine, OnlySequentialError, RoundInputs, WorkPlan
 from lightning_fed.engines.client_errors import fault_of, in_short
+from lightning_fed.engines.device_data import is_rows
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.engines.vectorized.batches import RowLookup, StepGroup, is_rows
+from lightning_fed.engines.vectorized.batches import RowLookup, StepGroup
 from lightning_fed.engines.vectorized.changes import ChangeWatch
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.client_settings import ClientSettings
@@ -297,7 +298,7 @@ class VectorizedEngine(Engine):
         if size > most or not batches or not all(self._traces_gradients(b) and b.size == size for b in batches):
             return None
         stored = [(i, b.stored_rows()) for i, b in enumerate(batches)]
-        (rows,) = RowLookup(self.trainer, batches, self.schedule.data).in_order([stored])
+        (rows,) = RowLookup(self.trainer, batches, self.data).in_order([stored])
         leaves = [t.view(len(batches), size, *t.shape[1:]) for t in rows]
         grads: dict[str, Tensor] = {}
         try:
@@ -322,7 +323,7 @@ class VectorizedEngine(Engine):
         # a batch of a single example would take a trace of its own
         if self._traces_gradients(batches) and batches.size % batches.settings.full_batch_size != 1:
             stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
-            prepared = ((prepare_batch(self.trainer, batch), n) for batch, n in batches.full(stream))
+            prepared = ((prepare_batch(self.trainer, batch), n) for batch, n in self.placed(batches).full(stream))
             with self.gradients.silent(), self.step.recording():
                 found = self.full.of_one(point, prepared, batches.size)
             if found is not None:

@@ -13,7 +13,6 @@ from lightning_fed.engines.batch_hooks import has_transfer_hooks
 from lightning_fed.engines.vectorized.batches import (
     AnyBatches,
     BatchGroup,
-    DeviceData,
     RowBatches,
     RowLookup,
     StepGroup,
@@ -34,7 +33,7 @@ class Schedule:
 
     def __init__(self, engine: Engine, module: ModuleStep) -> None:
         self.trainer, self.seed, self.shuffle = engine.trainer, engine.seed, engine.shuffle
-        self.device, self.module, self.data = engine.flat.y.device, module, DeviceData(engine.flat.y.device)
+        self.device, self.module, self.data = engine.flat.y.device, module, engine.data
         self.batch_size: int | None = self.trainer.datamodule.batch_size
         self.has_hooks = has_transfer_hooks(self.trainer)
         self.recurring = RecurringShapes(self.batch_size)

@@ -13,8 +13,9 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
 from lightning_fed.data.batches.settings import BatchSettings
+from lightning_fed.engines.device_data import DeviceData
 from lightning_fed.engines.vectorized import batches
-from lightning_fed.engines.vectorized.batches import DeviceData, RowLookup, rows_of_one_kind
+from lightning_fed.engines.vectorized.batches import RowLookup, rows_of_one_kind
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
 from tests.helpers.engines import assert_agree, run
 from tests.helpers.selection import few

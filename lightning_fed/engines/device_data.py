@@ -1,0 +1,89 @@
+"""Copies of data sets on an accelerator, so that no batch has to be sent there again."""
+
+from collections.abc import Iterable, MutableMapping, Sequence
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_fed.core.devices import memory_of
+from lightning_fed.data.batches.batches import ClientBatches, RepeatedBatches, TensorBatches
+
+__all__ = ["DeviceData", "is_rows", "num_bytes"]
+
+_SHARE = 4  # all copies together take at most 1 / _SHARE of the memory that they leave free
+
+
+class DeviceData:
+    """Copies of data sets' tensors on an accelerator, where they fit a part of its memory. A CPU needs none.
+
+    A copy is dropped together with its original, so clients that are built on demand leave nothing behind.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # by tensor: the version that was looked at, and its copy if there is one
+        self._copies: MutableMapping[Tensor, tuple[int, Tensor | None]] = WeakTensorKeyDictionary()
+
+    def of(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return tensors of the same content, on the device if they fit; copied again after they were written to."""
+        (found,) = self.of_each([tensors])
+        return found
+
+    def of_each(self, sources: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+        """Return the same for several data sets, which stay or go to the device together."""
+        if self.device.type == "cpu":
+            return list(sources)
+        copies = self._copies
+        new = [
+            t
+            for tensors in sources
+            for t in tensors
+            if t.device != self.device and copies.get(t, (-1, None))[0] != t._version
+        ]
+        if new:
+            fits = self.fits(num_bytes(new))
+            for t in new:
+                copies[t] = (t._version, t.to(self.device) if fits else None)
+        return [tuple([self._found(t) for t in tensors]) for tensors in sources]
+
+    def _found(self, tensor: Tensor) -> Tensor:
+        copy = self._copies.get(tensor, (0, None))[1]
+        return tensor if copy is None else copy
+
+    def fits(self, more: int) -> bool:
+        """Whether so many bytes more fit the part of the memory that is for data."""
+        held = num_bytes([copy for _, copy in self._copies.values() if copy is not None])
+        return _SHARE * (held + more) <= held + self.free()
+
+    def free(self) -> int:
+        """The free memory of the device in bytes."""
+        memory = memory_of(self.device)
+        return memory.free if memory else 0
+
+    def clear(self) -> None:
+        """Drop all copies."""
+        self._copies.clear()
+
+    def placed(self, batches: ClientBatches) -> ClientBatches:
+        """Return a client's batches, taken from copies on the device if they are rows of tensors that fit."""
+        if self.device.type == "cpu":
+            return batches
+        if isinstance(batches, RepeatedBatches):
+            return RepeatedBatches(self.placed(batches.batches), batches.times)
+        if not is_rows(batches):
+            return batches
+        tensors = self.of(batches.tensors)
+        on_device = all(t.device == self.device for t in tensors)
+        return TensorBatches(tensors, batches.indices, batches.settings) if on_device else batches
+
+
+def is_rows(batches: ClientBatches) -> TypeGuard[TensorBatches]:
+    """Whether a batch is nothing but rows of tensors, which takes no randomness but the order's."""
+    return isinstance(batches, TensorBatches) and batches.is_plain
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes in tensors."""
+    return sum([t.numel() * t.element_size() for t in tensors])
