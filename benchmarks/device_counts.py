@@ -3,12 +3,13 @@
     python benchmarks/device_counts.py                    # about a minute; from the root of a checkout
     python benchmarks/device_counts.py --case shared --method FedAvg Mime --engine sequential --kernels
 
-The device is the test device of ``tests/devices``, built on first use, which counts. It is no GPU: these are counts, not
-times. What they stand for on a GPU: each kernel takes a launch, and each host read waits until all launched kernels
+The device is the test device of ``tests/devices``, built on first use, which counts. It is no GPU: these are counts,
+not times. What they stand for on a GPU: each kernel takes a launch, and each host read waits until all launched kernels
 are done.
 
-A case is 12 clients, 6 a round, one local epoch in batches of 8. The plain loop trains the clients of a cohort one after
-another on batches that it copies to the device, keeps the losses there until the end of a client, and averages the models.
+A case is 12 clients, 6 a round, one local epoch in batches of 8. The plain loop trains the clients of a cohort one
+after another on batches that it copies to the device, keeps the losses there until the end of a client, and averages
+the models.
 """
 
 import argparse

@@ -385,7 +385,7 @@ class Drift:
         self._norms = []
 
     def _center(self, x: Tensor, moves: bool) -> None:
-        """Let squares be those of the differences to this process's mean; ``moves``: the reference is needed as well."""
+        """Let squares be those of the differences to this process's mean; ``moves``: the reference is needed too."""
         if self._reference is None or self.weight == 0:
             return
         self._read_norms()
