@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import _ResultCollection, rank_zero_warn
-from lightning_fed.core.devices import accumulation_dtype
+from lightning_fed.core.devices import accumulation
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.processes import Ranks
 
@@ -44,14 +44,14 @@ class _ClientMean:
     __slots__ = ("flags", "options", "total", "weight")
 
     def __init__(self, device: torch.device, flags: tuple[Any, ...]) -> None:
-        self.total = torch.zeros((), dtype=accumulation_dtype(device), device=device)
+        self.total = torch.zeros((), **accumulation(device))
         self.weight: float = 0
         self.flags = flags
         self.options: dict[str, Any] | None = None  # what `self.log` was given, once Lightning has checked it
 
     def add(self, value: Tensor, examples: int) -> None:
         """Add the mean over a batch."""
-        self.total.add_(value.detach(), alpha=examples)
+        self.total.add_(value.detach().to(self.total.device), alpha=examples)
         self.weight += examples
 
 
@@ -163,6 +163,8 @@ class RoundResults(SharedResults):
             given = (prog_bar, logger, on_step, on_epoch, reduce_fx)
             super().log(fx, name, value, *given, batch_size=batch_size, **kwargs)
             return
+        if isinstance(value, Tensor):
+            value = value.to(accumulation(value.device)["device"])
         if on_step and not on_epoch:
             on_step, on_epoch = False, True
         elif on_step and name not in self._warned:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BufferMean
-from lightning_fed.core.devices import accumulation_dtype
+from lightning_fed.core.devices import accumulation
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State, Vector
@@ -385,13 +385,13 @@ class Drift:
         owns: Sequence[Tensor | None] = nothing if self._own is None else self._own.split(_BLOCK)
         for r, x_, y, own in zip(self._reference.split(_BLOCK), blocks, ys, owns, strict=True):
             if y is None:
-                offset = torch.zeros_like(r, dtype=accumulation_dtype(x.device))
+                offset = torch.zeros(r.shape, **accumulation(x.device))
             else:
-                offset = y.sub(x_, alpha=models_weight).sub_(r, alpha=models_weight)
+                offset = y.sub(x_.to(y.device), alpha=models_weight).sub_(r.to(y.device), alpha=models_weight)
             if own is not None:
-                offset += own
+                offset += own.to(offset.device)
             self._squares -= float(offset @ offset) / self.weight
-            r.add_(offset, alpha=1 / self.weight)
+            r.copy_(r.to(offset.device).add_(offset, alpha=1 / self.weight))
         self._own = None
 
     def merge(self, weights: Sequence[float], ranks: Exchange, x: Tensor) -> None:
@@ -402,7 +402,7 @@ class Drift:
         mean = mine * (self.weight / total if total else 0.0)
         ranks.sum([mean])
         squares = self._squares + self.weight * float(torch.linalg.vector_norm(mine - mean)) ** 2
-        sums = torch.tensor([squares], dtype=accumulation_dtype(x.device), device=x.device)
+        sums = torch.tensor([squares], **accumulation(x.device))
         ranks.sum([sums])
         self._squares, self.weight, self._is_merged = float(sums), total, True
 
