@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from lightning_fed.core.devices import accumulation_dtype
+from lightning_fed.core.devices import narrowed, widened
 from lightning_fed.core.types import State
 
 __all__ = ["BufferMean", "Buffers", "overwrite"]
@@ -88,7 +88,7 @@ class BufferMean:
         picked = {}
         for name, value in buffers.items():
             if value.is_floating_point():
-                term = value.to(accumulation_dtype(value.device)) * (size * count)
+                term = widened(value) * (size * count)
                 self._sums[name] = self._sums[name] + term if name in self._sums else term
             else:
                 picked[name] = value
@@ -113,5 +113,5 @@ class BufferMean:
         """Return the mean; the server's own buffers if no client took part."""
         if self._total == 0:
             return server
-        means = {name: (value / self._total).to(server[name]) for name, value in self._sums.items()}
+        means = {name: narrowed(value / self._total, server[name]) for name, value in self._sums.items()}
         return {**server, **means, **{name: value.to(server[name].device) for name, value in self._picked.items()}}

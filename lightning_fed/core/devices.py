@@ -16,18 +16,20 @@ from lightning_fed.core.errors import FederatedError
 __all__ = [
     "Memory",
     "accelerator_name",
-    "accumulation_dtype",
+    "accumulation",
     "are_equal",
     "can_pin",
     "get_device_random_state",
     "has_float64",
     "is_out_of_memory",
     "memory_of",
+    "narrowed",
     "peak_memory",
     "release_memory",
     "reset_peak_memory",
     "seed_device",
     "set_device_random_state",
+    "widened",
 ]
 
 
@@ -118,9 +120,19 @@ def are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
     return [is_alike and next(read) for is_alike in alike]
 
 
-def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums over clients: float64 wherever the device has it."""
-    return torch.float64 if has_float64(device) else torch.float32
+def accumulation(device: torch.device) -> dict[str, Any]:
+    """Return dtype and device of sums of what is on a device: float64, on the CPU if the device does not have it."""
+    return {"dtype": torch.float64, "device": device if has_float64(device) else torch.device("cpu")}
+
+
+def widened(value: Tensor) -> Tensor:
+    """Return a tensor as it is added to sums; see :func:`accumulation`."""
+    return value.to(accumulation(value.device)["device"]).to(torch.float64)  # MPS converts before it copies
+
+
+def narrowed(total: Tensor, like: Tensor) -> Tensor:
+    """Return a sum, or what is made of sums, with the dtype of a tensor and on its device."""
+    return total.to(like.dtype).to(like.device)
 
 
 def has_float64(device: torch.device) -> bool:

@@ -16,7 +16,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import DummyLogger, call, is_param_in_hook_signature
 from lightning_fed.core.buffers import overwrite
-from lightning_fed.core.devices import accumulation_dtype
+from lightning_fed.core.devices import accumulation
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state, seed_global
@@ -219,11 +219,11 @@ class GradientPass:
     def losses(self, point: Vector) -> Iterator[Callable[[Iterable[tuple[Any, int]], int], float]]:
         """Give a function that returns the sum over a client's examples of the loss at a point [P], in eval mode.
 
-        It is added up in float64 where the device has it; where processes split batches, over this one's examples.
+        It is added up in float64; where processes split batches, over this one's examples.
         The function takes the client's (batch, examples in it) pairs, which visit every example once, and the seed of
         what is random in eval mode too; the global generators are as they were afterwards.
         """
-        module, dtype = self.trainer.lightning_module, accumulation_dtype(point.device)
+        module = self.trainer.lightning_module
         with self.silent() as forget, preserved_random_state(point.device), preserved_modes(module):
             self.flat.point_to(self.flat.cut(point))
 
@@ -231,12 +231,12 @@ class GradientPass:
             def loss_of(batches: Iterable[tuple[Any, int]], seed: int) -> float:
                 seed_global(seed, point.device)
                 module.eval()  # the last client's training_step may have changed that
-                total = torch.zeros((), dtype=dtype, device=point.device)
+                total = torch.zeros((), **accumulation(point.device))
                 try:
                     for i, (batch, own) in enumerate(self._parts(batches)):
                         loss = self._forward(prepare_batch(self.trainer, batch), i) if own else None
                         if loss is not None:
-                            total += loss.detach() * own
+                            total += (loss.detach() * own).to(total.device)
                 finally:
                     forget()
                 return float(total)

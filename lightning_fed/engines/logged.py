@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import _ResultCollection, rank_zero_warn
-from lightning_fed.core.devices import accumulation_dtype
+from lightning_fed.core.devices import accumulation
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.processes import Ranks
 
@@ -54,9 +54,8 @@ class _ClientMean:
 
     def reset(self) -> None:
         """Start the mean of the next client."""
-        self.total: float | Tensor = 0.0
-        if self.device.type != "cpu":
-            self.total = torch.zeros((), dtype=accumulation_dtype(self.device), device=self.device)
+        kind = accumulation(self.device)
+        self.total: float | Tensor = 0.0 if kind["device"].type == "cpu" else torch.zeros((), **kind)
         self.weight: float = 0
 
     def add(self, value: Tensor, examples: int) -> None:
@@ -176,6 +175,8 @@ class RoundResults(SharedResults):
             given = (prog_bar, logger, on_step, on_epoch, reduce_fx)
             super().log(fx, name, value, *given, batch_size=batch_size, **kwargs)
             return
+        if isinstance(value, Tensor):
+            value = value.to(accumulation(value.device)["device"])
         if on_step and not on_epoch:
             on_step, on_epoch = False, True
         elif on_step and name not in self._warned:

@@ -8,7 +8,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from lightning_fed.core.devices import accumulation_dtype
+from lightning_fed.core.devices import widened
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Vector
 
@@ -80,7 +80,7 @@ def gradient_dissimilarity(gradients: Iterable[tuple[Vector, float]]) -> Gradien
         gradient, weight = pair[0], float(pair[1])
         if weight <= 0:
             continue
-        wide = gradient.to(accumulation_dtype(gradient.device))
+        wide = widened(gradient)
         change = wide - mean
         total += weight
         spread += weight * (1 - weight / total) * float(change.dot(change))
@@ -118,7 +118,7 @@ class PairwiseCosine:
         """Add one vector [P]."""
         norm = torch.linalg.vector_norm(vector)
         if norm != 0:
-            unit = (vector / norm).to(accumulation_dtype(vector.device))
+            unit = widened(vector / norm)
             self._sum = self._sum + unit
             self.count += 1
 

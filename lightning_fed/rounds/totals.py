@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BufferMean
-from lightning_fed.core.devices import accumulation_dtype, are_equal
+from lightning_fed.core.devices import accumulation, are_equal
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State, Vector
@@ -402,28 +402,28 @@ class Drift:
         owns: Iterable[Tensor | None] = nothing if self._own is None else _blocks(self._own)
         for r, change, own in zip(references, changes or nothing, owns, strict=True):
             if change is None:
-                offset = torch.zeros_like(r, dtype=accumulation_dtype(r.device))
+                offset = torch.zeros(r.shape, **accumulation(r.device))
             else:
-                offset = change.sub(r, alpha=self._messages.models_weight)
+                offset = change.sub(r.to(change.device), alpha=self._messages.models_weight)
             if own is not None:
-                offset += own
+                offset += own.to(offset.device)
             self._squares -= float(offset @ offset) / self.weight
             if moves:
-                r.add_(offset, alpha=1 / self.weight)
+                r.copy_(r.to(offset.device).add_(offset, alpha=1 / self.weight))
 
     def merge(self, weights: Sequence[float], ranks: Exchange, x: Tensor) -> None:
         """Combine the parts of all processes, given each one's :attr:`weight`."""
         models, changes = self._messages.models, None
         if models is not None:
             blocks, models_weight = zip(_blocks(models), _blocks(x), strict=True), self._messages.models_weight
-            changes = (y.sub(x_, alpha=models_weight) for y, x_ in blocks)
+            changes = (y.sub(x_.to(y.device), alpha=models_weight) for y, x_ in blocks)
         self._center(changes, moves=True)
         total = sum(weights)
         mine = torch.zeros_like(x) if self._reference is None else self._reference
         mean = mine * (self.weight / total if total else 0.0)
         ranks.sum([mean])
         squares = self._squares + self.weight * float(torch.linalg.vector_norm(mine - mean)) ** 2
-        sums = torch.tensor([squares], dtype=accumulation_dtype(x.device), device=x.device)
+        sums = torch.tensor([squares], **accumulation(x.device))
         ranks.sum([sums])
         self._squares, self.weight, self._is_merged = float(sums), total, True
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fed.compat.package import pl
+from lightning_fed.core.devices import has_float64
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.ddp import ClientsStrategy, UnwrappedDDPStrategy
 from lightning_fed.strategies.peers import NO_PEERS, Peers
@@ -59,8 +60,18 @@ class Ranks:
 
     @staticmethod
     def of(trainer: pl.Trainer) -> "Ranks":
-        """Return the processes of a trainer."""
+        """Return the processes of a trainer.
+
+        Raises:
+            FederatedError: If there are several on devices without float64: sums are on the CPU then, and the process
+                group is not.
+        """
         strategy = trainer.strategy
+        if trainer.world_size > 1 and not has_float64(strategy.root_device):
+            raise FederatedError(
+                f"{trainer.world_size} processes cannot sum over clients in float64 on {strategy.root_device}, which"
+                " does not have it. Train in one process, devices=1, or on CPUs, accelerator='cpu'."
+            )
         memory = strategy.shared_memory if isinstance(strategy, ClientsStrategy) else None
         peers = strategy.peers if isinstance(strategy, UnwrappedDDPStrategy) else NO_PEERS
         return Ranks(trainer.global_rank, trainer.world_size, strategy.root_device, memory, peers)

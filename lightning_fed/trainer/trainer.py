@@ -100,9 +100,10 @@ class FederatedTrainer(pl.Trainer):
             fail, or all.
         max_update_ratio: The largest norm of a client's update, as a multiple of the cohort's median norm. If the
             median is below rounding error, that error is used instead. None for no limit.
-        client_states: Where client states are kept between rounds. "memory" keeps them all in memory, and copies them
-            into every checkpoint. "disk" appends them to files, to which checkpoints refer; memory then holds only the
-            states of the clients in training. "auto" takes "disk" if the states may exceed 1 GiB, and says so.
+        client_states: Where client states are kept between rounds. "memory" keeps them all in host memory, also if
+            clients are trained on an accelerator, and copies them into every checkpoint. "disk" appends them to files,
+            to which checkpoints refer; memory then holds only the states of the clients in training. "auto" takes
+            "disk" if the states may exceed 1 GiB, and says so.
         client_states_dir: The folder for "disk"; by default ``client_states`` beside the checkpoints.
         callbacks: Callbacks; see :class:`lightning_fed.FederatedCallback` for hooks of rounds and clients.
         max_epochs: Lightning's name for ``max_rounds``.

@@ -25,7 +25,7 @@ def test_a_cpu_has_no_memory_and_no_stream_besides_the_global_one() -> None:
     assert torch.equal(before, torch.get_rng_state())
     assert devices.memory_of(CPU) is None
     assert devices.get_device_random_state(CPU) is None
-    assert devices.accumulation_dtype(CPU) == torch.float64
+    assert devices.accumulation(CPU) == {"dtype": torch.float64, "device": CPU}
 
 
 def test_memory_reserved_by_pytorch_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,10 +82,10 @@ def test_a_device_without_any_stream_is_refused_by_name(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("has", [True, False])
-def test_sums_are_in_float64_where_the_device_has_it(monkeypatch: pytest.MonkeyPatch, has: bool) -> None:
+def test_sums_are_on_the_cpu_if_the_device_has_no_float64(monkeypatch: pytest.MonkeyPatch, has: bool) -> None:
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=has))
-    assert devices.accumulation_dtype(OTHER) == (torch.float64 if has else torch.float32)
-    assert devices.accumulation_dtype(torch.device("mps")) == torch.float32
+    assert devices.accumulation(OTHER) == {"dtype": torch.float64, "device": OTHER if has else CPU}
+    assert devices.accumulation(torch.device("mps")) == {"dtype": torch.float64, "device": CPU}
 
 
 def test_no_other_file_names_a_kind_of_accelerator() -> None:

@@ -73,3 +73,4 @@ def mini(place: Place) -> Iterator[Any]:
     yield mini
     for index in range(2):
         mini.set_limit(index, 0)
+    mini.core.set_float64(True)

@@ -1,10 +1,13 @@
 """What processes exchange: sums, records and messages."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from lightning_fed import FederatedError
 from lightning_fed.strategies.processes import Ranks
 from lightning_fed.strategies.shared_memory import SharedMemory
 from tests.helpers.memory import message, shared
@@ -48,3 +51,13 @@ def test_a_message_read_out_of_order_is_an_error(tmp_path: Path) -> None:
 
     for outcome in shared(work, tmp_path):
         assert "FederatedError: Processes have exchanged something else" in outcome.error
+
+
+def test_processes_on_devices_without_float64_are_refused_by_name() -> None:
+    trainer: Any = SimpleNamespace(
+        global_rank=0, world_size=2, strategy=SimpleNamespace(root_device=torch.device("mps"))
+    )
+    with pytest.raises(FederatedError, match=r"2 processes cannot sum over clients in float64 on mps"):
+        Ranks.of(trainer)
+    trainer.world_size = 1
+    assert Ranks.of(trainer).size == 1

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_fed.core.buffers import BufferMean
+from lightning_fed.core.devices import widened
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport, Run, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
@@ -202,7 +203,7 @@ class SequentialEngine(Engine):
         trained, sums = {id(p) for p in self.flat.params}, {}
         for name, p in self.trainer.lightning_module.named_parameters():
             if id(p) not in trained:
-                value = p.detach().double().nan_to_num()
+                value = widened(p.detach()).nan_to_num()
                 sums[name] = float(value.sum()), float(torch.linalg.vector_norm(value))
         return sums
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_fed.core.devices import accumulation_dtype
+from lightning_fed.core.devices import accumulation, narrowed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.participation import Participant, no_weight, raw_weight
@@ -15,6 +15,7 @@ __all__ = ["Aggregation", "Exchange"]
 
 _ROWS = 128  # clients whose messages are converted at once
 _BLOCK = 2**16  # numbers that are converted at once on a CPU
+_BLOCK_ON_DEVICE = 2**24  # the same on another device: 128 MiB of float64
 _ROUNDING = 1e-9  # by which weights that sum to one may miss it
 
 
@@ -152,7 +153,7 @@ class Aggregation:
             self._note_steps(partial["steps"])
         self._given = {rule: sum(partial["given"][rule] for partial in partials) for rule in self._given}
         self.models_weight = sum(partial["models_weight"] for partial in partials)
-        options: dict[str, Any] = {"dtype": accumulation_dtype(x.device), "device": x.device}
+        options = accumulation(x.device)
         for name, shape in sorted({item for partial in partials for item in partial["shapes"].items()}):
             self._sums.setdefault(name, torch.zeros(shape, **options))
         if any(partial["has_models"] for partial in partials) and self.models is None:
@@ -179,7 +180,7 @@ class Aggregation:
         if self.models is not None:  # in place: for large models new memory costs more than the arithmetic
             is_whole, factor = abs(self.models_weight - 1.0) < _ROUNDING, scale[self.reduces["delta"]]
             if is_whole:
-                mean_model = self.models.to(x.dtype, copy=True)
+                mean_model = self.models.to(x.dtype, copy=True).to(x.device)
             moved = _add(self.models, x[None], [-1.0 if is_whole else -self.models_weight])
             if factor != 1.0:
                 moved = moved * factor
@@ -187,15 +188,14 @@ class Aggregation:
                 means["delta"], mean_model = means["delta"] + moved, None
             else:
                 means["delta"] = moved
-                mean_model = (moved + x).to(x.dtype) if mean_model is None else mean_model
-        return {name: value.to(x.dtype) for name, value in means.items()}, mean_model
+                mean_model = narrowed(moved + x.to(moved.device), x) if mean_model is None else mean_model
+        return {name: narrowed(value, x) for name, value in means.items()}, mean_model
 
 
 def _add(total: Tensor | None, rows: Tensor, weights: Sequence[float]) -> Tensor:
     """Add rows [S, ...] times their weights to a sum."""
-    dtype = accumulation_dtype(rows.device)
-    found = torch.zeros(rows.shape[1:], dtype=dtype, device=rows.device) if total is None else total
-    rows = rows.detach()
+    found = torch.zeros(rows.shape[1:], **accumulation(rows.device)) if total is None else total
+    rows = rows.detach().to(found.device)
     if len(rows) == 1:
         value, weight = rows[0], weights[0]
         if found.device.type != "cpu" or found.dtype == value.dtype or found.numel() <= _BLOCK:
@@ -204,10 +204,11 @@ def _add(total: Tensor | None, rows: Tensor, weights: Sequence[float]) -> Tensor
         for block, part in zip(found.view(-1).split(_BLOCK), value.reshape(-1).split(_BLOCK), strict=True):
             block.add_(part, alpha=weight)
         return found
-    w = torch.tensor(weights, dtype=dtype, device=rows.device)
+    w = torch.tensor(weights, dtype=found.dtype, device=found.device)
+    block_size = _BLOCK if found.device.type == "cpu" else _BLOCK_ON_DEVICE
     for some, of_some in zip(rows.split(_ROWS), w.split(_ROWS), strict=True):
         flat = some.reshape(len(some), -1)
-        columns = max(1, _BLOCK // len(some) if flat.device.type == "cpu" else flat.shape[1])
+        columns = max(1, block_size // len(some))
         for block, part in zip(found.view(-1).split(columns), flat.split(columns, dim=1), strict=True):
             block.addmv_(part.to(w.dtype).t(), of_some)
     return found

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import check_count, check_number
-from lightning_fed.core.devices import accumulation_dtype
+from lightning_fed.core.devices import accumulation, narrowed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, averaged_points
@@ -155,7 +155,7 @@ class PrivateAggregation(ClippedAggregation):
 
     def _noisy_sum(self, x: Vector, rank: int) -> Tensor:
         """Return the sum; in the first process, noise is added once."""
-        total = self._sums.setdefault(self._name, torch.zeros_like(x, dtype=accumulation_dtype(x.device)))
+        total = self._sums.setdefault(self._name, torch.zeros(x.shape, **accumulation(x.device)))
         if rank == 0 and not self._is_noisy:
             total.add_(gaussian_noise(total.numel(), self._std).to(total).view(total.shape))
         self._is_noisy = True
@@ -163,7 +163,7 @@ class PrivateAggregation(ClippedAggregation):
 
     def compute(self, x: Vector) -> tuple[State, Vector | None]:
         """Return the noisy sum by the expected number of clients, also where nobody took part."""
-        return {self._name: (self._noisy_sum(x, 0) / self._expected).to(x.dtype)}, None
+        return {self._name: narrowed(self._noisy_sum(x, 0) / self._expected, x)}, None
 
 
 def gaussian_noise(count: int, std: float) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import check_count, check_number
-from lightning_fed.core.devices import accumulation_dtype
+from lightning_fed.core.devices import accumulation, narrowed, widened
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.aggregation.base import FULL_GRAD, Aggregator, averaged_points
@@ -93,7 +93,7 @@ class ClippedAggregation(Aggregation):
         super().update(steps, clipped)
 
     def _clipped(self, name: str, value: Tensor, index: int) -> Tensor:
-        value = value.detach().to(accumulation_dtype(value.device))
+        value = widened(value.detach())
         norm = float(torch.linalg.vector_norm(value))
         if not math.isfinite(norm):
             raise not_finite(self._members[index], name)
@@ -158,6 +158,7 @@ class CollectedAggregation(Aggregation):
         shape, ranks = self._shapes[name], self._ranks
         mine = [self._collected[index].pop(name).reshape(-1) for index in sorted(self._collected)]
         rows = torch.stack(mine).to(x.dtype) if mine else x.new_empty(0, shape.numel())
+        rows = rows.to(accumulation(x.device)["device"])
         del mine
         columns = rows if ranks is None else ranks.columns(rows, counts)
         del rows
@@ -167,13 +168,13 @@ class CollectedAggregation(Aggregation):
         weights, repeats = self._weights(self.reduces[name], sorted(there))
         if max(repeats) > 1:
             columns = columns.repeat_interleave(torch.tensor(repeats, device=columns.device), dim=0)
-        whole = torch.zeros(shape.numel(), dtype=accumulation_dtype(x.device), device=x.device)
+        whole = torch.zeros(shape.numel(), **accumulation(x.device))
         own = whole if ranks is None else whole.tensor_split(ranks.size)[ranks.rank]
         assert isinstance(self._rule, RobustAggregator)
         own.copy_(self._rule.combine(columns, weights.to(columns.device), self._sum))
         self._sum(whole)
         scale = len(there) / self.population if self.reduces[name] == "population" else 1.0
-        return (whole * scale).to(x.dtype).view(shape)
+        return narrowed(whole * scale, x).view(shape)
 
     def _sum(self, part: Tensor) -> Tensor:
         if self._ranks is not None:
@@ -277,9 +278,9 @@ class TrimmedMean(RobustAggregator):
 
     def combine(self, messages: Tensor, weights: Tensor, sum_: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the trimmed mean [P]."""
-        count, dtype = len(messages), accumulation_dtype(messages.device)
+        count = len(messages)
         out = math.floor(self.beta * count + 1e-9)  # 0.29 * 100 is a little less than 29
-        return _by_columns(messages, lambda ordered: ordered[out : count - out].to(dtype).mean(dim=0))
+        return _by_columns(messages, lambda ordered: widened(ordered[out : count - out]).mean(dim=0))
 
 
 class GeometricMedian(RobustAggregator):
@@ -317,7 +318,8 @@ class GeometricMedian(RobustAggregator):
 
     def combine(self, messages: Tensor, weights: Tensor, sum_: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the geometric median [P]."""
-        weights = weights.to(device=messages.device, dtype=accumulation_dtype(messages.device))
+        where = accumulation(messages.device)
+        messages, weights = messages.to(where["device"]), weights.to(**where)
         z = _weighted_mean(messages, weights)
         for _ in range(self.iterations):
             squares = torch.stack([((z - message) ** 2).sum() for message in messages])

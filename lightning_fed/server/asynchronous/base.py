@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import check_count
-from lightning_fed.core.devices import accumulation_dtype
+from lightning_fed.core.devices import accumulation, narrowed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
@@ -277,9 +277,9 @@ class _Arriving(CollectedAggregation):
                 is_sum = self.reduces[name] == "population"
                 weight = 1 / self.population if is_sum else run.weight(staleness) / run.size
                 if name not in means:
-                    means[name] = torch.zeros(value.shape, dtype=accumulation_dtype(x.device), device=x.device)
-                means[name].add_(value, alpha=weight)
-        return {name: value.to(x.dtype) for name, value in means.items()}, None
+                    means[name] = torch.zeros(value.shape, **accumulation(x.device))
+                means[name].add_(value.to(means[name].device), alpha=weight)
+        return {name: narrowed(value, x) for name, value in means.items()}, None
 
 
 def _with(messages: State, function: Callable[[Vector, Vector], Vector], x: Vector) -> State:

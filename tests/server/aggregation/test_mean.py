@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, Scaffold
-from lightning_fed.core.devices import accumulation_dtype
 from lightning_fed.server import WeightedSampler
 from lightning_fed.server.aggregation.mean import Aggregation
 from lightning_fed.server.participation import Participant
@@ -219,8 +218,6 @@ def test_sums_are_in_float64_and_messages_are_not_changed() -> None:
     assert means["m"].dtype == torch.float32
     assert float(means["m"]) == pytest.approx(1 / 3, rel=1e-6)
     assert [float(v) for v in values] == [1e8, 1.0, -1e8]
-    assert accumulation_dtype(torch.device("cpu")) == torch.float64
-    assert accumulation_dtype(torch.device("mps")) == torch.float32
 
 
 def test_long_messages_are_summed_as_short_ones_are() -> None:
