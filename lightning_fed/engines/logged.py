@@ -300,7 +300,7 @@ class RoundResults(SharedResults):
         closed = {}
         for key, mean in self._means.items():
             if mean.weight:
-                value = torch.as_tensor(mean.total / mean.weight, dtype=accumulation_dtype(mean.device))
+                value = torch.as_tensor(mean.total / mean.weight, dtype=torch.float64)
                 self.update_metrics(key, value, mean.weight)  # type: ignore[arg-type]  # any number serves
                 closed[self[key].meta.name] = float(value)
                 mean.reset()
