@@ -14,6 +14,7 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.callbacks import SplitPicture
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import skew_table, split_figure
+from tests.helpers.optional import needs_matplotlib
 from tests.helpers.training import CLASSES, FEATURES, data, fit, parameters, seeded, trainer
 
 
@@ -39,6 +40,7 @@ def text(events):
     return shown.tensor_proto.string_val[0].decode()
 
 
+@needs_matplotlib
 def test_the_figure_and_the_table_go_to_every_tensorboard(tmp_path):
     loggers = [TensorBoardLogger(tmp_path / "a"), CSVLogger(tmp_path / "c"), TensorBoardLogger(tmp_path / "b")]
     fit(logger=loggers, max_rounds=1, callbacks=SplitPicture())
@@ -51,6 +53,7 @@ def test_the_figure_and_the_table_go_to_every_tensorboard(tmp_path):
         assert text(events) == "\n".join(f"    {line}" for line in str(skew_table(data())).splitlines())
 
 
+@needs_matplotlib
 def test_a_resumed_fit_writes_them_at_its_round_with_so_many_clients(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
@@ -66,6 +69,7 @@ def test_a_resumed_fit_writes_them_at_its_round_with_so_many_clients(tmp_path, m
     assert asked == [2, 50]
 
 
+@needs_matplotlib
 @pytest.mark.parametrize(
     "make",
     [pytest.param(data, marks=pytest.mark.thorough), lambda: Careless(batch_size=3)],

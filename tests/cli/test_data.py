@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 
 from lightning_fed.cli.main import main
+from tests.helpers.optional import needs_matplotlib
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = str(CONFIGS / "quickstart.yaml")
 
 
+@needs_matplotlib
 def test_the_split_is_drawn_and_its_numbers_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["data", "--config", QUICKSTART, "--out", "split.png"])
     assert Path("split.png").stat().st_size > 1000

@@ -14,6 +14,7 @@ from lightning_fed.cli.main import main
 from lightning_fed.data import FederatedDataModule, Partition, skew_table
 from tests.behaviour.test_tasks import TASKS
 from tests.data.test_datamodule import from_configuration
+from tests.helpers.optional import needs_matplotlib, needs_pyarrow
 
 
 def csv_table(folder):
@@ -70,7 +71,9 @@ def _command_line(monkeypatch):
 TABLE = ["clients              2 (0 empty)", "examples             4 of 2 classes"]
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_pyarrow) if name == "ClientTable" else name for name in FILES]
+)
 def test_a_module_that_reads_files_shows_its_clients(name, tmp_path):
     made = from_configuration(f"lightning_fed.data.{name}", **FILES[name](tmp_path))
     made.prepare_data()
@@ -78,6 +81,7 @@ def test_a_module_that_reads_files_shows_its_clients(name, tmp_path):
     assert str(skew_table(made)).splitlines()[:2] == TABLE
 
 
+@needs_matplotlib
 def test_the_command_shows_the_clients_of_a_module_that_reads_files(tmp_path, capsys):
     (tmp_path / "files").mkdir()
     section = {"class_path": "lightning_fed.data.ClientFolder", "init_args": arrays(tmp_path / "files")}

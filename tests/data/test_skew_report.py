@@ -13,6 +13,7 @@ from lightning_fed.cli.data import picture
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import ByKey, Digits, Dirichlet, FederatedDataModule, FederatedDataset, Iid, Partition
 from lightning_fed.data.skew_report import skew_table, split_figure
+from tests.helpers.optional import needs_matplotlib
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -112,6 +113,7 @@ def test_labels_shared_by_many_clients_are_read_once():
     assert source.reads == 1
 
 
+@needs_matplotlib
 def test_the_figure_shows_who_has_what():
     figure = split_figure(SPLIT)
     areas = bubbles(figure)
@@ -123,6 +125,7 @@ def test_the_figure_shows_who_has_what():
     assert sum(bar.get_height() for bar in figure.axes[1].patches) == 3
 
 
+@needs_matplotlib
 def test_the_figure_picks_clients_evenly_and_counts_all_sizes():
     figure = split_figure([torch.tensor([client]) for client in range(101)], max_clients=5)
     assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["0", "25", "50", "75", "100"]
@@ -131,6 +134,7 @@ def test_the_figure_picks_clients_evenly_and_counts_all_sizes():
     assert titles(split_figure(SPLIT, max_clients=1))[0] == "examples by class, 1 of 3 clients"
 
 
+@needs_matplotlib
 def test_the_figure_is_drawn_without_pyplot(tmp_path):
     before = "matplotlib.pyplot" in sys.modules
     split_figure(SPLIT).savefig(tmp_path / "split.png")
@@ -162,6 +166,7 @@ def test_real_targets_have_a_table_of_their_own():
     assert skew_table(FederatedDataset([TensorDataset(torch.zeros(2, 1), torch.ones(2))])).target_share == 0.0
 
 
+@needs_matplotlib
 def test_the_figure_shows_where_real_targets_lie():
     figure = split_figure(FederatedDataset(NUMBERS))
     assert titles(figure) == ["examples by target, 3 clients", "sizes"]
@@ -202,7 +207,9 @@ def test_missing_matplotlib_is_named(monkeypatch):
         (lambda: skew_table("labels"), r"split=str: give each client's labels"),
         (lambda: skew_table(7), r"split=int"),
         (lambda: skew_table([TensorDataset(torch.zeros(2))]), r"Client 0 has a TensorDataset.*FederatedDataset"),
-        (lambda: split_figure(SPLIT, max_clients=0), r"split_figure\(max_clients=0\)"),
+        pytest.param(
+            lambda: split_figure(SPLIT, max_clients=0), r"split_figure\(max_clients=0\)", marks=needs_matplotlib
+        ),
         (
             lambda: skew_table(FederatedDataset([TensorDataset(torch.rand(2, 2))])),
             r"Cannot find labels in TensorDataset",
@@ -214,6 +221,7 @@ def test_refusals_say_what_was_found(make, message):
         make()
 
 
+@needs_matplotlib
 def test_the_command_draws_and_prints(tmp_path, capsys):
     out = tmp_path / "new" / "split.png"
     picture(["--config", QUICKSTART, "--data.num_clients", "12", "--out", str(out)])
@@ -223,6 +231,7 @@ def test_the_command_draws_and_prints(tmp_path, capsys):
     assert out.read_bytes()[:4] == b"\x89PNG"
 
 
+@needs_matplotlib
 def test_the_command_takes_every_partition_and_stacked_configurations(tmp_path, capsys):
     (tmp_path / "more.yaml").write_text(
         yaml.safe_dump(
@@ -252,7 +261,11 @@ def test_the_command_takes_every_partition_and_stacked_configurations(tmp_path, 
         (["--max_clients", "many"], "max_clients"),
         (["--max_clients", "0"], "max_clients=0"),
         (["--data", "Digitz"], "Digitz"),
-        (["--config", QUICKSTART, "--out", "split.abc"], r"--out split.abc: matplotlib cannot write"),
+        pytest.param(
+            ["--config", QUICKSTART, "--out", "split.abc"],
+            r"--out split.abc: matplotlib cannot write",
+            marks=needs_matplotlib,
+        ),
     ],
     ids=lambda a: " ".join(a)[-20:],
 )

@@ -79,7 +79,7 @@ def test_code_runs(path: Path) -> None:
     for line, code in blocks(path):
         for package in needed(path, line):
             pytest.importorskip(
-                package, reason=f'{path.name} needs {package} from its line {line}: pip install -e ".[pages]"'
+                package, reason=f"{path.name} needs {package} from its line {line}: it is not installed"
             )
         exec(compile("\n" * line + code, str(path), "exec"), namespace)
 

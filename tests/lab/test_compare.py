@@ -11,6 +11,7 @@ from lightning_fed import FederatedError
 from lightning_fed.algorithms import FedAvg, Mime, SGDm
 from lightning_fed.cli.main import main
 from lightning_fed.lab.compare import read_log
+from tests.helpers.optional import needs_matplotlib
 from tests.helpers.training import fit
 
 
@@ -20,6 +21,7 @@ def logged(name: str, logger: Any, method: Any) -> str:
     return name
 
 
+@needs_matplotlib
 def test_runs_of_both_loggers_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     runs = [logged("plain", TensorBoardLogger, FedAvg()), logged("mime", CSVLogger, Mime(base=SGDm()))]
     main(["compare", *runs, "--target", "0.0", "--out", "side"])
@@ -43,6 +45,7 @@ def test_both_loggers_hold_the_same(tmp_path: Path) -> None:
     assert a["round/gradients"] == b["round/gradients"]
 
 
+@needs_matplotlib
 def test_a_run_without_gradients_is_shown_without_them() -> None:
     Path("old").mkdir()
     Path("old/metrics.csv").write_text("epoch,step,val_acc\n0,1,0.5\n1,2,0.9\n")
@@ -51,6 +54,7 @@ def test_a_run_without_gradients_is_shown_without_them() -> None:
     assert row == "old,2,0.9,0.9,2"
 
 
+@needs_matplotlib
 def test_a_run_with_a_clock_is_measured_by_it_and_one_without_is_not() -> None:
     for folder, text in {
         "timed": "step,val_acc,time/simulated\n1,0.5,3\n2,0.9,13\n",
@@ -73,9 +77,10 @@ def test_a_run_with_a_clock_is_measured_by_it_and_one_without_is_not() -> None:
         (["log", "--metric", "val_loss"], "--mode max or min"),
         (["log", "log"], "named twice"),
         (["broken"], "metrics.csv, line 2"),
-        (
+        pytest.param(
             ["log", "--mode", "max", "--out", "log/metrics.csv"],
             "metrics.csv cannot be made a folder: File exists",
+            marks=needs_matplotlib,
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -12,8 +12,10 @@ from lightning_fed.lab.figures import COLORS, add_legend, draw, new_figure, save
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.reading import read_experiment
 from tests.helpers.lab import results_of
+from tests.helpers.optional import needs_matplotlib
 
 
+@needs_matplotlib
 def test_a_large_picture_keeps_its_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figure, ((axes,),) = new_figure(1, 1)
     x = np.arange(2000.0)
@@ -37,6 +39,7 @@ def test_a_large_picture_keeps_its_colours(tmp_path: Path, monkeypatch: pytest.M
     assert off.mean() < 1
 
 
+@needs_matplotlib
 def test_a_long_legend_leaves_panels_their_size() -> None:
     heights = []
     for lines in (1, 12):

@@ -7,11 +7,13 @@ import pytest
 
 from lightning_fed.cli.main import main
 from tests.helpers.lab import Write
+from tests.helpers.optional import needs_matplotlib
 
 LR = {"key": "model.init_args.lr", "values": [0.1, 1e200]}  # the second overflows
 TUNE = {"by": "final", "grid": {"lr": LR}}
 
 
+@needs_matplotlib
 def test_the_command_writes_everything(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}}
     claims = [
@@ -63,6 +65,7 @@ def test_the_command_writes_everything(write: Write, tmp_path: Path, capsys: pyt
     assert sum(row.endswith(",yes") for row in choices) == 4
 
 
+@needs_matplotlib
 def test_a_page_is_made_again_from_what_is_published_and_nothing_runs(
     write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

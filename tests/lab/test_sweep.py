@@ -8,6 +8,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fed.cli.main import main
+from tests.helpers.optional import needs_matplotlib
 from tests.helpers.selection import few
 from tests.lab.conftest import TINY
 
@@ -32,6 +33,7 @@ def cells() -> set[str]:
     return {path.parent.name for path in Path("out/cells").glob("*/cell.json")}
 
 
+@needs_matplotlib
 def test_a_grid_is_run_tabled_drawn_and_compared_in_tensorboard(capsys: pytest.CaptureFixture[str]) -> None:
     axes = {**AXES, "lr": {**AXES["lr"], "values": [0.1]}}
     run({"metrics": METRICS, "axes": axes, "seeds": 2})
@@ -56,6 +58,7 @@ def test_a_grid_is_run_tabled_drawn_and_compared_in_tensorboard(capsys: pytest.C
     assert before == [path.stat().st_mtime_ns for path in Path("out/cells").glob("*/cell.json")]
 
 
+@needs_matplotlib
 @pytest.mark.parametrize(
     ("grid", "message"),
     [
@@ -84,6 +87,7 @@ def test_a_mistake_is_named_before_the_first_cell(grid: dict[str, Any], message:
     assert not cells()
 
 
+@needs_matplotlib
 @pytest.mark.parametrize("key", few(["trianer", "ckpt_path"], ["ckpt_path"]))
 def test_a_key_that_cells_do_not_have_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OUTPUTS, key, {"max_rounds": 3})

@@ -1,6 +1,7 @@
 """What is installed is what the repository says."""
 
 import importlib.metadata
+import re
 import sys
 from pathlib import Path
 
@@ -23,6 +24,12 @@ def test_the_installed_package() -> None:
 
 def test_the_version_is_in_the_changelog() -> None:
     assert f"[{lightning_fed.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_readme_installs_the_pinned_pytorch() -> None:
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    (command,) = re.findall(r"^    pip install (.*) --index-url \S+/whl/cpu$", (ROOT / "README.md").read_text(), re.M)
+    assert set(command.split()) == {line for line in constraints if line.startswith(("torch==", "torchvision=="))}
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")

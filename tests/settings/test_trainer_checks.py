@@ -11,6 +11,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.server import BernoulliSampler, DifferentialPrivacy
 from lightning_fed.settings.trainer_checks import check_local_options, check_strategy, check_trainer
 from lightning_fed.strategies import ClientsStrategy
+from tests.helpers.optional import needs_opacus
 from tests.helpers.training import trainer
 
 
@@ -75,6 +76,7 @@ def test_settings_and_callbacks_that_have_no_meaning_in_rounds_are_refused() -> 
             check_trainer(trainer(**options))
 
 
+@needs_opacus
 def test_measures_of_clients_data_are_refused_beside_differential_privacy() -> None:
     privacy = DifferentialPrivacy(max_norm=1.0, noise_multiplier=1.0, delta=1e-3)
     drawn: dict[str, Any] = {"aggregator": privacy, "sampler": BernoulliSampler(0.5), "clients_per_round": None}

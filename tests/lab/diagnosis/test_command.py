@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.diagnosis import causes, diagnose
+from tests.helpers.optional import needs_opacus
 
 PRIVATE = {
     "trainer__aggregator": {
@@ -62,7 +63,9 @@ def test_nothing_stands_out_of_a_sound_configuration(capsys: pytest.CaptureFixtu
         ([], {"trainers": {}}, "there is no key of a configuration 'trainers'. Did you mean 'trainer'?"),
         ([], {"model__init_args__rate": 1.0}, "Option 'rate' is not accepted"),
         ([], {"trainer__clients_per_round": 7}, "clients_per_round=7 asks for more clients than the 6"),
-        ([], PRIVATE, "A diagnosis measures single clients, which aggregator=Differential"),
+        pytest.param(
+            [], PRIVATE, "A diagnosis measures single clients, which aggregator=Differential", marks=needs_opacus
+        ),
         ([], {"trainer__local_epochs": 1}, "Pass local_epochs or local_steps, not both"),
     ],
     ids=str,
