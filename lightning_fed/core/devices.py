@@ -4,6 +4,7 @@ PyTorch gives each kind of accelerator a module, ``torch.cuda``, ``torch.xpu``, 
 knows how these modules differ.
 """
 
+import gc
 import traceback
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -90,6 +91,7 @@ def release_memory(error: BaseException, device: torch.device) -> None:
     while failed is not None:
         traceback.clear_frames(failed.__traceback__)
         failed = failed.__cause__ or failed.__context__
+    gc.collect()
     empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)
     if empty_cache is not None:
         empty_cache()

@@ -158,18 +158,16 @@ class ClientWork:
     def restart_after(self, error: Exception) -> Restart | None:
         """Return how the round must start again after an error, None if it need not or cannot.
 
-        If a device has run out of memory, what the error still holds there is released.
+        If a device has run out of memory, what the error holds there is released: the end of a run takes some too.
         """
         both, device = (error, error.__cause__), self.engine.flat.y.device
         may_give_up = self.may_restart and self.settings.engine == "auto"
         if any(map(is_out_of_memory, both)):
-            count, size = self._together, self.chunk_size
-            if size is None or (min(count, size) == 1 and not may_give_up):
-                return None
             release_memory(error, device)
-            if min(count, size) == 1:
-                return Restart(f"{device} has run out of memory with one client at a time.")
-            return Restart(f"{device} has run out of memory with {min(count, size)} clients", min(count, size) // 2)
+            count = min(self._together, self.chunk_size or 1)
+            if count > 1:
+                return Restart(f"{device} has run out of memory with {count} clients at once.", count // 2)
+            return Restart(f"{device} has run out of memory with one client at a time.") if may_give_up else None
         found = next((one for one in both if isinstance(one, OnlySequentialError)), None)
         return Restart(str(found)) if found is not None and may_give_up else None
 
@@ -180,7 +178,7 @@ class ClientWork:
             rank_zero_warn(f"engine='auto' restarts round {round} with 'sequential', and stays with it: {how.reason}")
         else:
             rank_zero_warn(
-                f"{how.reason} at once. Round {round} restarts with chunk_size={size}, and the run stays with it. Set"
+                f"{how.reason} Round {round} restarts with chunk_size={size}, and the run stays with it. Set"
                 f" chunk_size={size} to start with it."
             )
         held, self._held = self._held, None

@@ -12,24 +12,14 @@ from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import Algorithm, Ditto, FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.core.errors import ClientError
 from lightning_fed.engines.vectorized.module_step import ModuleStep
+from lightning_fed.tracing.traces import Trace
+from tests.helpers.crowding import FITS, NEVER, take_memory
 from tests.helpers.engines import Ordinary, Record, run, state_of
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import few
 from tests.helpers.training import data, same
 
-FITS: dict[str, int] = {}
-"""How many clients fit a device; nothing is said of it where the key "clients" is missing."""
 EVEN = partial(data, (8, 8, 8, 8))
-
-
-def clients_in(x: Tensor) -> int:
-    """Return for how many clients at once a step is taken; 1 as PyTorch runs it."""
-    count, functorch = 1, torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(x):
-        inner = functorch.get_unwrapped(x)
-        count = max(count, len(inner) if functorch.is_batchedtensor(x) else 1)
-        x = inner
-    return count
 
 
 class Greedy(Ordinary):
@@ -39,10 +29,9 @@ class Greedy(Ordinary):
         super().__init__(partial(torch.optim.SGD, lr=0.1), dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        fits = FITS.get("clients", 99)
-        is_vectorized = isinstance(getattr(vars(self).get("log"), "__self__", None), ModuleStep)
-        if clients_in(x) > max(1, fits) or (fits == 0 and is_vectorized) or fits < 0:
-            raise torch.OutOfMemoryError(f"no memory for more than {fits}")
+        take_memory(x)
+        if FITS.get("clients") == 0 and isinstance(getattr(vars(self).get("log"), "__self__", None), ModuleStep):
+            raise torch.OutOfMemoryError("no memory for 1 clients here")
         return super().forward(x)
 
 
@@ -97,13 +86,31 @@ def test_half_as_many_run_from_the_same_x_and_streams(engine: str, method: str, 
     assert found.fit_loop.clients.chunk_size == 1
     FITS.clear()
     assert same(state_of(found), state_of(start(chunk_size=1, **options)))
-    assert same(state_of(found), state_of(start(chunk_size=4, **options))) == (dropout == 0 and method == "FedAvg")
+    if dropout:  # or nothing has been shown: masks depend on the chunk
+        assert not same(state_of(found), state_of(start(chunk_size=4, **options)))
 
 
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
 def test_the_traces_of_fewer_clients_are_still_used() -> None:
     found = start(dropout=0.0, callbacks=[Shrinks(1)])
     assert len(found.fit_loop.clients.engine.step.traces) > 0
+
+
+@pytest.mark.filterwarnings("ignore:cpu has run out of memory")
+def test_memory_that_runs_out_in_a_trace_is_no_reason_to_give_up_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Trace.__call__
+
+    def of_one(self: Trace, parameter: Tensor, *rest: Any) -> Any:
+        if parameter.ndim == 3:  # that of a layer, of several clients
+            parameter.add_(1.0)
+            raise torch.OutOfMemoryError("no memory")
+        return call(self, parameter, *rest)
+
+    expected = start(dropout=0.0, chunk_size=1)
+    monkeypatch.setattr(Trace, "__call__", of_one)
+    found = start(dropout=0.0)
+    assert len(found.fit_loop.clients.engine.step.traces) > 0
+    assert same(state_of(found), state_of(expected))
 
 
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
@@ -137,13 +144,12 @@ def test_auto_leaves_for_the_sequential_engine_if_one_client_is_too_many() -> No
 
 
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
-@pytest.mark.parametrize("on_error", few(["raise", "drop"], ["drop"]))
-@pytest.mark.parametrize(("engine", "fits"), [("vectorized", 0), ("auto", -1), ("sequential", -1)])
+@pytest.mark.parametrize(("engine", "fits"), [("vectorized", 0), ("auto", NEVER), ("sequential", NEVER)])
 @pytest.mark.filterwarnings("ignore:engine='auto' restarts round 0")
-def test_a_client_that_does_not_fit_stops_the_run_by_name(engine: str, fits: int, on_error: str) -> None:
+def test_a_client_that_does_not_fit_stops_the_run_by_name_though_clients_may_be_dropped(engine: str, fits: int) -> None:
     options: dict[str, Any] = {} if engine != "sequential" else {"chunk_size": None}
     with pytest.raises(ClientError, match=r"Client \d failed in its local work in round 0.*no memory for") as caught:
-        start(engine, callbacks=[Shrinks(fits)], on_client_error=on_error, max_failed_share=0.9, **options)
+        start(engine, callbacks=[Shrinks(fits)], on_client_error="drop", max_failed_share=0.9, **options)
     assert "does not hold the work of one client at a time. Use a smaller batch_size" in str(caught.value)
     assert ("engine='sequential' takes the least" in str(caught.value)) == (engine == "vectorized")
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
@@ -165,7 +171,7 @@ def test_one_client_at_a_time_if_a_trial_step_of_two_does_not_fit(
 
 def test_a_trial_step_of_one_that_does_not_fit_stops_the_run_or_makes_auto_take_the_other_engine() -> None:
     FITS["clients"] = 0
-    with pytest.raises(ClientError, match=r"failed in a trial step.*no memory for more than 0.*'auto' falls back on"):
+    with pytest.raises(ClientError, match=r"failed in a trial step.*no memory for 1 clients here.*'auto' falls back on"):
         start()
     assert start("auto").fit_loop.clients.engine_names == ["sequential"]
 

@@ -1,6 +1,7 @@
 """What the library asks of a device, with modules of PyTorch that lack one thing or another."""
 
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,42 @@ def test_a_device_that_tells_nothing_has_no_known_memory_and_no_peak(monkeypatch
     with_module(monkeypatch)
     assert devices.memory_of(OTHER) is None
     assert not devices.reset_peak_memory(OTHER)
+
+
+def test_errors_of_all_kinds_tell_that_memory_has_run_out() -> None:
+    texts = (
+        "MPS backend out of memory (MPS allocated",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate",
+    )
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), *map(RuntimeError, texts)):
+        assert devices.is_out_of_memory(error)
+    for other in (None, RuntimeError("shape"), ValueError(texts[0]), MemoryError()):
+        assert not devices.is_out_of_memory(other)
+
+
+def test_an_error_releases_what_it_holds_in_every_function_that_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied, held = [], []
+
+    def work() -> None:
+        tensor = torch.zeros(3)
+        held.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError("no memory")
+
+    def named() -> None:
+        other = torch.zeros(3)
+        held.append(weakref.ref(other))
+        try:
+            work()
+        except RuntimeError as error:
+            raise ValueError("in a client's work") from error
+
+    with_module(monkeypatch, empty_cache=lambda: emptied.append(1))
+    with pytest.raises(ValueError, match="client") as caught:
+        named()
+    assert [tensor() is None for tensor in held] == [False, False]
+    devices.release_memory(caught.value, OTHER)
+    assert [tensor() is None for tensor in held] == [True, True]
+    assert emptied == [1]
 
 
 def test_the_stream_is_the_default_generator_of_the_devices_index(monkeypatch: pytest.MonkeyPatch) -> None:

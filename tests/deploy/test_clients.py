@@ -28,6 +28,7 @@ from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.client_states.store import MemoryClientStore
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
+from tests.helpers.crowding import FITS, take_memory
 from tests.helpers.selection import covering, few
 from tests.helpers.training import CLASSES, FEATURES, clients, same, trainer
 
@@ -193,6 +194,33 @@ def test_a_client_that_cannot_be_vectorized_after_all_starts_again_with_the_sequ
     with pytest.warns(UserWarning, match="engine='auto' restarts round 0 with 'sequential'"):
         found = answer("auto")
     assert_same_reply(answer("sequential"), found)
+
+
+class Crowded(Net):
+    """Runs out of memory with several clients at once, once :data:`FITS` says so."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        take_memory(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+def test_clients_that_do_not_fit_at_once_start_again_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(fits: int, chunk_size: int) -> list[Reply]:
+        given, here = run_of("Scaffold", "vectorized", chunk_size=chunk_size), [0, 1, 2, 3]
+        with closing(ClientsOutsideFit(given, model(kind=Crowded), Site(here), here)) as site:
+            x = site.prepared.flat.y.clone()
+            task = Task(0, messages.TRAIN, here, {}, x, {"c": torch.zeros_like(x)}, buffers=site.buffers)
+            monkeypatch.setitem(FITS, "clients", fits)
+            replies = list(map(messages._copied, site.answer(task, site.states(task, MemoryClientStore()))))
+            monkeypatch.delitem(FITS, "clients")
+            return replies
+
+    with pytest.warns(UserWarning, match="with 4 clients at once. Round 0 restarts with chunk_size=2"):
+        found = answer(1, 4)
+    expected = answer(1, 1)
+    assert len(found) == len(expected) == 4
+    for one, other in zip(expected, found, strict=True):
+        assert_same_reply(one, other)
 
 
 SCHEDULES: dict[str, Any] = {

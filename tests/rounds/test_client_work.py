@@ -170,6 +170,24 @@ def test_only_what_another_engine_can_do_is_a_reason_to_restart() -> None:
     assert asked(ask) == [None, None, None], "no other engine is left"
 
 
+@pytest.mark.parametrize("engine", ["auto", "vectorized", "sequential"])
+def test_after_memory_has_run_out_half_as_many_clients_run_and_after_one_another_engine(engine: str) -> None:
+    def ask(who: Asked) -> list[Any]:
+        found = []
+        for clients in ([0, 1, 2], [0, 1], [0]):
+            who.work.answer(who.task(TRAIN, clients), clients, None)
+            wrapped = ClientError("Client 0 failed.")
+            wrapped.__cause__ = cause = torch.OutOfMemoryError("no memory")
+            both = [who.work.restart_after(error) for error in (cause, wrapped)]
+            assert both[0] == both[1]
+            found.append(both[0])
+        return found
+
+    less = [Restart(f"cpu has run out of memory with {count} clients at once.", 1) for count in (3, 2)]
+    last = {"auto": Restart("cpu has run out of memory with one client at a time.")}.get(engine)
+    assert asked(ask, engine=engine) == ([None] * 3 if engine == "sequential" else [*less, last])
+
+
 def test_small_gradients_are_summed_of_several_clients_at_once() -> None:
     assert gradients_together(torch.zeros(100)) == 2**16 // 100
     assert gradients_together(torch.zeros(2**17)) == 1

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import Scaffold
+from lightning_fed.core.devices import Memory
 from lightning_fed.core.flat import Layout
+from lightning_fed.engines.vectorized import clients as chunks
 from lightning_fed.engines.vectorized.clients import (
     ChunkMeans,
     ChunkMemory,
@@ -38,14 +40,31 @@ def test_the_result_is_that_of_the_sequential_engine(sizes: tuple[int, ...]) -> 
     assert float((found["auto"] - found["sequential"]).norm() / found["sequential"].norm()) < 1e-5
 
 
-@pytest.mark.parametrize(("total", "numel", "expected"), [(2**34, 2**20, 128), (2**34, 10**9, 1), (2**34, 10, 1024)])
-def test_a_gpu_runs_as_many_at_once_whatever_happens_to_be_free(
-    total: int, numel: int, expected: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("numel", "step_bytes", "expected"),
+    [
+        (2**20, 0, 128),  # of which each takes 16 vectors besides its gradient
+        (2**20, 2**25, 64),
+        (2**20, 2**25 + 2**20, 64),  # another version of PyTorch takes a little more
+        (10, 2**20, 1024),
+        (10**9, 0, 1),
+        (10, 2**40, 1),
+        (10, 0, 1024),
+    ],
+)
+def test_an_accelerator_runs_as_many_at_once_as_half_of_its_memory_holds_whatever_happens_to_be_free(
+    numel: int, step_bytes: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     y = SimpleNamespace(device=SimpleNamespace(type="cuda"), numel=lambda: numel, element_size=lambda: 4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: pytest.fail("differs from run to run"))
-    assert default_chunk_size(y) == expected
+    for free in (0, 2**34):
+        monkeypatch.setattr(chunks, "memory_of", lambda device, free=free: Memory(free, 2**34))
+        assert default_chunk_size(y, step_bytes) == expected
+
+
+def test_an_accelerator_of_unknown_size_is_taken_to_have_8_gb(monkeypatch: pytest.MonkeyPatch) -> None:
+    y = SimpleNamespace(device=SimpleNamespace(type="mps"), numel=lambda: 2**20, element_size=lambda: 4)
+    monkeypatch.setattr(chunks, "memory_of", lambda device: None)
+    assert default_chunk_size(y) == 64
 
 
 LAYOUT = Layout([torch.Size([2, 2]), torch.Size([3])])
