@@ -285,7 +285,7 @@ class ClientStatesPlace:
                 " that they share."
             )
         rank = self.trainer.global_rank
-        store = DiskClientStore(folder.path, f"{self._run}-{rank:04d}", len(server.ids))
+        store = DiskClientStore(folder.path, f"{self._run}-{rank:04d}")
         _clean_after(store, rank, is_shared=self.trainer.world_size > 1)
         return store
 
@@ -310,7 +310,7 @@ class ClientStatesPlace:
             return
         source, shards = Path(saved["path"]), shards_of(saved)
         if not isinstance(clients, DiskClientStore):
-            clients.load_state_dict(read_version(source, shards, len(server.ids), ranks.rank, ranks.size))
+            clients.load_state_dict(read_version(source, shards, ranks.rank, ranks.size))
             return
         folder = self._folder
         assert folder is not None
@@ -349,8 +349,7 @@ class ClientStatesPlace:
             return states
         folder = StoreFolder(Path(states["path"]))
         if self.checkpoint is None:
-            ids = saved["clients"]
-            return read_version(folder.path, shards_of(states), ids if isinstance(ids, int) else len(ids))
+            return read_version(folder.path, shards_of(states))
         self._hold(folder)
         folder.register(states, self.checkpoint)
         return self._refer_to(folder, states)

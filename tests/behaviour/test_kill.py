@@ -93,7 +93,7 @@ def end(folder: Path) -> dict[str, Any]:
     run = found["loops"]["fit_loop"]["state_dict"]
     if is_reference(run["client_states"]):
         shards = shards_of(run["client_states"])
-        run["client_states"] = read_version(folder / "client_states", shards, run["clients"])
+        run["client_states"] = read_version(folder / "client_states", shards)
     run["metrics"] = {name: value for name, value in run["metrics"].items() if "seconds" not in name}
     return {**found, "loops": run}
 

@@ -430,7 +430,7 @@ RUN, OTHER, KILLED = ("0" * 15 + str(number) for number in (1, 2, 3))
 def disk_store(path: Path, run: str = RUN, rank: int = 0, **kwargs: Any) -> DiskClientStore:
     """Return a store that has committed one state; with ``is_shared`` this process cleans up after it."""
     path.mkdir(exist_ok=True)
-    store = DiskClientStore(path, f"{run}-{rank:04d}", 9)
+    store = DiskClientStore(path, f"{run}-{rank:04d}")
     store.stage(rank, {"c": torch.ones(3)})
     store.commit()
     store.index.close()

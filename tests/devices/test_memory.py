@@ -77,7 +77,10 @@ def fitted(place: Place, engine: str = "vectorized", *, model: Any = None, data:
 
 def state_of(t: Any) -> dict[str, Any]:
     server = t.fit_loop.state
-    return {"x": server.x.cpu(), **{f"{i}.{k}": v.cpu() for i, s in server.clients.state_dict().items() for k, v in s.items()}}
+    return {
+        "x": server.x.cpu(),
+        **{f"{i}.{k}": v.cpu() for i, s in server.clients.state_dict().items() for k, v in s.items()},
+    }
 
 
 # ---------------------------------------------------------------------- how many
@@ -138,7 +141,9 @@ def test_half_as_many_run_from_the_same_x_and_streams(mini: Any, place: Place, m
         model = seeded(Wide, dropout=dropout, optimizer=optimizer)
         return fitted(place, model=model, algorithm=algorithm, chunk_size=chunk_size, max_rounds=2, callbacks=[limits])
 
-    text = r"mini:0 has run out of memory with {} clients at once. Round 0 restarts with chunk_size={}, and the run stays"
+    text = (
+        r"mini:0 has run out of memory with {} clients at once. Round 0 restarts with chunk_size={}, and the run stays"
+    )
     limits = Limits(mini, 500 * KB)
     with pytest.warns(UserWarning, match=text.format(12, 6)), pytest.warns(UserWarning, match=text.format(6, 3)):
         found = start(12, limits)
@@ -162,7 +167,12 @@ def test_auto_takes_the_sequential_engine_if_that_takes_less(mini: Any, place: P
         data = [TensorDataset(torch.ones(64, 600), torch.zeros(64, dtype=torch.int64)) for _ in range(COHORT)]
         options: dict[str, Any] = {} if engine == "sequential" else {"chunk_size": 2}
         return fitted(
-            place, engine, model=seeded(Rows), data=FederatedDataModule(data, batch_size=4), callbacks=[limits], **options
+            place,
+            engine,
+            model=seeded(Rows),
+            data=FederatedDataModule(data, batch_size=4),
+            callbacks=[limits],
+            **options,
         )
 
     peaks = []

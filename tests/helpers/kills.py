@@ -142,7 +142,7 @@ class _Moments:
                 return part + super().write(data[part:])
 
         def counted_open(path: Any, mode: str) -> Any:
-            return open(path, mode) if mode == "rb" else io.BufferedRandom(CountedFile(path, mode.replace("w", "w+")))
+            return open(path, mode) if mode == "rb" else io.BufferedWriter(CountedFile(path, mode))
 
         def counted_fsync(handle: int) -> None:
             if self("flush"):

@@ -13,6 +13,7 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from copy import copy
 from pathlib import Path
@@ -31,37 +32,43 @@ __all__ = ["INDICES", "DiskClientStore", "Index", "Shard", "read_version"]
 
 _SMALL_FILES = 256  # so many are merged
 
-# Commit n writes file n. A state belongs to the versions from the number of its file until just before `until`, which
-# is NULL for the newest one. `live`, `clients` and `total` add up lengths, numbers and checksums of a file's newest.
 _NEWEST = "CREATE UNIQUE INDEX newest ON states (client) WHERE until IS NULL;"
+# Commit n writes file n. A state belongs to the versions from the number of its file until just before `until`, which
+# is NULL for the newest one. The version '' keeps the newest states for the store that uses them. `live`, `clients` and
+# `total` add up lengths, numbers and checksums of a file's newest.
 _SCHEMA = """
+PRAGMA journal_mode = OFF;
 PRAGMA synchronous = OFF;
-BEGIN;
 CREATE TABLE files (id INTEGER PRIMARY KEY, bytes INTEGER NOT NULL, live INTEGER, clients INTEGER, total INTEGER);
 CREATE TABLE states (file INTEGER, client INTEGER, until INTEGER, offset INTEGER, length INTEGER, checksum INTEGER,
     PRIMARY KEY (file, client)) WITHOUT ROWID;
 CREATE TABLE versions (name TEXT, checkpoint TEXT, number INTEGER, PRIMARY KEY (name, checkpoint));
+INSERT INTO versions VALUES ('', '', 9223372036854775807);
+CREATE INDEX by_number ON versions (number);
 CREATE INDEX superseded ON states (until) WHERE until IS NOT NULL;
 CREATE VIEW current AS SELECT file, client, offset, length, checksum FROM states WHERE until IS NULL;
-COMMIT;
-PRAGMA journal_mode = WAL;
 """
-_SUBTRACT_SUPERSEDED = """
-INSERT INTO files SELECT file, 0, SUM(length), COUNT(*), SUM(client + checksum) FROM states WHERE until = ?
-    GROUP BY file ON CONFLICT (id) DO UPDATE
-    SET live = live - excluded.live, clients = clients - excluded.clients, total = total - excluded.total
+_PART = "SELECT file, client, offset, length, checksum FROM source.states WHERE client % ? = ?"
+_COUNT_TAKEN = """
+INSERT INTO main.files SELECT file, CAST(bytes AS INTEGER), SUM(length), COUNT(*), SUM(client + checksum)
+    FROM main.states LEFT JOIN source.files ON id = file - :last WHERE file > :last GROUP BY file
 """
+_COUNT_COMMIT = """
+INSERT INTO files SELECT file, :bytes, SUM(sign * length), SUM(sign), SUM(sign * (client + checksum)) FROM (
+    SELECT 1 AS sign, * FROM states WHERE file = :number UNION ALL SELECT -1, * FROM states WHERE until = :number
+) GROUP BY file ON CONFLICT (id) DO UPDATE
+    SET live = live + excluded.live, clients = clients + excluded.clients, total = total + excluded.total
+"""
+_DELETE_SUPERSEDED = """DELETE FROM states WHERE until >= ? AND NOT EXISTS (
+    SELECT 1 FROM versions WHERE number >= file AND number < until)
+"""
+_DELETE_NEWEST = "DELETE FROM states WHERE until IS NULL AND file > (SELECT COALESCE(MAX(number), -1) FROM versions)"
 # the newest states in files that are mostly out of date, and in small ones if there are many, up to a number of bytes
 _TO_REWRITE = """SELECT * FROM current WHERE file IN (
     SELECT id FROM (SELECT id, SUM(live) OVER (ORDER BY live, id) AS sum FROM files WHERE live > 0 AND (
         2 * live <= bytes OR bytes < :small
             AND (SELECT COUNT(*) FROM files WHERE live > 0 AND bytes < :small) >= :many
     )) WHERE sum <= :budget)
-"""
-_VERSION = """
-CREATE TEMP VIEW version AS SELECT file, client, offset, length, checksum FROM source.states
-    WHERE file <= {number} AND (until IS NULL OR until > {number})
-    AND client >= 0 AND client < {num_clients} AND typeof(client) = 'integer'
 """
 
 
@@ -90,95 +97,91 @@ class Index:
 
     def connect(self) -> sqlite3.Connection:
         """Return the connection, which stays open until :meth:`close`."""
-        if self._db is None:
+        if self._db is not None:
+            return self._db
+        if self.path.exists() or not self.is_used:
             uri = f"{self.path.absolute().as_uri()}?mode=rw"
             db = sqlite3.connect(uri, self.patience, isolation_level=None, check_same_thread=False, uri=True)
             db.executescript("PRAGMA locking_mode = EXCLUSIVE; PRAGMA synchronous = NORMAL; PRAGMA cache_size = -1024;")
-            self._db = db
-        return self._db
+            if not self.is_used or db.execute("SELECT 1 FROM versions WHERE name = ''").fetchone():
+                self._db = db
+                return db
+            db.close()
+        raise FederatedError(
+            f"Client states of this run are gone: {self.folder} is not what it was. Another run that was started there"
+            " since has removed what no checkpoint needed."
+        )
 
     @contextmanager
     def opened(self) -> Iterator[sqlite3.Connection]:
         """Yield the connection; one that is opened for this is closed again."""
         was_open = self._db is not None
         try:
-            if self.is_used and not was_open and (not self.path.exists() or self._is_trimmed()):
-                raise FederatedError(
-                    f"Client states of this run are gone: {self.folder} is not what it was. Another run that was"
-                    " started there since has removed what no checkpoint needed."
-                )
             yield self.connect()
         finally:
             if not was_open:
                 self.close()
-
-    def file(self, number: int) -> Path:
-        """Return the path of a file of states."""
-        return self.folder / f"{number}.states"
-
-    def read(self, number: int, client: int, offset: int, length: int, checksum: int) -> State:
-        """Return a client's state; it is refused by name if it is damaged.
-
-        The file is not mapped into memory: a mapped file that somebody truncates ends the process, and its pages count
-        as the process's memory.
-        """
-        path = self.file(number)
-        try:
-            with open(path, "rb") as file:
-                file.seek(offset)
-                data = file.read(min(length, os.fstat(file.fileno()).st_size))
-            is_sound = (len(data), zlib.crc32(data, client)) == (length, checksum)
-        except OSError as error:
-            raise _missing(path, error) from error
-        except (TypeError, OverflowError):  # what a changed index has in place of numbers
-            is_sound = False
-        if not is_sound:
-            raise FederatedError(f"{path} is damaged: what it holds of the client with index {client} was changed.")
-        try:
-            return dict(sorted(load(data).items()))  # which has no order
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise FederatedError(f"{path} holds no tensors for the client with index {client}: {error}.") from error
-
-    def versions(self) -> set[tuple[str, str]]:
-        """Return the names of versions, each with a checkpoint that refers to it."""
-        return set(self.connect().execute("SELECT name, checkpoint FROM versions"))
-
-    def _is_trimmed(self) -> bool:
-        """Whether the newest states were deleted, because no store seemed to use the shard."""
-        return bool(self.connect().execute("PRAGMA user_version").fetchone()[0])
-
-    def trim(self, wanted: set[str]) -> None:
-        """Delete all that neither wanted versions nor a store of this process need."""
-        gone = {name for name, _ in self.versions()} - wanted
-        if not gone and (self.is_used or self._is_trimmed()):
-            return
-        with self.connect() as db:
-            db.execute("BEGIN")
-            db.executemany("DELETE FROM versions WHERE name = ?", [(name,) for name in gone])
-            db.execute(
-                "DELETE FROM states WHERE (until IS NOT NULL OR ?) AND NOT EXISTS"
-                " (SELECT 1 FROM versions WHERE file <= number AND (until IS NULL OR until > number))",
-                (not self.is_used,),
-            )
-            unused = self.drop_files()
-            db.execute(f"PRAGMA user_version = {not self.is_used:d}")
-        if not self.is_used:  # also those that a killed process left
-            kept = {self.file(number) for (number,) in db.execute("SELECT id FROM files")}
-            unused = [path for path in self.folder.glob("*.states") if path not in kept]
-        _unlink(unused)
-
-    def drop_files(self) -> list[Path]:
-        """Drop the files without a state from the index, and return their paths."""
-        unused = "SELECT id FROM files WHERE NOT EXISTS (SELECT 1 FROM states WHERE file = files.id)"
-        numbers = self.connect().execute(unused).fetchall()
-        self.connect().executemany("DELETE FROM files WHERE id = ?", numbers)
-        return [self.file(number) for (number,) in numbers]
 
     def close(self) -> None:
         """Close the connection, which leaves a single file."""
         if self._db is not None:
             self._db.close()
             self._db = None
+
+    def file(self, number: int) -> Path:
+        """Return the path of a file of states."""
+        return self.folder / f"{number}.states"
+
+    def read(self, number: int, client: int, offset: int, length: int, checksum: int) -> bytes:
+        """Return the bytes of a client's state; a damaged one is refused by name."""
+        path = self.file(number)  # not mapped into memory: the process would end if somebody truncated the file
+        with _named(path, reads=True), open(path, "rb") as file, suppress(TypeError, OverflowError):
+            file.seek(offset)  # in a changed index, this may not be a number
+            data = file.read(min(length, os.fstat(file.fileno()).st_size))
+            if (len(data), zlib.crc32(data, client)) == (length, checksum):
+                return data
+        raise FederatedError(f"{path} is damaged: what it holds of the client with index {client} was changed.")
+
+    def states(self, rows: Iterable[tuple[int, int, int, int, int]]) -> dict[int, State]:
+        """Return the states to which rows of the index point, by client."""
+        states = {}
+        for number, client, *place in rows:
+            data = self.read(number, client, *place)
+            try:
+                tensors = sorted(load(data).items())  # which come in any order
+            except (SafetensorError, ValueError, KeyError, TypeError) as error:
+                path = self.file(number)
+                raise FederatedError(f"{path} holds no tensors for the client with index {client}: {error}.") from error
+            states[client] = dict(tensors)
+        return states
+
+    def versions(self) -> set[tuple[str, str]]:
+        """Return the names of versions, each with a checkpoint that refers to it."""
+        return set(self.connect().execute("SELECT name, checkpoint FROM versions WHERE name <> ''"))
+
+    def trim(self, wanted: set[str]) -> None:
+        """Delete all that neither wanted versions nor a store of this process need."""
+        kept = {*wanted, ""} if self.is_used else wanted
+        gone = [row for row in self.connect().execute("SELECT DISTINCT name FROM versions") if row[0] not in kept]
+        if gone:
+            with self.connect() as db:
+                db.execute("BEGIN")
+                db.executemany("DELETE FROM versions WHERE name = ?", gone)
+                db.execute(_DELETE_SUPERSEDED, (0,))
+                db.execute(_DELETE_NEWEST)
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Delete the files without a state."""
+        db = self.connect()
+        unused = db.execute("SELECT id FROM files WHERE NOT EXISTS (SELECT 1 FROM states WHERE file = id)").fetchall()
+        db.executemany("DELETE FROM files WHERE id = ?", unused)
+        paths = {self.file(number) for (number,) in unused}
+        if not self.is_used:  # also those that a killed process left
+            paths = {*self.folder.glob("*.states")} - {self.file(n) for (n,) in db.execute("SELECT id FROM files")}
+        for path in paths:
+            with suppress(OSError):
+                path.unlink()
 
 
 INDICES: "weakref.WeakValueDictionary[Path, Index]" = weakref.WeakValueDictionary()
@@ -206,19 +209,14 @@ class DiskClientStore(ClientStore):
 
     rewrite_bytes = 2**26  # that a round copies, or as many as it writes if these are more
 
-    def __init__(self, folder: Path, name: str, num_clients: int) -> None:
-        self.folder, self.name, self.num_clients = folder, name, num_clients
-        self.index = Index(folder / name, is_used=True)
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.index = INDICES[folder / name] = Index(folder / name, is_used=True)
         self._number = self._flushed = 0  # of the last commit, and of the last one whose file is on the disk
         self._staged: dict[int, tuple[int, int, int]] = {}  # offset, length and checksum
-        self._end = 0  # of the round's file
-        INDICES[self.index.folder] = self.index
-        new = self.index.folder / "index.new"
         with _named(self.index.path):
             self.index.folder.mkdir()
-            with closing(sqlite3.connect(new)) as db:
-                db.executescript(_SCHEMA + _NEWEST)
-            os.replace(new, self.index.path)  # a shard without an index was never used
+        self.load_version(folder, [])
 
     def __reduce__(self) -> Any:
         """A copy holds the states in memory: it outlives the files, which are this store's alone."""
@@ -229,7 +227,7 @@ class DiskClientStore(ClientStore):
     def __len__(self) -> int:
         """The number of clients with a kept state."""
         with self._open() as db:
-            return int(db.execute("SELECT COALESCE(SUM(clients), 0) FROM files").fetchone()[0])
+            return int(db.execute("SELECT COUNT(*) FROM current").fetchone()[0])
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -238,160 +236,134 @@ class DiskClientStore(ClientStore):
 
     def get(self, index: int) -> State | None:
         """Read a client's committed state, None if it has none yet; it is refused by name if it is damaged."""
-        return self._newest(index, index).get(index)
+        with self._open() as db:
+            row = db.execute("SELECT * FROM current WHERE client = ?", (index,))
+            return self.index.states(row).get(index)
 
     def state_dict(self) -> dict[int, State]:
         """Return all committed states, in memory."""
-        return self._newest(0, self.num_clients)
-
-    def _newest(self, *between: int) -> dict[int, State]:
-        query = "SELECT * FROM current WHERE client BETWEEN ? AND ? ORDER BY client"
         with self._open() as db:
-            return {row[1]: self.index.read(*row) for row in db.execute(query, between)}
+            return self.index.states(db.execute("SELECT * FROM current ORDER BY client"))
 
     def stage(self, index: int, state: State) -> None:
         """Write a client's new state, which is not to be seen until the round is complete."""
         if state:
-            self._append([(index, state)])
+            self._append([(index, _to_bytes(state))])
 
     def stage_all(self, indices: Sequence[int], states: State) -> None:
         """Write several clients' new states [S, ...]."""
         rows = {name: value.detach().cpu() for name, value in states.items()}
         if rows:
-            self._append((index, {name: rows[name][row] for name in rows}) for row, index in enumerate(indices))
+            self._append((i, _to_bytes({name: rows[name][at] for name in rows})) for at, i in enumerate(indices))
 
-    def _append(self, states: Iterable[tuple[int, State]]) -> None:
-        """Write to the round's file, over what a write that failed may have left there."""
-        path, end, places = self.index.file(self._number + 1), self._end, {}
-        with _named(path), open(path, "r+b" if end else "wb") as file:
+    def _append(self, states: Iterable[tuple[int, bytes]]) -> None:
+        """Write to the round's file, after what a write that failed may have left there."""
+        path, places = self.index.file(self._number + 1), {}
+        with _named(path):
             self.index.connect()  # until the fit ends: whatever reads it then closes it again
-            file.seek(end)
-            for index, state in states:
-                data = _to_bytes(state)
-                file.write(data)
-                places[index] = (end, len(data), zlib.crc32(data, index))
-                end += len(data)
+            with open(path, "ab") as file:
+                for index, data in states:
+                    places[index] = (file.tell(), len(data), zlib.crc32(data, index))
+                    file.write(data)
         self._staged |= places
-        self._end = end
 
     def commit(self) -> None:
         """Make the staged states the newest ones, in one transaction."""
         if not self._staged:
             return
         number = self._number + 1
+        path, small = self.index.file(number), self.rewrite_bytes // 64
         with self._open() as db:
-            limits = {"budget": max(self.rewrite_bytes, self._end), "small": self.rewrite_bytes // 64}
-            rewritten = db.execute(_TO_REWRITE, {**limits, "many": _SMALL_FILES})
+            limits = {"budget": max(self.rewrite_bytes, path.stat().st_size), "small": small, "many": _SMALL_FILES}
+            rewritten = db.execute(_TO_REWRITE, limits)
             self._append((row[1], self.index.read(*row)) for row in rewritten if row[1] not in self._staged)
             rows = [(number, client, *place) for client, place in sorted(self._staged.items())]
             with db:
                 db.execute("BEGIN")
                 db.executemany("UPDATE states SET until = ? WHERE client = ? AND until IS NULL", [r[:2] for r in rows])
-                db.execute(_SUBTRACT_SUPERSEDED, (number,))
                 db.executemany("INSERT INTO states VALUES (?, ?, NULL, ?, ?, ?)", rows)
-                db.execute(
-                    "INSERT INTO files SELECT file, ?, SUM(length), COUNT(*), SUM(client + checksum) FROM states"
-                    " WHERE file = ?",
-                    (self._end, number),
-                )
-                db.execute(
-                    "DELETE FROM states WHERE until = ? AND file > (SELECT COALESCE(MAX(number), -1) FROM versions)",
-                    (number,),
-                )
-                unused = self.index.drop_files()
-        self._number, self._staged, self._end = number, {}, 0
-        _unlink(unused)
+                db.execute(_COUNT_COMMIT, {"number": number, "bytes": path.stat().st_size})
+                db.execute(_DELETE_SUPERSEDED, (number,))
+            self._number, self._staged = number, {}
+            self.index.sweep()
 
     def discard(self) -> None:
         """Forget the staged states."""
-        self._staged, self._end = {}, 0
-        _unlink([self.index.file(self._number + 1)])
+        self._staged = {}
+        with suppress(OSError):
+            self.index.file(self._number + 1).unlink()
 
     def load_state_dict(self, states: Mapping[int, Any], is_mine: Callable[[int], bool] = lambda index: True) -> None:
         """Take the states of the clients that are this process's own. The store must be new."""
-        for index, state in states.items():
-            if is_mine(int(index)):
-                self.stage(int(index), state)
+        self._append((int(i), _to_bytes(state)) for i, state in states.items() if state and is_mine(int(i)))
         self.commit()
 
     def record(self, name: str, checkpoint: str) -> Shard:
         """Keep the newest states as a version, when they are safely on the disk; return what a checkpoint must hold."""
         with self._open() as db:
-            for (number,) in db.execute("SELECT id FROM files WHERE id > ?", (self._flushed,)):
-                _flush(self.index.file(number))
+            new = db.execute("SELECT id FROM files WHERE id > ?", (self._flushed,)).fetchall()
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(_flush, [self.index.file(number) for (number,) in new]))
             self._flushed = self._number
             flush_folder(self.index.folder)
             flush_folder(self.folder)
             db.execute("INSERT INTO versions VALUES (?, ?, ?)", (name, checkpoint, self._number))
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            clients, total = db.execute("SELECT SUM(clients), SUM(total) FROM files").fetchone()
-        return Shard(self.name, self._number, clients or 0, total or 0)
+            sums = db.execute("SELECT COALESCE(SUM(clients), 0), COALESCE(SUM(total), 0) FROM files").fetchone()
+        return Shard(self.name, self._number, *sums)
 
     def load_version(self, folder: Path, shards: Sequence[Shard], rank: int = 0, processes: int = 1) -> None:
         """Take this process's part of a version; of its files only the size is looked at. The store must be new."""
-        with self._open() as db:
-            db.execute("DROP INDEX newest")  # made again at the end, which takes a fraction of the time
+        new = self.index.folder / "index.new"  # a shard without an index was never used
+        with _named(self.index.path), closing(sqlite3.connect(new, isolation_level=None)) as db:
+            db.executescript(_SCHEMA)
             for shard in shards:
                 last, source = self._number, Index(folder / shard.name)
-                with _attached(db, source.path, shard, self.num_clients), db:
-                    db.execute("BEGIN")
+                with _attached(db, source.path, shard):
                     db.execute(
-                        "INSERT INTO main.states SELECT file + ?, client, NULL, offset, length, checksum FROM version"
-                        " WHERE client % ? = ?",
+                        "INSERT INTO main.states SELECT file + ?, client, NULL, offset, length, checksum"
+                        " FROM source.states WHERE client % ? = ?",
                         (last, processes, rank),
                     )
-                    db.execute(
-                        "INSERT INTO main.files SELECT file, CAST(bytes AS INTEGER), SUM(length), COUNT(*),"
-                        " SUM(client + checksum) FROM main.states LEFT JOIN source.files ON id = file - :last"
-                        " WHERE file > :last GROUP BY file",
-                        {"last": last},
-                    )
+                    db.execute(_COUNT_TAKEN, {"last": last})
                 for number, size in db.execute("SELECT id, bytes FROM files WHERE id > ?", (last,)):
                     _link(source.file(number - last), self.index.file(number), size)
                 self._number = self._flushed = last + shard.number
-            db.execute(_NEWEST)
+            db.executescript(_NEWEST + "PRAGMA journal_mode = WAL;")
+        os.replace(new, self.index.path)
 
 
-def read_version(
-    folder: Path, shards: Sequence[Shard], num_clients: int, rank: int = 0, processes: int = 1
-) -> dict[int, State]:
+def read_version(folder: Path, shards: Sequence[Shard], rank: int = 0, processes: int = 1) -> dict[int, State]:
     """Return a version's states, in memory; see :meth:`DiskClientStore.load_version`."""
     states: dict[int, State] = {}
     for shard in shards:
         index = Index(folder / shard.name)
-        with closing(sqlite3.connect(":memory:")) as db, _attached(db, index.path, shard, num_clients):
-            rows = db.execute("SELECT * FROM version WHERE client % ? = ?", (processes, rank))
-            states |= {row[1]: index.read(*row) for row in rows}
+        with closing(sqlite3.connect(":memory:", isolation_level=None)) as db, _attached(db, index.path, shard):
+            states |= index.states(db.execute(_PART, (processes, rank)))
     return dict(sorted(states.items()))
 
 
 @contextmanager
-def _attached(db: sqlite3.Connection, path: Path, shard: Shard, num_clients: int) -> Iterator[None]:
-    """Attach a copy of an index, which a store may use, with a view of a version; it must be what was written."""
+def _attached(db: sqlite3.Connection, path: Path, shard: Shard) -> Iterator[None]:
+    """Attach a copy of an index, which a store may use, with only a version's states; they must be those recorded."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         taken = Path(folder, path.name)
-        try:
+        with _named(path, reads=True):
             shutil.copyfile(path, taken)
             with suppress(FileNotFoundError):
                 shutil.copyfile(f"{path}-wal", f"{taken}-wal")
-        except OSError as error:
-            raise _missing(path, error) from error
-        try:
             db.execute("ATTACH ? AS source", (str(taken),))
-            db.execute(_VERSION.format(number=shard.number, num_clients=num_clients))
-            found = db.execute("SELECT COUNT(*), COALESCE(SUM(client + checksum), 0) FROM version").fetchone()
-        except sqlite3.Error as error:
-            raise FederatedError(f"{path} is damaged: {error}.") from error
+            db.execute("DELETE FROM source.states WHERE file > :number OR until <= :number", {"number": shard.number})
+            found = db.execute("SELECT COUNT(*), COALESCE(SUM(client + checksum), 0) FROM source.states").fetchone()
         if found != (shard.clients, shard.total):
             raise FederatedError(f"{path} is damaged: it is not what was written there.")
         yield
-        db.execute("DROP VIEW version")
         db.execute("DETACH source")
 
 
 def _link(source: Path, target: Path, size: int) -> None:
     """Give a file of another shard a second name in this one, or copy it if the file system has no such links."""
-    try:
+    with _named(source, reads=True):
         if (found := source.stat().st_size) != size:
             raise FederatedError(f"{source} is damaged: it has {found:,} bytes, and {size:,} were written.")
         try:
@@ -399,8 +371,6 @@ def _link(source: Path, target: Path, size: int) -> None:
         except OSError:
             shutil.copyfile(source, target)
             _flush(target)
-    except OSError as error:
-        raise _missing(source, error) from error
 
 
 def _to_bytes(state: State) -> bytes:
@@ -414,35 +384,28 @@ def _to_bytes(state: State) -> bytes:
         ) from error
 
 
-def _flush(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _named(path: Path, reads: bool = False) -> Iterator[None]:
     """Raise errors of the disk and of SQLite as errors that name the file."""
     try:
         yield
-    except FederatedError:
-        raise
-    except (OSError, sqlite3.OperationalError) as error:
-        raise FederatedError(
-            f"Client states cannot be written to {str(path)!r}: {getattr(error, 'strerror', error)}. Checkpoints"
-            " written so far keep their states; make room, and resume from the last one."
-        ) from error
-    except sqlite3.Error as error:
-        raise FederatedError(f"{path} is damaged: {error}.") from error
+    except (OSError, sqlite3.Error) as error:
+        why = getattr(error, "strerror", error)
+        if reads and isinstance(error, OSError):
+            text = (
+                f"{path}, which holds kept client states, cannot be read: {why}. Copy the whole folder"
+                f" {path.parent.parent.name!r} along with a checkpoint, and leave its files alone."
+            )
+        elif isinstance(error, OSError | sqlite3.OperationalError) and not reads:
+            text = (
+                f"Client states cannot be written to {str(path)!r}: {why}. Checkpoints written so far keep their"
+                " states; make room, and resume from the last one."
+            )
+        else:
+            text = f"{path} is damaged: {why}."
+        raise FederatedError(text) from error
 
 
-def _missing(path: Path, error: OSError) -> FederatedError:
-    return FederatedError(
-        f"{path}, which holds kept client states, cannot be read: {error.strerror}. Copy the whole folder"
-        f" {path.parent.parent.name!r} along with a checkpoint, and leave its files alone."
-    )
-
-
-def _unlink(paths: Sequence[Path]) -> None:
-    for path in paths:
-        with suppress(OSError):
-            path.unlink()
+def _flush(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

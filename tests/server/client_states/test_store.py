@@ -28,7 +28,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     def make() -> ClientStore:
         if request.param == "memory":
             return MemoryClientStore()
-        return DiskClientStore(tmp_path, f"{next(numbers):016x}-0000", 10)
+        return DiskClientStore(tmp_path, f"{next(numbers):016x}-0000")
 
     return make
 
