@@ -30,8 +30,8 @@ _ONE_VALUE_REMEDY = (
     " another batch_size, use GroupNorm, or set on_client_error='drop' to leave such clients out of their rounds"
 )
 _MEMORY_REMEDY = (
-    ". The device does not hold the work of one client at a time. Use a smaller batch_size or full_batch_size, or a lower"
-    " precision such as 'bf16-mixed'"
+    ". The device does not hold the work of one client at a time. Use a smaller batch_size or full_batch_size, or a"
+    " lower precision such as 'bf16-mixed'"
 )
 _FRAMEWORKS = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "lightning_fed", "torchmetrics")
 _VALUE_READ = "a tensor's value is read, by .item() or by data-dependent control flow"

@@ -171,7 +171,9 @@ def test_one_client_at_a_time_if_a_trial_step_of_two_does_not_fit(
 
 def test_a_trial_step_of_one_that_does_not_fit_stops_the_run_or_makes_auto_take_the_other_engine() -> None:
     FITS["clients"] = 0
-    with pytest.raises(ClientError, match=r"failed in a trial step.*no memory for 1 clients here.*'auto' falls back on"):
+    with pytest.raises(
+        ClientError, match=r"failed in a trial step.*no memory for 1 clients here.*'auto' falls back on"
+    ):
         start()
     assert start("auto").fit_loop.clients.engine_names == ["sequential"]
 

@@ -49,7 +49,10 @@ def test_a_device_that_tells_nothing_has_no_known_memory_and_no_peak(monkeypatch
 
 
 def test_errors_of_all_kinds_tell_that_memory_has_run_out() -> None:
-    texts = ("MPS backend out of memory (MPS allocated", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+    texts = (
+        "MPS backend out of memory (MPS allocated",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate",
+    )
     for error in (torch.OutOfMemoryError("CUDA out of memory"), *map(RuntimeError, texts)):
         assert devices.is_out_of_memory(error)
     for other in (None, RuntimeError("shape"), ValueError(texts[0]), MemoryError()):
