@@ -34,10 +34,11 @@ class FederatedCallback(pl.Callback):
     def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
         """Called when a round starts again.
 
-        There are two reasons. With ``on_client_error="drop"``, the work of other clients depends on that of a failed
+        There are three reasons. With ``on_client_error="drop"``, the work of other clients depends on that of a failed
         one, and the round starts again without it. With ``engine="auto"``, the vectorized engine cannot run the clients
         after all, for one because a hook has given them different settings (see :meth:`on_client_start`), and the round
-        starts again with the sequential engine.
+        starts again with the sequential engine. If the vectorized engine runs out of memory, the round starts again
+        with fewer clients at once.
 
         All clients of the round train again and their hooks are called again, so a callback must discard what it has
         collected in this round.

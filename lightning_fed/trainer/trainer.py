@@ -84,7 +84,10 @@ class FederatedTrainer(pl.Trainer):
             loop: any module, any hook. "vectorized" trains several at once through ``torch.func``, and refuses modules
             and hooks that it cannot run. "auto" takes "vectorized" when supported, otherwise "sequential", and says
             which and why.
-        chunk_size: How many clients the vectorized engine trains at once; by default it depends on model and machine.
+        chunk_size: How many clients the vectorized engine trains at once. By default it depends on the model's size,
+            and on an accelerator on what a trial step takes of its memory: the clients take at most half of it. A
+            resumed run keeps the number. Random layers draw other masks with another one. If memory runs out, the
+            round starts again with half as many clients, with a warning, whoever has set the number.
         seed: The seed of the cohorts, batch orders and random layers; by default that of ``seed_everything``, else 0.
         buffers: How buffers such as BatchNorm's running statistics are combined: "average" takes the mean over clients,
             "server" drops clients' changes, "local" lets each client keep its own.
