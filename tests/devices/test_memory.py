@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from lightning_fed import FederatedCallback, FederatedDataModule
 from lightning_fed.algorithms import Algorithm, Ditto, FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.core.errors import ClientError
+from lightning_fed.engines import device_data
 from tests.devices.conftest import Place
 from tests.helpers.selection import few
 from tests.helpers.training import FEATURES, Net, clients, same, seeded, trainer
@@ -147,7 +148,7 @@ def test_half_as_many_run_from_the_same_x_and_streams(mini: Any, place: Place, m
     assert found.fit_loop.clients.chunk_size == 3
     first, *others = limits.used
     assert len(others) == 2
-    assert max(others) < first + 10 * KB, "what failed is released"
+    assert max(others) < first + 20 * KB, "what failed is released, and nothing but the clients' data stays"
     assert same(state_of(found), state_of(start(3, Limits(mini))))
 
 
@@ -159,10 +160,14 @@ class Rows(Wide):
         self.body = nn.Linear(600, 8)
 
 
-def test_auto_takes_the_sequential_engine_if_that_takes_less(mini: Any, place: Place) -> None:
+def test_auto_takes_the_sequential_engine_if_that_takes_less(
+    mini: Any, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_data, "_SHARE", 10**9)  # copies of the data would be most of both peaks
+
     def start(engine: str, limits: Limits) -> Any:
         rows = [TensorDataset(torch.ones(64, 600), torch.zeros(64, dtype=torch.int64)) for _ in range(COHORT)]
-        options: dict[str, Any] = {} if engine == "sequential" else {"chunk_size": 2}
+        options: dict[str, Any] = {} if engine == "sequential" else {"chunk_size": 1}
         options |= {"model": seeded(Rows), "data": FederatedDataModule(rows, batch_size=4), "callbacks": [limits]}
         return fitted(place, engine, **options)
 
@@ -171,9 +176,9 @@ def test_auto_takes_the_sequential_engine_if_that_takes_less(mini: Any, place: P
         expected = state_of(start(engine, Limits(mini)))
         peaks.insert(0, mini.core.memory(0)["peak"])
         gc.collect()
-    assert 2 * peaks[0] < peaks[1]
+    assert 1.3 * peaks[0] < peaks[1]
     with pytest.warns(UserWarning, match="restarts round 0 with 'sequential'.*mini:0 has run out of memory with one"):
-        found = start("auto", Limits(mini, int(1.5 * peaks[0])))
+        found = start("auto", Limits(mini, int(1.15 * peaks[0])))
     assert found.fit_loop.clients.engine_names == ["sequential"]
     assert same(state_of(found), expected)
 
