@@ -15,6 +15,7 @@ __all__ = ["STEP_COUNTS", "coupled_decay", "home_of", "is_plain_sgd", "refuse_un
 STEP_COUNTS = ("step", "mu_product")
 """The statistics that depend on the number of steps alone: one number, whatever the parameter's shape."""
 
+_CPU = torch.device("cpu")
 _UNSUPPORTED = {
     "LBFGS": "it evaluates the closure several times a step, so that no correction of one gradient can be injected",
     "SparseAdam": "it needs sparse gradients, and corrections are dense",
@@ -87,5 +88,5 @@ def home_of(name: str, param: Tensor, group: Mapping[str, Any]) -> torch.device:
     the group's step runs on the device as a whole (``capturable``, ``fused``).
     """
     if name in STEP_COUNTS and not group.get("capturable") and not group.get("fused"):
-        return torch.device("cpu")
+        return _CPU
     return param.device

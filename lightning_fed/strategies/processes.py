@@ -267,11 +267,11 @@ def metrics_alone(trainer: pl.Trainer) -> Iterator[None]:
 
 
 class _HostPickler(pickle.Pickler):
-    """Pickles tensors as tensors of the CPU: others would come to be on this process's device, in each process."""
+    """Pickles tensors of a device as tensors of the CPU: unpickled, they would take that device's memory everywhere."""
 
     def reducer_override(self, value: Any) -> Any:
         is_elsewhere = isinstance(value, Tensor) and value.device.type != "cpu"
-        return value.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL) if is_elsewhere else NotImplemented
+        return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL) if is_elsewhere else NotImplemented
 
 
 def _pickled(record: Any) -> bytes:

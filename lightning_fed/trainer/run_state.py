@@ -251,6 +251,7 @@ class RunState:
         try:
             if saved is not None:
                 self._resume_counts(saved)
+                self._resume_precision(saved)
             self._server = server = start_server(
                 prepared, self.client_states, self.ranks, notes, saved, None if saved is not None else self._earlier
             )
@@ -258,8 +259,6 @@ class RunState:
             prepared.release()
             self.prepared = None
             raise
-        if saved is not None:
-            self._resume_precision(saved)
         self._notes, prepared.seed = notes, server.seed
         self.server_model = ServerModel(prepared, server)
         seed = server.seed
@@ -291,18 +290,20 @@ class RunState:
 
     def _resume_precision(self, saved: Mapping[str, Any]) -> None:
         """Take over this process's gradient scaler; Lightning has loaded that of process 0 in all of them."""
-        plugin, ranks, states = self.trainer.precision_plugin, self.ranks, saved.get("precision", [None])
+        plugin, ranks = self.trainer.precision_plugin, self.ranks
         if not plugin.state_dict():
             return
-        if len(states) != ranks.size:
-            rank_zero_warn(
-                f"This run does not continue exactly: the checkpoint {self.trainer.ckpt_path} was written by"
-                f" {len(states)} processes with a gradient scaler each, and this run has {ranks.size}. All start from"
-                " the scale of the first one, so other local steps may overflow and be skipped."
-            )
-        elif ranks.size > 1:
-            with restored_from(self.trainer.ckpt_path, "the gradient scaler"):
+        with restored_from(self.trainer.ckpt_path, "the gradient scaler"):
+            states = saved.get("precision", [None])
+            count = len(states)
+            if count == ranks.size > 1:
                 plugin.load_state_dict(states[ranks.rank])
+        if count != ranks.size:
+            rank_zero_warn(
+                f"This run does not continue exactly: the checkpoint {self.trainer.ckpt_path} was written by {count}"
+                f" processes with a gradient scaler each, and this run has {ranks.size}. All start from the scale of"
+                " the first one, so other local steps may overflow and be skipped."
+            )
 
     def close_round(self, steps: int) -> None:
         """Complete a round, in which clients have taken this many local steps."""

@@ -10,7 +10,7 @@ from lightning_fed.algorithms import Algorithm
 from lightning_fed.callbacks import RoundLogger, RoundProgressBar, RunSummary
 from lightning_fed.callbacks.monitors import PlateauSchedulers
 from lightning_fed.compat.package import pl
-from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
+from lightning_fed.compat.private import TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_fed.core.arguments import check_paths
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Weighting
@@ -300,9 +300,9 @@ class FederatedTrainer(pl.Trainer):
             return super()._run_stage()
 
     def _teardown(self) -> None:
-        """End the run, so that the strategy moves a module that is itself again, parameters and buffers together."""
+        """End the run before the strategy moves the module: parameters are then no longer views of the run's memory."""
         try:
-            if self._active_loop is self.fit_loop:
+            if self.state.fn == TrainerFn.FITTING:  # also after an error in validation
                 self.fit_loop.run_state.end()
         finally:
             super()._teardown()

@@ -205,26 +205,33 @@ class Converts(SingleDeviceStrategy):
 
 
 class WithBatchNorm(Net):
-    fails = False
+    fails_in = ""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0)
         self.body = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.fails and self.trainer.current_epoch == 1:
-            raise KeyError("in the middle of a client's work")
+        self.fail("training")
         return super().training_step(batch, batch_idx)
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.fail("validation")
+        super().validation_step(batch, batch_idx)
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_after_a_fit_the_module_is_where_the_strategy_has_left_it(fails: bool) -> None:
+    def fail(self, stage: str) -> None:
+        if self.fails_in == stage and not self.trainer.sanity_checking and self.trainer.current_epoch == 1:
+            raise KeyError(stage)
+
+
+@pytest.mark.parametrize(("fails_in", "rounds"), [("", 3), ("training", 1), ("validation", 2)])
+def test_after_a_fit_the_module_is_where_the_strategy_has_left_it(fails_in: str, rounds: int) -> None:
     module, unmoved = seeded(WithBatchNorm), seeded(WithBatchNorm)
     run = trainer(accelerator="auto", strategy=Converts("cpu"))
-    module.fails = fails
-    with pytest.raises(FederatedError) if fails else nullcontext():
+    module.fails_in = fails_in
+    with pytest.raises((FederatedError, KeyError)) if fails_in else nullcontext():
         run.fit(module, data(drop_last=True))
-    trainer(max_rounds=1 if fails else 3).fit(unmoved, data(drop_last=True))
+    trainer(max_rounds=rounds).fit(unmoved, data(drop_last=True))
     floats = {name: value for name, value in module.state_dict().items() if value.is_floating_point()}
     assert {value.dtype for value in floats.values()} == {torch.float64}
     assert all(torch.equal(value.float(), unmoved.state_dict()[name]) for name, value in floats.items())
