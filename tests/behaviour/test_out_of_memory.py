@@ -12,6 +12,7 @@ from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import Algorithm, Ditto, FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.core.errors import ClientError
 from lightning_fed.engines.vectorized.module_step import ModuleStep
+from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.tracing.traces import Trace
 from tests.helpers.crowding import FITS, NEVER, take_memory
 from tests.helpers.engines import Ordinary, Record, run, state_of
@@ -133,6 +134,19 @@ def test_a_cohort_smaller_than_a_chunk_is_halved() -> None:
     shrinks = Shrinks(2)
     assert start(chunk_size=64, callbacks=[shrinks]).fit_loop.clients.chunk_size == 2
     assert shrinks.restarts == 1
+
+
+@pytest.mark.filterwarnings("ignore:cpu has run out of memory")
+def test_sums_of_fewer_clients_take_less_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = ServerRound.receive
+
+    def of_one(self: ServerRound, reply: Any) -> Any:
+        if len(reply.clients) > 1:
+            raise torch.OutOfMemoryError("no memory for the sum")
+        return receive(self, reply)
+
+    monkeypatch.setattr(ServerRound, "receive", of_one)
+    assert same(state_of(start(algorithm=Scaffold())), state_of(start(chunk_size=1, algorithm=Scaffold())))
 
 
 def test_auto_leaves_for_the_sequential_engine_if_one_client_is_too_many() -> None:
