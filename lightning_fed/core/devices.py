@@ -4,7 +4,7 @@ PyTorch gives each kind of accelerator a module, ``torch.cuda``, ``torch.xpu``, 
 knows how these modules differ.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "get_device_random_state",
     "has_float64",
     "memory_of",
+    "numbers_of",
     "peak_memory",
     "reset_peak_memory",
     "seed_device",
@@ -91,6 +92,14 @@ def are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
     same = [(a == b).all() for (a, b), is_alike in zip(found, alike, strict=True) if is_alike]
     read = iter(torch.stack(same).tolist() if same else ())
     return [is_alike and next(read) for is_alike in alike]
+
+
+def numbers_of(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the numbers in floating-point tensors, one after the other; an accelerator is waited for once."""
+    if all(tensor.is_cpu for tensor in tensors):
+        return [number for tensor in tensors for number in tensor.reshape(-1).tolist()]
+    numbers: list[float] = torch.cat([tensor.reshape(-1) for tensor in tensors]).tolist()
+    return numbers
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
