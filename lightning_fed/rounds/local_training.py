@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fed.callbacks.base import call_round_hook, hears
+from lightning_fed.callbacks.base import call_round_hook, hears, reads_reports
 from lightning_fed.core.devices import numbers_of
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
@@ -201,7 +201,7 @@ class LocalTraining:
         settings, engine = self.settings, self.engine
         needs_numbers = settings.drops_failed or settings.aggregator or settings.compression
         is_alone = engine.flat.y.device.type != "cpu" and engine.split.size == 1
-        engine.reads_later = reads_later and is_alone and not (self._hears_end or needs_numbers)
+        engine.reads_later = reads_later and is_alone and not (needs_numbers or reads_reports(self.trainer))
         averages = bool(algorithm.full_grad_at) and algorithm.full_grad_for != "client"
         self._has_measured = averages or algorithm.population_loss
 

@@ -139,6 +139,28 @@ class Reports(FederatedCallback):
         self.seen.append(round_report)
 
 
+class Heard(FederatedCallback):
+    """Keeps the loss in each client's report as soon as it ends."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        self.losses.append(client_report.loss)
+
+
+def test_a_hook_that_may_read_a_report_finds_its_numbers(place: Place) -> None:
+    heard = Heard()
+    fit(seeded(dropout=0.0), callbacks=[heard], max_rounds=1, **place.options())
+    assert len(heard.losses) == 3
+    assert all(map(math.isfinite, heard.losses))
+
+
+def test_the_progress_bar_makes_nobody_wait(counts: Any) -> None:
+    shown = {"enable_progress_bar": True, "local_steps": 1, "local_epochs": None, "max_rounds": 3}
+    assert counts.count("FedAvg", "sequential", counts.CASES["shared"], **shown)["host reads"] <= 7
+
+
 @pytest.mark.parametrize("method", [FedAvg(), Scaffold("i")], ids=repr)
 def test_reports_that_are_read_late_have_the_numbers_of_a_cpu(place: Place, method: Any) -> None:
     found = []
