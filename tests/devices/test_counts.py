@@ -186,3 +186,10 @@ def test_a_client_that_is_not_finite_is_named_as_on_a_cpu(place: Place, method: 
             fit(seeded(dropout=0.0), data, algorithm=method, **options)
         messages.append(str(raised.value))
     assert messages[0] == messages[1]
+
+
+def test_the_benchmark_prints_a_round_beside_a_plain_loop(counts: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    counts.main(["--case", "shared", "--method", "FedAvg", "--engine", "vectorized"])
+    plain, vectorized = capsys.readouterr().out.splitlines()[-2:]
+    assert plain.startswith("| shared | FedAvg | plain loop | ")
+    assert vectorized.startswith("| shared | FedAvg | vectorized | ")
