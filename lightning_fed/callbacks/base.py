@@ -6,7 +6,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId
 
-__all__ = ["FederatedCallback", "call_round_hook", "hears", "uses_hook"]
+__all__ = ["FederatedCallback", "call_round_hook", "hears", "reads_reports", "uses_hook"]
 
 _LOGS_AS = {"on_round_start": "on_train_epoch_start", "on_round_end": "on_train_epoch_end"}
 
@@ -99,6 +99,17 @@ def uses_hook(callback: pl.Callback, hook: str, base: type[pl.Callback] = pl.Cal
 def hears(trainer: pl.Trainer, hook: str) -> bool:
     """Whether any :class:`FederatedCallback` overrides a hook."""
     return any(isinstance(c, FederatedCallback) and uses_hook(c, hook, FederatedCallback) for c in trainer.callbacks)
+
+
+def reads_reports(trainer: pl.Trainer) -> bool:
+    """Whether a hook may read a client's report before the round's end; those of this package read no loss or norm."""
+    hook = "on_client_end"
+    return any(
+        isinstance(c, FederatedCallback)
+        and uses_hook(c, hook, FederatedCallback)
+        and not getattr(getattr(c, hook), "__module__", "").startswith("lightning_fed.")
+        for c in trainer.callbacks
+    )
 
 
 def call_round_hook(trainer: pl.Trainer, hook: str, *args: Any) -> None:

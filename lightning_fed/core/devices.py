@@ -6,7 +6,7 @@ knows how these modules differ.
 
 import gc
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ __all__ = [
     "is_out_of_memory",
     "memory_of",
     "narrowed",
+    "numbers_of",
     "peak_memory",
     "release_memory",
     "reset_peak_memory",
@@ -120,6 +121,14 @@ def are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
     same = [(a == b).all() for (a, b), is_alike in zip(found, alike, strict=True) if is_alike]
     read = iter(torch.stack(same).tolist() if same else ())
     return [is_alike and next(read) for is_alike in alike]
+
+
+def numbers_of(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the numbers in floating-point tensors, one after the other; an accelerator is waited for once."""
+    if all(tensor.is_cpu for tensor in tensors):
+        return [number for tensor in tensors for number in tensor.reshape(-1).tolist()]
+    numbers: list[float] = torch.cat([tensor.reshape(-1) for tensor in tensors]).tolist()
+    return numbers
 
 
 def accumulation(device: torch.device) -> dict[str, Any]:

@@ -144,7 +144,8 @@ class ClientReport:
         loss: The example-weighted mean of its training loss over the round.
         metrics: The example-weighted means of what its ``training_step`` logged.
         update_norm: The Euclidean norm of its model change.
-        seconds: The wall time it took.
+        seconds: The wall time it took; on an accelerator, the time until its work was launched, where nobody reads the
+            report before the round's end.
     """
 
     client_id: ClientId

@@ -110,7 +110,10 @@ class FederatedDataModule(pl.LightningDataModule):
         collate_fn: Makes a batch of a list of examples, for clients and evaluation alike.
         num_workers: Loader processes, for clients and evaluation alike. They start anew in every local epoch of every
             client, which pays only if examples are slow to make.
-        pin_memory: Whether batches are copied to pinned memory, if there is a GPU.
+        pin_memory: Whether batches that are sent to an accelerator come from pinned memory, so that the transfer runs
+            beside the host's work. It matters where data do not stay on the accelerator: for data sets other than
+            tensors, with ``transform``, ``augment`` or transfer hooks, and where tensors take more than a quarter of
+            its free memory. Both engines keep all other data there.
         client_val: Map-style validation sets of single clients by id.
         transform: A function batch -> batch, or a list of such, applied to every collated batch, the clients' and those
             of ``val``, ``test`` and ``predict``; it must be deterministic. It is how bytes become normalised floats a

@@ -116,8 +116,8 @@ class RemoteClients(ClientWork):
                 members.append(Participant(client_id, index, known.size, count, steps))
         return members
 
-    def begin(self, round: int, members: Sequence[Participant]) -> None:
-        """Begin a round, or begin it again."""
+    def begin(self, round: int, members: Sequence[Participant], reads_later: bool = False) -> None:
+        """Begin a round, or begin it again; reports arrive complete."""
         self._attempt += 1
         self._replied = {}
 

@@ -203,6 +203,10 @@ class Engine(ABC):
     less_memory = ""
     """What the error of a client that does not fit a device adds to its remedies."""
 
+    reads_later: bool = False
+    """Whether the numbers in reports may be filled in by :meth:`end_round`, which then raises the errors of clients
+    whose numbers are not finite: each read waits for an accelerator."""
+
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:  # noqa: B027
         """Look at what may have changed since the last round, before this process's clients do anything in this one."""
 

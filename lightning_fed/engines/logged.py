@@ -295,14 +295,14 @@ class RoundResults(SharedResults):
             mean.total = sum(part.value for part in parts)
             mean.weight = sum(part.weight for part in parts)
 
-    def close_client(self) -> dict[str, float]:
-        """Add the client's means to the round's and return them by name."""
-        closed = {}
+    def close_client(self) -> dict[str, float | Tensor]:
+        """Add the client's means to the round's and return them by name; on an accelerator they are not yet read."""
+        closed: dict[str, float | Tensor] = {}
         for key, mean in self._means.items():
             if mean.weight:
                 value = torch.as_tensor(mean.total / mean.weight, dtype=torch.float64)
                 self.update_metrics(key, value, mean.weight)  # type: ignore[arg-type]  # any number serves
-                closed[self[key].meta.name] = float(value)
+                closed[self[key].meta.name] = float(value) if value.is_cpu else value
                 mean.reset()
         return closed
 

@@ -106,12 +106,15 @@ class ClientWork:
             self._round = RoundPlans(self.plans, round)
         return self._round
 
-    def begin(self, round: int, members: Sequence[Participant]) -> None:
-        """Begin a round, or begin it again, given the clients that are to train here and the steps asked of them."""
+    def begin(self, round: int, members: Sequence[Participant], reads_later: bool = False) -> None:
+        """Begin a round, or begin it again, given the clients that are to train here and the steps asked of them.
+
+        With ``reads_later``, reports may be incomplete until :meth:`end_training`.
+        """
         self._held = HeldSettings(self.engine.prepared) if self.may_restart and hears_clients(self.trainer) else None
         self._training, self._inputs, self._read = [member.index for member in members], None, (set(), set())
         self._gradients.begin_round(len(members))
-        self._local.begin_round()
+        self._local.begin_round(reads_later)
         plans = self._plans_of(round)
         work = [plans.of(member.index, member.steps) for member in members]
         try:
@@ -123,7 +126,7 @@ class ClientWork:
                 raise
             warnings.warn(f"engine='auto' goes on with 'sequential', since {reason_in(error)}", stacklevel=2)
             self.give_up()
-            self.begin(round, members)
+            self.begin(round, members, reads_later)
 
     @property
     def engine_names(self) -> list[str]:
@@ -299,6 +302,7 @@ class ClientWork:
 
     def end_training(self) -> None:
         """Finish what is done once for all clients that were trained here in this round."""
+        self._gradients.check()
         for engine in self.engines:
             engine.end_round()
 

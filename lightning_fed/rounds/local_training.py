@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_fed.callbacks.base import call_round_hook, hears
+from lightning_fed.callbacks.base import call_round_hook, hears, reads_reports
+from lightning_fed.core.devices import numbers_of
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.core.types import ClientId, State
@@ -22,6 +24,7 @@ from lightning_fed.rounds.local_plans import limited, num_examples
 from lightning_fed.rounds.messages import Reply, Task
 from lightning_fed.rounds.outgoing import Outgoing
 from lightning_fed.server.client_states.state import ClientStates
+from lightning_fed.server.participation import Participant
 from lightning_fed.settings.settings import Settings, cut
 
 __all__ = ["ClientGradients", "LocalTraining", "OwnSolve", "prepared_for_own_solve"]
@@ -46,7 +49,8 @@ class ClientGradients:
         size = clients * len(self.algorithm.full_grad_at) * self.engine.flat.y.nbytes
         self.keeps = self.algorithm.full_grad_for == "both" and size <= _KEPT_BYTES
         self._kept: dict[int, State] = {}
-        self._norms: dict[int, dict[str, float]] = {}
+        self._norms: dict[int, dict[str, float | Tensor]] = {}
+        self._unread: list[tuple[Participant, int, State]] = []  # client, round and norms by point
         self._anew: set[int] = set()  # those that had to be taken for the local work
 
     def each(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> Iterator[tuple[WorkPlan, State | ClientError]]:
@@ -61,6 +65,7 @@ class ClientGradients:
             if self.keeps:
                 self._kept[index] = gradients
             yield plan, gradients
+        self.check()
 
     def of_workers(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> dict[int, State]:
         """Return the gradients of clients about to work, where these are theirs to read."""
@@ -75,7 +80,7 @@ class ClientGradients:
             self._anew.add(index)
         return own
 
-    def norms_of(self, indices: Iterable[int], taken_anew: bool = False) -> dict[str, dict[int, float]]:
+    def norms_of(self, indices: Iterable[int], taken_anew: bool = False) -> dict[str, dict[int, float | Tensor]]:
         """Return the norms of clients' gradients, by point and stored index.
 
         With ``taken_anew``, gradients that were kept from their average are left out.
@@ -88,17 +93,27 @@ class ClientGradients:
         """Return a client's gradients, and note their norms."""
         if isinstance(answer, ClientError):
             raise answer
-        client_id = plan.participant.client_id
-        norms = {point: float(torch.linalg.vector_norm(gradient)) for point, gradient in answer.items()}
-        for point, norm in norms.items():
-            if not math.isfinite(norm):
-                raise ClientError(
-                    f"Client {client_id!r} came back from round {round} with a full-batch gradient at {point} that is"
-                    " not finite. Lower the learning rate, or look at its data.",
-                    client_id,
-                )
-        self._norms[plan.participant.index] = norms
+        norms = {point: torch.linalg.vector_norm(gradient) for point, gradient in answer.items()}
+        self._unread.append((plan.participant, round, norms))
+        self._norms[plan.participant.index] = dict(norms)
+        if not self.engine.reads_later:
+            self.check()
         return answer
+
+    def check(self) -> None:
+        """Read the norms of gradients that were taken; refuse one that is not finite."""
+        unread, self._unread = self._unread, []
+        numbers = iter(numbers_of([norm for _, _, norms in unread for norm in norms.values()]))
+        for who, number, norms in unread:
+            found = {point: next(numbers) for point in norms}
+            for point, norm in found.items():
+                if not math.isfinite(norm):
+                    raise ClientError(
+                        f"Client {who.client_id!r} came back from round {number} with a full-batch gradient at {point}"
+                        " that is not finite. Lower the learning rate, or look at its data.",
+                        who.client_id,
+                    )
+            self._norms[who.index] = dict(found)
 
 
 def prepared_for_own_solve(prepared: PreparedModule) -> PreparedModule:
@@ -171,14 +186,22 @@ class LocalTraining:
         self._isolation, self._outgoing = Isolation(engine, settings.drops_failed), Outgoing(engine, settings)
         self.begin_round()
 
-    def begin_round(self) -> None:
-        """Release the last clients, and check whether any callback has hooks of clients."""
+    def begin_round(self, reads_later: bool = False) -> None:
+        """Release the last clients, and check whether any callback has hooks of clients.
+
+        If ``reads_later``, what clients leave on an accelerator may be read when all have trained; it is where nobody
+        looks at it before, and no client may be dropped.
+        """
         self.result: ChunkResult | None = None
         self._ended = 0  # of its clients, whose hook has been called
         self._before: Sequence[State] = []  # what its clients had before the work
         self._hears_start = hears(self.trainer, "on_client_start")
         self._hears_end = hears(self.trainer, "on_client_end")
         algorithm = self.engine.algorithm
+        settings, engine = self.settings, self.engine
+        needs_numbers = settings.drops_failed or settings.aggregator or settings.compression
+        is_alone = engine.flat.y.device.type != "cpu" and engine.split.size == 1
+        engine.reads_later = reads_later and is_alone and not (needs_numbers or reads_reports(self.trainer))
         averages = bool(algorithm.full_grad_at) and algorithm.full_grad_for != "client"
         self._has_measured = averages or algorithm.population_loss
 

@@ -60,7 +60,8 @@ class Reply:
         models: The parameters y [S, P] that each ended with, where the message "delta" is ``y - x`` itself.
         changes: ``y - x`` [S, P], whatever the messages are; None where the sender does not tell.
         buffers: The module's buffers after each client's work; none where no client changes any.
-        norms: Norms of the clients' own full-batch gradients, by point and stored index.
+        norms: Norms of the clients' own full-batch gradients, by point and stored index; as 0-dim tensors if they are
+            still on an accelerator.
         examples: The examples that each went through in its local epochs.
         own_examples: Those that each went through before, in an own solve.
         loss: The sum of the loss over :attr:`loss_examples` examples of all these clients.
@@ -81,7 +82,7 @@ class Reply:
     models: Tensor | None = None
     changes: Tensor | None = None
     buffers: Sequence[State] = ()
-    norms: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    norms: Mapping[str, Mapping[int, float | Tensor]] = field(default_factory=dict)
     examples: Sequence[int] = ()
     own_examples: Sequence[int] = ()
     loss: float = 0.0

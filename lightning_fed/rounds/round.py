@@ -120,7 +120,7 @@ class Rounds:
             )
             transfer = shared if shared.moves else None
         with split.in_step(), metrics_alone(self.trainer):
-            self.work.begin(server.round, mine)
+            self.work.begin(server.round, mine, reads_later=ranks.size == 1)
             for task in half.phases():
                 answer = partial(self._answer, task, half, workers, states, transfer, status)
                 parts, received = zip(*ranks.exchange(answer), strict=True)

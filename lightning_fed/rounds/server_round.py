@@ -175,7 +175,7 @@ class ServerRound:
         if phase == LOSS:
             faults.check(self.population)
         for point in self.algorithm.full_grad_at if phase == GRADIENTS else ():
-            faults.add_outliers(totals.norms.get(point, {}), f"a full-batch gradient at {point}", self.server.x)
+            faults.add_outliers(totals.norms_at(point), f"a full-batch gradient at {point}", self.server.x)
         faults.check_asked()
         if faults.have_hit([*self.members.values(), *self.gradient_members.values()]):
             return False
@@ -198,7 +198,7 @@ class ServerRound:
         updates = {i: report.update_norm for i, report in reports.items() if report.steps}
         outliers = faults.add_outliers(updates, "an update", self.server.x)
         for point in algorithm.full_grad_at:
-            norms = self._totals.norms.get(point, {})
+            norms = self._totals.norms_at(point)
             norms = {i: norms[i] for i in reports if i in norms}
             outliers |= faults.add_outliers(norms, f"a full-batch gradient at {point}", self.server.x)
         faults.refused |= outliers

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BufferMean
-from lightning_fed.core.devices import accumulation, are_equal
+from lightning_fed.core.devices import accumulation, are_equal, numbers_of
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State, Vector
@@ -71,7 +71,7 @@ class RoundTotals:
         self._mean_buffers, self.moved_buffers = BufferMean(), set[str]()
         self._drift, self.traffic = Drift(self._messages), Traffic(algorithm, server.x)
         self._examples = self._own_examples = 0  # that clients went through in local epochs, and in own solves
-        self.norms: dict[str, dict[ClientId, float]] = {}
+        self.norms: dict[str, dict[ClientId, float | Tensor]] = {}
         self.reports: dict[int, ClientReport] = {}
         self.is_invalid = False
 
@@ -213,6 +213,12 @@ class RoundTotals:
             self.is_invalid = any(parts["is_invalid"])
 
     # ------------------------------------------------------------------ compute
+
+    def norms_at(self, point: str) -> dict[ClientId, float]:
+        """Return the norms of full-batch gradients at a point, by client."""
+        norms = self.norms.get(point, {})
+        read = iter(numbers_of([norm for norm in norms.values() if isinstance(norm, Tensor)]))
+        return {i: next(read) if isinstance(norm, Tensor) else norm for i, norm in norms.items()}
 
     def mean_loss(self) -> Tensor:
         """Return the mean loss of the population at x."""

@@ -24,6 +24,7 @@ class Engine:
     def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm, self.flat = algorithm, SimpleNamespace(y=torch.zeros(2))
         self.taken: list[int] = []
+        self.reads_later = False
 
     def each_full_gradients(self, inputs: Any, plans: Sequence[WorkPlan]) -> Iterator[tuple[WorkPlan, Any]]:
         for plan in plans:

@@ -17,10 +17,10 @@ from lightning_fed.core.rounds import ClientReport, Run, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
-from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.optimizer import LocalWork, solver_entries
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
+from lightning_fed.engines.sequential.readings import ClientNumbers, Reading, read
 from lightning_fed.server.client_states.state import PERSONAL, method_part, with_personal
 
 __all__ = ["SequentialEngine"]
@@ -40,6 +40,7 @@ class SequentialEngine(Engine):
         self.looks_ahead = self.epoch_loop.automatic_optimization.looks_ahead = self.algorithm.looks_ahead
         self._delta = torch.empty_like(self.flat.y)  # of the last client: new memory costs more than the arithmetic
         self._has_checked_frozen = False  # parameters, of one client's work
+        self._readings: list[Reading] = []  # of clients whose numbers are still on the device
         self.epoch_loop.prepare()
 
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
@@ -63,24 +64,24 @@ class SequentialEngine(Engine):
             self.epoch_loop.begin_client()
             with self.epoch_loop._results.of_client(self.trainer.lightning_module):
                 self._train(inputs, plan)
-            loss, metrics = self.epoch_loop.close_client()
+            numbers = self.epoch_loop.close_client()
             if not self._has_checked_frozen:
                 self._check_frozen(frozen)
             buffers = self._merged_buffers(before) if before else self.buffers.read()
             statistics = [self.optimizer.solver_state()] if self.keeps_solver else []
             self.optimizer.end()
             if work.num_steps == 0 and who.steps > 0:
-                self._check_no_steps()
+                self._check_no_steps(numbers)
             run = self._run_record(inputs, plan, client, local, work)
             update = self.algorithm.finish(self.flat.y, run)
             keep = with_personal(update.keep, client, self.flat.personal)
-            norm = float(torch.linalg.vector_norm(run.delta))
-        seconds = time.perf_counter() - started
-        report = ClientReport(who.client_id, who.size, work.num_steps, loss, metrics, norm, seconds)
-        if not math.isfinite(norm + loss):
-            fault = fault_of(report, self.epoch_loop.step_losses, inputs.round)
-            if fault is not None:
-                raise fault
+            norm = torch.linalg.vector_norm(run.delta)
+            report = ClientReport(who.client_id, who.size, work.num_steps, math.nan, {}, math.nan, math.nan)
+            self._readings.append(Reading(report, norm, numbers, inputs.round))
+            faults = [] if self.reads_later else self._read()
+        object.__setattr__(report, "seconds", time.perf_counter() - started)
+        if faults:
+            raise faults[0]
         return ChunkResult(
             participants=[who],
             y=self.flat.whole[None],
@@ -94,6 +95,19 @@ class SequentialEngine(Engine):
             buffers=[buffers] if buffers else [],
             implied=update.implied,
         )
+
+    def begin_round(self, plans: Sequence[WorkPlan]) -> None:
+        """Forget clients whose reports were never read, as their round came to no end."""
+        self._readings = []
+
+    def end_round(self) -> None:
+        """Read what clients have left on the device; refuse what is not finite."""
+        if faults := self._read():
+            raise faults[0]
+
+    def _read(self) -> list[ClientError]:
+        readings, self._readings = self._readings, []
+        return read(readings)
 
     def _begin(self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State, solver: State) -> LocalWork:
         """Put the client where its work starts, and let the optimizer correct its gradients."""
@@ -184,11 +198,11 @@ class SequentialEngine(Engine):
             path_follows=self.optimizer.plan.is_straight and isinstance(lr_sum, float) and lr_sum != 0,
         )
 
-    def _check_no_steps(self) -> None:
+    def _check_no_steps(self, numbers: ClientNumbers) -> None:
         """Refuse a client that took no local step, unless a gradient scaler skipped them."""
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             return
-        if self.epoch_loop.step_losses:
+        if len(numbers.losses):
             raise ClientError(
                 "training_step returned losses, but backward left no gradient on any trained parameter, so no local"
                 " step was taken. Look at what the module's or the strategy's backward does."

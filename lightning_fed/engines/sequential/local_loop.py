@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import nullcontext
-from operator import mul
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.batch_hooks import has_transfer_hooks, uses_batch_hook
 from lightning_fed.engines.logged import RoundResults
 from lightning_fed.engines.sequential.optimization import ClientOptimization
+from lightning_fed.engines.sequential.readings import ClientNumbers
 from lightning_fed.strategies.ddp import split_of
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
 
@@ -136,21 +136,25 @@ class ClientEpochLoop(_TrainingEpochLoop):
     @property
     def step_losses(self) -> list[float]:
         """The mean loss of each local step of the client at work."""
-        size = self.trainer.accumulate_grad_batches
-        losses = [float(loss) * size for loss in self._losses]
-        return [sum(part) / len(part) for part in (losses[i : i + size] for i in range(0, len(losses), size))]
+        return ClientNumbers(self._losses, self._loss_weights, {}, self.trainer.accumulate_grad_batches).step_losses()
 
-    def close_client(self) -> tuple[float, dict[str, float]]:
-        """Return the client's mean loss and the means of what it logged."""
-        if self._losses and isinstance(self._losses[0], Tensor):
-            self._losses = torch.stack(self._losses).tolist()
-        total: float = sum(map(mul, self._losses, self._loss_weights)) * self.trainer.accumulate_grad_batches
-        examples = sum(self._loss_weights)
-        if self._split.size > 1:
-            parts = self._split.gather((total, examples, self._results.client_partial()))
-            total, examples = sum(part[0] for part in parts), sum(part[1] for part in parts)
-            self._results.merge_client([partial for _, _, partial in parts], self.trainer.strategy.root_device)
-        return total / examples if examples else float("nan"), self._results.close_client()
+    def close_client(self) -> ClientNumbers:
+        """Return the client's losses and the means of what it logged."""
+        losses: Any = self._losses
+        if losses and isinstance(losses[0], Tensor):
+            losses = torch.stack(losses)
+        accumulated = self.trainer.accumulate_grad_batches
+        if self._split.size == 1:
+            return ClientNumbers(losses, self._loss_weights, self._results.close_client(), accumulated)
+        own = ClientNumbers(
+            losses if isinstance(losses, list) else losses.tolist(), self._loss_weights, {}, accumulated
+        )
+        part = own.sum_of_losses(), sum(own.weights), self._results.client_partial()
+        parts = self._split.gather(part)
+        own.totals = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        self._results.merge_client([partial for _, _, partial in parts], self.trainer.strategy.root_device)
+        own.metrics = self._results.close_client()
+        return own
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Train on one batch."""

@@ -113,15 +113,17 @@ class LocalSteps:
         """Return the trace of such a step, which moves parameters in place or not, if there can be one.
 
         What is traced depends on the step alone. Several clients take one that fits any number of them, or all of the
-        chunk together one of their own; on a GPU only that, as larger models would not fit so many times. A single
-        client takes one for its full batches, one for batches of a single example, and one that fits any other size.
+        chunk together one of their own; on an accelerator only that in small chunks, as larger models would not fit so
+        many times. A single client takes one for its full batches, one for batches of a single example, and one that
+        fits any other size.
         """
         step, work, full, examples = self.step, self.work, self.batch_size, group.examples
         if full is None or examples > full:
             return None
         tries: list[tuple[int, ...]] = []  # the sizes that a trace is made with, to take any; () as the step is
         if not clients.is_one:
-            tries += [_CLIENTS] if work.y.device.type == "cpu" else []
+            # on an accelerator, only where so many clients fit anyway
+            tries += [_CLIENTS] if work.y.device.type == "cpu" or len(work.y) >= max(_CLIENTS) else []
             tries += [()] if clients.count == len(work.y) else []
         elif examples in (1, full):
             tries.append(())

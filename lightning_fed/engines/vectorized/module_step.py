@@ -15,6 +15,7 @@ from torch.func import functional_call, vjp
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import is_param_in_hook_signature, rank_zero_warn
 from lightning_fed.core.arguments import kind_of
+from lightning_fed.core.devices import numbers_of
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
 from lightning_fed.engines.base import OnlySequentialError
@@ -180,7 +181,7 @@ class ModuleStep:
         rtol, atol = 0.0, 0.0
         if value.is_floating_point():
             rtol, atol = _TOLERANCES.get("mixed" if self._is_mixed else value.dtype, (5e-2, 1e-6))
-        a, b = float(value), float(real)
+        a, b = map(float, numbers_of([value, real]))
         return math.isclose(a, b, rel_tol=rtol, abs_tol=atol) or (math.isnan(a) and math.isnan(b))
 
     def other_value(self, values: Mapping[str, Tensor], real: Mapping[str, Tensor]) -> str | None:

@@ -44,9 +44,9 @@ class Schedule:
     ) -> tuple[list[int], list[StepGroup]]:
         """Return the client of each row of the chunk, and the clients' steps.
 
-        All clients step whenever one does. On a CPU they follow the order of :func:`interleaved`, if a step leaves
-        nothing behind but parameters (``is_bare``) and batches are ``rows`` of tensors. That is faster if their smaller
-        batches come at different times: the traces are for full batches.
+        All clients step whenever one does. They follow the order of :func:`interleaved` if a step leaves nothing behind
+        but parameters (``is_bare``) and batches are ``rows`` of tensors. That is faster if their smaller batches come
+        at different times: the traces are for full batches.
         """
         sizes, full = [[1] * plan.participant.steps for plan in plans], 1  # as if all batches were full
         if self.batch_size is not None and is_bare and self._is_interleaved(rows):
@@ -59,7 +59,7 @@ class Schedule:
     def _is_interleaved(self, rows: Sequence[TensorBatches]) -> bool:
         module = self.module
         may_trace = module.traces.allowed and not module.reads_index and not module.is_random
-        if len(rows) < 2 or self.device.type != "cpu" or not may_trace:
+        if len(rows) < 2 or not may_trace:
             return False
         return all(own.settings.batch_size == self.batch_size for own in rows)
 

@@ -72,22 +72,6 @@ def test_rows_of_several_steps_come_in_their_order(
             assert torch.equal(rows_of_all, torch.cat(column))
 
 
-def test_a_copy_on_the_device_is_made_again_after_a_write_and_lives_as_long_as_its_original(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    data = DeviceData(torch.device("meta"))
-    monkeypatch.setattr(data, "free", lambda: 2 * 4 * 8)
-    x, y = torch.zeros(2), torch.zeros(100)
-    (copy,) = data.of((x,))
-    assert copy.device.type == "meta"
-    assert data.of((copy, x)) == (copy, copy)
-    assert data.of((x, y))[1] is y, "it takes more than a quarter of the free memory"
-    x.add_(1)
-    assert data.of((x,))[0] is not copy
-    del x, y
-    assert not data._copies
-
-
 def test_only_rows_of_like_tensors_are_of_one_kind() -> None:
     one = kept(tensors(3, 1))
     cohort = [one, kept(tensors(5, 2)), kept(SHARED, [1])]

@@ -1,0 +1,56 @@
+"""Copies of data on an accelerator: where they fit, as long as their originals live and stay as they are."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_fed.data.batches.batches import BatchSettings, RepeatedBatches, TensorBatches
+from lightning_fed.engines.device_data import DeviceData
+
+
+def test_a_copy_on_the_device_is_made_again_after_a_write_and_lives_as_long_as_its_original(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = DeviceData(torch.device("meta"))
+    monkeypatch.setattr(data, "free", lambda: 2 * 4 * 8)
+    x, y = torch.zeros(2), torch.zeros(100)
+    (copy,) = data.of((x,))
+    assert copy.device.type == "meta"
+    assert data.of((copy, x)) == (copy, copy)
+    assert data.of((x, y))[1] is y, "it takes more than a quarter of the free memory"
+    x.add_(1)
+    assert data.of((x,))[0] is not copy
+    del x, y
+    assert not data._copies
+
+
+def test_all_copies_together_take_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, originals = DeviceData(torch.device("meta")), [torch.zeros(10) for _ in range(5)]  # of 40 bytes
+    memory = 400
+
+    def free() -> int:
+        return memory - sum(copy.nbytes for _, copy in data._copies.values() if copy is not None)
+
+    monkeypatch.setattr(data, "free", free)
+    kept = [data.of((tensor,))[0] is not tensor for tensor in originals]
+    assert kept == [True, True, False, False, False], "a quarter of what would be free without them"
+    together = [torch.zeros(1), torch.zeros(100)]
+    assert data.of_each([(t,) for t in together]) == [(t,) for t in together], "they stay or go together"
+    data.clear()
+    assert data.of((originals[4],))[0] is not originals[4]
+
+
+def test_only_batches_that_are_rows_of_tensors_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = DeviceData(torch.device("meta"))
+    monkeypatch.setattr(data, "free", lambda: 10**6)
+    x: Tensor = torch.zeros(4, 2)
+    rows, changed = TensorBatches((x,), None, BatchSettings(2)), BatchSettings(2, transform=lambda batch: batch)
+    placed = data.placed(rows)
+    assert isinstance(placed, TensorBatches)
+    assert placed.tensors[0].device.type == "meta"
+    repeated = data.placed(RepeatedBatches(rows, 3))
+    assert isinstance(repeated, RepeatedBatches)
+    assert repeated.num_batches() == 6
+    transformed = TensorBatches((x,), None, changed)
+    assert data.placed(transformed) is transformed
+    assert DeviceData(torch.device("cpu")).placed(rows) is rows
