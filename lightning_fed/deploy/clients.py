@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_fed.compat.package import pl
-from lightning_fed.compat.private import TrainerFn, TrainerState, call
+from lightning_fed.compat.private import DummyLogger, TrainerFn, TrainerState, call
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.deploy.facts import check_new
@@ -60,7 +60,7 @@ class ClientsOutsideFit:
         flat = self.prepared.flat
         self.device, self.buffers = flat.y.device, self.prepared.buffers.read()
         self._personal = flat.personal.clone()  # of a new client
-        self._start = flat.y.clone()  # x^0, if the module here began as the server's
+        self.start = flat.y.clone()  # x^0, if the module here began as the server's
         self._here = set(map(self.population.index_of, self.work.plans.clients))
 
     def _set_up(self, module: pl.LightningModule, datamodule: pl.LightningDataModule) -> None:
@@ -68,6 +68,7 @@ class ClientsOutsideFit:
         trainer = self.trainer
         check_trainer(trainer)
         trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, pl.callbacks.ProgressBar)]  # of a fit
+        trainer.loggers = [DummyLogger()] if trainer.loggers else []  # the server's log; here they would make folders
         trainer.strategy._lightning_module = module
         trainer.state.fn, trainer.training = TrainerFn.FITTING, True
         trainer._data_connector.attach_data(module, datamodule=datamodule)
@@ -89,13 +90,17 @@ class ClientsOutsideFit:
 
         def new() -> State:
             own = {PERSONAL: self._personal} if self._personal.numel() else {}
-            x = self._start if algorithm.init_client_at_start else task.x
+            x = self.start if algorithm.init_client_at_start else task.x
             return {**algorithm.init_client(x), **own}
 
         kept = {name: prepared.buffers.server[name] for name in prepared.buffers.kept}
         like = {name: value.to("meta") for name, value in new().items()}
         method, num_parameters = type(algorithm).__name__, len(prepared.flat.params)
         return ClientStates(new, store, ExpectedState(method, like, kept, num_parameters, self.population.ids))
+
+    def planned_steps(self, client_id: ClientId, round: int) -> int:
+        """Return the local steps that the trainer plans for a client in a round."""
+        return sum(member.steps for member in self.work.hello({client_id: 1}, round))
 
     def answer(self, task: Task, states: ClientStates, plateaus: Sequence[Mapping[str, Any]] = ()) -> Iterator[Reply]:
         """Yield the replies of the clients that a task names and that are here; each is valid until the next one.

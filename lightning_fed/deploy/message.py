@@ -67,7 +67,7 @@ class Message:
             tensors = load(content)
             length = int.from_bytes(content[:8], "little")
             header = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][_HEADER])
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise FederatedError(f"These {len(content):,} bytes are no message: {error}.") from error
         return Message(header, tensors)
 

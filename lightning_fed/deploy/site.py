@@ -1,6 +1,8 @@
 """A site of a run: one client's data, or those of several, and what they keep."""
 
+import logging
 import os
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,6 +18,7 @@ from lightning_fed.deploy.clients import ClientsOutsideFit
 from lightning_fed.deploy.facts import check_facts, facts_of
 from lightning_fed.deploy.message import HELLO, MEASURE, Message, address, check_message, task_in
 from lightning_fed.deploy.replies import reply_to
+from lightning_fed.deploy.site_checks import TaskChecks, check_header, check_hello
 from lightning_fed.deploy.site_states import SiteStates
 from lightning_fed.rounds.messages import TRAIN
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
@@ -24,12 +27,17 @@ from lightning_fed.settings.settings import Settings
 
 __all__ = ["FederatedSite"]
 
+_log = logging.getLogger("lightning_fed.deploy.site")
+
 
 class FederatedSite(AbstractContextManager["FederatedSite"]):
     """Answer a server's tasks with data that stay here.
 
     A task may come twice, also after the process was killed: the same task has the same answer. What clients keep from
-    round to round is on this site's own disk; only the method's messages leave it.
+    round to round is on this site's own disk; only the method's messages leave it. Several runs may take turns.
+
+    The site answers what its own trainer would do, and no more: "What a server can do to a site" in the documentation
+    has the bounds. Each answer and each refusal is a line of the logger ``lightning_fed.deploy.site``.
 
     Args:
         trainer: A trainer with the arguments that the server's has; of one process.
@@ -55,10 +63,11 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         self._trainer, self._model, self._data = trainer, model, data
         loop: Any = trainer.fit_loop
         self._settings: Settings = loop.settings
-        self._facts = facts_of(trainer, model)
+        self._facts, self._checks = facts_of(trainer, model), TaskChecks(trainer)
         self._states = SiteStates(Path(state_dir))
         self._clients: ClientsOutsideFit | None = None
-        self._agreed = self._states.agreed()
+        self._among: list[ClientId] = []  # all clients of the run that these were made for
+        self._run = ""  # whose task was the last one
 
     def answer(self, task: Message) -> Message:
         """Return the reply to a task.
@@ -70,33 +79,53 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             FederatedError: If it is of another run, method, model or version, for another client, or if it rests on
                 what this site does not have.
         """
+        start = time.monotonic()
+        try:
+            reply = self._answer(task)
+        except FederatedError as error:
+            _log.warning("%s refused: %s", _title(task), error)
+            raise
+        header = reply.header
+        if "failed" in header:
+            what = f"failed: {header['failed']}"
+        elif header["phase"] == HELLO:
+            what = f"{header['size']} examples, run {header['run']}"
+        else:
+            report = header.get("report") or {}
+            work = f"{header['examples']} examples, {report['steps']} steps, " if "steps" in report else ""
+            seconds, down, up = time.monotonic() - start, _kilobytes(task), _kilobytes(reply)
+            what = f"{work}{seconds:.1f} s, {down:.1f} kB in, {up:.1f} kB out"
+        _log.info("%s: %s", _title(task), what)
+        return reply
+
+    def _answer(self, task: Message) -> Message:
         check_message(task, "A site")
-        client_id = task.header.get("client")
+        check_header(task)
+        run, client_id = task.header["run"], task.header.get("client")
         if client_id not in self.client_ids:
             here = ", ".join(map(repr, self.client_ids))
             raise FederatedError(f"A task for client {client_id!r} has come to the site of {here}.")
         if task.header["phase"] == HELLO:
             return self._hello(task)
-        if self._agreed is None or self._agreed["run"] != task.header["run"]:
-            known = "none" if self._agreed is None else self._agreed["run"]
+        self._checks.check_phase(task)
+        agreed = self._states.agreed(run)
+        if agreed is None:
             raise FederatedError(
-                f"A task of run {task.header['run']} has come to the site of client {client_id!r}, which has said hello"
-                f" to run {known}. Let the server say hello first."
+                f"A task of run {run} has come to the site of client {client_id!r}, which has not said hello to it. Let"
+                " the server say hello first."
             )
-        return self._work(task, self._made(self._agreed))
+        return self._work(task, self._made(agreed, run))
 
     def _hello(self, task: Message) -> Message:
+        check_hello(task)
         header, client_id = task.header, task.client
         check_facts(self._facts, header["facts"], client_id)
-        agreed = {"run": header["run"], "clients": list(header["clients"])}
+        clients = list(header["clients"])
         for own in self.client_ids:
-            if own not in agreed["clients"]:
+            if own not in clients:
                 raise FederatedError(f"The server has no client {own!r}. Its client_ids must name all clients.")
-        if self._agreed != agreed:
-            self._states.agree(agreed)
-            self._agreed = agreed
-            self._leave()
-        batches = self._made(agreed).trainer.datamodule.client_batches(client_id)
+        self._states.agree(header["run"], clients)
+        batches = self._made(clients, header["run"]).trainer.datamodule.client_batches(client_id)
         val = self._data.client_val_dataset(client_id)
         facts = {
             "size": batches.size,
@@ -106,18 +135,25 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         }
         return Message({**address(task), **facts})
 
-    def _made(self, agreed: dict[str, Any]) -> ClientsOutsideFit:
-        """Return what answers for the clients, made ready at the first task."""
+    def _made(self, among: list[ClientId], run: str) -> ClientsOutsideFit:
+        """Return what answers for the clients in a run; they are made ready at the first task."""
+        if self._clients is not None and self._among != among:
+            self._leave()
         if self._clients is None:
-            among = agreed["clients"]
             self._clients = ClientsOutsideFit(self._trainer, self._model, self._data, self.client_ids, among)
+            self._among = among
+        elif self._run != run:
+            self._clients.forget_round()  # of another run, which may have the same number
+        self._run = run
         return self._clients
 
     def _work(self, message: Message, clients: ClientsOutsideFit) -> Message:
         client_id, header = message.client, message.header
         index, device = clients.population.index_of(client_id), clients.device
+        self._checks.check_numbers(message, clients.planned_steps(client_id, header["round"]))
         task, sent = task_in(message, index, clients.buffers, device)
-        version, store, plateaus = int(header["state"]), MemoryClientStore(), header["plateaus"]
+        self._checks.check_tensors(task, client_id, clients.start, clients.buffers)
+        version, store, plateaus = header["state"], MemoryClientStore(), header["plateaus"]
         needs_state = task.phase != MEASURE or header["own"]
         kept = sent or (self._states.read(header["run"], client_id, index, version) if needs_state else None)
         if kept:
@@ -166,3 +202,12 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
+
+
+def _title(task: Message) -> str:
+    header = task.header if hasattr(task.header, "get") else {}
+    return f"round {header.get('round')!r:.20} {header.get('phase')!r:.30} for client {header.get('client')!r:.40}"
+
+
+def _kilobytes(message: Message) -> float:
+    return sum(value.nbytes for value in message.tensors.values()) / 1000

@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -19,7 +18,7 @@ _AGREED = "agreed.json"
 
 
 class SiteStates:
-    """A folder with what a site has agreed on, and with its clients' states, each run's in its own folder.
+    """A folder with a folder for each run, with what was agreed on and its clients' states; for this user alone.
 
     The version of a state is the number of the round after which it holds, counted from 1. Version 0 is that of a
     client that has not taken part yet, which has no state.
@@ -28,8 +27,8 @@ class SiteStates:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(folder / ".lock", timeout=0)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = FileLock(folder / ".lock", timeout=0, mode=0o600)
             self._lock.acquire()
         except Timeout as error:
             raise FederatedError(
@@ -44,21 +43,25 @@ class SiteStates:
         """Let another process use the folder."""
         self._lock.release()
 
-    def agreed(self) -> dict[str, Any] | None:
-        """Return what was agreed on, None before the first hello."""
-        path = self.folder / _AGREED
+    def agreed(self, run: str) -> list[ClientId] | None:
+        """Return the ids of all clients of a run, None before its first hello."""
+        path = self.folder / run / _AGREED
         if not path.is_file():
             return None
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            found: list[ClientId] = json.loads(path.read_text(encoding="utf-8"))["clients"]
+        except (ValueError, KeyError, TypeError) as error:
             raise FederatedError(f"{path} is damaged: {error}. Delete the folder, and start the run anew.") from error
         return found
 
-    def agree(self, found: dict[str, Any]) -> None:
-        """Keep what was agreed on."""
-        (self.folder / str(found["run"])).mkdir(exist_ok=True)
-        self._write(self.folder / _AGREED, json.dumps(found, indent=1).encode())
+    def agree(self, run: str, clients: list[ClientId]) -> None:
+        """Keep the ids of all clients of a run."""
+        if self.agreed(run) == clients:
+            return
+        folder = self.folder / run
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(0o700)  # whatever the umask
+        self._write(folder / _AGREED, json.dumps({"clients": clients}, indent=1).encode())
 
     def read(self, run: str, client: ClientId, index: int, version: int) -> State | None:
         """Return a version of a client's state by its stored index; None for a new client."""
@@ -93,7 +96,8 @@ class SiteStates:
 
     def _write(self, path: Path, content: bytes) -> None:
         work = path.with_name(f".{path.name}.new")
-        with work.open("wb") as file:
+        with open(os.open(work, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            os.chmod(work, 0o600)  # whatever the umask
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

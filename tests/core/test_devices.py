@@ -1,5 +1,7 @@
 """What the library asks of a device, with modules of PyTorch that lack one thing or another."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,3 +86,14 @@ def test_sums_are_in_float64_where_the_device_has_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=has))
     assert devices.accumulation_dtype(OTHER) == (torch.float64 if has else torch.float32)
     assert devices.accumulation_dtype(torch.device("mps")) == torch.float32
+
+
+def test_no_other_file_names_a_kind_of_accelerator() -> None:
+    package = Path(devices.__file__).parents[1]
+    named = re.compile(r"""torch\.(cuda|xpu|mps)\b|["'](cuda|xpu|mps)["']""")
+    found = {
+        str(path.relative_to(package)): match.group()
+        for path in package.rglob("*.py")
+        if path != Path(devices.__file__) and (match := named.search(path.read_text(encoding="utf-8")))
+    }
+    assert found == {}

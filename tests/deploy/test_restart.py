@@ -54,7 +54,7 @@ def test_a_trainer_goes_on_in_a_second_fit_from_simulation_to_sites_and_with_oth
     for rounds in (3, 5):
         trainer.max_rounds = rounds
         wire.run(module, trainer=trainer)
-    assert len({site._agreed["run"] for site in wire.sites.values()}) == 1  # type: ignore[index]
+    assert len({site._run for site in wire.sites.values()}) == 1
     assert torch.equal(parameters(module), parameters(simulated(make).lightning_module))
     trainer.max_rounds = 6
     with pytest.raises(

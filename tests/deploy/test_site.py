@@ -45,12 +45,12 @@ def test_a_site_refuses_tasks_that_are_not_for_it(tmp_path: Path) -> None:
     wire, other = Wire(tmp_path / "one", make), Wire(tmp_path / "other", make)
     greetings, train = noted(wire), noted(other, "train")
     with FederatedSite(make(), model(), make_data([2]), 2, tmp_path / "new") as site:
-        with pytest.raises(FederatedError, match="which has said hello to run none"):
+        with pytest.raises(FederatedError, match="which has not said hello to it"):
             site.answer(train[2])
         with pytest.raises(FederatedError, match="A task for client 1 has come to the site of 2"):
             site.answer(greetings[1])
         site.answer(greetings[2])
-        with pytest.raises(FederatedError, match="A task of run .* has said hello to run"):
+        with pytest.raises(FederatedError, match="A task of run .* has not said hello to it"):
             site.answer(train[2])
         with pytest.raises(FederatedError, match="has no client 2. Its client_ids must name all"):
             site.answer(changed(greetings[2], clients=[0, 1]))

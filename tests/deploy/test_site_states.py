@@ -39,8 +39,8 @@ def states(tmp_path: Path) -> Iterator[SiteStates]:
 
 
 def test_a_state_is_read_in_the_version_that_is_asked_for(states: SiteStates) -> None:
-    states.agree({"run": "r", "clients": [3]})
-    assert states.agreed() == {"run": "r", "clients": [3]}
+    states.agree("r", [3])
+    assert states.agreed("r") == [3]
     assert states.read("r", 3, 0, version=0) is None
     for version in (1, 2, 3):
         states.write("r", 0, version - 1, version, {"c": torch.full((2,), float(version))})
@@ -53,15 +53,15 @@ def test_a_state_is_read_in_the_version_that_is_asked_for(states: SiteStates) ->
 
 
 def test_a_damaged_file_is_named(states: SiteStates) -> None:
-    assert states.agreed() is None
-    states.agree({"run": "r"})
+    assert states.agreed("r") is None
+    states.agree("r", [3])
     states.write("r", 0, 0, 1, {"c": torch.ones(2)})
     (states.folder / "r" / "0.1.state").write_bytes(b"half")
     with pytest.raises(FederatedError, match="0.1.state is damaged"):
         states.read("r", 3, 0, 1)
-    (states.folder / "agreed.json").write_text("{")
+    (states.folder / "r" / "agreed.json").write_text("{")
     with pytest.raises(FederatedError, match="agreed.json is damaged.*start the run anew"):
-        states.agreed()
+        states.agreed("r")
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:

@@ -31,6 +31,11 @@ __all__ = ["SiteProcess", "client_app"]
 
 _TRIES = 3  # how often a process that ends in the middle of a task is started anew
 _LOOK = 0.1  # seconds between two looks for the socket of a process that has been started
+# Not from the folder in which the SuperNode was started, whose copy of the app may be another one than was sent. From
+# Python 3.11 on, PYTHONSAFEPATH does the same for this process and those that it starts.
+_MAIN = (
+    "import sys; sys.path[:] = filter(None, sys.path); from lightning_fed.deploy.flower.resident import main; main()"
+)
 _SHOWN = 2000  # characters of the log in an error
 
 
@@ -136,13 +141,14 @@ class SiteProcess:
         log = log_of(self.state_dir)
         if log.is_file():
             os.replace(log, log.with_suffix(".log.1"))
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-c", "from lightning_fed.deploy.flower.resident import main; main()"],
+        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+            process = subprocess.Popen(  # noqa: S603  # this very interpreter
+                [sys.executable, "-c", _MAIN],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=out,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(self._paths)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(self._paths), "PYTHONSAFEPATH": "1"},
+                cwd=self.state_dir,
                 start_new_session=True,
             )
         assert process.stdin is not None

@@ -7,6 +7,7 @@ Importing this file imports no PyTorch: Flower starts an interpreter for every m
 import hashlib
 import importlib
 import json
+import logging
 import os
 import select
 import socket
@@ -155,6 +156,8 @@ def log_of(state_dir: Path) -> Path:
 
 def main() -> None:
     """Serve the site that the standard input describes."""
+    logging.basicConfig(stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("lightning_fed.deploy").setLevel(logging.INFO)
     Resident(json.load(sys.stdin)).serve()
 
 

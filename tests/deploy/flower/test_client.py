@@ -85,6 +85,22 @@ def test_nobody_else_can_open_its_socket_or_its_folder(site: Callable[..., SiteP
 
 
 @needs_linux
+def test_the_process_runs_the_app_that_was_sent(
+    site: Callable[..., SiteProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started_in = tmp_path / "checkout"
+    started_in.mkdir()
+    (started_in / "own_app.py").write_text(APP.replace("no such disk", "an older copy"))
+    monkeypatch.chdir(started_in)
+    process = site()
+    _, refused = process.answer({"0": b"nothing"})
+    assert "OSError: no such disk" in refused["0"]
+    pid = pid_of(process.socket)
+    assert Path(f"/proc/{pid}/cwd").resolve() == process.state_dir
+    assert stat.S_IMODE((process.state_dir / "site.log").stat().st_mode) & 0o077 == 0
+
+
+@needs_linux
 def test_the_log_says_why_a_process_does_not_start(site: Callable[..., SiteProcess], tmp_path: Path) -> None:
     process = site()
     folder = tmp_path / "hidden"

@@ -1,0 +1,121 @@
+"""What a site does for a server at most: every number of a task has its bounds here."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_fed.callbacks.client_metrics import ClientAccuracy
+from lightning_fed.compat.package import pl
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId, State
+from lightning_fed.data.partitions.partition import check_client_ids
+from lightning_fed.deploy.message import MEASURE, Message
+from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Task
+from lightning_fed.settings.settings import Settings
+
+__all__ = ["TaskChecks", "check_header", "check_hello"]
+
+_RUN = re.compile(r"[0-9a-f]{16}")
+_MOST = 2**31  # rounds, and attempts at one
+
+
+def check_header(message: Message) -> None:
+    """Refuse a run whose name cannot be a folder's, and rounds that cannot be."""
+    header = message.header
+    if not _RUN.fullmatch(header["run"]):
+        raise FederatedError(f"A site has received a task of run {header['run']!r}: a run's name is 16 hex digits.")
+    for name in ("round", "attempt"):
+        _check_int("A task", name, header[name], 0, _MOST)
+
+
+def check_hello(message: Message) -> None:
+    """Refuse a hello that does not name the run's clients and the server's facts."""
+    facts, who = message.header.get("facts"), f"The server's hello to client {message.client!r}"
+    if not isinstance(facts, Mapping) or not all(isinstance(fact, str) for pair in facts.items() for fact in pair):
+        raise FederatedError(
+            f"{who} does not say what the server runs. Use the same version of lightning_fed everywhere."
+        )
+    check_client_ids(f"{who}: its clients", message.header.get("clients"))
+
+
+class TaskChecks:
+    """Check tasks against the trainer of the site: its method, and the work that it plans for a round.
+
+    Args:
+        trainer: The site's trainer.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        own: Any = trainer
+        self._trainer, settings = own, own.fit_loop.settings
+        assert isinstance(settings, Settings)
+        method = settings.algorithm
+        self._is_private = settings.is_private
+        self._phases = {
+            TRAIN: True,
+            GRADIENTS: bool(method.full_grad_at),
+            LOSS: method.population_loss,
+            MEASURE: not self._is_private,
+        }
+        self._measured = max((c.steps for c in own.callbacks if isinstance(c, ClientAccuracy)), default=0)
+        self._method = type(method).__name__
+
+    def check_phase(self, message: Message) -> None:
+        """Refuse phases that the method does not have, and measures under differential privacy."""
+        phase = message.header["phase"]
+        if self._is_private and phase == MEASURE:
+            raise FederatedError(
+                f"The server asks for {phase!r}, and this site runs DifferentialPrivacy: nothing leaves it but clipped"
+                " messages. Leave out callbacks and options that measure clients."
+            )
+        if not self._phases.get(phase, False):
+            allowed = ", ".join(repr(name) for name, is_asked in self._phases.items() if is_asked)
+            raise FederatedError(
+                f"The server asks for {phase!r}, which {self._method} does not need: this site answers {allowed}."
+            )
+
+    def check_numbers(self, message: Message, planned: int) -> None:
+        """Refuse numbers out of bounds, given the local steps that the site's trainer plans for the client."""
+        header, client = message.header, message.client
+        who, number = f"The task for client {client!r}", header["round"]
+        is_measure = header["phase"] == MEASURE
+        _check_int(who, "state", header.get("state"), 0, number + is_measure)
+        if header.get("steps") is not None:
+            _check_int(who, "steps", header["steps"], 0, planned)
+        if is_measure:
+            if header.get("what") not in ("loss", "val", "train") or not isinstance(header.get("own"), bool):
+                raise FederatedError(f"{who} asks to measure {header.get('what')!r}, which no site measures.")
+            _check_int(who, "local_steps", header.get("local_steps"), 0, max(planned, self._measured))
+        mean = header.get("mean_examples")
+        if mean is not None and not (isinstance(mean, float | int) and math.isfinite(mean) and mean >= 0):
+            raise FederatedError(f"{who} has mean_examples = {mean!r}, which must be a number of examples.")
+        self._check_plateaus(who, header.get("plateaus"))
+
+    def _check_plateaus(self, who: str, found: Any) -> None:
+        configs = [config for config in self._trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        own = [config.scheduler.state_dict().keys() for config in configs]
+        named = [state.keys() if isinstance(state, Mapping) else None for state in found or ()]
+        if not isinstance(found, list) or named != own:
+            raise FederatedError(f"{who} has schedules that this site's module does not have: use the same module.")
+
+    def check_tensors(self, task: Task, client: ClientId, x: Tensor, buffers: State) -> None:
+        """Refuse parameters and buffers that are not the module's in shape and type."""
+        for name, value, like in [
+            ("x", task.x, x),
+            *((f"buffer {name!r}", value, buffers.get(name)) for name, value in task.buffers.items()),
+        ]:
+            if like is None or value.shape != like.shape or value.dtype != like.dtype:
+                wanted = "no such buffer" if like is None else f"{list(like.shape)} of {like.dtype}"
+                raise FederatedError(
+                    f"The task for client {client!r} has the {name} of shape {list(value.shape)} and type"
+                    f" {value.dtype}; this site's module has {wanted}."
+                )
+
+
+def _check_int(who: str, name: str, value: Any, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        bounds = f"this site takes a whole number from {least} to {most}"
+        raise FederatedError(f"{who} has {name} = {value!r:.40}: {bounds}.")

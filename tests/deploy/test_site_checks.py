@@ -1,0 +1,210 @@
+"""A site trusts no server: it does what its own trainer would do, and refuses everything else by name."""
+
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_fed.callbacks import PersonalizedAccuracy
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.deploy import FederatedSite, Message
+from lightning_fed.deploy.facts import facts_of
+from lightning_fed.server import BernoulliSampler, DifferentialPrivacy
+from tests.deploy.site_models import Net, model
+from tests.deploy.wire import make_data, make_trainer, parameters
+
+CLIENT, RUN, OTHER = 2, "0123456789abcdef", "fedcba9876543210"
+MAKE = partial(make_trainer, "FedAvg")
+STEPS = 12  # of client 2: 22 examples in batches of 4, two local epochs
+
+
+def hello(make: Callable[[], Any] = MAKE, **header: Any) -> Message:
+    facts = facts_of(make(), model())
+    at = {"format": 1, "run": RUN, "phase": "hello", "round": 0, "attempt": 0, "client": CLIENT}
+    return Message({**at, "facts": facts, "clients": [0, 1, 2, 3], **header})
+
+
+def task(tensors: dict[str, Any] | None = None, **header: Any) -> Message:
+    at = {"format": 1, "run": RUN, "phase": "train", "round": 0, "attempt": 0, "client": CLIENT}
+    told = {"steps": STEPS, "mean_examples": None, "plateaus": [], "state": 0}
+    return Message({**at, **told, **header}, {"x": parameters(model()), **(tensors or {})})
+
+
+def measure(**header: Any) -> Message:
+    return task(**{"phase": "measure", "what": "loss", "local_steps": 0, "own": False, **header})
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[FederatedSite]:
+    with FederatedSite(make_trainer("FedAvg"), model(), make_data([CLIENT]), CLIENT, tmp_path / "site") as site:
+        site.answer(hello())
+        yield site
+
+
+REFUSED: dict[str, tuple[Message, str]] = {
+    "a run that is a path": (task(run="../../escape"), r"run '\.\./\.\./escape': a run's name is 16 hex digits"),
+    "a run in capitals": (task(run="ABCDEF0123456789"), "16 hex digits"),
+    "a negative round": (task(round=-5), "round = -5"),
+    "a round that is true": (task(round=True), "round = True"),
+    "an attempt of many digits": (task(attempt=10**400), "attempt = 1000"),
+    "another phase": (task(phase="bogus"), r"asks for 'bogus', which FedAvg does not need: .* 'train', 'measure'"),
+    "gradients that the method does not take": (task(phase="gradients"), "'gradients', which FedAvg does not need"),
+    "a loss that the method does not ask for": (task(phase="loss"), "'loss', which FedAvg does not need"),
+    "more steps than planned": (task(steps=STEPS + 1), f"steps = {STEPS + 1}: .* from 0 to {STEPS}"),
+    "steps that are no number": (task(steps="12"), "steps = '12'"),
+    "a state of the future": (task(state=1), "state = 1"),
+    "no state": (task(state=None), "state = None"),
+    "a mean that is infinite": (task(mean_examples=float("inf")), "mean_examples = inf"),
+    "a schedule that is not there": (task(plateaus=[{"best": 0.0}]), "schedules that this site's module does not have"),
+    "schedules that are none": (task(plateaus=None), "schedules that this site's module does not have"),
+    "long fine-tuning": (measure(what="val", local_steps=2000), f"local_steps = 2000: .* from 0 to {STEPS}"),
+    "an unknown measure": (measure(what="examples"), "'examples', which no site measures"),
+    "another model": (task({"x": torch.zeros(3)}), r"the x of shape \[3\] and type torch.float32; this site"),
+    "another precision": (task({"x": parameters(model()).double()}), "type torch.float64"),
+    "a buffer that is not there": (task({"buffers.own": torch.zeros(1)}), "no such buffer"),
+    "a hello without facts": (hello(facts=None), "does not say what the server runs"),
+    "a hello with nested facts": (hello(facts={"method": ["FedAvg"]}), "does not say what the server runs"),
+    "a hello without clients": (hello(clients=None), "give a sequence of ints or strs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_sites_trainer_would_not_do_is_refused_by_name(site: FederatedSite, name: str, tmp_path: Path) -> None:
+    message, words = REFUSED[name]
+    with pytest.raises(FederatedError, match=words):
+        site.answer(message)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["site"]
+    assert site.answer(task()).header["report"]["steps"] == STEPS  # and goes on
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+names = ("format", "run", "phase", "round", "attempt", "client", "steps", "mean_examples", "plateaus", "state", "what",
+         "local_steps", "own", "facts", "clients")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FederatedSite]:
+    folder = tmp_path_factory.mktemp("site")
+    with FederatedSite(make_trainer("FedAvg"), model(), make_data([CLIENT]), CLIENT, folder) as site:
+        site.answer(hello())
+        yield site
+
+
+@given(st.sampled_from([hello(), task(), measure()]), st.dictionaries(st.sampled_from(names), values, max_size=3))
+def test_whatever_a_message_says_a_site_answers_or_refuses(
+    one_site: FederatedSite, message: Message, changed: dict[str, Any]
+) -> None:
+    message = Message({**message.header, **changed}, message.tensors)
+    try:
+        arrived = Message.from_bytes(message.to_bytes())
+        one_site.answer(arrived)
+    except FederatedError:
+        pass
+
+
+def test_a_kept_state_survives_a_round_that_cannot_be(tmp_path: Path) -> None:
+    make = partial(make_trainer, "Scaffold ii")
+    c = {"server.c": torch.zeros_like(parameters(model()))}
+    with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path / "site") as site:
+        site.answer(hello(make))
+        site.answer(task(c))
+        kept = sorted((tmp_path / "site").rglob("*.state"))
+        with pytest.raises(FederatedError, match="round = -5"):
+            site.answer(task(c, round=-5))
+        assert sorted((tmp_path / "site").rglob("*.state")) == kept
+
+
+def test_two_runs_take_turns_on_a_site_and_keep_apart(tmp_path: Path) -> None:
+    make, x = partial(make_trainer, "Mime"), parameters(model())
+
+    def phases(site: FederatedSite, run: str, value: float) -> Iterator[Message]:
+        start = {"x": x + value}
+        yield site.answer(hello(make, run=run))
+        gradients = site.answer(task(start, run=run, phase="gradients", steps=None))
+        yield gradients
+        yield site.answer(task({**start, "cohort_grad.x": gradients.tensors["send.x"]}, run=run))
+
+    runs = ((RUN, 0.0), (OTHER, 0.5))
+    with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path / "turns") as site:
+        together = list(zip(*(phases(site, *run) for run in runs), strict=True))[-1]
+    for run, found in zip(runs, together, strict=True):
+        with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path / run[0]) as site:
+            *_, alone = phases(site, *run)
+        assert alone.tensors.keys() == found.tensors.keys()
+        assert all(torch.equal(value, found.tensors[name]) for name, value in alone.tensors.items())
+
+
+def test_under_differential_privacy_no_measure_leaves_a_site(tmp_path: Path) -> None:
+    pytest.importorskip("opacus", reason="differential privacy needs Opacus")
+
+    def make() -> Any:
+        privacy = DifferentialPrivacy(1.0, 1.0, delta=1e-3)
+        return make_trainer(
+            "FedAvg", server_optimizer=None, aggregator=privacy, sampler=BernoulliSampler(0.5), clients_per_round=None
+        )
+
+    with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path) as site:
+        site.answer(hello(make))
+        with pytest.raises(FederatedError, match="nothing leaves it but clipped messages"):
+            site.answer(measure())
+
+
+class Validated(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+
+def test_a_site_measures_as_long_as_its_own_callback_would(tmp_path: Path) -> None:
+    def make() -> Any:
+        return make_trainer(
+            "FedAvg", callbacks=[PersonalizedAccuracy(local_steps=STEPS + 3, monitor="val_loss", mode="min")]
+        )
+
+    with FederatedSite(make(), Validated(), make_data([CLIENT], True), CLIENT, tmp_path) as site:
+        site.answer(hello(make))
+        found = site.answer(measure(what="val", local_steps=STEPS + 3))
+        assert "val_loss" in found.header["measured"]
+        with pytest.raises(FederatedError, match=f"local_steps = {STEPS + 4}"):
+            site.answer(measure(what="val", local_steps=STEPS + 4))
+
+
+def test_what_a_site_keeps_is_for_its_user_alone(tmp_path: Path) -> None:
+    make, folder = partial(make_trainer, "Scaffold ii"), tmp_path / "site"
+    before = os.umask(0)
+    try:
+        with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, folder) as site:
+            site.answer(hello(make))
+            site.answer(task({"server.c": torch.zeros_like(parameters(model()))}))
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
+    assert {"site", RUN, "agreed.json", ".lock"} <= modes.keys()
+    assert {name: mode for name, mode in modes.items() if mode & 0o077} == {}
+
+
+def test_every_answer_and_refusal_is_a_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make = partial(make_trainer, "FedAvg", logger=True)
+    with (
+        caplog.at_level(logging.INFO, "lightning_fed.deploy.site"),
+        FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path / "site") as site,
+    ):
+        site.answer(hello(make))
+        site.answer(task())
+        with pytest.raises(FederatedError):
+            site.answer(task(phase="\x1b[31mbogus"))
+    lines = [record.getMessage() for record in caplog.records if record.name == "lightning_fed.deploy.site"]
+    assert lines[0] == f"round 0 'hello' for client 2: 22 examples, run {RUN}"
+    assert lines[1].startswith(f"round 0 'train' for client 2: 44 examples, {STEPS} steps, ")
+    assert lines[1].endswith(" kB out")
+    assert lines[2].startswith(r"round 0 '\x1b[31mbogus' for client 2 refused: ")
+    assert not Path("lightning_logs").exists()
