@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.announced import Announcements
-from lightning_fed.deploy.message import FORMAT, HELLO, Message, check_message
+from lightning_fed.deploy.message import FORMAT, HELLO, Message, check_message, printable, shown
 from lightning_fed.deploy.transport import Refusal, Transport
 
 __all__ = ["Exchange"]
@@ -27,24 +27,23 @@ class Exchange:
     """
 
     def __init__(
-        self, transport: Transport, trainer: Any, client_ids: Sequence[ClientId], run: str, facts: Mapping[str, str]
+        self, transport: Transport, trainer: Any, sites: Announcements, run: str, facts: Mapping[str, str]
     ) -> None:
-        self.run, self.client_ids, self.sites = run, list(client_ids), Announcements(client_ids)
-        self._of_run = frozenset(client_ids)
+        self.run, self.sites, self._of_run = run, sites, frozenset(sites.client_ids)
         self._transport, self._facts = transport, facts
         self._signals, self._drops = trainer._signal_connector, trainer.fit_loop.settings.drops_failed
         self._logged: set[str] = set()
 
     def hello(self) -> None:
         """Ask all clients for the sizes of their data, which are then in :attr:`sites`."""
-        tasks = {client_id: self._greeting(client_id) for client_id in self.client_ids}
+        tasks = {client_id: self._greeting(client_id) for client_id in self.sites.client_ids}
         for _ in self.ask(tasks, lambda reply: self.sites.take(reply.client, reply.header)):
             pass
         self.sites.close()
 
     def _greeting(self, client_id: ClientId) -> Message:
         header = {"format": FORMAT, "run": self.run, "phase": HELLO, "round": 0, "attempt": 0, "client": client_id}
-        return Message({**header, "facts": self._facts, "clients": self.client_ids})
+        return Message({**header, "facts": self._facts, "clients": self.sites.client_ids})
 
     def ask(self, tasks: Mapping[ClientId, Message], read: Callable[[Message], T]) -> Iterator[T]:
         """Yield what ``read`` makes of each client's reply; it raises :class:`FederatedError` if that is not valid.
@@ -66,8 +65,8 @@ class Exchange:
                 if come is None:
                     break
                 if isinstance(come, Refusal):
-                    refused[come.client] = come.reason
-                    self._log(f"Client {come.client!r} does not answer: {come.reason}")
+                    refused[come.client] = printable(come.reason)
+                    self._log(f"Client {come.client!r} does not answer: {refused[come.client]}")
                     continue
                 sender: ClientId | None = None
                 try:
@@ -76,9 +75,10 @@ class Exchange:
                         continue
                     value = read(come)
                 except FederatedError as error:
+                    why = printable(str(error))  # it may quote the message
                     if sender is not None:
-                        refused[sender] = str(error)
-                    self._log(str(error))
+                        refused[sender] = why
+                    self._log(why)
                     continue
                 waiting.remove(sender)
                 yield value
@@ -96,7 +96,7 @@ class Exchange:
         check_message(message, "The server")
         header, asked = message.header, next(iter(tasks.values())).header
         client_id = header.get("client")
-        who = f"The reply of client {client_id!r}"
+        who = f"The reply of client {shown(client_id)}"
         if isinstance(client_id, bool) or not isinstance(client_id, (int, str)) or client_id not in self._of_run:
             raise FederatedError(f"{who} is of no client of this run.")
         if header["run"] != self.run:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lightning_fed.compat.package import pl
+from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule
@@ -35,6 +36,8 @@ class RemoteClients(FederatedDataModule):
         transport: What carries messages to the sites of the clients; see :class:`lightning_fed.deploy.Transport`.
         client_ids: The clients' ids, in the order of their stored indices.
         val: The validation set of the server model, as for :class:`lightning_fed.FederatedDataModule`.
+        max_examples: The largest number of examples that a client may have. A client's weight is the number that its
+            site states.
         evaluation: Other arguments of that class that concern evaluation: ``test``, ``eval_batch_size``, ``transform``
             and the like.
 
@@ -46,11 +49,18 @@ class RemoteClients(FederatedDataModule):
     _val_may_come = False  # though there is a setup
 
     def __init__(
-        self, transport: Transport, client_ids: Sequence[ClientId], val: Any = None, **evaluation: Any
+        self,
+        transport: Transport,
+        client_ids: Sequence[ClientId],
+        val: Any = None,
+        max_examples: int | None = None,
+        **evaluation: Any,
     ) -> None:
         super().__init__(val=val, **evaluation)
+        name = type(self).__name__
+        self._max_examples = None if max_examples is None else check_count(name, "max_examples", max_examples)
         self.transport = transport
-        self.client_ids = list(check_client_ids(type(self).__name__, client_ids))
+        self.client_ids = list(check_client_ids(name, client_ids))
         self._sites: Announcements | None = None
         self._stated: tuple[pl.LightningModule, dict[str, str]] | None = None
 
@@ -76,10 +86,10 @@ class RemoteClients(FederatedDataModule):
         run: RunState = trainer.fit_loop.run_state
         assert self._stated is not None
         run.sites = {"run": run.sites.get("run") or secrets.token_hex(8), "versions": run.sites.get("versions") or {}}
-        exchange = Exchange(self.transport, trainer, self.client_ids, run.sites["run"], self._stated[1])
+        self._sites = sites = Announcements(self.client_ids, self._max_examples)
+        exchange = Exchange(self.transport, trainer, sites, run.sites["run"], self._stated[1])
         exchange.hello()
-        self._sites = exchange.sites
-        sizes = [known.batch_size for known in exchange.sites.known.values() if known.batch_size]
+        sizes = [known.batch_size for known in sites.known.values() if known.batch_size]
         self.batch_size = min(sizes, default=1)
         return RemoteWork(trainer, exchange)
 

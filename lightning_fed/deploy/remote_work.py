@@ -12,6 +12,7 @@ from lightning_fed.core.types import ClientId, State
 from lightning_fed.deploy.exchange import Exchange
 from lightning_fed.deploy.message import FORMAT, MEASURE, Message, shared_part
 from lightning_fed.deploy.replies import reply_of
+from lightning_fed.deploy.reply_checks import Expected
 from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.client_work import gradients_together
 from lightning_fed.rounds.local_plans import limited
@@ -123,8 +124,12 @@ class RemoteWork(ClientHalf):
             own = {"client": ids[index], "steps": task.steps.get(index), "state": versions.get(index, 0)}
             tasks[ids[index]] = Message({**header, **own}, {**shared, **held})
 
+        algorithm, expected = self._settings.algorithm, Expected({}, frozenset())
+        if task.phase == TRAIN:
+            expected = Expected.of(algorithm, self._loop.prepared.optimizer, task, self._loop.state.new_client())
+
         def read(message: Message) -> Reply:
-            return reply_of(message, self._population.index_of(message.client), task, self._settings.algorithm)
+            return reply_of(message, self._population.index_of(message.client), task, algorithm, expected)
 
         return self._exchange.ask(tasks, read)
 

@@ -142,6 +142,19 @@ def test_a_client_without_a_hello_counts_with_the_mean_size_until_it_is_admitted
 
 
 def test_a_hello_without_counts_is_refused() -> None:
-    for name, value in (("size", -1), ("batches", True), ("val_size", "7"), ("size", None)):
-        with pytest.raises(FederatedError, match=f"The reply of client 'a' says that its {name} is {value!r}"):
+    with pytest.raises(FederatedError, match="has 11 examples, more than max_examples=10 allows"):
+        Announcements(["a"], max_examples=10).take("a", hello(11))
+    Announcements(["a"], max_examples=10).take("a", hello(10))
+    found = Announcements(["a"])
+    found.take("a", hello(1, batch_size=-3))
+    assert found.known["a"].batch_size is None
+    for name, value in (
+        ("size", 10**400),
+        ("val_size", 2**53 + 1),
+        ("size", -1),
+        ("batches", True),
+        ("val_size", "7"),
+        ("size", None),
+    ):
+        with pytest.raises(FederatedError, match=f"The reply of client 'a' says that its {name} is {repr(value)[:40]}"):
             Announcements(["a"]).take("a", {**hello(1), name: value})

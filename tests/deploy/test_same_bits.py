@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_fed import FederatedTrainer
-from lightning_fed.algorithms import FedSpeed, PFedMe
+from lightning_fed.algorithms import FedNova, FedSpeed, PFedMe
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.server import (
     QSGD,
@@ -23,7 +23,8 @@ from tests.helpers.selection import covering
 
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
 NAMES = {
-    "ServerOnly, FedAvg, FedProx": ("ServerOnly", "FedAvg", "FedProx"),
+    "ServerOnly, FedAvg, FedProx, FedNova": ("ServerOnly", "FedAvg", "FedProx", "FedNova"),
+    "FedExP": ("FedExP",),
     "FedProx with adaptive mu": ("FedProx adaptive",),
     "FedDANE": ("FedDane", "FedDane own"),
     "SCAFFOLD, option i": ("Scaffold i",),
@@ -78,7 +79,7 @@ def assert_same_run(make: Any, folder: Path, make_model: Any = model, row: str |
     assert state.state.keys() == other.state.keys()
     assert all(torch.equal(state.state[name], other.state[name]) for name in state.state)
     known, wanted = logged_by(fitted), logged_by(expected)
-    sends_no_change = isinstance(expected.fit_loop.settings.algorithm, (FedSpeed, PFedMe))
+    sends_no_change = isinstance(expected.fit_loop.settings.algorithm, (FedNova, FedSpeed, PFedMe))
     if make.keywords.get("compression") is not None or sends_no_change:
         del wanted["client/drift"]
     assert known == pytest.approx(wanted, nan_ok=True)
