@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from lightning_fed.deploy.message import Message
     from lightning_fed.deploy.remote import RemoteClients
     from lightning_fed.deploy.site import FederatedSite
-    from lightning_fed.deploy.transport import InProcess, Refusal, Transport
+    from lightning_fed.deploy.transport import InProcess, Refusal, Transport, reply_from
 
-__all__ = ["FederatedSite", "InProcess", "Message", "Refusal", "RemoteClients", "Transport"]
+__all__ = ["FederatedSite", "InProcess", "Message", "Refusal", "RemoteClients", "Transport", "reply_from"]
 
 _HOME_OF = {
     "FederatedSite": "site",
@@ -21,11 +21,12 @@ _HOME_OF = {
     "Refusal": "transport",
     "RemoteClients": "remote",
     "Transport": "transport",
+    "reply_from": "transport",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class when it is first used."""
+    """Import a name when it is first used."""
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -55,38 +55,42 @@ class Exchange:
         """
         if not tasks:
             return
-        waiting, refused = set(tasks), dict[ClientId, str]()
+        missing, awaited = set(tasks), set(tasks)  # without a valid reply; without any, or a refusal
+        refused: dict[ClientId, str] = {}
         greetings = {client_id: self._greeting(client_id) for client_id in self.sites.silent()}
         replies = iter(self._transport.exchange(tasks, greetings))
         try:
-            while waiting - refused.keys():
+            while awaited:
                 with self._signals.at_once():
                     come = next(replies, None)
                 if come is None:
                     break
                 if isinstance(come, Refusal):
                     refused[come.client] = printable(come.reason)
+                    awaited.discard(come.client)
                     self._log(f"Client {come.client!r} does not answer: {refused[come.client]}")
                     continue
                 sender: ClientId | None = None
                 try:
                     sender = self._sender(come, tasks)
-                    if sender not in waiting:
+                    if sender not in missing:
                         continue
                     value = read(come)
                 except FederatedError as error:
                     why = printable(str(error))  # it may quote the message
                     if sender is not None:
                         refused[sender] = why
+                        awaited.discard(sender)
                     self._log(why)
                     continue
-                waiting.remove(sender)
+                missing.remove(sender)
+                awaited.discard(sender)
                 yield value
         finally:
             if (close := getattr(replies, "close", None)) is not None:
                 close()
-        if waiting and not self._drops:
-            raise _unanswered(tasks, [client_id for client_id in tasks if client_id in waiting], refused)
+        if missing and not self._drops:
+            raise _unanswered(tasks, [client_id for client_id in tasks if client_id in missing], refused)
 
     def _sender(self, message: Message, tasks: Mapping[ClientId, Message]) -> ClientId | None:
         """Return whose reply to a phase a message is; None of a late hello, which is taken in.

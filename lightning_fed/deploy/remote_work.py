@@ -129,7 +129,8 @@ class RemoteWork(ClientHalf):
             expected = Expected.of(algorithm, self._loop.prepared.optimizer, task, self._loop.state.new_client())
 
         def read(message: Message) -> Reply:
-            return reply_of(message, self._population.index_of(message.client), task, algorithm, expected)
+            index = self._population.index_of(message.client)
+            return reply_of(message, index, task, algorithm, expected, measure.get("what", ""))
 
         return self._exchange.ask(tasks, read)
 

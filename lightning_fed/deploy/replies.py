@@ -69,10 +69,13 @@ def _own(value: Tensor) -> Tensor:
     return value.detach().cpu().clone()
 
 
-def reply_of(message: Message, index: int, task: Task, algorithm: Algorithm, expected: Expected) -> Reply:
+def reply_of(
+    message: Message, index: int, task: Task, algorithm: Algorithm, expected: Expected, what: str = ""
+) -> Reply:
     """Return the reply to a task in the message of the client with a stored index; the method says what must be there.
 
-    A message with anything else raises :class:`FederatedError`. Norms of what is here are computed here.
+    A message with anything else raises :class:`FederatedError`. Norms of what is here are computed here. ``what`` is
+    what was to be measured between rounds.
     """
     client, header, x = message.client, message.header, task.x
     who = f"The reply of client {client!r} to {task.phase!r} of round {task.round}"
@@ -82,6 +85,8 @@ def reply_of(message: Message, index: int, task: Task, algorithm: Algorithm, exp
         return replace(base, failed={index: ClientError(f"Client {client!r} has failed: {why}", client)})
     if task.phase == MEASURE:
         found = fields.numbers("measured")
+        if what == "loss" and found.keys() != {"loss"}:
+            raise FederatedError(f"{who} has measured no loss.")
         return replace(base, reports=(ClientReport(client, 0, 0, math.nan, found, math.nan, 0.0),))
     norms = {point: norm for point, norm in fields.numbers("norms").items() if point in algorithm.full_grad_at}
     reply = replace(
@@ -111,6 +116,8 @@ def reply_of(message: Message, index: int, task: Task, algorithm: Algorithm, exp
         return replace(reply, send=send)
     if report.steps > task.steps.get(index, 0):
         raise FederatedError(f"{who} tells of {report.steps} local steps, where {task.steps.get(index, 0)} were asked.")
+    if report.steps and not examples:
+        raise FederatedError(f"{who} tells of {report.steps} local steps on no examples.")
     moved = replace(reply, reports=(report,), examples=(examples,))
     changes = None if report.steps else torch.zeros_like(x)[None]  # nobody moves without a step
     if algorithm.local_work and not report.steps:

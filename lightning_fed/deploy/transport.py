@@ -6,10 +6,10 @@ from typing import Protocol
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.message import Message
+from lightning_fed.deploy.message import Message, shown
 from lightning_fed.deploy.site import FederatedSite
 
-__all__ = ["InProcess", "Refusal", "Transport"]
+__all__ = ["InProcess", "Refusal", "Transport", "reply_from"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,26 @@ class Refusal:
     reason: str
 
 
+def reply_from(client_id: ClientId, content: bytes) -> Message | Refusal:
+    """Return the reply in the bytes that a client has sent, or a refusal if they are not a reply of this client.
+
+    Args:
+        client_id: The client, as the transport knows it.
+        content: What has come from it.
+    """
+    try:
+        message = Message.from_bytes(content)
+        sender = message.header.get("client")
+    except (FederatedError, AttributeError) as error:
+        return Refusal(client_id, str(error))
+    return message if sender == client_id else Refusal(client_id, f"A reply has come of client {shown(sender)}.")
+
+
 class Transport(Protocol):
     """Carries tasks to clients and their replies back, for :class:`lightning_fed.deploy.RemoteClients`.
 
-    Any class with this method is one. It need not look into messages: the fit checks every reply.
+    Any class with this method is one. The fit checks what replies say; who has sent them only the transport can know,
+    see :func:`reply_from`.
     """
 
     def exchange(
@@ -80,4 +96,4 @@ class InProcess:
             except FederatedError as error:
                 yield Refusal(client_id, str(error))
             else:
-                yield Message.from_bytes(reply.to_bytes())
+                yield reply_from(client_id, reply.to_bytes())

@@ -97,17 +97,20 @@ def test_sites_measure_clients_own_models(tmp_path: Path) -> None:
     assert found == pytest.approx(wanted)
 
 
-def test_a_measure_goes_on_without_clients_that_do_not_answer(tmp_path: Path) -> None:
+def test_a_measure_goes_on_without_clients_that_do_not_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def make() -> FederatedTrainer:
         return make_trainer("FedAvg", callbacks=[TrainingLoss()], on_client_error="drop", max_rounds=2)
 
     wire = Wire(tmp_path, make)
 
     def comes(task: Message) -> list[Message]:
-        is_silent = task.header["phase"] == "measure" and (task.header["round"] == 2 or task.client == 1)
-        return [] if is_silent else [wire.answer(task)]
+        reply, is_measure = wire.answer(task), task.header["phase"] == "measure"
+        if is_measure and task.client == 0:
+            return [Message({**reply.header, "measured": {"other": 1.0}})]
+        return [] if is_measure and (task.header["round"] == 2 or task.client == 1) else [reply]
 
     wire.comes = comes
     fitted, _ = wire.run()
+    assert "The reply of client 0 to 'measure' of round 1 has measured no loss." in caplog.messages
     assert next(at for at in wire.phases if at[1] == "measure") == (1, "measure", [0, 1, 2, 3])
     assert fitted.callback_metrics["population/train_loss"] > 0  # of the first round; of the second is none

@@ -95,6 +95,7 @@ WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
     "a loss of many digits": (lambda m: changed(m, loss=10**400), "its loss is 1000"),
     "an infinite metric": (lambda m: changed(m, metrics={"a": float("-inf")}), "metrics 'a' is -inf"),
     "a metric with a control character": (lambda m: changed(m, metrics={"\x1b[31m": 1.0}), r"metrics is '\\\\x1b"),
+    "steps on no examples": (lambda m: changed(m, examples=0), "local steps on no examples"),
     "an infinite time": (lambda m: told(m, seconds=float("inf")), "loss, norm or time is not finite"),
     "a nested header": (lambda m: changed(m, server_read=nested(900)), "its server_read is a list"),
     "a nested metric": (lambda m: changed(m, metrics={"a": nested(900)}), "'a' is a list"),

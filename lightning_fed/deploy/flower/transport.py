@@ -13,7 +13,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flower.records import clients_in, packed, unpacked
 from lightning_fed.deploy.message import Message
-from lightning_fed.deploy.transport import Refusal
+from lightning_fed.deploy.transport import Refusal, reply_from
 
 __all__ = ["FlowerTransport"]
 
@@ -138,16 +138,10 @@ class FlowerTransport:
         messages, refused = unpacked(content)
         for number, client in enumerate(sent.clients):
             key = str(number)
-            try:
-                if key in messages:
-                    reply = Message.from_bytes(messages[key])
-                    if reply.header.get("client") == client:
-                        yield reply
-                        continue
-                    refused[key] = f"A reply has come of client {reply.header.get('client')!r}."
-            except (FederatedError, AttributeError) as error:
-                refused[key] = str(error)
-            yield Refusal(client, refused.get(key, "There is none in what its node has sent."))
+            if key in messages:
+                yield reply_from(client, messages[key])
+            else:
+                yield Refusal(client, refused.get(key, "There is none in what its node has sent."))
 
     def _note_who(self, asked: _Sent, names: Sequence[str]) -> None:
         self._known.add(asked.node)
