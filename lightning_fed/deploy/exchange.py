@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.announced import Announcements
@@ -70,6 +71,11 @@ class Exchange:
                     awaited.discard(come.client)
                     self._log(f"Client {come.client!r} does not answer: {refused[come.client]}")
                     continue
+                if not isinstance(come, Message):
+                    raise FederatedError(
+                        f"{type(self._transport).__name__}.exchange yields {kind_of(come)}, where messages and refusals"
+                        " are expected. reply_from(client_id, content) makes one of them from bytes."
+                    )
                 sender: ClientId | None = None
                 try:
                     sender = self._sender(come, tasks)
@@ -126,9 +132,9 @@ def _unanswered(
     tasks: Mapping[ClientId, Message], missing: Sequence[ClientId], refused: Mapping[ClientId, str]
 ) -> FederatedError:
     phase = tasks[missing[0]].header["phase"]
-    shown = ", ".join(map(repr, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
+    names = ", ".join(map(repr, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
     reasons = "".join(f" Client {client!r}: {refused[client]}" for client in missing[:_SHOWN] if client in refused)
     return FederatedError(
-        f"{len(missing)} clients have not answered to {phase!r}: {shown}. The run can continue from its last checkpoint"
+        f"{len(missing)} clients have not answered to {phase!r}: {names}. The run can continue from its last checkpoint"
         f" once they do; on_client_error='drop' lets it continue without them.{reasons}"
     )

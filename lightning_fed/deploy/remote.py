@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lightning_fed.compat.package import pl
-from lightning_fed.core.arguments import check_count
+from lightning_fed.core.arguments import check_count, kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule
@@ -42,8 +42,8 @@ class RemoteClients(FederatedDataModule):
             and the like.
 
     Raises:
-        FederatedError: If the ids are not ids. In a fit: if the trainer runs several processes or an asynchronous
-            server, or clients do not say hello.
+        FederatedError: If the ids are not ids, or the transport is not one. In a fit: if the trainer runs several
+            processes or an asynchronous server, or clients do not say hello.
     """
 
     _val_may_come = False  # though there is a setup
@@ -58,6 +58,8 @@ class RemoteClients(FederatedDataModule):
     ) -> None:
         super().__init__(val=val, **evaluation)
         name = type(self).__name__
+        if not callable(getattr(transport, "exchange", None)):
+            raise FederatedError(f"{name}(transport={kind_of(transport)}): a transport has a method exchange.")
         self._max_examples = None if max_examples is None else check_count(name, "max_examples", max_examples)
         self.transport = transport
         self.client_ids = list(check_client_ids(name, client_ids))

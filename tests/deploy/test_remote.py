@@ -55,6 +55,15 @@ def test_what_cannot_be_the_ids_of_clients_is_refused() -> None:
             RemoteClients(InProcess([]), wrong)  # type: ignore[arg-type]
 
 
+def test_what_is_no_transport_is_refused_and_so_is_what_it_yields(tmp_path: Path) -> None:
+    with pytest.raises(FederatedError, match=r"RemoteClients\(transport=a list\): a transport has a method exchange"):
+        RemoteClients([], ["a"])  # type: ignore[arg-type]
+    wire = Wire(tmp_path, MAKE)
+    wire.comes = lambda task: [wire.answer(task).to_bytes()]  # type: ignore[list-item]
+    with pytest.raises(FederatedError, match=r"Wire.exchange yields a bytes, where .*reply_from\(client_id, content\)"):
+        wire.run()
+
+
 class Validated(Net):
     """A network with a validation loss that no longer falls after two rounds."""
 

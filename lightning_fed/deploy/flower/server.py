@@ -35,6 +35,7 @@ def server_app(
     client_ids: Sequence[ClientId] | Maker,
     checkpoint: str | Path,
     make_val: Maker | None = None,
+    max_examples: int | None = None,
 ) -> ServerApp:
     """Return the ServerApp of a run.
 
@@ -52,6 +53,7 @@ def server_app(
             round before stays beside it, with ``.previous`` in its name. A relative path begins at the folder in which
             the SuperLink was started.
         make_val: Makes the server's own validation set.
+        max_examples: As for :class:`lightning_fed.deploy.RemoteClients`.
 
     Example::
 
@@ -65,7 +67,8 @@ def server_app(
         ids: Any = called(client_ids)() if callable(client_ids) or isinstance(client_ids, str) else client_ids
         val = None if make_val is None else called(make_val)()
         phase_timeout, ask_again = (seconds(context.run_config, name) for name in DEFAULTS)
-        clients = RemoteClients(FlowerTransport(grid, ids, phase_timeout, ask_again), ids, val=val)
+        transport = FlowerTransport(grid, ids, phase_timeout, ask_again)
+        clients = RemoteClients(transport, ids, val=val, max_examples=max_examples)
         fit(called(make_trainer)(), called(make_model)(), clients, Path(checkpoint).absolute())
 
     return app
