@@ -65,7 +65,7 @@ class _DefinedWithVal:
     def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
         if instance is None:
             return self._method
-        if instance.val is not None or instance._overrides("setup", "prepare_data"):
+        if instance.val is not None or instance._val_may_come:
             return MethodType(self._method, instance)
 
         @wraps(pl.LightningDataModule.val_dataloader)  # Lightning looks through `wraps`: the method is not overridden
@@ -365,6 +365,19 @@ class FederatedDataModule(pl.LightningDataModule):
         """
         return self.client_val.get(check_client_id(client_id))
 
+    # Where the clients are
+
+    def connect_clients(self) -> Any:
+        """Return what answers for the clients in a fit that is about to start; None if engines are to train them here.
+
+        A fit calls it once a checkpoint is loaded, and before it reads the clients' ids and sizes. A data module whose
+        clients are elsewhere overrides it: see :class:`lightning_fed.deploy.RemoteClients`.
+
+        Returns:
+            A :class:`lightning_fed.rounds.client_half.ClientHalf`, or None.
+        """
+        return None
+
     # What the server model is evaluated on
 
     def train_dataloader(self) -> NoReturn:
@@ -426,6 +439,11 @@ class FederatedDataModule(pl.LightningDataModule):
         dataset = self.client_dataset(client_id)
         check_map_style(dataset, f"Client {client_id!r}")
         return dataset
+
+    @property
+    def _val_may_come(self) -> bool:
+        """Whether hooks of a subclass may set a validation set."""
+        return self._overrides("setup", "prepare_data")
 
     def _overrides(self, *names: str) -> bool:
         return any(getattr(type(self), name) is not getattr(FederatedDataModule, name) for name in names)

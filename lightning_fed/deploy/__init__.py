@@ -1,4 +1,4 @@
-"""A run whose clients are elsewhere: the server's half, a site's half, and the messages between them; no transport.
+"""A run whose clients are elsewhere: the server's data module, the sites, and the messages between them.
 
 :mod:`lightning_fed.deploy.flower` carries the messages through Flower. Importing either imports no PyTorch yet.
 """
@@ -8,16 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_fed.deploy.message import Message
-    from lightning_fed.deploy.server import FederatedServer
+    from lightning_fed.deploy.remote import RemoteClients
     from lightning_fed.deploy.site import FederatedSite
+    from lightning_fed.deploy.transport import InProcess, Refusal, Transport, reply_from
 
-__all__ = ["FederatedServer", "FederatedSite", "Message"]
+__all__ = ["FederatedSite", "InProcess", "Message", "Refusal", "RemoteClients", "Transport", "reply_from"]
 
-_HOME_OF = {"FederatedServer": "server", "FederatedSite": "site", "Message": "message"}
+_HOME_OF = {
+    "FederatedSite": "site",
+    "InProcess": "transport",
+    "Message": "message",
+    "Refusal": "transport",
+    "RemoteClients": "remote",
+    "Transport": "transport",
+    "reply_from": "transport",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class when it is first used."""
+    """Import a name when it is first used."""
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -6,6 +6,8 @@ from typing import Any
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
+from lightning_fed.deploy.message import shown
+from lightning_fed.deploy.reply_checks import MOST
 
 __all__ = ["Announced", "Announcements"]
 
@@ -25,10 +27,11 @@ class Announcements:
 
     A client that has not said hello in time is absent. It counts as one of N and may be drawn, as if it had as many
     examples as the others have in the mean; in a round for which it is drawn, it has failed. It may say hello later.
+    One that has more than ``max_examples`` is refused.
     """
 
-    def __init__(self, client_ids: Sequence[ClientId]) -> None:
-        self._ids = client_ids
+    def __init__(self, client_ids: Sequence[ClientId], max_examples: int | None = None) -> None:
+        self.client_ids, self._max_examples = client_ids, max_examples
         self.known: dict[ClientId, Announced] = {}  # in the order of the ids once :meth:`close` was called
         self.absent: set[ClientId] = set()
         self._late: dict[ClientId, Announced] = {}
@@ -38,23 +41,29 @@ class Announcements:
         counts = {}
         for name in ("size", "batches", "val_size"):
             value = header.get(name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise FederatedError(f"The reply of client {client_id!r} says that its {name} is {value!r}.")
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
+                raise FederatedError(f"The reply of client {client_id!r} says that its {name} is {shown(value)}.")
             counts[name] = value
+        if self._max_examples is not None and counts["size"] > self._max_examples:
+            raise FederatedError(
+                f"The reply of client {client_id!r} says that it has {counts['size']:,} examples, more than"
+                f" max_examples={self._max_examples:,} allows: its weight would be as large."
+            )
         batch_size = header.get("batch_size")
-        found = Announced(**counts, batch_size=batch_size if isinstance(batch_size, int) else None)
+        is_size = isinstance(batch_size, int) and 1 <= batch_size <= MOST
+        found = Announced(**counts, batch_size=batch_size if is_size else None)
         (self._late if client_id in self.absent else self.known)[client_id] = found
 
     def close(self) -> None:
         """Mark the clients that have not said hello as absent."""
         sizes = [known.size for known in self.known.values() if known.size]
         typical = Announced(max(1, round(sum(sizes) / max(1, len(sizes)))), 0, None)
-        self.absent = set(self._ids) - self.known.keys()
-        self.known = {client_id: self.known.get(client_id, typical) for client_id in self._ids}
+        self.absent = set(self.client_ids) - self.known.keys()
+        self.known = {client_id: self.known.get(client_id, typical) for client_id in self.client_ids}
 
     def silent(self) -> list[ClientId]:
         """Return the absent clients that have not said hello yet."""
-        return [client_id for client_id in self._ids if client_id in self.absent and client_id not in self._late]
+        return [client_id for client_id in self.client_ids if client_id in self.absent and client_id not in self._late]
 
     def admit(self) -> bool:
         """Let the late clients take part; return whether there are any."""

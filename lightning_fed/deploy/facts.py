@@ -14,15 +14,24 @@ from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.prepared import personal_names
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["check_facts", "check_new", "facts_of"]
+__all__ = ["check_facts", "check_new", "check_single", "facts_of"]
+
+
+def check_single(trainer: Any, need: str) -> None:
+    """Refuse a trainer of several processes."""
+    if trainer.world_size > 1:
+        raise _other(need, f"{trainer.world_size} processes")
 
 
 def check_new(trainer: Any, need: str) -> None:
     """Refuse a trainer of several processes, and one that has run rounds."""
-    several, rounds = trainer.world_size > 1, trainer.fit_loop.round
-    if several or rounds:
-        found = f"{trainer.world_size} processes" if several else f"{rounds} rounds done"
-        raise FederatedError(f"{need}, found {found}. Make a new FederatedTrainer with devices=1.")
+    check_single(trainer, need)
+    if rounds := trainer.fit_loop.round:
+        raise _other(need, f"{rounds} rounds done")
+
+
+def _other(need: str, found: str) -> FederatedError:
+    return FederatedError(f"{need}, found {found}. Make a new FederatedTrainer with devices=1.")
 
 
 def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:

@@ -11,11 +11,24 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.rounds.messages import Task
 
-__all__ = ["FORMAT", "HELLO", "MEASURE", "Message", "address", "check_message", "parts_of", "shared_part", "task_in"]
+__all__ = [
+    "FORMAT",
+    "HELLO",
+    "MEASURE",
+    "Message",
+    "address",
+    "check_message",
+    "parts_of",
+    "printable",
+    "shared_part",
+    "shown",
+    "task_in",
+]
 
 FORMAT = 1
 """Of messages, one more with every change that an older version could not read."""
@@ -68,7 +81,7 @@ class Message:
             length = int.from_bytes(content[:8], "little")
             header = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][_HEADER])
         except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise FederatedError(f"These {len(content):,} bytes are no message: {error}.") from error
+            raise FederatedError(f"These {len(content):,} bytes are no message: {printable(str(error))}.") from error
         return Message(header, tensors)
 
 
@@ -83,15 +96,27 @@ def check_message(message: Message, who: str) -> None:
     found = header.get("format") if isinstance(header, Mapping) else None
     if found != FORMAT:
         raise FederatedError(
-            f"{who} has received a message of format {found!r}, and knows format {FORMAT}. Use the same version of"
+            f"{who} has received a message of format {shown(found)}, and knows format {FORMAT}. Use the same version of"
             " lightning_fed everywhere."
         )
     for name, kind in {"run": str, "phase": str, "round": int, "attempt": int}.items():
         if not isinstance(header.get(name), kind):
-            raise FederatedError(f"{who} has received a message whose {name} is {header.get(name)!r}.")
+            raise FederatedError(f"{who} has received a message whose {name} is {shown(header.get(name))}.")
     for name, value in message.tensors.items():
         if not isinstance(value, Tensor):
             raise FederatedError(f"{who} has received a message whose {name} is no tensor.")
+
+
+def shown(value: Any) -> str:
+    """Return a plain value as a short text; of a list or mapping, which may be nested without end, its kind."""
+    is_plain = value is None or isinstance(value, (bool, int, float, str))
+    return printable(repr(value), 60) if is_plain else kind_of(value)
+
+
+def printable(text: str, most: int = 2000) -> str:
+    """Return a text from elsewhere as one line without control characters, cut to some characters."""
+    safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:most])
+    return safe if len(text) <= most else f"{safe} ..."
 
 
 # ---------------------------------------------------------------------- tasks

@@ -12,11 +12,13 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State
-from lightning_fed.deploy.message import MEASURE, Message, address, parts_of
-from lightning_fed.rounds.messages import GRADIENTS, TRAIN, Reply, Task
+from lightning_fed.deploy.message import MEASURE, Message, address, parts_of, printable, shown
+from lightning_fed.deploy.reply_checks import Expected, Fields, check_finite, check_tensor
+from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 
 __all__ = ["reply_of", "reply_to"]
 
+_SHOWN = 20  # names in an error
 _REPORT = ("size", "steps", "loss", "update_norm", "seconds")
 
 
@@ -67,100 +69,113 @@ def _own(value: Tensor) -> Tensor:
     return value.detach().cpu().clone()
 
 
-def reply_of(message: Message, index: int, task: Task, algorithm: Algorithm) -> Reply:
+def reply_of(
+    message: Message, index: int, task: Task, algorithm: Algorithm, expected: Expected, what: str = ""
+) -> Reply:
     """Return the reply to a task in the message of the client with a stored index; the method says what must be there.
 
-    A message with anything else raises :class:`FederatedError`.
+    A message with anything else raises :class:`FederatedError`. Norms of what is here are computed here. ``what`` is
+    what was to be measured between rounds.
     """
     client, header, x = message.client, message.header, task.x
     who = f"The reply of client {client!r} to {task.phase!r} of round {task.round}"
-    base = Reply(task.round, task.phase, (index,))
-    if header.get("failed") is not None:
-        return replace(base, failed={index: ClientError(f"Client {client!r} has failed: {header['failed']}", client)})
+    base, fields = Reply(task.round, task.phase, (index,)), Fields(who, header)
+    if (failed := header.get("failed")) is not None:
+        why = printable(failed) if isinstance(failed, str) else shown(failed)
+        return replace(base, failed={index: ClientError(f"Client {client!r} has failed: {why}", client)})
     if task.phase == MEASURE:
-        return replace(base, reports=(ClientReport(client, 0, 0, math.nan, _measured(who, header), math.nan, 0.0),))
-    parts = parts_of(message, x.device)
+        found = fields.numbers("measured")
+        if what == "loss" and found.keys() != {"loss"}:
+            raise FederatedError(f"{who} has measured no loss.")
+        return replace(base, reports=(ClientReport(client, 0, 0, math.nan, found, math.nan, 0.0),))
+    norms = {point: norm for point, norm in fields.numbers("norms").items() if point in algorithm.full_grad_at}
+    reply = replace(
+        base,
+        loss=fields.number("loss"),
+        loss_examples=fields.count("loss_examples"),
+        implied=tuple(fields.names("implied")),
+        server_read=frozenset(fields.names("server_read")) & task.server.keys(),
+        cohort_grad_read=frozenset(fields.names("cohort_grad_read")) & task.cohort_grad.keys(),
+        own_examples=(fields.count("own_examples"),),
+        message_bytes=None if header.get("message_bytes") is None else fields.count("message_bytes"),
+    )
+    report, examples = _report(client, fields, header, who) if task.phase == TRAIN else None, fields.count("examples")
+    same, points = fields.texts("same"), dict.fromkeys(algorithm.full_grad_at, (x.shape, x.dtype))
     for name, value in message.tensors.items():
-        _check_tensor(who, name, value, x, task.buffers)
-    try:
-        norms = {str(point): {index: float(norm)} for point, norm in header["norms"].items()}
-        reply = replace(
-            base,
-            norms=norms,
-            loss=float(header["loss"]),
-            loss_examples=int(header["loss_examples"]),
-            implied=tuple(map(str, header["implied"])),
-            server_read=frozenset(map(str, header["server_read"])) & task.server.keys(),
-            cohort_grad_read=frozenset(map(str, header["cohort_grad_read"])) & task.cohort_grad.keys(),
-            own_examples=(int(header["own_examples"]),),
-            message_bytes=None if header["message_bytes"] is None else int(header["message_bytes"]),
-        )
-        report, examples = _report(client, header) if task.phase == TRAIN else None, int(header["examples"])
-        same = {str(name): str(other) for name, other in header["same"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FederatedError(f"{who} is no reply: {type(error).__name__}: {error}.") from error
-    if not all(map(math.isfinite, (reply.loss, *(norm for of in norms.values() for norm in of.values())))):
-        raise FederatedError(f"{who} has a loss or a norm that is not finite. Look at its data and rates.")
+        _check_tensor(who, name, value, x, task.buffers, points if report is None else expected.like)
+    parts = parts_of(message, x.device)
     send = {name: value[None] for name, value in parts["send"].items()}
     if report is None:
-        _check_names(who, set(send), set(algorithm.full_grad_at) if task.phase == GRADIENTS else set())
+        _check_names(who, set(send), set(points) if task.phase == GRADIENTS else set())
+        if task.phase == LOSS and not reply.loss_examples:
+            raise FederatedError(f"{who} has a loss over no examples.")
+        norms |= {point: float(torch.linalg.vector_norm(value)) for point, value in send.items()}
+    _check_finite(who, reply.loss, *norms.values())
+    reply = replace(reply, norms={point: {index: norm} for point, norm in norms.items()})
+    if report is None:
         return replace(reply, send=send)
-    if not 0 <= report.steps <= task.steps.get(index, 0):
+    if report.steps > task.steps.get(index, 0):
         raise FederatedError(f"{who} tells of {report.steps} local steps, where {task.steps.get(index, 0)} were asked.")
-    model = message.tensors.get("model")
-    models = None if model is None else model.to(x.device)[None]
-    changes = torch.zeros_like(x)[None] if not report.steps else None  # nobody moves without a step
-    if models is not None:
+    if report.steps and not examples:
+        raise FederatedError(f"{who} tells of {report.steps} local steps on no examples.")
+    moved = replace(reply, reports=(report,), examples=(examples,))
+    changes = None if report.steps else torch.zeros_like(x)[None]  # nobody moves without a step
+    if algorithm.local_work and not report.steps:
+        return replace(moved, changes=changes, implied=())
+    models = None
+    if (model := message.tensors.get("model")) is not None:
+        models = model.to(x.device)[None]
         changes = send["delta"] = models - x
+        norm = float(torch.linalg.vector_norm(changes))
+        _check_finite(who, norm)
+        moved = replace(moved, reports=(replace(report, update_norm=norm),))
     for name, other in same.items():
         if other not in send:
             raise FederatedError(f"{who} says that {name!r} is the same as {other!r}, which it has not.")
         send[name] = send[other]
-    if report.steps or not algorithm.local_work:
-        aside = set(algorithm.aside) if reply.implied else set()
-        _check_names(who, set(send) | set(reply.implied), set(algorithm.reduces) | aside)
-    return replace(
-        reply,
-        send=send,
-        reports=(report,),
-        models=models,
-        changes=changes,
-        buffers=(parts["buffers"],) if parts["buffers"] else (),
-        examples=(examples,),
-    )
+    aside = set(algorithm.aside) if reply.implied else set()
+    _check_names(who, set(send) | set(reply.implied), set(algorithm.reduces) | aside)
+    for name, value in send.items():
+        _check_tensor(who, f"send.{name}", value[0], x, {}, expected.like)
+    if implied := set(reply.implied) - send.keys():
+        if not implied <= expected.implied:
+            raise FederatedError(f"{who} leaves out {sorted(implied)}, which the server cannot work out.")
+        for name, value in algorithm.implied(send, task.server).items():
+            check_finite(who, name, value)
+    buffers = (parts["buffers"],) if parts["buffers"] else ()
+    return replace(moved, send=send, models=models, changes=changes, buffers=buffers)
 
 
-def _measured(who: str, header: Mapping[str, Any]) -> dict[str, float]:
-    found = header.get("measured")
-    if not isinstance(found, Mapping) or not all(isinstance(value, float) for value in found.values()):
-        raise FederatedError(f"{who} has measured {found!r}, which are no numbers by name.")
-    return {str(name): value for name, value in found.items()}
+def _report(client: ClientId, fields: Fields, header: Mapping[str, Any], who: str) -> ClientReport:
+    report, metrics = Fields(who, header.get("report")), fields.numbers("metrics")
+    loss, norm, seconds = (report.number(name) for name in ("loss", "update_norm", "seconds"))
+    if math.isinf(loss) or math.isinf(norm) or not math.isfinite(seconds):
+        raise FederatedError(f"{who} is no reply: its loss, norm or time is not finite.")
+    return ClientReport(client, report.count("size"), report.count("steps"), loss, metrics, norm, seconds)
 
 
-def _report(client: ClientId, header: Mapping[str, Any]) -> ClientReport:
-    found, metrics = header["report"], {str(name): float(value) for name, value in header["metrics"].items()}
-    numbers = {name: float(found[name]) for name in ("loss", "update_norm", "seconds")}
-    return ClientReport(client, int(found["size"]), int(found["steps"]), metrics=metrics, **numbers)
+def _check_finite(who: str, *numbers: float) -> None:
+    if not all(map(math.isfinite, numbers)):
+        raise FederatedError(f"{who} has a loss or a norm that is not finite. Look at its data and rates.")
 
 
 def _check_names(who: str, found: set[str], expected: set[str]) -> None:
     """Refuse messages that are not those of the method."""
     if found != expected:
-        raise FederatedError(f"{who} has the messages {sorted(found)}, where {sorted(expected)} are expected.")
+        names = [shown(name) for name in sorted(found)[:_SHOWN]]
+        raise FederatedError(f"{who} has the messages [{', '.join(names)}], where {sorted(expected)} are expected.")
 
 
-def _check_tensor(who: str, name: str, value: Tensor, x: Tensor, buffers: State) -> None:
-    """Refuse a tensor that cannot be a message of the method, or a buffer of the module."""
+def _check_tensor(who: str, name: str, value: Tensor, x: Tensor, buffers: State, like: Mapping[str, Any]) -> None:
+    """Refuse a tensor that cannot be a message of the method, like those given, or a buffer of the module."""
     part, _, own = name.partition(".")
-    if part == "buffers":
-        like = buffers.get(own)
-        if like is None or value.shape != like.shape or value.dtype != like.dtype:
-            raise FederatedError(f"{who} has a buffer {own!r} that the module does not have in this shape and type.")
-    elif part not in ("send", "model"):
-        raise FederatedError(f"{who} has a tensor {name!r}, which no reply has.")
-    elif value.shape not in (x.shape, torch.Size(())) or (part == "model" and value.shape != x.shape):
-        raise FederatedError(f"{who} has {name!r} of shape {list(value.shape)}, where {list(x.shape)} is expected.")
-    elif value.dtype != x.dtype and value.shape == x.shape:
-        raise FederatedError(f"{who} has {name!r} of {value.dtype}, where {x.dtype} is expected.")
-    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-        raise FederatedError(f"{who} has {name!r} with numbers that are not finite. Look at its data and rates.")
+    if part == "buffers" and own in buffers:
+        check_tensor(who, name, value, (buffers[own].shape, buffers[own].dtype))
+    elif part == "buffers":
+        raise FederatedError(f"{who} has a buffer {shown(own)}, which the module does not have.")
+    elif name == "model" or (part == "send" and own in like):
+        check_tensor(who, own or name, value, like.get(own, (x.shape, x.dtype)))
+    elif part == "send":
+        raise FederatedError(f"{who} has the message {shown(own)}, where {sorted(like)} are expected.")
+    else:
+        raise FederatedError(f"{who} has a tensor {shown(name)}, which no reply has.")

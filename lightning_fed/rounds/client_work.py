@@ -1,8 +1,8 @@
-"""The clients' half of a round: what is asked of clients is answered with an engine and their data."""
+"""The clients' half of a round where their data is: what is asked of clients is answered with an engine."""
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,32 +22,24 @@ from lightning_fed.engines.processor import check_lstm
 from lightning_fed.engines.sequential.engine import SequentialEngine
 from lightning_fed.engines.vectorized.client_settings import HeldSettings, hears_clients
 from lightning_fed.engines.vectorized.engine import VectorizedEngine
+from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.failures import stop_at
-from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans
+from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans, check_lone_examples
 from lightning_fed.rounds.local_training import ClientGradients, LocalTraining, OwnSolve, prepared_for_own_solve
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.participation import Participant, Population
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks
+from lightning_fed.strategies.split import BatchSplit
 
 __all__ = ["ClientWork", "gradients_together", "prepare_clients"]
 
 _TOGETHER = 2**16  # numbers in the gradients of clients that answer at once
 
 
-class ClientWork:
-    """Answers for clients, one or several at a time.
-
-    It knows their data, an engine, and what they keep; neither the server nor its optimizer. A round is::
-
-        members = work.hello(drawn, round)
-        work.begin(round, members)
-        for task in ...:  # of each phase, from the server
-            for clients in work.chunks(task, [member.index for member in members]):
-                for reply in work.answer(task, clients, states):
-                    ...  # its tensors are valid until the next one
-        work.end()
+class ClientWork(ClientHalf):
+    """Answers for clients whose data is here, with an engine.
 
     A client that is asked to train before it was asked for the gradients that it needs takes them then.
 
@@ -59,16 +51,10 @@ class ClientWork:
         engines: The engine that runs clients, and a second one for the method's own solve if it has one.
         plans: Plans their work from their data.
         settings: How rounds are run.
-
-    Attributes:
-        have_given_up: Whether the vectorized engine was left for the sequential one.
     """
 
-    measure_on_sites: Callable[[str, int, Sequence[ClientId], bool], dict[ClientId, dict[str, float]]] | None = None
-    """Measures clients on sites, given the measure, local steps, clients and whether with their own models; or None."""
-
     def __init__(self, engines: Sequence[Engine], plans: LocalPlans, settings: Settings) -> None:
-        self.plans, self.settings, self.have_given_up = plans, settings, False
+        self.plans, self.settings = plans, settings
         self.algorithm, self.trainer = engines[0].algorithm, engines[0].trainer
         self._use(engines)
         if self.chunk_size is not None:
@@ -92,13 +78,7 @@ class ClientWork:
     def hello(
         self, drawn: Mapping[ClientId, int], round: int, failed: Callable[[ClientError], None] | None = None
     ) -> list[Participant]:
-        """Return those of the clients drawn that can take part, with their sizes and the steps of their work.
-
-        Args:
-            drawn: How often each client was drawn.
-            round: The round.
-            failed: Records clients whose data cannot be made; by default their error is raised.
-        """
+        """Return those of the clients drawn that can take part, and plan their work from their data."""
         return self._plans_of(round).of_drawn(drawn, failed)
 
     def _plans_of(self, round: int) -> RoundPlans:
@@ -127,6 +107,19 @@ class ClientWork:
             warnings.warn(f"engine='auto' goes on with 'sequential', since {reason_in(error)}", stacklevel=2)
             self.give_up()
             self.begin(round, members, reads_later)
+
+    def check_batches(self, sizes: Iterable[tuple[ClientId, int]]) -> None:
+        """Refuse clients with a batch of one example that the module cannot train on; its step is tried on one."""
+        check_lone_examples(self.plans, self.engine.flat, sizes)
+
+    def savepoint(self) -> Callable[[], None]:
+        """Return a function that takes back what clients log from here on; see :meth:`Engine.savepoint`."""
+        return self.engine.savepoint()
+
+    @property
+    def split(self) -> BatchSplit:
+        """The processes that split every batch of a client among them."""
+        return self.engine.split
 
     @property
     def engine_names(self) -> list[str]:
@@ -215,13 +208,7 @@ class ClientWork:
         return [clients] if clients else []
 
     def answer(self, task: Task, clients: Sequence[int], states: ClientStates) -> Iterator[Reply]:
-        """Yield replies for some clients, by stored index; see :meth:`chunks`.
-
-        Raises:
-            ClientError: If a client fails and is not to be dropped, or if something fails that is no client's own
-                fault.
-            FederatedError: If the engine cannot run them; see :meth:`restart_after`.
-        """
+        """Yield replies for some clients, by stored index, of several where the engine runs them together."""
         self._together = len(clients)
         if task.phase == GRADIENTS:
             return self._answer_gradients(task, clients)

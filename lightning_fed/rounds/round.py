@@ -11,10 +11,9 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.engines.base import Restart
 from lightning_fed.rounds.assignment import StateTransfer, assign
-from lightning_fed.rounds.client_work import ClientWork
+from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.cohort import CohortSampling, DrawnCohort
 from lightning_fed.rounds.failures import Faults
-from lightning_fed.rounds.local_plans import check_lone_examples
 from lightning_fed.rounds.messages import LOSS, TRAIN, Task
 from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.server.client_states.state import ClientStates
@@ -39,7 +38,7 @@ class Rounds:
         at_work: The server's half of the current round; None between rounds.
     """
 
-    def __init__(self, server: Server, sampling: CohortSampling, work: ClientWork, ranks: Ranks) -> None:
+    def __init__(self, server: Server, sampling: CohortSampling, work: ClientHalf, ranks: Ranks) -> None:
         self.server, self.sampling, self.work, self.ranks = server, sampling, work, ranks
         self.settings, self.trainer = sampling.settings, work.trainer
         self.at_work: ServerRound | None = None
@@ -67,7 +66,7 @@ class Rounds:
         else:
             drawn = {who.client_id: who.size for who in (*cohort.members, *cohort.gradient_members)}
             sizes = drawn.items()
-        check_lone_examples(self.work.plans, self.work.engine.flat, sizes)
+        self.work.check_batches(sizes)
 
     def run(self, status: Callable[[], Status]) -> tuple[ServerRound, list[Status]]:
         """Run the clients of the cohort. Those that fail are left out if ``on_client_error`` is "drop".
@@ -79,7 +78,7 @@ class Rounds:
             The server's half, ready to be closed, and the status of each process.
         """
         work, faults = self.work, self._faults
-        undo = work.engine.savepoint() if self.settings.drops_failed or work.may_restart else None
+        undo = work.savepoint() if self.settings.drops_failed or work.may_restart else None
         failed_before = dict(faults.causes)
         while (statuses := self._try(status)) is None:
             assert undo is not None
@@ -104,7 +103,7 @@ class Rounds:
         That is so if some failed that others depend on, or if the engine cannot run them as it does and may run them
         otherwise, or another engine may.
         """
-        ranks, server, split, statuses = self.ranks, self.server, self.work.engine.split, [Status()]
+        ranks, server, split, statuses = self.ranks, self.server, self.work.split, [Status()]
         if self.settings.drops_failed and ranks.size > 1:  # data may have failed to load in some processes only
             self._faults.merge(ranks.gather(self._faults.causes))
         half = self.at_work = ServerRound(server, self.settings, self.sampling.population, self._cohort, self._faults)

@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -98,6 +99,7 @@ class RoundSignalConnector(_SignalConnector):
     """
 
     asked = Stop.NO
+    _is_waiting = False
 
     def register_signal_handlers(self) -> None:
         """Register the handlers; nothing has been asked yet."""
@@ -111,6 +113,19 @@ class RoundSignalConnector(_SignalConnector):
         if self.asked:
             raise exception_of(self.asked)
 
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Let a signal stop the fit inside right where it strikes: there the fit does nothing but wait.
+
+        If others handle SIGTERM as well, it is up to them to end the process.
+        """
+        self._is_waiting = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._is_waiting = False
+
     def requeue(self) -> None:
         """Save the last completed round where SLURM's next job looks for it, and ask SLURM for that job."""
         super()._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # type: ignore[arg-type]
@@ -121,6 +136,9 @@ class RoundSignalConnector(_SignalConnector):
 
     def _ask(self, stop: Stop) -> None:
         self.asked = max(self.asked, stop)
+        others = self._original_handlers.get(signal.SIGTERM) if stop == Stop.TERMINATE else None
+        if self._is_waiting and others in (None, signal.SIG_DFL, signal.SIG_IGN):
+            raise exception_of(self.asked)
 
     def _sigint_handler_fn(self, signum: Any, frame: Any) -> None:
         if self.asked >= Stop.INTERRUPT:

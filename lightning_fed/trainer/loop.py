@@ -27,7 +27,7 @@ from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
-from lightning_fed.rounds.client_work import ClientWork
+from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.failures import warn_of
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.asynchronous.base import Asynchronous
@@ -142,7 +142,7 @@ class FederatedLoop(_FitLoop):
         check_trainer(trainer)
         check_module(trainer)
         time_by_rounds(trainer)
-        self.run_state.load_population()
+        self.run_state.connect_clients()
         self.max_batches = 1  # set again for every local epoch
         trainer.val_check_batch = float("inf")
         trainer._last_val_time = time.monotonic()
@@ -300,10 +300,10 @@ class FederatedLoop(_FitLoop):
         trainer, results, run = self.trainer, self.epoch_loop._results, self.run_state
         assert run.rounds is not None
         assert run.server_model is not None
-        if run.rounds.work.engine.split.size > 1:
+        if run.rounds.work.split.size > 1:
             check_batch_statistics(trainer.lightning_module)
         run.server_model.begin_round()
-        if not self._has_checked_batches and not run.has_sites:
+        if not self._has_checked_batches:
             run.rounds.check_batches()
             self._has_checked_batches = True
         server_round, statuses = run.rounds.run(self._process_status)
@@ -314,7 +314,7 @@ class FederatedLoop(_FitLoop):
         trainer._logger_connector.epoch_end_reached()
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
         report = server_round.close(metrics, time.perf_counter() - started)
-        run.close_round(sum(report.steps.values()))
+        run.close_round(report)
         warn_of(report.failed, self._warned)
         return report
 
@@ -386,7 +386,7 @@ class FederatedLoop(_FitLoop):
         return self.run_state.prepared
 
     @property
-    def clients(self) -> ClientWork | None:
+    def clients(self) -> ClientHalf | None:
         """Answers for the clients; None before the first fit, and in a copy of the trainer."""
         return self.run_state.clients
 

@@ -1,6 +1,6 @@
 """The state of a run between rounds: how a fit starts and ends, and what its checkpoints hold."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -9,10 +9,12 @@ from lightning_fed.checkpoints.restoring import EarlierFit, notes_of, restored_f
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule, check_ids
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.client_work import ClientWork, prepare_clients
 from lightning_fed.rounds.cohort import CohortSampling, secret_seed
 from lightning_fed.rounds.round import Rounds
@@ -43,7 +45,8 @@ class RunState:
         rounds: Runs the rounds, while a fit is running.
         ranks: The processes that share the clients.
         steps_taken: The local steps of all clients in all completed rounds.
-        sites: If clients are on sites: the run that these know, and the versions of the states there.
+        sites: If clients are elsewhere: the run that their sites know ("run"), and the versions of the states that
+            they keep there, by stored index ("versions"). Checkpoints hold both.
     """
 
     def __init__(self, trainer: pl.Trainer, settings: Settings) -> None:
@@ -52,13 +55,13 @@ class RunState:
         self.population: Population | None = None
         self.prepared: PreparedModule | None = None
         self.server_model: ServerModel | None = None
-        self.clients: ClientWork | None = None
+        self.clients: ClientHalf | None = None
         self.rounds: Rounds | None = None
         self.ranks = Ranks()
         self.steps_taken = 0
-        self.sites: Mapping[str, Any] = {}
+        self.sites: dict[str, Any] = {}
         self._server: Server | None = None
-        self._make_clients: Callable[[PreparedModule, Population], ClientWork] | None = None  # that are on sites
+        self._elsewhere: ClientHalf | None = None  # answers for the clients of a fit that starts, if not engines here
         self._rounds_elsewhere = 0  # completed in processes that a launcher started and that have ended
         self._checkpoint: dict[str, Any] | None = None  # what a checkpoint holds of the run, until a fit starts from it
         self._earlier: EarlierFit | None = None  # if it completed a round
@@ -100,10 +103,12 @@ class RunState:
         """The engine of the current fit, or of the last one.
 
         Raises:
-            FederatedError: Before the first fit, and in a copy of the trainer.
+            FederatedError: Before the first fit, in a copy of the trainer, and if the clients are elsewhere.
         """
         if self.clients is None:
             raise FederatedError("Clients can be measured once this trainer has begun a fit; a copy has not.")
+        if not isinstance(self.clients, ClientWork):
+            raise FederatedError("The clients of this run are trained on their sites.")
         return self.clients.engine
 
     def check_is_here(self, what: str) -> None:
@@ -174,15 +179,21 @@ class RunState:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Take over a checkpoint's state, which the next fit starts from."""
         self._checkpoint = {**saved, "client_states": self.client_states.resolved(saved["client_states"])}
+        self.sites = dict(saved.get("sites", {}))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of a fitted trainer needs; its next fit makes a new engine."""
-        return {**self.__dict__, "clients": None}
+        return {**self.__dict__, "clients": None, "_elsewhere": None}
 
     # ------------------------------------------------------------------ clients
 
+    def connect_clients(self) -> None:
+        """Let the data module connect to clients that are elsewhere, and read who the clients are."""
+        self._elsewhere = self.trainer.datamodule.connect_clients()
+        self.load_population()
+
     def load_population(self, among: Sequence[ClientId] | None = None) -> Population:
-        """Read who the clients are, before a fit, or between rounds after others have registered.
+        """Read who the clients are, before a fit, or between rounds if others have come.
 
         Args:
             among: The ids of all clients, if the data module has only some of them.
@@ -202,26 +213,10 @@ class RunState:
             for sampler in (self.settings.sampler, self.settings.gradient_sampler):
                 if callable(count := getattr(sampler, "count", None)):  # refuses a population that is too small
                     count(len(population))
-        if self.rounds is not None and self.clients is not None:
-            self.rounds.sampling.population = self.clients.plans.population = population
+        if self.rounds is not None and self.prepared is not None:
+            self.rounds.sampling.population, self._notes = population, notes_of(self.prepared, population)
         self.population = population
         return population
-
-    def use_sites(
-        self, make_clients: Callable[[PreparedModule, Population], ClientWork], sites: Mapping[str, Any]
-    ) -> None:
-        """Let clients on sites of their own answer in the next fit.
-
-        Args:
-            make_clients: Returns what answers for them.
-            sites: The run that sites know, and the versions of client states there; checkpoints hold both.
-        """
-        self._make_clients, self.sites = make_clients, sites
-
-    @property
-    def has_sites(self) -> bool:
-        """Whether clients are on sites of their own."""
-        return self._make_clients is not None
 
     def prepare_without_fit(
         self, clients: Sequence[ClientId] | None, among: Sequence[ClientId] | None
@@ -234,8 +229,8 @@ class RunState:
         """
         population = self.load_population(among)
         self.prepared = prepared = PreparedModule(self.trainer)
-        self.clients = prepare_clients(prepared, population, self.settings.engine, clients)
-        return prepared, population, self.clients
+        self.clients = work = prepare_clients(prepared, population, self.settings.engine, clients)
+        return prepared, population, work
 
     # ------------------------------------------------------------------ start and end of a fit
 
@@ -243,6 +238,7 @@ class RunState:
         """Prepare the module, bring the server to where the run stands, and prepare the clients."""
         trainer, settings, population = self.trainer, self.settings, self.population
         assert population is not None
+        self._check_place()
         self.prepared = prepared = PreparedModule(trainer)
         if not isinstance(trainer.strategy, WithinClientStrategy):
             self.ranks = Ranks.of(trainer)
@@ -265,12 +261,13 @@ class RunState:
         if isinstance(settings.aggregator, DifferentialPrivacy):
             seed = secret_seed(trainer, settings.aggregator, population)
         sampling = CohortSampling(settings, population, seed)
-        if self._make_clients is None:
+        elsewhere, self._elsewhere = self._elsewhere, None
+        if elsewhere is None:
             engines, chunk = self._engines_before, self._chunk_before
-            self.clients = prepare_clients(prepared, population, settings.engine, None, engines, chunk)
-            self.clients.agree(self.ranks)
+            self.clients = work = prepare_clients(prepared, population, settings.engine, None, engines, chunk)
+            work.agree(self.ranks)
         else:
-            self.clients = self._make_clients(prepared, population)
+            self.clients = elsewhere
         self.rounds = Rounds(server, sampling, self.clients, self.ranks)
         self.server_model.show()
 
@@ -281,12 +278,6 @@ class RunState:
             self._chunk_before = _chunk_of(saved, self.settings.chunk_size)
         with restored_from(self.trainer.ckpt_path, "the count of local steps"):
             self.steps_taken = int(saved["steps_taken"])
-        versions = saved.get("sites", {}).get("versions") or {}
-        if versions and not self.has_sites:
-            raise FederatedError(
-                f"The checkpoint {self.trainer.ckpt_path} is of a run with real clients, {len(versions)} of which keep"
-                " states on their sites: a simulation cannot go on without them. Go on with FederatedServer.load."
-            )
 
     def _resume_precision(self, saved: Mapping[str, Any]) -> None:
         """Take over this process's gradient scaler; Lightning has loaded that of process 0 in all of them."""
@@ -305,11 +296,25 @@ class RunState:
                 " the first one, so other local steps may overflow and be skipped."
             )
 
-    def close_round(self, steps: int) -> None:
-        """Complete a round, in which clients have taken this many local steps."""
+    def _check_place(self) -> None:
+        """Refuse to continue a run here whose clients keep their states elsewhere."""
+        if self._elsewhere is not None:
+            return
+        if versions := self.sites.get("versions"):
+            of = f"The checkpoint {self.trainer.ckpt_path}" if self.trainer.ckpt_path else "This trainer's earlier fit"
+            raise FederatedError(
+                f"{of} is of a run with real clients, {len(versions)} of which keep states on their sites: a simulation"
+                " cannot go on without them. Go on with fit(model, RemoteClients(...))."
+            )
+        self.sites = {}
+
+    def close_round(self, report: RoundReport) -> None:
+        """Complete a round."""
         assert self.rounds is not None
         assert self.server_model is not None
-        self.steps_taken += steps
+        assert self.clients is not None
+        self.steps_taken += sum(report.steps.values())
+        self.clients.completed(report)
         self.rounds.leave()
         self.server_model.show()
 

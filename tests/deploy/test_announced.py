@@ -10,7 +10,7 @@ import torch
 from lightning_fed import FederatedCallback, FederatedDataModule
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import RoundReport
-from lightning_fed.deploy import FederatedServer, Message
+from lightning_fed.deploy import Message, Refusal
 from lightning_fed.deploy.announced import Announced, Announcements
 from lightning_fed.server import WeightedSampler
 from tests.deploy.site_models import model
@@ -22,18 +22,14 @@ DROPS = {"on_client_error": "drop", "max_failed_share": 0.9}
 LATE = 2  # the client
 
 
-def begin(wire: Wire, server: FederatedServer) -> None:
-    """Let all clients but one say hello."""
-    for client, task in server.tasks().items():
-        if client != LATE:
-            server.receive(wire.answer(task))
-    server.close_phase()
+def late(wire: Wire, comes_in: tuple[int, str] = (1, "train")) -> None:
+    """Let a client be silent until an exchange of a round and phase; it then says hello."""
 
+    def comes(task: Message) -> list[Message]:
+        is_there = task.header["phase"] != "hello" or comes_in in [at[:2] for at in wire.phases]
+        return [wire.answer(task)] if task.client != LATE or is_there else []
 
-def greet(wire: Wire, server: FederatedServer) -> None:
-    assert list(server.greetings()) == [LATE]
-    server.receive(wire.answer(server.greetings()[LATE]))
-    assert not server.greetings()
+    wire.comes = comes
 
 
 @pytest.mark.parametrize("method", few(["Scaffold ii", "FedProx adaptive", "Mime"], ["FedProx adaptive", "Mime"]))
@@ -41,20 +37,14 @@ def test_a_late_client_takes_part_from_the_next_round_on_as_after_a_restart(meth
     sampler = WeightedSampler(3, weights="examples")
     make = partial(make_trainer, method, clients_per_round=None, sampler=sampler, **DROPS)
     wire, module, again = Wire(tmp_path, make), model(), model()
-    with wire.server(module) as server:
-        begin(wire, server)
-        reports = wire.run(server, rounds=1)
-        greet(wire, server)
-        reports += wire.run(server, rounds=1)
-        server.save(tmp_path / "two.ckpt")
-        reports += wire.run(server)
+    late(wire)
+    _, reports = wire.run(module, save={2: tmp_path / "two.ckpt"})
     there = [LATE in report.clients for report in reports]
     assert there[:2] == [False, False]
     assert any(there)
     wire.kill()
-    with wire.server(again) as server:
-        server.load(tmp_path / "two.ckpt")
-        wire.run(server)
+    wire.comes = wire.answers
+    wire.run(again, ckpt_path=tmp_path / "two.ckpt")
     assert torch.equal(parameters(module), parameters(again))
 
 
@@ -85,52 +75,52 @@ def test_a_client_that_comes_late_counts_as_one_that_failed_in_the_rounds_before
     expected = make_trainer(method, callbacks=[Cure(2)], **DROPS)
     expected.fit(model(), Ill(clients=clients(SIZES), batch_size=4))
     module, wire = model(), Wire(tmp_path, partial(make_trainer, method, **DROPS))
-    with wire.server(module) as server:
-        begin(wire, server)
-        wire.run(server, rounds=1)
-        greet(wire, server)
-        wire.run(server)
+    late(wire)
+    wire.run(module)
     assert torch.equal(parameters(module), parameters(expected.lightning_module))
 
 
 def test_an_absent_client_is_named_and_too_many_end_the_run(tmp_path: Path) -> None:
-    wire = Wire(tmp_path, partial(make_trainer, "FedAvg", clients_per_round=1.0, **DROPS))
-    with wire.server() as server:
-        begin(wire, server)
-        report = wire.run(server, rounds=1)[0]
-        assert report.failed == {LATE: f"Client {LATE} has not said hello."}
-        with pytest.raises(FederatedError, match="of client 1 is to 'hello' of round 0"):
-            server.receive(wire.answer(server._greeting(1)))  # which has said hello before
-        greet(wire, server)
-        assert LATE not in server.tasks()
-        wire.run(server, rounds=1)
-        assert LATE in server.tasks()
-        with pytest.raises(FederatedError, match="of client 2 is to 'hello' of round 0"):
-            server.receive(wire.answer(server._greeting(LATE)))
+    wire = Wire(tmp_path, partial(make_trainer, "FedAvg", clients_per_round=1.0, max_rounds=3, **DROPS))
+    late(wire)
+    _, reports = wire.run()
+    assert [report.failed for report in reports] == [{LATE: f"Client {LATE} has not said hello."}] * 2 + [{}]
+    assert [LATE in clients for _, phase, clients in wire.phases if phase == "train"] == [False, False, True]
     wire.kill()
     few = {**DROPS, "max_failed_share": 0.1}
     strict = Wire(tmp_path, partial(make_trainer, "FedAvg", clients_per_round=1.0, **few))
-    with (
-        strict.server() as server,
-        pytest.raises(ClientError, match="1 of 4 clients failed.*\n- Client 2 has not said"),
-    ):
-        begin(strict, server)
+    late(strict)
+    with pytest.raises(ClientError, match="1 of 4 clients failed.*\n- Client 2 has not said"):
+        strict.run()
 
 
-def test_a_late_client_that_runs_something_else_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
-    wire = Wire(tmp_path, partial(make_trainer, "FedAvg", **DROPS))
-    with wire.server() as server:
-        begin(wire, server)
-        wire.make = partial(make_trainer, "FedAvg", seed=3, **DROPS)
-        with pytest.raises(FederatedError, match="does not run what the server runs: its seed is 3"):
-            wire.answer(server.greetings()[LATE])
-        wire.kill(LATE)
-        wire.make = partial(make_trainer, "FedAvg", **DROPS)
-        reply = wire.answer(server.greetings()[LATE])
-        with pytest.raises(FederatedError, match="of client 2 says that its size is -1"):
-            server.receive(Message({**reply.header, "size": -1}))
-        reports: list[RoundReport] = wire.run(server)
-        assert [report.round for report in reports] == list(range(5))
+def test_a_late_client_that_runs_something_else_is_refused_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = partial(make_trainer, "FedAvg", **DROPS)
+    wire = Wire(tmp_path, make)
+    wire.comes = lambda task: [] if task.client == LATE else [wire.answer(task)]
+
+    def comes(task: Message) -> list[Message | Refusal]:
+        if task.client != LATE or wire.phases[-1][1] == "hello":
+            return [] if task.client == LATE else [wire.answer(task)]
+        if wire.phases[-1][0] == 1:
+            wire.kill(LATE)
+            reply = wire.answer(task)
+            return [Message({**reply.header, "size": -1})]
+        wire.make = partial(make, seed=3)
+        try:
+            return wire.answers(task)
+        finally:
+            wire.make = make
+
+    wire.comes = comes
+    _, reports = wire.run()
+    assert [report.round for report in reports] == list(range(5))
+    assert (
+        "Client 2 does not answer: The site of client 2 does not run what the server runs: its seed is 3" in caplog.text
+    )
+    assert "of client 2 says that its size is -1" in caplog.text
 
 
 def hello(size: int, **more: Any) -> dict[str, Any]:
@@ -152,6 +142,19 @@ def test_a_client_without_a_hello_counts_with_the_mean_size_until_it_is_admitted
 
 
 def test_a_hello_without_counts_is_refused() -> None:
-    for name, value in (("size", -1), ("batches", True), ("val_size", "7"), ("size", None)):
-        with pytest.raises(FederatedError, match=f"The reply of client 'a' says that its {name} is {value!r}"):
+    with pytest.raises(FederatedError, match="has 11 examples, more than max_examples=10 allows"):
+        Announcements(["a"], max_examples=10).take("a", hello(11))
+    Announcements(["a"], max_examples=10).take("a", hello(10))
+    found = Announcements(["a"])
+    found.take("a", hello(1, batch_size=-3))
+    assert found.known["a"].batch_size is None
+    for name, value in (
+        ("size", 10**400),
+        ("val_size", 2**53 + 1),
+        ("size", -1),
+        ("batches", True),
+        ("val_size", "7"),
+        ("size", None),
+    ):
+        with pytest.raises(FederatedError, match=f"The reply of client 'a' says that its {name} is {repr(value)[:40]}"):
             Announcements(["a"]).take("a", {**hello(1), name: value})

@@ -10,16 +10,12 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy import FederatedServer, FederatedSite, Message
+from lightning_fed.deploy import FederatedSite
 from lightning_fed.deploy.facts import check_facts
 from tests.deploy.site_models import Net, model
 from tests.deploy.wire import Wire, make_data, make_trainer
 
 MAKE = partial(make_trainer, "Scaffold ii")
-
-
-def hello(server: FederatedServer) -> Message:
-    return server.tasks()[2]
 
 
 DIFFERENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
@@ -35,25 +31,24 @@ DIFFERENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", list(DIFFERENT))
 def test_a_site_that_runs_something_else_refuses_to_say_hello(name: str, tmp_path: Path) -> None:
     options, make_model, why = DIFFERENT[name]
-    own = make_trainer(**{"method": "Scaffold ii", **options})
-    with (
-        Wire(tmp_path / "wire", MAKE).server() as server,
-        FederatedSite(own, make_model(), make_data([2]), 2, tmp_path / "2") as site,
-        pytest.raises(FederatedError, match=f"The site of client 2 does not run what the server runs: .*{why}"),
-    ):
-        site.answer(hello(server))
+    own, wire = make_trainer(**{"method": "Scaffold ii", **options}), Wire(tmp_path, MAKE)
+    said = f"'hello': 2.*Client 2: The site of client 2 does not run what the server runs: .*{why}"
+    with FederatedSite(own, make_model(), make_data([2]), 2, tmp_path / "2") as site:
+        wire.sites[2] = site
+        with pytest.raises(FederatedError, match=said):
+            wire.run()
 
 
 def test_a_site_whose_personal_parameters_begin_elsewhere_is_refused(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(make_trainer, "FedAvg", personal=["net.3.*"]), Net)
-    with wire.server() as server, pytest.raises(FederatedError, match="its parameters at the start that stay with"):
-        wire.run(server)
+    with pytest.raises(FederatedError, match="its parameters at the start that stay with"):
+        wire.run()
 
 
 def test_local_work_that_a_callback_changes_is_refused(tmp_path: Path) -> None:
     scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 2: 2})
     with pytest.raises(FederatedError, match="GradientAccumulationScheduler changes the local work"):
-        Wire(tmp_path, partial(make_trainer, "FedAvg", callbacks=[scheduler])).server()
+        Wire(tmp_path, partial(make_trainer, "FedAvg", callbacks=[scheduler])).run()
 
 
 def test_facts_that_differ_are_named_with_both_values() -> None:

@@ -1,64 +1,77 @@
-"""Clients that answer from elsewhere, as the rounds of a fit see them."""
+"""Clients that are elsewhere, as the data module of a fit."""
 
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_fed import FederatedTrainer
-from lightning_fed.callbacks import ClientAccuracy, GradientDissimilarity, PersonalizedAccuracy, TrainingLoss
+from lightning_fed.callbacks import GradientDissimilarity
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy.announced import Announced
-from lightning_fed.deploy.remote import RemoteData
-from lightning_fed.server import (
-    BernoulliSampler,
-    DifferentialPrivacy,
-)
-from tests.deploy.site_models import Net
+from lightning_fed.deploy import InProcess, Message, RemoteClients
+from tests.deploy.site_models import Net, model
 from tests.deploy.wire import Wire, make_data, make_trainer, parameters
+from tests.helpers.training import classification
+
+MAKE = partial(make_trainer, "Scaffold ii")
 
 
 def test_a_callback_that_looks_at_clients_data_is_refused_on_the_server(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(make_trainer, "FedAvg", callbacks=[GradientDissimilarity()]))
-    with wire.server() as server, pytest.raises(FederatedError, match="are on its site"):
-        wire.run(server)
+    with pytest.raises(FederatedError, match="are on its site"):
+        wire.run()
 
 
-def logged_by(trainer: FederatedTrainer) -> dict[str, float]:
-    return {name: float(value) for name, value in trainer.callback_metrics.items() if name != "round/seconds"}
+def test_it_knows_the_sizes_of_data_that_it_does_not_have_once_clients_have_said_hello(tmp_path: Path) -> None:
+    wire, given = Wire(tmp_path, partial(MAKE, max_rounds=1), with_val=True), {}
+
+    def comes(task: Message) -> list[Message]:
+        reply = wire.answer(task)
+        if reply.header["phase"] == "hello":
+            given.update(batch_size=None if task.client == 3 else 8 - task.client)
+            return [Message({**reply.header, **given})]
+        return [reply]
+
+    wire.comes = comes
+    data = wire.clients()
+    assert data.client_ids == [0, 1, 2, 3]
+    with pytest.raises(FederatedError, match="size of client 1 is not known before it has said hello"):
+        data.client_size(1)
+    wire.make().fit(model(), data)
+    assert (data.known_sizes, data.client_size(1), data.batch_size) == ([15, 8, 22, 6], 8, 6)
+    assert len(data.client_val_dataset(0)) == 15
+    for look in (data.client_batches, data.client_dataset):
+        with pytest.raises(FederatedError, match="data of client 'a' are on its site"):
+            look("a")
 
 
-def private(**options: Any) -> FederatedTrainer:
-    pytest.importorskip("opacus", reason="no Opacus, which accounts for privacy")
-    privacy = DifferentialPrivacy(max_norm=0.01, noise_multiplier=1.0, delta=1e-3)
-    drawn: dict[str, Any] = {"clients_per_round": None, "sampler": BernoulliSampler(0.5)}
-    return make_trainer("FedProx", aggregator=privacy, **drawn, **options)
+def test_what_cannot_be_the_ids_of_clients_is_refused() -> None:
+    for wrong, said in (([1.5], "must be an int or a str; found 1.5"), ("abc", "RemoteClients.client_ids is")):
+        with pytest.raises(FederatedError, match=said):
+            RemoteClients(InProcess([]), wrong)  # type: ignore[arg-type]
 
 
-def test_sites_clip_and_say_no_more_and_the_server_adds_the_noise(tmp_path: Path) -> None:
-    wire = Wire(tmp_path, partial(private, max_rounds=2))
-    with wire.server() as server:
-        while server.phase is not None:
-            for reply in wire.exchange(server.tasks()):
-                server.receive(reply)
-                if server.phase == "train":
-                    assert set(reply.tensors) == {"send.delta"}
-                    assert float(reply.tensors["send.delta"].norm()) == pytest.approx(0.01)
-                    assert reply.header["metrics"] == {}
-                    assert str(reply.header["report"]["loss"]) == "nan"
-            server.close_phase()
-    assert server.trainer.fit_loop.epsilon > 0
-    assert "train_loss" not in server.trainer.callback_metrics  # of which nothing is to be known
+def test_what_is_no_transport_is_refused_and_so_is_what_it_yields(tmp_path: Path) -> None:
+    with pytest.raises(FederatedError, match=r"RemoteClients\(transport=a list\): a transport has a method exchange"):
+        RemoteClients([], ["a"])  # type: ignore[arg-type]
+    wire = Wire(tmp_path, MAKE)
+    wire.comes = lambda task: [wire.answer(task).to_bytes()]  # type: ignore[list-item]
+    with pytest.raises(FederatedError, match=r"Wire.exchange yields a bytes, where .*reply_from\(client_id, content\)"):
+        wire.run()
 
 
 class Validated(Net):
-    """A network with a validation step."""
+    """A network with a validation loss that no longer falls after two rounds."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        self.log("val_acc", (self.net(x).argmax(1) == y).float().mean())
+        self.log("val_loss", float(max(0, 2 - self.trainer.fit_loop.round)))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("tested", float(len(batch[0])))
 
 
 def validated() -> Validated:
@@ -66,65 +79,43 @@ def validated() -> Validated:
     return Validated()
 
 
-def test_sites_measure_what_the_servers_callbacks_ask_for(tmp_path: Path) -> None:
-    def make() -> FederatedTrainer:
-        measures = [ClientAccuracy(), PersonalizedAccuracy(local_steps=2, every_n_rounds=2), TrainingLoss()]
-        return make_trainer("FedProx adaptive", callbacks=measures, limit_val_batches=1.0, max_rounds=3)
+def test_checkpoints_validation_and_early_stopping_are_those_of_any_fit(tmp_path: Path) -> None:
+    def make(**options: Any) -> FederatedTrainer:
+        writes = ModelCheckpoint(tmp_path / "kept", filename="{epoch}", monitor="val_loss", save_last=True)
+        callbacks = [EarlyStopping("val_loss", patience=1), writes]
+        kept = {"limit_val_batches": 1.0, "enable_checkpointing": True, "default_root_dir": tmp_path, **options}
+        return make_trainer("Scaffold ii", callbacks=callbacks, **kept)
 
-    expected, module = make(), validated()
-    expected.fit(validated(), make_data(with_val=True))
-    wire = Wire(tmp_path, make, validated, with_val=True)
-    with wire.server(module) as server:
-        phases = []
-        while server.phase is not None:
-            phases.append((server.phase, wire.phase(server)))
-    told = [report is not None for _, report in phases]
-    assert [name for name, _ in phases[:7]] == ["hello", "loss", "train", "measure", "measure", "loss", "train"]
-    assert [index for index, is_told in enumerate(told) if is_told][:1] == [4]  # when all is measured
-    assert sum(told) == 3
+    val, expected = classification(12, 77), make()
+    data = make_data()
+    data.val = val
+    expected.fit(validated(), data)
+    assert expected.fit_loop.round == 3, "early stopping ends it"
+    for file in (tmp_path / "kept").iterdir():
+        file.unlink()
+
+    wire, module = Wire(tmp_path, make, validated), validated()
+    first, second = make(max_rounds=2), make()
+    first.fit(module, wire.clients(val=val))
+    wire.kill()
+    clients = wire.clients(val=val, test=val, eval_batch_size=5)
+    second.fit(module, clients, ckpt_path="last")
+    assert second.fit_loop.round == 3
+    assert second.callback_metrics["val_loss"] == 0.0
     assert torch.equal(parameters(module), parameters(expected.lightning_module))
-    found, wanted = logged_by(server.trainer), logged_by(expected)
-    assert {"clients/val_acc/p10", "personalized/val_acc/mean", "population/train_loss"} <= found.keys()
-    assert {name: found.get(name) for name in wanted if not name.startswith("val_acc")} == pytest.approx(
-        {name: value for name, value in wanted.items() if not name.startswith("val_acc")}
-    )
+    assert {file.name for file in (tmp_path / "kept").iterdir()} == {"epoch=1.ckpt", "last.ckpt"}
+    assert second.validate(module, clients, verbose=False)[0]["val_loss"] == 0.0
+    (tested,) = second.test(module, clients, verbose=False)
+    assert tested["tested"] == pytest.approx((5 * 5 + 5 * 5 + 2 * 2) / 12)
 
 
-def test_sites_measure_clients_own_models(tmp_path: Path) -> None:
-    def make() -> FederatedTrainer:
-        measures = [ClientAccuracy(), PersonalizedAccuracy(local_steps=2, every_n_rounds=2)]
-        return make_trainer("Scaffold ii", personal=["net.3.*"], callbacks=measures, max_rounds=3)
-
-    expected = make()
-    expected.fit(validated(), make_data(with_val=True))
-    wire = Wire(tmp_path, make, validated, with_val=True)
-    with wire.server(validated()) as server:
-        wire.run(server)
-    found, wanted = logged_by(server.trainer), logged_by(expected)
-    assert {"clients_own/val_acc/p10", "personalized_own/val_acc/mean"} <= found.keys()
-    assert found == pytest.approx(wanted)
-
-
-def test_a_measure_goes_on_without_clients_that_do_not_answer(tmp_path: Path) -> None:
-    def make() -> FederatedTrainer:
-        return make_trainer("FedAvg", callbacks=[TrainingLoss()], on_client_error="drop", max_rounds=2)
-
-    wire = Wire(tmp_path, make)
-    with wire.server() as server:
-        while server.phase is not None:
-            tasks = server.tasks()
-            left_out = tasks if server.trainer.fit_loop.round == 1 else {1: None}
-            is_measure = server.phase == "measure"
-            for reply in wire.exchange({i: t for i, t in tasks.items() if not (is_measure and i in left_out)}):
-                server.receive(reply)
-            server.close_phase()
-    assert server.trainer.callback_metrics["population/train_loss"] > 0  # of the first round; of the second is none
-
-
-def test_a_server_knows_the_sizes_of_data_that_it_does_not_have() -> None:
-    data = RemoteData({"a": Announced(5, 2, 4, val_size=3), "b": Announced(7, 4, 2), "c": Announced(6, 0, None)})
-    assert (data.client_ids, data.known_sizes, data.batch_size) == (["a", "b", "c"], [5, 7, 6], 2)
-    assert len(data.client_val_dataset("a")) == 3
-    assert data.client_val_dataset("b") is None
-    with pytest.raises(FederatedError, match="are on its site"):
-        data.client_batches("a")
+def test_a_plain_trainer_and_several_processes_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    wire = Wire(tmp_path, MAKE)
+    with pytest.raises(FederatedError, match="train with FederatedTrainer"):
+        pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False).fit(
+            model(), wire.clients()
+        )
+    monkeypatch.setattr(FederatedTrainer, "world_size", 2)
+    with pytest.raises(FederatedError, match="are asked by a trainer of one process, found 2 processes"):
+        wire.run()
+    assert not wire.phases

@@ -1,21 +1,29 @@
 """Replies that cannot be are refused by name, and the round goes on as if they had not come."""
 
+import math
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lightning_fed.callbacks import TrainingLoss
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import Message
+from lightning_fed.deploy.exchange import Exchange
+from lightning_fed.deploy.reply_checks import Expected
+from lightning_fed.rounds.messages import Reply
 from tests.deploy.site_models import model
-from tests.deploy.wire import Wire, make_trainer, parameters, simulated
+from tests.deploy.wire import METHODS, Wire, make_trainer, parameters, simulated
 
 MAKE = partial(make_trainer, "Scaffold ii")
+REPORT = ("size", "steps", "loss", "update_norm", "seconds")
 
 
 def changed(message: Message, tensors: dict[str, Any] | None = None, **header: Any) -> Message:
@@ -26,15 +34,20 @@ def without(message: Message, name: str) -> Message:
     return replace(message, tensors={n: value for n, value in message.tensors.items() if n != name})
 
 
+def told(message: Message, **report: Any) -> Message:
+    return changed(message, report={**message.header["report"], **report})
+
+
+def nested(depth: int) -> Any:
+    found: Any = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
 P = 83  # parameters of the network
 NAN = torch.full((P,), float("nan"))
 WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
-    "another format": (lambda m: changed(m, format=2), "format 2, and knows format 1"),
-    "another run": (lambda m: changed(m, run="other"), "is of run other"),
-    "no client": (lambda m: changed(m, client=17), "of no client"),
-    "a later round": (lambda m: changed(m, round=4), "of round 4 .*, and 'train' of round 0"),
-    "another phase": (lambda m: changed(m, phase="loss"), "'loss' of round 0 .*'train' of round 0"),
-    "another attempt": (lambda m: changed(m, attempt=1), "attempt 1.*attempt 0"),
     "a wrong shape": (lambda m: changed(m, {"model": torch.zeros(3)}), r"'model' of shape \\[3\\]"),
     "a wrong type": (lambda m: changed(m, {"model": torch.zeros(P, dtype=torch.float64)}), "of torch.float64"),
     "whole numbers": (lambda m: changed(m, {"model": torch.zeros(P, dtype=torch.int64)}), "of torch.int64"),
@@ -54,29 +67,183 @@ WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
     "a strange tensor": (lambda m: changed(m, {"evil": torch.zeros(P)}), "tensor 'evil', which no reply has"),
     "no tensor": (lambda m: changed(m, {"model": "x"}), "model is no tensor"),
     "a strange buffer": (lambda m: changed(m, {"buffers.b": torch.zeros(2)}), "buffer 'b'"),
+    "a scalar for a vector": (
+        lambda m: changed(m, {"send.delta": torch.tensor(1.0)}),
+        r"'delta' of shape \\[\\], where \\[83\\] is expected",
+    ),
+    "a vector for a scalar": (lambda m: changed(m, {"send.lr_sum": torch.zeros(P)}), r"'lr_sum' of shape \\[83\\]"),
+    "a scalar of another type": (
+        lambda m: changed(m, {"send.lr_sum": torch.tensor(0.1, dtype=torch.float64)}),
+        "'lr_sum' of torch.float64",
+    ),
+    "a factor of zero": (
+        lambda m: changed(m, {"send.lr_sum": torch.tensor(0.0)}),
+        "'delta_c' with numbers that are not",
+    ),
+    "a change without a finite norm": (
+        lambda m: changed(m, {"model": torch.full((P,), 3e38)}),
+        "norm that is not finite",
+    ),
+    "what only a client knows is implied": (
+        lambda m: changed(without(m, "model"), {"send.delta_c": torch.zeros(P)}, implied=["delta"]),
+        "leaves out \\['delta'\\], which the server cannot work out",
+    ),
+    "an infinite count": (lambda m: changed(m, examples=float("inf")), "its examples is inf"),
+    "a count below zero": (lambda m: changed(m, own_examples=-1), "its own_examples is -1"),
+    "a count that is true": (lambda m: changed(m, loss_examples=True), "its loss_examples is True"),
+    "a count of many digits": (lambda m: changed(m, message_bytes=10**400), "its message_bytes is 1000.* \\.\\.\\."),
+    "a loss of many digits": (lambda m: changed(m, loss=10**400), "its loss is 1000"),
+    "an infinite metric": (lambda m: changed(m, metrics={"a": float("-inf")}), "metrics 'a' is -inf"),
+    "a metric with a control character": (lambda m: changed(m, metrics={"\x1b[31m": 1.0}), r"metrics is '\\\\x1b"),
+    "steps on no examples": (lambda m: changed(m, examples=0), "local steps on no examples"),
+    "an infinite time": (lambda m: told(m, seconds=float("inf")), "loss, norm or time is not finite"),
+    "a nested header": (lambda m: changed(m, server_read=nested(900)), "its server_read is a list"),
+    "a nested metric": (lambda m: changed(m, metrics={"a": nested(900)}), "'a' is a list"),
+    "no implied": (
+        lambda m: Message({n: v for n, v in m.header.items() if n != "implied"}, m.tensors),
+        "implied is None",
+    ),
     "no report": (lambda m: changed(m, report=None), "is no reply"),
     "a strange report": (lambda m: changed(m, report={"size": "many"}), "is no reply"),
     "a strange metric": (lambda m: changed(m, metrics={"a": []}), "is no reply"),
     "strange names": (lambda m: changed(m, same={"a": "b"}), "the same as 'b'"),
-    "a header that is none": (lambda m: Message([], m.tensors), "format None"),  # type: ignore[arg-type]
-    "a round that is none": (lambda m: changed(m, round="0"), "round is '0'"),
 }
 
 
-def test_a_reply_that_cannot_be_is_refused_and_the_round_goes_on(tmp_path: Path) -> None:
-    wire, module = Wire(tmp_path, MAKE), model()
-    with wire.server(module) as server:
-        wire.phase(server)
-        tasks = server.tasks()
-        first = next(iter(tasks))
-        sound = wire.answer(tasks[first])
-        for name, (change, why) in WRONG.items():
-            try:
-                server.receive(change(sound))
-            except FederatedError as error:
-                assert re.search(why.replace("\\\\", "\\"), str(error)), f"{name}: {error}"  # noqa: PT017
-            else:
-                pytest.fail(f"{name} is taken in")
-            assert first in server.missing(), name
-        wire.run(server)
+def test_a_reply_that_cannot_be_is_refused_and_the_round_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wire, module, left = Wire(tmp_path, MAKE), model(), dict(WRONG)
+
+    def comes(task: Message) -> list[Message]:
+        sound, wrong = wire.answer(task), list[Message]()
+        if task.header["phase"] == "train" and task.client != wire.last:
+            wrong, _ = [change(sound) for change, _ in left.values()], left.clear()
+        return [*wrong, sound]
+
+    wire.comes = comes
+    wire.run(module)
+    assert not left
+    for name, (_, why) in WRONG.items():
+        assert any(re.search(why.replace("\\\\", "\\"), text) for text in caplog.messages), name
     assert torch.equal(parameters(module), parameters(simulated(MAKE).lightning_module))
+
+
+@dataclass
+class Phase:
+    """What a fit asks in one phase, and how it reads replies."""
+
+    exchange: Exchange
+    tasks: Mapping[Any, Message]
+    read: Callable[[Message], Any]
+    reply: Message  # a sound one
+
+
+@pytest.fixture(scope="module")
+def phases(tmp_path_factory: pytest.TempPathFactory) -> list[Phase]:
+    """Phases of every kind, caught on their way."""
+    found: list[Phase] = []
+    ask = Exchange.ask
+
+    def noting(self: Exchange, tasks: Mapping[Any, Message], read: Any) -> Iterator[Any]:
+        yield from ask(self, tasks, lambda reply: found.append(Phase(self, tasks, read, reply)) or read(reply))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "ask", noting)
+        for method in ("Scaffold ii", "Mime", "FedProx adaptive", "FedExP"):
+            make = partial(make_trainer, method, max_rounds=2, callbacks=[TrainingLoss()])
+            Wire(tmp_path_factory.mktemp("sites"), make).run()
+    return [phase for phase in found if phase.reply.client == 2]
+
+
+plain = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.sampled_from([10**400, 2**53])
+)
+values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+shapes = st.sampled_from([(), (1,), (P,), (2, P)])
+tensors = st.builds(
+    lambda shape, value, dtype: torch.full(shape, value, dtype=dtype),
+    shapes,
+    st.sampled_from([0.0, 1.0, 3e38, float("nan"), float("-inf")]),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+names = st.sampled_from(
+    ["model", "send.delta", "send.delta_c", "send.lr_sum", "send.x", "send.square", "buffers.a", "x"]
+)
+
+
+@given(st.data())
+def test_whatever_a_reply_says_it_is_read_or_refused(phases: list[Phase], data: st.DataObject) -> None:
+    phase = data.draw(st.sampled_from(phases))
+    sound = phase.reply
+    known = st.sampled_from([*sound.header, "failed", "measured"])
+    header = {**sound.header, **data.draw(st.dictionaries(known, values, max_size=2))}
+    if isinstance(header.get("report"), dict):
+        header["report"] = {
+            **header["report"],
+            **data.draw(st.dictionaries(st.sampled_from(REPORT), values, max_size=1)),
+        }
+    for gone in data.draw(st.lists(known, max_size=1)):
+        header.pop(gone, None)
+    message = Message(header, {**sound.tensors, **data.draw(st.dictionaries(names, tensors, max_size=1))})
+    try:
+        arrived = Message.from_bytes(message.to_bytes())
+        if phase.exchange._sender(arrived, phase.tasks) is None:
+            return
+        reply = phase.read(arrived)
+    except FederatedError:
+        return
+    if not isinstance(reply, Reply) or reply.failed:
+        return
+    for value in (*reply.send.values(), reply.changes, reply.models):
+        assert value is None or bool(torch.isfinite(value).all())
+    for name, value in reply.send.items():
+        sent = sound.tensors.get(f"send.{name}", sound.tensors.get("model"))
+        assert sent is None or (value.shape[1:], value.dtype) == (sent.shape, sent.dtype)
+    for report in reply.reports:
+        assert 0 <= report.steps <= 12
+        assert not math.isinf(report.loss)
+
+
+def test_the_norm_of_a_change_is_the_servers_own(tmp_path: Path) -> None:
+    make = partial(
+        make_trainer, "FedAvg", clients_per_round=1.0, max_rounds=1, on_client_error="drop", max_update_ratio=10.0
+    )
+    wire = Wire(tmp_path, make)
+
+    def comes(task: Message) -> list[Message]:
+        reply = wire.answer(task)
+        if task.client != 1 or task.header["phase"] == "hello":
+            return [reply]
+        return [changed(told(reply, update_norm=0.1), {"model": reply.tensors["model"] + 1e4})]
+
+    wire.comes = comes
+    _, (report,) = wire.run()
+    assert "max_update_ratio=10" in report.failed[1]
+
+
+def test_a_failure_is_told_in_one_line_without_control_characters(tmp_path: Path) -> None:
+    wire = Wire(tmp_path, partial(make_trainer, "FedAvg", clients_per_round=1.0, max_rounds=1, on_client_error="drop"))
+
+    def comes(task: Message) -> list[Message]:
+        reply = wire.answer(task)
+        lies = {0: "\x1b[2J\nINFO: all is well " + "x" * 10**5, 1: nested(900)}
+        return [changed(reply, failed=lies[task.client])] if task.client in lies and reply.tensors else [reply]
+
+    wire.comes = comes
+    _, (report,) = wire.run()
+    assert report.failed[0].startswith(r"Client 0 has failed: \x1b[2J\nINFO: all is well xxx")
+    assert len(report.failed[0]) < 2200
+    assert report.failed[1] == "Client 1 has failed: a list"
+
+
+def test_what_every_method_sends_is_known_before_it_is_sent(tmp_path: Path, monkeypatch: Any) -> None:
+    """So a message has exactly the shape and type that the method's own ``finish`` gives it."""
+    seen: dict[str, Any] = {}
+    of = Expected.of
+    monkeypatch.setattr(Expected, "of", lambda *args: seen.setdefault("expected", of(*args)))
+    for number, method in enumerate(METHODS):
+        seen.clear()
+        Wire(tmp_path / str(number), partial(make_trainer, method, max_rounds=1)).run()
+        algorithm = METHODS[method]()
+        assert set(algorithm.reduces) <= seen["expected"].like.keys(), method

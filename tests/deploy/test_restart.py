@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy import FederatedServer
+from lightning_fed.deploy import Message
 from tests.deploy.site_models import model
-from tests.deploy.wire import METHODS, Wire, make_data, make_trainer, parameters, simulated
+from tests.deploy.wire import METHODS, EndedError, Wire, make_data, make_trainer, parameters, simulated
 from tests.helpers.selection import few
 
 STATEFUL = ["Scaffold i", "Scaffold ii", "FedDyn"]
@@ -21,16 +21,11 @@ STATEFUL = ["Scaffold i", "Scaffold ii", "FedDyn"]
 def test_a_run_goes_on_from_the_servers_checkpoint_and_the_sites_folders(method: str, tmp_path: Path) -> None:
     make = partial(make_trainer, method)
     expected = simulated(make)
-    wire = Wire(tmp_path, make)
-    with wire.server() as server:
-        wire.run(server, rounds=2)
-        server.save(tmp_path / "two.ckpt")
-        wire.run(server, rounds=1)  # which is lost: sites have done it, and the server has not kept it
+    wire, module, two = Wire(tmp_path, make), model(), tmp_path / "two.ckpt"
+    wire.run(save={2: two}, trainer=make(max_rounds=3))  # the third is lost: sites have done it, the server not kept it
     wire.kill()
-    module = model()
-    with wire.server(module) as server:
-        server.load(tmp_path / "two.ckpt")
-        assert [report.round for report in wire.run(server)] == [2, 3, 4]
+    _, reports = wire.run(module, ckpt_path=two)
+    assert [report.round for report in reports] == [2, 3, 4]
     assert torch.equal(parameters(module), parameters(expected.lightning_module))
 
 
@@ -42,66 +37,72 @@ def test_a_run_that_began_in_simulation_goes_on_with_sites(method: str, tmp_path
     begun.fit(model(), make_data())
     begun.save_checkpoint(tmp_path / "two.ckpt")
     wire, module = Wire(tmp_path / "sites", make), model()
-    with wire.server(module) as server:
-        server.load(tmp_path / "two.ckpt")
-        wire.run(server, rounds=1)
-        server.save(tmp_path / "three.ckpt")  # some states are on sites by now, others here
+    three = tmp_path / "three.ckpt"  # some states are on sites by now, others here
+    wire.run(module, ckpt_path=tmp_path / "two.ckpt", save={3: three}, trainer=make(max_rounds=3))
     wire.kill()
-    with wire.server(module) as server:
-        server.load(tmp_path / "three.ckpt")
-        wire.run(server)
+    wire.run(module, ckpt_path=three)
     assert torch.equal(parameters(module), parameters(expected.lightning_module))
+
+
+@pytest.mark.parametrize("method", ["Scaffold ii"])
+def test_a_trainer_goes_on_in_a_second_fit_from_simulation_to_sites_and_with_other_clients_objects(
+    method: str, tmp_path: Path
+) -> None:
+    make, module = partial(make_trainer, method), model()
+    wire, trainer = Wire(tmp_path, make), make(max_rounds=1)
+    trainer.fit(module, make_data())
+    for rounds in (3, 5):
+        trainer.max_rounds = rounds
+        wire.run(module, trainer=trainer)
+    assert len({site._run for site in wire.sites.values()}) == 1
+    assert torch.equal(parameters(module), parameters(simulated(make).lightning_module))
+    trainer.max_rounds = 6
+    with pytest.raises(
+        FederatedError, match="This trainer's earlier fit is of a run with real clients, 4 of which keep"
+    ):
+        trainer.fit(module, make_data())
 
 
 def test_a_run_goes_back_to_simulation_unless_sites_keep_states(tmp_path: Path) -> None:
     for method in ("FedAvg", "Scaffold ii"):
-        make = partial(make_trainer, method)
-        wire = Wire(tmp_path / method, make)
-        with wire.server() as server:
-            wire.run(server, rounds=2)
-            server.save(tmp_path / f"{method}.ckpt")
+        wire = Wire(tmp_path / method, partial(make_trainer, method, max_rounds=2))
+        wire.run(save={2: tmp_path / f"{method}.ckpt"})
     fitted = simulated(partial(make_trainer, "FedAvg"), ckpt_path=tmp_path / "FedAvg.ckpt")
     expected = simulated(partial(make_trainer, "FedAvg"))
     assert torch.equal(parameters(fitted.lightning_module), parameters(expected.lightning_module))
-    with pytest.raises(FederatedError, match="keep states on their sites.*FederatedServer.load"):
+    with pytest.raises(FederatedError, match="keep states on their sites.*RemoteClients"):
         simulated(partial(make_trainer, "Scaffold ii"), ckpt_path=tmp_path / "Scaffold ii.ckpt")
 
 
 def disturbed(method: str, folder: Path, seed: int) -> tuple[Any, int]:
     """Run over sites, with ends of servers and sites at random moments; return the module and how many there were."""
-    chance, make = random.Random(seed), partial(make_trainer, method)
-    wire, checkpoint, ends = Wire(folder, make, seed=seed), folder / "last.ckpt", 0
+    chance, make, ends = random.Random(seed), partial(make_trainer, method), 0
+    wire, checkpoint = Wire(folder, make, seed=seed), folder / "last.ckpt"
 
-    def begun() -> FederatedServer:
-        server = wire.server(model())
-        if checkpoint.is_file():
-            server.load(checkpoint)
-        return server
-
-    server = begun()
-    while server.phase is not None:
-        tasks = list(server.tasks().values())
-        chance.shuffle(tasks)
-        for task in tasks:
+    def comes(task: Message) -> list[Message]:
+        nonlocal ends
+        reply = wire.answer(task)
+        if chance.random() < 0.15:  # a site ends when it has answered, and the reply is lost
+            wire.kill(int(task.client))
+            ends += 1
             reply = wire.answer(task)
-            if chance.random() < 0.15:  # a site ends when it has answered, and the reply is lost
-                wire.kill(int(task.client))
-                ends += 1
-                reply = wire.answer(task)
-            server.receive(reply)
-            if chance.random() < 0.1:
-                wire.kill(chance.choice(range(4)))
-                ends += 1
-        if chance.random() < 0.1:  # the server ends with all replies of a phase
-            server.close()
-            server, ends = begun(), ends + 1
+        if chance.random() < 0.1:
+            wire.kill(chance.choice(range(4)))
+            ends += 1
+        if task.client == wire.last and chance.random() < 0.1:  # the server ends with nearly all replies of a phase
+            raise EndedError
+        return [reply]
+
+    wire.comes = comes
+    while True:
+        module = model()
+        try:
+            wire.run(module, ckpt_path=checkpoint if checkpoint.is_file() else None, save={None: checkpoint})
+        except EndedError:
+            ends += 1
             continue
-        if server.close_phase() is not None and server.phase is not None:
-            server.save(checkpoint)
-    module = server.model
-    server.close()
-    wire.kill()
-    return module, ends
+        wire.kill()
+        return module, ends
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(3, 33))])

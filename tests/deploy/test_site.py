@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy import FederatedServer, FederatedSite, Message
+from lightning_fed.deploy import FederatedSite, InProcess, Message, RemoteClients
 from tests.deploy.site_models import model
-from tests.deploy.wire import Wire, make_trainer, parameters
+from tests.deploy.wire import Wire, make_data, make_trainer, parameters
 from tests.helpers.selection import few
 from tests.helpers.training import clients
 
@@ -25,41 +25,38 @@ def changed(message: Message, tensors: dict[str, Any] | None = None, **header: A
     return replace(message, header={**message.header, **header}, tensors={**message.tensors, **(tensors or {})})
 
 
-def hello(server: FederatedServer) -> Message:
-    return server.tasks()[2]
+def noted(wire: Wire, phase: str = "hello", **fit: Any) -> dict[Any, Message]:
+    """Return the tasks of a fit's last exchange of a phase, by client."""
+    tasks: dict[Any, Message] = {}
+
+    def comes(task: Message) -> Any:
+        if task.header["phase"] == phase:
+            tasks[task.client] = task
+        return wire.answers(task)
+
+    wire.comes = comes
+    wire.run(**fit)
+    return tasks
 
 
 def test_a_site_refuses_tasks_that_are_not_for_it(tmp_path: Path) -> None:
-    wire, other = Wire(tmp_path, MAKE), Wire(tmp_path / "other", MAKE)
-    with wire.server() as server, other.server() as another:
-        site = wire.site(2)
+    make = partial(MAKE, clients_per_round=1.0, max_rounds=2)
+    wire, other = Wire(tmp_path / "one", make), Wire(tmp_path / "other", make)
+    greetings, train = noted(wire), noted(other, "train")
+    with FederatedSite(make(), model(), make_data([2]), 2, tmp_path / "new") as site:
         with pytest.raises(FederatedError, match="which has not said hello to it"):
-            site.answer(changed(hello(server), phase="train"))
+            site.answer(train[2])
         with pytest.raises(FederatedError, match="A task for client 1 has come to the site of 2"):
-            site.answer(server.tasks()[1])
-        site.answer(hello(server))
+            site.answer(greetings[1])
+        site.answer(greetings[2])
         with pytest.raises(FederatedError, match="A task of run .* has not said hello to it"):
-            site.answer(changed(hello(another), phase="train"))
+            site.answer(train[2])
         with pytest.raises(FederatedError, match="has no client 2. Its client_ids must name all"):
-            site.answer(changed(hello(server), clients=[0, 1]))
-        wire.run(server)
-        for path in (tmp_path / "2").rglob("*.state"):
-            path.unlink()
-        task = changed(hello(server) if server.phase == "hello" else wire_task(wire, tmp_path), state=4, round=4)
-        with pytest.raises(FederatedError, match="asked to go on from what it kept after 4 rounds, and .* none"):
-            site.answer(task)
-
-
-def wire_task(wire: Wire, folder: Path) -> Message:
-    """Return a task of the run that the sites know."""
-    with FederatedServer(wire.make(), model(), range(4)) as server:
-        server._run = wire.sites[2]._run
-        wire.phase(server)
-        return (
-            next(task for task in server.tasks().values() if task.client == 2)
-            if 2 in server.tasks()
-            else (changed(next(iter(server.tasks().values())), client=2))
-        )
+            site.answer(changed(greetings[2], clients=[0, 1]))
+    for path in (tmp_path / "other").rglob("*.state"):
+        path.unlink()
+    with pytest.raises(FederatedError, match="asked to go on from what it kept after 1 rounds, and .* none"):
+        other.site(2).answer(train[2])
 
 
 SIXTY = tuple(3 + (7 * i) % 11 for i in range(60))
@@ -82,12 +79,7 @@ def test_sixty_clients_on_three_sites_have_the_bits_of_the_simulation(method: st
         FederatedSite(make(), model(), sixty(NAMES[start::3]), NAMES[start::3], tmp_path / str(start))
         for start in range(3)
     ]
-    with FederatedServer(make(), module, NAMES) as server:
-        while tasks := server.tasks():
-            for name, task in reversed(tasks.items()):
-                arrived = Message.from_bytes(task.to_bytes())
-                server.receive(sites[NAMES.index(str(name)) % 3].answer(arrived))
-            server.close_phase()
+    make().fit(module, RemoteClients(InProcess(sites), NAMES))
     for site in sites:
         site.close()
     assert torch.equal(parameters(module), parameters(expected.lightning_module))
@@ -106,11 +98,16 @@ def test_two_hundred_rounds_leave_no_more_behind_than_twenty(tmp_path: Path) -> 
             "memory": process.memory_info().rss,
         }
 
-    with wire.server() as server:
-        wire.run(server, rounds=20)
-        before = standing()
-        wire.run(server)
-        after = standing()
-        assert server.phase is None
-    assert after["memory"] < before.pop("memory") + 2**25
-    assert {name: after[name] for name in before} == {**before, "threads": before["threads"] - 1}  # the fit's has ended
+    found: dict[int, dict[str, Any]] = {}
+
+    class Looks(FederatedCallback):
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+            if round_report.round in (19, 199):
+                found[round_report.round] = standing()
+
+    fitted = wire.make()
+    fitted.callbacks.append(Looks())
+    wire.run(trainer=fitted)
+    before, after = found[19], found[199]
+    assert after.pop("memory") < before.pop("memory") + 2**25
+    assert after == before

@@ -26,8 +26,7 @@ def test_two_processes_do_not_share_a_sites_folder(tmp_path: Path) -> None:
 
 def test_a_site_keeps_the_last_two_versions_of_a_clients_state_and_no_more(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(make_trainer, "Scaffold ii", clients_per_round=1.0))
-    with wire.server() as server:
-        wire.run(server)
+    wire.run()
     assert sorted(path.name for path in (tmp_path / "2").rglob("*.state")) == ["2.4.state", "2.5.state"]
     assert not list((tmp_path / "2").rglob(".*.new"))
 

@@ -1,14 +1,15 @@
-"""A run over sites in one process: every message is made bytes on its way, and comes in any order."""
+"""A run over sites in one process: messages become bytes on their way, and come in any order."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer
 from lightning_fed.algorithms import (
     APFL,
     Adam,
@@ -19,6 +20,8 @@ from lightning_fed.algorithms import (
     FedCM,
     FedDane,
     FedDyn,
+    FedExP,
+    FedNova,
     FedProx,
     FedProxVR,
     FedRep,
@@ -33,8 +36,9 @@ from lightning_fed.algorithms import (
     ServerOnly,
     SGDm,
 )
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
-from lightning_fed.deploy import FederatedServer, FederatedSite, Message
+from lightning_fed.deploy import FederatedSite, Message, Refusal, RemoteClients
 from lightning_fed.server import FedAdam
 from tests.deploy.site_models import Net, model
 from tests.helpers.training import clients, trainer
@@ -55,6 +59,8 @@ METHODS: dict[str, Callable[[], Algorithm]] = {
     "MimeMVR": partial(MimeMVR, a=0.1),
     "FedCM": partial(FedCM, alpha=0.1),
     "FedDyn": partial(FedDyn, alpha=0.1),
+    "FedExP": FedExP,
+    "FedNova": FedNova,
     "FedRep": partial(FedRep, ["net.3.*"], head_epochs=1),
     "Ditto": partial(Ditto, 0.5, batches="own"),
     "APFL": partial(APFL, 0.5),
@@ -87,8 +93,32 @@ def make_data(ids: Sequence[int] = range(len(SIZES)), with_val: bool = False) ->
     return FederatedDataModule(clients=own, client_val=own if with_val else None, batch_size=4)
 
 
+class EndedError(Exception):
+    """The server's process has ended, as after SIGKILL."""
+
+
+class Rounds(FederatedCallback):
+    """Notes the reports of rounds, and saves checkpoints.
+
+    Args:
+        save: Where to save, by the number of completed rounds; None for any other number.
+    """
+
+    def __init__(self, save: Mapping[int | None, Path]) -> None:
+        self.reports: list[RoundReport] = []
+        self._save = save
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: RoundReport) -> None:
+        self.reports.append(round_report)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        path = self._save.get(trainer.fit_loop.round, self._save.get(None))
+        if path is not None:
+            trainer.save_checkpoint(path)
+
+
 class Wire:
-    """The sites of a run, and what carries messages.
+    """A transport to sites of this process.
 
     Args:
         folder: Where sites keep states.
@@ -96,6 +126,12 @@ class Wire:
         make_model: Makes the module.
         seed: Of the order in which replies come.
         with_val: Whether clients have validation sets.
+
+    Attributes:
+        comes: Returns what comes of a task, for tests to replace: by default the reply of its site, or its refusal.
+        phases: Round, phase and clients of every exchange.
+        closed: Whether the last exchange has ended.
+        last: The client whose task comes last in the exchange.
     """
 
     def __init__(
@@ -109,10 +145,26 @@ class Wire:
         self.with_val = with_val
         self.folder, self.make, self.make_model, self.order = folder, make, make_model, random.Random(seed)
         self.sites: dict[int, FederatedSite] = {}
-        self.up, self.down = 0, 0  # bytes of tensors, from sites and to them
+        self.up, self.down = Counter[int](), Counter[int]()  # bytes of tensors by round, from sites and to them
+        self.comes: Callable[[Message], Iterable[Message | Refusal]] = self.answers
+        self.phases: list[tuple[int, str, list[Any]]] = []
+        self.closed, self.last = True, None
 
-    def server(self, module: Net | None = None, **options: Any) -> FederatedServer:
-        return FederatedServer(self.make(), module or self.make_model(), range(len(SIZES)), **options)
+    def clients(self, **options: Any) -> RemoteClients:
+        return RemoteClients(self, range(len(SIZES)), **options)
+
+    def run(
+        self,
+        module: Net | None = None,
+        ckpt_path: Path | None = None,
+        save: Mapping[int | None, Path] | None = None,
+        trainer: FederatedTrainer | None = None,
+    ) -> tuple[FederatedTrainer, list[RoundReport]]:
+        """Fit, and return the trainer and the reports of the rounds."""
+        rounds, fitted = Rounds(save or {}), trainer or self.make()
+        fitted.callbacks.insert(0, rounds)
+        fitted.fit(module or self.make_model(), self.clients(), ckpt_path=ckpt_path)
+        return fitted, rounds.reports
 
     def site(self, client: int) -> FederatedSite:
         if client not in self.sites:
@@ -123,27 +175,28 @@ class Wire:
     def answer(self, task: Message) -> Message:
         arrived = Message.from_bytes(task.to_bytes())
         reply = Message.from_bytes(self.site(int(task.client)).answer(arrived).to_bytes())
-        self.down += sum(value.nbytes for value in arrived.tensors.values())
-        self.up += sum(value.nbytes for value in reply.tensors.values())
+        self.down[task.header["round"]] += sum(value.nbytes for value in arrived.tensors.values())
+        self.up[task.header["round"]] += sum(value.nbytes for value in reply.tensors.values())
         return reply
 
-    def exchange(self, tasks: Mapping[Any, Message]) -> Iterator[Message]:
-        asked = list(tasks.values())
+    def answers(self, task: Message) -> list[Message | Refusal]:
+        try:
+            return [self.answer(task)]
+        except FederatedError as error:
+            return [Refusal(task.client, str(error))]
+
+    def exchange(self, tasks: Mapping[Any, Message], greetings: Mapping[Any, Message]) -> Iterator[Message | Refusal]:
+        asked, header = [*greetings.values(), *tasks.values()], next(iter(tasks.values())).header
+        self.phases.append((header["round"], header["phase"], list(tasks)))
         self.order.shuffle(asked)
-        for task in asked:
-            yield self.answer(task)
-
-    def phase(self, server: FederatedServer) -> RoundReport | None:
-        for reply in self.exchange(server.tasks()):
-            server.receive(reply)
-        return server.close_phase()
-
-    def run(self, server: FederatedServer, rounds: int | None = None) -> list[RoundReport]:
-        reports: list[RoundReport] = []
-        while (rounds is None or len(reports) < rounds) and server.phase is not None:
-            if (report := self.phase(server)) is not None:
-                reports.append(report)
-        return reports
+        asked.sort(key=lambda task: task.client in tasks)  # the fit takes nothing more after the last one
+        self.last = asked[-1].client
+        self.closed = False
+        try:
+            for task in asked:
+                yield from self.comes(task)
+        finally:
+            self.closed = True
 
     def kill(self, client: int | None = None) -> None:
         """Let sites be gone, as after SIGKILL: nothing of them is left but their folders."""

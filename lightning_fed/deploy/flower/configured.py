@@ -1,7 +1,9 @@
 """A configuration's app for Flower: ``lightning-fed deploy`` writes it, and it makes trainer, model and data."""
 
 import shutil
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -22,6 +24,8 @@ __all__ = ["Configured", "deploy", "write_app"]
 
 _TEMPLATES = Path(__file__).parent / "app"
 _NAME = "federated_app"
+_TRIED = 5  # rounds of a run on this machine, unless told otherwise
+_NOT_SENT = "/flower/\n/logs/\n/sites/\n/lightning_logs/\n*.ckpt*\n"  # to sites: what a run writes beside the app
 
 
 class Configured:
@@ -82,12 +86,20 @@ def deploy(args: list[str] | None = None) -> None:
         "--sites", type=int, default=3, help="The number of SuperNodes; each has a share of the clients."
     )
     parser.add_argument("--out", type=str, default=_NAME, help="A new folder, for the app and all that the run writes.")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help=f"The largest number of rounds; {_TRIED} by default, with --run false that of the configuration.",
+    )
     parser.add_argument("--run", type=bool, default=True, help="Whether to run the app, or to write it alone.")
     said = parser.parse_args(args)
     if find_spec("flwr") is None:
         raise FederatedError('deploy flower: Flower is missing: pip install "lightning_fed[flower]".')
     out = Path(said.out).absolute()
-    clients = write_app(Path(said.config), out)
+    rounds = said.rounds if said.rounds is not None or not said.run else _TRIED
+    if rounds is not None:
+        check_count("deploy flower", "--rounds", rounds, least=1)
+    clients = write_app(Path(said.config), out, rounds)
     shares = share_clients(clients, check_count("deploy flower", "--sites", said.sites, least=1))
     nodes = [
         f'client-id="{",".join(map(str, share))}" state-dir="{out / "sites" / str(number)}"'
@@ -97,7 +109,7 @@ def deploy(args: list[str] | None = None) -> None:
     if not said.run:
         return
     print(f"SuperLink and {len(nodes)} SuperNodes start on this machine; their logs are in {out / 'logs'}.", flush=True)
-    with LocalFlower(out, nodes) as flower:
+    with _ended_by_signals(), LocalFlower(out, nodes) as flower:
         run = flower.submit(out)
         flower.follow(run)
         status = flower.status(run)
@@ -106,8 +118,26 @@ def deploy(args: list[str] | None = None) -> None:
     print(f"The run is complete: {out / 'last.ckpt'}")
 
 
-def write_app(config: Path, out: Path) -> list[ClientId]:
-    """Write an app for Flower from a configuration; return the ids of its clients."""
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let the first signal that asks this process to end leave the context, and ignore the next ones meanwhile."""
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+    def end(number: int, frame: Any) -> None:
+        for other in numbers:
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def write_app(config: Path, out: Path, rounds: int | None = None) -> list[ClientId]:
+    """Write an app for Flower from a configuration, with so many rounds at most; return the ids of its clients."""
     clients = Configured(config).client_ids()
     if wrong := [client for client in clients if {*str(client)} & {",", '"'}]:
         raise FederatedError(f"deploy flower: the id of client {wrong[0]!r} has a comma or a quotation mark.")
@@ -119,7 +149,13 @@ def write_app(config: Path, out: Path) -> list[ClientId]:
             text = Template(template.read_text(encoding="utf-8")).substitute(name=_NAME)
             (folder / template.name.removesuffix(".in")).write_text(text, encoding="utf-8")
         (package / "__init__.py").touch()
+        (out / ".gitignore").write_text(_NOT_SENT, encoding="utf-8")
         kept = yaml.safe_load(config.read_text(encoding="utf-8"))
+        if rounds is not None:
+            trainer = kept.setdefault("trainer", {})
+            name = "max_epochs" if trainer.get("max_rounds") is None and "max_epochs" in trainer else "max_rounds"
+            given = trainer.get(name)
+            trainer[name] = rounds if given is None or given == -1 else min(rounds, given)
         (package / "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
     except FileExistsError as error:
         raise FederatedError(f"deploy flower: {out} has an app already. Give another folder by --out.") from error

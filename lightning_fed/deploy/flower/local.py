@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ class LocalFlower:
         return str(self.described(run)["status"])
 
     def stop(self) -> None:
-        """End all processes, SuperNodes first; their own processes end with them."""
+        """End all processes, SuperNodes first, and what they have started."""
         processes = [*self.supernodes.values(), *([] if self.superlink is None else [self.superlink])]
         for process in processes:
             if process.poll() is None:
@@ -120,6 +121,8 @@ class LocalFlower:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            with suppress(ProcessLookupError):  # nobody of its group is left
+                os.killpg(process.pid, signal.SIGKILL)
 
     def __enter__(self) -> "LocalFlower":
         """Start the SuperLink and all SuperNodes."""

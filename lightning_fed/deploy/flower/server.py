@@ -1,7 +1,8 @@
-"""The ServerApp: it drives a FederatedServer through Flower, and saves its checkpoint after every round."""
+"""The ServerApp: it fits with clients through Flower, and saves a checkpoint after every round."""
 
 import logging
-import time
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,20 @@ from filelock import FileLock, Timeout
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.compat.package import pl
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.flower.courier import Courier, Refusal
 from lightning_fed.deploy.flower.resident import STARTED_BY, Maker, called, end_with
-from lightning_fed.deploy.server import FederatedServer
+from lightning_fed.deploy.flower.transport import FlowerTransport
+from lightning_fed.deploy.remote import RemoteClients
 
 __all__ = ["server_app"]
 
 DEFAULTS = {"phase-timeout": 3600.0, "ask-again": 60.0}
 """A run's options in its configuration, in seconds: when a phase is closed, and when a silent node is asked again."""
 
-_PAUSE = 0.5  # seconds between two looks for replies
 _PATIENCE = 30.0  # seconds in which another run that works with the checkpoint is to end
 _log = logging.getLogger("flwr")
 
@@ -32,6 +35,7 @@ def server_app(
     client_ids: Sequence[ClientId] | Maker,
     checkpoint: str | Path,
     make_val: Maker | None = None,
+    max_examples: int | None = None,
 ) -> ServerApp:
     """Return the ServerApp of a run.
 
@@ -45,9 +49,11 @@ def server_app(
             are the others.
         make_model: Makes the module.
         client_ids: The clients' ids, in the order of their stored indices, or a function that returns them.
-        checkpoint: Where the checkpoint is written after every round, and read from if it is there. A relative path
-            begins at the folder in which the SuperLink was started.
+        checkpoint: Where the checkpoint is written after every round, and read from if it is there. The one of the
+            round before stays beside it, with ``.previous`` in its name. A relative path begins at the folder in which
+            the SuperLink was started.
         make_val: Makes the server's own validation set.
+        max_examples: As for :class:`lightning_fed.deploy.RemoteClients`.
 
     Example::
 
@@ -61,8 +67,9 @@ def server_app(
         ids: Any = called(client_ids)() if callable(client_ids) or isinstance(client_ids, str) else client_ids
         val = None if make_val is None else called(make_val)()
         phase_timeout, ask_again = (seconds(context.run_config, name) for name in DEFAULTS)
-        with FederatedServer(called(make_trainer)(), called(make_model)(), ids, val=val) as server:
-            run_server(server, grid, Path(checkpoint).absolute(), phase_timeout, ask_again)
+        transport = FlowerTransport(grid, ids, phase_timeout, ask_again)
+        clients = RemoteClients(transport, ids, val=val, max_examples=max_examples)
+        fit(called(make_trainer)(), called(make_model)(), clients, Path(checkpoint).absolute())
 
     return app
 
@@ -75,8 +82,8 @@ def seconds(run_config: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
-def run_server(server: FederatedServer, grid: Grid, checkpoint: Path, phase_timeout: float, ask_again: float) -> None:
-    """Run all rounds, and write the checkpoint after each; no other run may use it meanwhile."""
+def fit(trainer: pl.Trainer, module: pl.LightningModule, clients: RemoteClients, checkpoint: Path) -> None:
+    """Run all rounds, from the checkpoint if it is there; no other run may use it meanwhile."""
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     try:  # the system frees the lock, however the process ends
         held = FileLock(f"{checkpoint}.lock", timeout=_PATIENCE).acquire()
@@ -86,51 +93,38 @@ def run_server(server: FederatedServer, grid: Grid, checkpoint: Path, phase_time
             " give this one another checkpoint."
         ) from error
     with held:
-        if checkpoint.is_file():
-            server.load(checkpoint)
+        if is_begun := checkpoint.is_file():
             _log.info("The run goes on from %s.", checkpoint)
-        courier = Courier(grid, server.client_ids, phase_timeout, ask_again)
-        while server.phase is not None:
-            refused = _exchange(server, courier, phase_timeout)
-            try:
-                report = server.close_phase()
-            except ClientError:
-                raise
-            except FederatedError as error:
-                raise FederatedError(
-                    " ".join([str(error), *(f"{c!r} says: {r}" for c, r in refused.items())])
-                ) from error
-            if report is not None:
-                server.save(checkpoint)
-                _log.info("Round %d: clients %s, loss %.6g.", report.round, list(report.clients), report.loss)
+        trainer.callbacks.append(_SaveRounds(checkpoint))  # type: ignore[attr-defined]
+        trainer.fit(module, clients, ckpt_path=checkpoint if is_begun else None)
     _log.info("All rounds are done. The model is in %s.", checkpoint)
 
 
-def _exchange(server: FederatedServer, courier: Courier, timeout: float) -> dict[ClientId, str]:
-    """Exchange the messages of a phase; return which clients refuse to answer, and why."""
-    tasks, refused, end = server.tasks(), dict[ClientId, str](), time.monotonic() + timeout
-    courier.group = f"{server.phase} {next(iter(tasks.values())).header['round']}" if tasks else ""
-    courier.forget_tasks()
-    while waiting := [client for client in server.missing() if client not in refused]:
-        is_quiet = True
-        late = {c: task for c, task in server.greetings().items() if c not in refused}
-        for come in courier.exchange({client: tasks[client] for client in waiting} | late):
-            is_quiet = False
-            if isinstance(come, Refusal):
-                refused[come.client] = come.reason
-                _log.error("Client %r does not answer: %s", come.client, come.reason)
-                continue
-            try:
-                server.receive(come)
-            except ClientError:
-                raise
-            except FederatedError as error:
-                refused[come.client] = str(error)
-                _log.error("%s", error)
-        if time.monotonic() > end:
-            away = [client for client in waiting if client not in courier.found]
-            _log.error("No reply for %g s of %s; of %s no node is there.", timeout, server.missing(), away or "none")
-            break
-        if is_quiet:
-            time.sleep(_PAUSE)
-    return refused
+class _SaveRounds(FederatedCallback, pl.callbacks.Checkpoint):
+    """Save every round, after all other callbacks, and keep the checkpoint of the round before."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint, self._report = checkpoint, ""
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
+        """Note what there is to log once the round is saved."""
+        done = round_report
+        self._report = f"Round {done.round}: clients {list(done.clients)}, loss {done.loss:.6g}."
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save the round."""
+        if self._checkpoint.is_file():
+            _keep(self._checkpoint, self._checkpoint.with_suffix(f".previous{self._checkpoint.suffix}"))
+        trainer.save_checkpoint(self._checkpoint)
+        _log.info("%s", self._report)
+
+
+def _keep(file: Path, other: Path) -> None:
+    """Give a file another name as well; at no moment is there less under either name than before."""
+    work = other.with_name(f".{other.name}.new")
+    work.unlink(missing_ok=True)
+    try:
+        os.link(file, work)
+    except OSError:  # some network disks have no such links
+        shutil.copyfile(file, work)
+    os.replace(work, other)

@@ -11,9 +11,10 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from lightning_fed.deploy import FederatedServer
+from lightning_fed.deploy import RemoteClients
 from lightning_fed.deploy.flower import server
 from lightning_fed.deploy.flower.resident import Resident
+from lightning_fed.deploy.flower.transport import FlowerTransport
 from tests.deploy.site_models import model
 from tests.deploy.wire import make_trainer, parameters, simulated
 
@@ -106,10 +107,9 @@ class SitesHere:
         cls.open = {}
 
 
-def run(grid: NodesHere, checkpoint: Path, phase_timeout: float = 600.0, ask_again: float = 0.0, **trainer: Any) -> Any:
-    module = model()
-    with FederatedServer(make_trainer("Scaffold ii", **trainer), module, range(4)) as driven:
-        server.run_server(driven, grid, checkpoint, phase_timeout, ask_again)
+def run(grid: NodesHere, checkpoint: Path, timeout: float = 600.0, ask_again: float = 0.0, **trainer: Any) -> Any:
+    module, clients = model(), RemoteClients(FlowerTransport(grid, range(4), timeout, ask_again), range(4))
+    server.fit(make_trainer("Scaffold ii", **trainer), module, clients, checkpoint)
     return module
 
 

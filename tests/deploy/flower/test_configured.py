@@ -2,17 +2,23 @@
 
 import importlib
 import io
+import os
+import signal
 import sys
+import time
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.config_utils import load_and_validate
 
 from lightning_fed.cli.main import main
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import FederatedSite
 from lightning_fed.deploy.flower import configured
 
@@ -30,7 +36,11 @@ def test_the_app_of_a_configuration_is_what_flower_takes(
     config, warnings = load_and_validate(out / "pyproject.toml")
     assert config
     assert all("license" in warning for warning in warnings), "which is the user's to choose"
+    for own in ("flower/apps/other", "sites/0", "logs"):
+        (out / own).mkdir(parents=True)
+        (out / own / "left.py").touch()
     assert "federated_app/config.yaml" in sent(out)
+    assert not [name for name in sent(out) if "left" in name], "what a run writes is no part of the app"
     monkeypatch.syspath_prepend(str(out))
     task = importlib.import_module("federated_app.task")
     for side in ("client", "server"):
@@ -42,6 +52,64 @@ def test_the_app_of_a_configuration_is_what_flower_takes(
         assert site.client_ids == [3, 4]
     with pytest.raises(SystemExit, match="has an app already"):
         main(words)
+
+
+class Started:
+    """Stands for Flower's processes, whose run takes for ever; a signal comes meanwhile."""
+
+    number: int = 0
+    ended: list[str] = []
+
+    def __init__(self, folder: Path, nodes: list[str]) -> None:
+        self.logs = folder / "logs"
+
+    def __enter__(self) -> "Started":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.kill(os.getpid(), self.number)  # an impatient user's second one
+        self.ended.append("all")
+
+    def submit(self, app: Path) -> str:
+        os.kill(os.getpid(), self.number)
+        time.sleep(600)
+        raise AssertionError
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_a_signal_ends_all_that_was_started(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configured, "LocalFlower", Started)
+    monkeypatch.setattr(Started, "number", number)
+    monkeypatch.setattr(Started, "ended", [])
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as end:
+        configured.deploy(["flower", "--config", QUICKSTART, "--out", str(tmp_path / "app")])
+    assert end.value.code == 128 + number
+    assert Started.ended == ["all"]
+    assert signal.getsignal(number) is before
+
+
+def test_a_run_on_this_machine_has_five_rounds_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configured, "LocalFlower", Started)
+    given = yaml.safe_load(Path(QUICKSTART).read_text())
+    epochs = {**given, "trainer": {**given["trainer"], "max_epochs": 50}}
+    del epochs["trainer"]["max_rounds"]
+    few = {**given, "trainer": {**given["trainer"], "max_rounds": 2}}
+    endless = {**given, "trainer": {**given["trainer"], "max_rounds": -1}}
+    wanted = [(given, [], 5), (few, [], 2), (endless, [], 5), (epochs, [], 5), (given, ["--rounds", "7"], 7)]
+    monkeypatch.setattr(Started, "submit", lambda self, app: sys.exit("enough"))
+    monkeypatch.setattr(Started, "__exit__", lambda self, *_: None)
+    for number, (config, words, rounds) in enumerate([*wanted, (given, ["--run", "false"], 50)]):
+        file, out = tmp_path / f"{number}.yaml", tmp_path / str(number)
+        file.write_text(yaml.safe_dump(config))
+        with suppress(SystemExit):
+            configured.deploy(["flower", "--config", str(file), "--out", str(out), *words])
+        trainer = yaml.safe_load((out / "federated_app" / "config.yaml").read_text())["trainer"]
+        assert [trainer[name] for name in ("max_rounds", "max_epochs") if name in trainer] == [rounds], number
+    with pytest.raises(FederatedError, match="--rounds"):
+        configured.deploy(["flower", "--config", QUICKSTART, "--out", str(tmp_path / "no"), "--rounds", "0"])
 
 
 def sent(app: Path) -> set[str]:

@@ -15,6 +15,7 @@ pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower
 
 from lightning_fed.deploy.flower.local import LocalFlower
 from lightning_fed.deploy.flower.resident import socket_of
+from tests.deploy.flower import processes
 from tests.deploy.flower.processes import is_alive, needs_linux, pid_of
 from tests.deploy.wire import make_trainer, simulated
 
@@ -65,6 +66,20 @@ def wait_for(flower: LocalFlower, run: str, seen: Any) -> None:
         looks += 1
         if looks % 40 == 0:
             assert not flower.status(run).startswith("finished"), flower.log("superlink")[-5000:]
+
+
+@needs_linux
+def test_what_its_processes_have_started_ends_with_them(tmp_path: Path) -> None:
+    """A ServerApp that Flower has only begun to start outlives its SuperLink, for one."""
+    flower = LocalFlower(tmp_path, [])
+    flower.superlink = flower._start("superlink", ["bash", "-c", "sleep 1000 & echo $!; exec sleep 1000"])
+    while not flower.log("superlink").strip():
+        time.sleep(0.05)
+    child = int(flower.log("superlink"))
+    assert is_alive(child)
+    flower.stop()
+    processes.wait_for(lambda: not is_alive(child))
+    assert flower.superlink.poll() is not None
 
 
 @needs_linux

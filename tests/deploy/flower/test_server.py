@@ -15,9 +15,15 @@ from tests.deploy.flower.grid import SitesHere, expected, run
 from tests.deploy.wire import parameters
 
 
+def rounds_in(checkpoint: Path) -> int:
+    return int(torch.load(checkpoint, weights_only=True)["loops"]["fit_loop"]["state_dict"]["round"])
+
+
 def test_a_run_goes_on_from_its_checkpoint(nodes: Any, tmp_path: Path) -> None:
     checkpoint = tmp_path / "folder" / "last.ckpt"
     run(nodes, checkpoint, max_rounds=2)
+    assert rounds_in(checkpoint.with_name("last.previous.ckpt")) == 1
+    assert rounds_in(checkpoint) == 2
     SitesHere.end()
     asked = len(nodes.asked)
     assert torch.equal(parameters(run(nodes, checkpoint)), expected())
@@ -44,7 +50,8 @@ def test_two_runs_do_not_work_with_one_checkpoint(nodes: Any, tmp_path: Path, mo
 
 def test_who_does_not_answer_in_time_is_named(nodes: Any, tmp_path: Path) -> None:
     del nodes.nodes[101]
-    with pytest.raises(FederatedError, match="1 clients have not answered to 'hello': 1"):
+    said = "1 clients have not answered to 'hello': 1.*Client 1: no node has been there for 0.5 s"
+    with pytest.raises(FederatedError, match=said):
         run(nodes, tmp_path / "last.ckpt", 0.5, 0.1)
     module = run(nodes, tmp_path / "last.ckpt", 0.5, 0.1, on_client_error="drop", max_failed_share=0.9)
     assert torch.isfinite(parameters(module)).all()
@@ -70,7 +77,7 @@ def test_a_node_that_comes_late_takes_part_from_the_next_round_on(
 
 def test_why_a_site_refuses_reaches_the_server(nodes: Any, tmp_path: Path) -> None:
     with pytest.raises(
-        FederatedError, match="'hello': 0, 1, 2, 3.*0 says: The site of client 0 does not run what.*seed"
+        FederatedError, match="'hello': 0, 1, 2, 3.*Client 0: The site of client 0 does not run what.*seed"
     ):
         run(nodes, tmp_path / "last.ckpt", seed=5)
 

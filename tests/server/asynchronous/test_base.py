@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_fed import FederatedDataModule, FederatedError, FederatedTrainer
 from lightning_fed.algorithms import Algorithm, FedAvg, FedCM, FedProx, Mime, MimeLite, Scaffnew, Scaffold, ServerOnly
 from lightning_fed.callbacks import SimulatedTime
-from lightning_fed.deploy import FederatedServer
+from lightning_fed.deploy import InProcess, RemoteClients
 from lightning_fed.server import (
     Asynchronous,
     ClientClock,
@@ -327,4 +327,4 @@ def test_a_run_refuses_what_cannot_be_told_before() -> None:
     with pytest.raises(FederatedError, match=r"SimulatedTime\(clock=...\) does not go with asynchronous="):
         run(FedBuff(2, 4), callbacks=SimulatedTime(LATE))
     with pytest.raises(FederatedError, match=r"asynchronous=FedBuff\(...\) goes by a simulated clock"):
-        FederatedServer(trainer(asynchronous=FedBuff(2, 4), clients_per_round=None), Net(), range(6))
+        trainer(asynchronous=FedBuff(2, 4), clients_per_round=None).fit(Net(), RemoteClients(InProcess([]), range(6)))

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy.flower import courier
+from lightning_fed.deploy.flower.transport import FlowerTransport
 from tests.deploy.flower.grid import SitesHere, expected, run
 from tests.deploy.wire import parameters
 
@@ -54,4 +54,4 @@ def test_a_node_of_a_strange_client_is_logged(nodes: Any, tmp_path: Path, caplog
 
 def test_two_clients_that_read_alike_are_refused() -> None:
     with pytest.raises(FederatedError, match="read alike"):
-        courier.Courier(None, [1, "1"], 1.0, 1.0)  # type: ignore[arg-type]
+        FlowerTransport(None, [1, "1"], 1.0, 1.0)  # type: ignore[arg-type]

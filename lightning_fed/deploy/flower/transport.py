@@ -1,4 +1,4 @@
-"""What carries a server's tasks to the nodes of a Flower run and brings the replies, whatever nodes come and go."""
+"""The transport through Flower: tasks reach the nodes of a run, and replies the server, whatever nodes come and go."""
 
 import logging
 import time
@@ -13,20 +13,14 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flower.records import clients_in, packed, unpacked
 from lightning_fed.deploy.message import Message
+from lightning_fed.deploy.transport import Refusal, reply_from
 
-__all__ = ["Courier", "Refusal"]
+__all__ = ["FlowerTransport"]
 
 _MOST = 64 * 2**20  # bytes in one of Flower's messages, which all on the way hold as a whole; one task at least
+_PAUSE = 0.5  # seconds between two looks for replies
 _BACK_OFF = 5.0  # seconds before a node that has answered with an error is asked again
 _log = logging.getLogger("flwr")
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a client has no reply, in the words of its site."""
-
-    client: ClientId
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +32,27 @@ class _Sent:
     at: float
 
 
-class Courier:
-    """Exchange messages with clients, which are found by what their nodes say.
+class FlowerTransport:
+    """A :class:`lightning_fed.deploy.Transport` through Flower. Clients are found by what their nodes say.
 
     A message may be lost with the process that had it. A node works through its messages one after another: if it
     answers a question that was asked after a task, and the task has no reply, the task is lost, and sent again.
 
-    A message is valid for ``ttl`` seconds. After ``ask_again`` seconds without a reply to a task, its node is asked
-    whether it still works at it.
+    Args:
+        grid: What Flower hands to a ServerApp.
+        client_ids: The ids of all clients.
+        timeout: The seconds after which a phase ends without the clients that have not answered.
+        ask_again: The seconds without a reply to a task after which its node is asked whether it still works at it.
+
+    Raises:
+        FederatedError: If two ids have the same text.
     """
 
-    group = ""
-    """What Flower shows as the group of messages."""
-
-    def __init__(self, grid: Grid, clients: Sequence[ClientId], ttl: float, ask_again: float) -> None:
-        self._grid, self._ttl, self._ask_again = grid, ttl, ask_again
-        self._by_text = {str(client): client for client in clients}
-        if len(self._by_text) < len(clients):
+    def __init__(self, grid: Grid, client_ids: Sequence[ClientId], timeout: float, ask_again: float) -> None:
+        self._grid, self._timeout, self._ask_again = grid, timeout, ask_again
+        self._group = ""  # which Flower shows of messages
+        self._by_text = {str(client): client for client in client_ids}
+        if len(self._by_text) < len(client_ids):
             raise FederatedError("Two of client_ids read alike, such as 1 and '1': nodes name theirs as text.")
         self._node_of: dict[ClientId, int] = {}
         self._known: set[int] = set()  # the nodes that have said who they are
@@ -62,20 +60,29 @@ class Courier:
         self._not_before: dict[int, float] = {}
         self._said: dict[int, str] = {}  # the last error of each node, to log it once
 
-    @property
-    def found(self) -> list[ClientId]:
-        """The clients whose node is there."""
-        return list(self._node_of)
-
-    def forget_tasks(self) -> None:
-        """Wait no longer for replies to tasks: they are of a phase that is over."""
-        self._sent = {key: sent for key, sent in self._sent.items() if not sent.clients}
-
-    def exchange(self, tasks: Mapping[ClientId, Message]) -> Iterator[Message | Refusal]:
-        """Send the tasks that can be sent now, and yield what has come; call it again with the tasks still missing."""
-        self._look()
-        self._send(tasks)
-        yield from self._pull()
+    def exchange(
+        self, tasks: Mapping[ClientId, Message], greetings: Mapping[ClientId, Message]
+    ) -> Iterator[Message | Refusal]:
+        """Yield what comes from clients until the timeout; see :class:`lightning_fed.deploy.Transport`."""
+        header = next(iter(tasks.values())).header
+        self._group = f"{header['phase']} {header['round']}"
+        self._sent = {key: sent for key, sent in self._sent.items() if not sent.clients}  # no longer of earlier phases
+        missing, end = {**tasks, **greetings}, time.monotonic() + self._timeout
+        while missing.keys() & tasks.keys():
+            self._look()
+            self._send(missing)
+            # greetings first: after the last reply to a task the fit takes no more
+            found = sorted(self._pull(), key=lambda come: come.client in tasks)
+            for come in found:
+                missing.pop(come.client, None)
+                yield come
+            if time.monotonic() > end:
+                for client in tasks.keys() & missing.keys():
+                    what = "no reply has come" if client in self._node_of else "no node has been there"
+                    yield Refusal(client, f"{what} for {self._timeout:g} s")
+                return
+            if not found:
+                time.sleep(_PAUSE)
 
     def _look(self) -> None:
         """See which nodes are there, and ask new ones, and such that are long at a task, who they are."""
@@ -108,7 +115,7 @@ class Courier:
             self._push(node, record, MessageType.TRAIN, tuple(clients[: len(contents)]))
 
     def _push(self, node: int, content: RecordDict, kind: str, clients: tuple[ClientId, ...]) -> None:
-        message = FlowerMessage(content, node, kind, ttl=self._ttl, group_id=self.group)
+        message = FlowerMessage(content, node, kind, ttl=self._timeout, group_id=self._group)
         for key in self._grid.push_messages([message]):
             if key:  # else the SuperLink does not take it, as of a node that has gone
                 self._sent[key] = _Sent(node, clients, time.monotonic())
@@ -131,16 +138,10 @@ class Courier:
         messages, refused = unpacked(content)
         for number, client in enumerate(sent.clients):
             key = str(number)
-            try:
-                if key in messages:
-                    reply = Message.from_bytes(messages[key])
-                    if reply.header.get("client") == client:
-                        yield reply
-                        continue
-                    refused[key] = f"A reply has come of client {reply.header.get('client')!r}."
-            except (FederatedError, AttributeError) as error:
-                refused[key] = str(error)
-            yield Refusal(client, refused.get(key, "There is none in what its node has sent."))
+            if key in messages:
+                yield reply_from(client, messages[key])
+            else:
+                yield Refusal(client, refused.get(key, "There is none in what its node has sent."))
 
     def _note_who(self, asked: _Sent, names: Sequence[str]) -> None:
         self._known.add(asked.node)

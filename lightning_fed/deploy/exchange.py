@@ -1,0 +1,140 @@
+"""A phase over a transport: all clients are asked at once, and only valid replies count."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from lightning_fed.core.arguments import kind_of
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.deploy.announced import Announcements
+from lightning_fed.deploy.message import FORMAT, HELLO, Message, check_message, printable, shown
+from lightning_fed.deploy.transport import Refusal, Transport
+
+__all__ = ["Exchange"]
+
+_SHOWN = 5  # clients that one error names
+_log = logging.getLogger("lightning_fed.deploy")
+T = TypeVar("T")
+
+
+class Exchange:
+    """Ask clients over a transport; of what comes, each client's first valid reply to the phase counts.
+
+    A second copy is ignored. Anything else is logged by name, once, and changes nothing. A client whose reply to the
+    phase is not valid is not waited for any longer; its valid reply still counts while others are awaited.
+
+    ``run`` is the name of the run that sites know, ``facts`` what they must have in common with the server.
+    """
+
+    def __init__(
+        self, transport: Transport, trainer: Any, sites: Announcements, run: str, facts: Mapping[str, str]
+    ) -> None:
+        self.run, self.sites, self._of_run = run, sites, frozenset(sites.client_ids)
+        self._transport, self._facts = transport, facts
+        self._signals, self._drops = trainer._signal_connector, trainer.fit_loop.settings.drops_failed
+        self._logged: set[str] = set()
+
+    def hello(self) -> None:
+        """Ask all clients for the sizes of their data, which are then in :attr:`sites`."""
+        tasks = {client_id: self._greeting(client_id) for client_id in self.sites.client_ids}
+        for _ in self.ask(tasks, lambda reply: self.sites.take(reply.client, reply.header)):
+            pass
+        self.sites.close()
+
+    def _greeting(self, client_id: ClientId) -> Message:
+        header = {"format": FORMAT, "run": self.run, "phase": HELLO, "round": 0, "attempt": 0, "client": client_id}
+        return Message({**header, "facts": self._facts, "clients": self.sites.client_ids})
+
+    def ask(self, tasks: Mapping[ClientId, Message], read: Callable[[Message], T]) -> Iterator[T]:
+        """Yield what ``read`` makes of each client's reply; it raises :class:`FederatedError` if that is not valid.
+
+        Clients that have not said hello are asked for it meanwhile.
+
+        Raises:
+            FederatedError: If clients do not answer and are not to be dropped.
+        """
+        if not tasks:
+            return
+        missing, awaited = set(tasks), set(tasks)  # without a valid reply; without any, or a refusal
+        refused: dict[ClientId, str] = {}
+        greetings = {client_id: self._greeting(client_id) for client_id in self.sites.silent()}
+        replies = iter(self._transport.exchange(tasks, greetings))
+        try:
+            while awaited:
+                with self._signals.at_once():
+                    come = next(replies, None)
+                if come is None:
+                    break
+                if isinstance(come, Refusal):
+                    refused[come.client] = printable(come.reason)
+                    awaited.discard(come.client)
+                    self._log(f"Client {come.client!r} does not answer: {refused[come.client]}")
+                    continue
+                if not isinstance(come, Message):
+                    raise FederatedError(
+                        f"{type(self._transport).__name__}.exchange yields {kind_of(come)}, where messages and refusals"
+                        " are expected. reply_from(client_id, content) makes one of them from bytes."
+                    )
+                sender: ClientId | None = None
+                try:
+                    sender = self._sender(come, tasks)
+                    if sender not in missing:
+                        continue
+                    value = read(come)
+                except FederatedError as error:
+                    why = printable(str(error))  # it may quote the message
+                    if sender is not None:
+                        refused[sender] = why
+                        awaited.discard(sender)
+                    self._log(why)
+                    continue
+                missing.remove(sender)
+                awaited.discard(sender)
+                yield value
+        finally:
+            if (close := getattr(replies, "close", None)) is not None:
+                close()
+        if missing and not self._drops:
+            raise _unanswered(tasks, [client_id for client_id in tasks if client_id in missing], refused)
+
+    def _sender(self, message: Message, tasks: Mapping[ClientId, Message]) -> ClientId | None:
+        """Return whose reply to a phase a message is; None of a late hello, which is taken in.
+
+        A message of anything else raises :class:`FederatedError`.
+        """
+        check_message(message, "The server")
+        header, asked = message.header, next(iter(tasks.values())).header
+        client_id = header.get("client")
+        who = f"The reply of client {shown(client_id)}"
+        if isinstance(client_id, bool) or not isinstance(client_id, (int, str)) or client_id not in self._of_run:
+            raise FederatedError(f"{who} is of no client of this run.")
+        if header["run"] != self.run:
+            raise FederatedError(f"{who} is of run {header['run']}, and this is run {self.run}.")
+        if header["phase"] == HELLO and client_id in self.sites.absent:
+            self.sites.take(client_id, header)
+            return None
+        there, here = ((of["phase"], of["round"], of["attempt"]) for of in (header, asked))
+        if there != here:
+            found, now = (f"{of[0]!r} of round {of[1]} (attempt {of[2]})" for of in (there, here))
+            raise FederatedError(f"{who} is to {found}, and {now} is at hand.")
+        if client_id not in tasks:
+            raise FederatedError(f"{who}: it was not asked in this phase.")
+        return client_id
+
+    def _log(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
+            _log.error("%s", text)
+
+
+def _unanswered(
+    tasks: Mapping[ClientId, Message], missing: Sequence[ClientId], refused: Mapping[ClientId, str]
+) -> FederatedError:
+    phase = tasks[missing[0]].header["phase"]
+    names = ", ".join(map(repr, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
+    reasons = "".join(f" Client {client!r}: {refused[client]}" for client in missing[:_SHOWN] if client in refused)
+    return FederatedError(
+        f"{len(missing)} clients have not answered to {phase!r}: {names}. The run can continue from its last checkpoint"
+        f" once they do; on_client_error='drop' lets it continue without them.{reasons}"
+    )

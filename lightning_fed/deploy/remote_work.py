@@ -1,0 +1,193 @@
+"""The rounds of clients that are elsewhere: tasks become messages, and messages replies."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_fed.core.errors import ClientError
+from lightning_fed.core.rounds import ClientReport, RoundReport
+from lightning_fed.core.types import ClientId, State
+from lightning_fed.deploy.exchange import Exchange
+from lightning_fed.deploy.message import FORMAT, MEASURE, Message, shared_part
+from lightning_fed.deploy.replies import reply_of
+from lightning_fed.deploy.reply_checks import Expected
+from lightning_fed.rounds.client_half import ClientHalf
+from lightning_fed.rounds.client_work import gradients_together
+from lightning_fed.rounds.local_plans import limited
+from lightning_fed.rounds.messages import GRADIENTS, TRAIN, Reply, Task
+from lightning_fed.server.client_states.state import ClientStates
+from lightning_fed.server.participation import Participant, Population
+from lightning_fed.server.server import Server
+from lightning_fed.settings.settings import Settings
+
+__all__ = ["RemoteWork"]
+
+
+class RemoteWork(ClientHalf):
+    """Ask clients on their sites for what a round needs, all of a phase at once."""
+
+    def __init__(self, trainer: Any, exchange: Exchange) -> None:
+        self.trainer, self._exchange, self._sites = trainer, exchange, exchange.sites
+        self._loop = trainer.fit_loop
+        self._settings: Settings = self._loop.settings
+        self._attempt = -1  # how often the round was begun before
+        self._measured_in, self._measured = -1, 0  # the round, and the measurements in it
+        self._replied: dict[ClientId, tuple[ClientReport, int]] = {}  # with the examples that each went through
+
+    @property
+    def engine_names(self) -> list[str]:
+        """No engine of this process."""
+        return ["elsewhere"]
+
+    @property
+    def _population(self) -> Population:
+        population: Population = self._loop.population
+        return population
+
+    def hello(
+        self, drawn: Mapping[ClientId, int], round: int, failed: Callable[[ClientError], None] | None = None
+    ) -> list[Participant]:
+        """Return those of the clients drawn that are there and have examples; see :meth:`ClientHalf.hello`."""
+        trainer, members, self._attempt = self.trainer, [], -1
+        for client_id, count in drawn.items():
+            known = self._sites.known[client_id]
+            if client_id in self._sites.absent:
+                error = ClientError(f"Client {client_id!r} has not said hello.", client_id)
+                if failed is None:
+                    raise error
+                failed(error)
+            elif known.size:
+                batches = limited(known.batches, trainer.limit_train_batches) * self._settings.algorithm.steps_per_batch
+                steps = self._settings.steps(batches, trainer.accumulate_grad_batches)
+                members.append(Participant(client_id, self._population.index_of(client_id), known.size, count, steps))
+        return members
+
+    def begin(self, round: int, members: Sequence[Participant], reads_later: bool = False) -> None:
+        """Begin a round, or begin it again; reports arrive complete."""
+        self._attempt += 1
+        self._replied = {}
+
+    def chunks(self, task: Task, clients: Sequence[int]) -> list[Sequence[int]]:
+        """Return all clients: they are asked at once."""
+        return [clients] if clients else []
+
+    def answer(self, task: Task, clients: Sequence[int], states: ClientStates) -> Iterator[Reply]:
+        """Yield the replies as they come.
+
+        Gradients of small models are put together as a simulation puts them together: their sum has its bits.
+        """
+        most = gradients_together(task.x) if task.phase == GRADIENTS else 1
+        waiting: dict[int, Reply] = {}
+        for reply in self._ask(task, self._attempt):
+            if most > 1:
+                waiting[reply.clients[0]] = reply
+                continue
+            yield reply
+            for report, examples in zip(reply.reports, reply.examples, strict=True):
+                self._replied[report.client_id] = report, examples
+        group: list[Reply] = []
+        for own in map(waiting.get, clients):
+            if group and (own is None or own.failed or len(group) == most):
+                yield _joined(group)
+                group = []
+            if own is not None and own.failed:
+                yield own
+            elif own is not None:
+                group.append(own)
+        if group:
+            yield _joined(group)
+
+    def _ask(self, task: Task, attempt: int, **measure: Any) -> Iterator[Reply]:
+        """Yield the replies of the clients of a task that are there; ``measure`` describes a measurement."""
+        ids, versions = self._population.ids, self._loop.run_state.sites["versions"]
+        shared = shared_part(task, self._loop.state.moved_buffers)
+        header = {
+            "format": FORMAT,
+            "run": self._exchange.run,
+            "phase": task.phase,
+            "round": task.round,
+            "attempt": attempt,
+            "mean_examples": None if task.mean_examples != task.mean_examples else task.mean_examples,
+            "plateaus": [c.scheduler.state_dict() for c in self.trainer.lr_scheduler_configs if c.reduce_on_plateau],
+            **measure,
+        }
+        tasks = {}
+        for index in task.clients:
+            if ids[index] in self._sites.absent:
+                continue
+            kept: State = {}
+            if (task.phase == TRAIN or measure.get("own")) and index not in versions:
+                kept = self._loop.state.clients.get(index) or {}
+            held = {f"keep.{name}": value.detach().cpu().clone() for name, value in kept.items()}
+            own = {"client": ids[index], "steps": task.steps.get(index), "state": versions.get(index, 0)}
+            tasks[ids[index]] = Message({**header, **own}, {**shared, **held})
+
+        algorithm, expected = self._settings.algorithm, Expected({}, frozenset())
+        if task.phase == TRAIN:
+            expected = Expected.of(algorithm, self._loop.prepared.optimizer, task, self._loop.state.new_client())
+
+        def read(message: Message) -> Reply:
+            index = self._population.index_of(message.client)
+            return reply_of(message, index, task, algorithm, expected, measure.get("what", ""))
+
+        return self._exchange.ask(tasks, read)
+
+    def measure_on_sites(  # type: ignore[override]
+        self, what: str, steps: int, client_ids: Sequence[ClientId], own: bool
+    ) -> dict[ClientId, dict[str, float]]:
+        """Return what sites measure of the clients that are there and answer; see :class:`ClientHalf`."""
+        server: Server = self._loop.state
+        if self._measured_in != server.round:
+            self._measured_in, self._measured = server.round, 0
+        self._measured += 1
+        indices = tuple(map(self._population.index_of, client_ids))
+        x, state = (server.x, server.state) if own else (server.shown(), State())
+        task = Task(server.round, MEASURE, indices, {}, x, state, buffers=server.buffers)
+        replies = self._ask(task, self._measured - 1, what=what, local_steps=steps, own=own)
+        found = {report.client_id: dict(report.metrics) for reply in replies for report in reply.reports}
+        return {client_id: found[client_id] for client_id in client_ids if client_id in found}
+
+    def end_training(self) -> None:
+        """Log what the clients have logged, as the engine of a simulation does while they work."""
+        results = self._loop.epoch_loop._results
+        for client_id in sorted(self._replied, key=self._population.index_of):
+            report, examples = self._replied[client_id]
+            for name, value in report.metrics.items():
+                flags = {"on_step": False, "on_epoch": True, "batch_size": examples}
+                results.log("training_step", name, torch.tensor(value), **flags)
+
+    def savepoint(self) -> Callable[[], None]:
+        """Return a function that takes back what is logged from here on."""
+        undo: Callable[[], None] = self._loop.epoch_loop._results.savepoint()
+        return undo
+
+    def completed(self, report: RoundReport) -> None:
+        """Note which states the clients keep now, and let those that have come late take part."""
+        run = self._loop.run_state
+        if self._settings.clients_keep_state:
+            versions = dict.fromkeys(map(self._population.index_of, report.clients), report.round + 1)
+            run.sites = {**run.sites, "versions": {**run.sites["versions"], **versions}}
+        if self._sites.admit():
+            run.load_population()
+
+    def end(self) -> None:
+        """Release the replies of the round."""
+        self._replied = {}
+
+
+def _joined(replies: Sequence[Reply]) -> Reply:
+    """Return the gradients of several clients as one reply."""
+    if len(replies) == 1:
+        return replies[0]
+    first = replies[0]
+    points = {point for reply in replies for point in reply.norms}
+    return replace(
+        first,
+        clients=[reply.clients[0] for reply in replies],
+        send={name: torch.cat([reply.send[name] for reply in replies]) for name in first.send},
+        norms={point: {i: n for reply in replies for i, n in reply.norms.get(point, {}).items()} for point in points},
+        server_read=frozenset().union(*(reply.server_read for reply in replies)),
+        cohort_grad_read=frozenset().union(*(reply.cohort_grad_read for reply in replies)),
+    )

@@ -1,0 +1,99 @@
+"""What carries messages between a server and its sites; and a transport for sites in the server's process."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.deploy.message import Message, shown
+from lightning_fed.deploy.site import FederatedSite
+
+__all__ = ["InProcess", "Refusal", "Transport", "reply_from"]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a client sends no reply, in the words of its site or of the transport.
+
+    Attributes:
+        client: The client.
+        reason: The reason.
+    """
+
+    client: ClientId
+    reason: str
+
+
+def reply_from(client_id: ClientId, content: bytes) -> Message | Refusal:
+    """Return the reply in the bytes that a client has sent, or a refusal if they are not a reply of this client.
+
+    Args:
+        client_id: The client, as the transport knows it.
+        content: What has come from it.
+    """
+    try:
+        message = Message.from_bytes(content)
+        sender = message.header.get("client")
+    except (FederatedError, AttributeError) as error:
+        return Refusal(client_id, str(error))
+    return message if sender == client_id else Refusal(client_id, f"A reply has come of client {shown(sender)}.")
+
+
+class Transport(Protocol):
+    """Carries tasks to clients and their replies back, for :class:`lightning_fed.deploy.RemoteClients`.
+
+    Any class with this method is one. The fit checks what replies say; who has sent them only the transport can know,
+    see :func:`reply_from`.
+    """
+
+    def exchange(
+        self, tasks: Mapping[ClientId, Message], greetings: Mapping[ClientId, Message]
+    ) -> Iterator[Message | Refusal]:
+        """Send messages to clients, and yield what comes back, in any order.
+
+        The iterator ends when all clients of ``tasks`` have been heard, or at a deadline of the transport. The clients
+        that are missing then leave the round, or stop the run. The fit closes the iterator early once it waits for
+        nobody, and when it ends with an error or is interrupted.
+
+        Args:
+            tasks: What to ask of each client. The same task may be sent again if it may be lost: the same task has the
+                same answer.
+            greetings: What to ask, meanwhile, of clients that have not said hello so far. Do not wait for their
+                replies.
+
+        Returns:
+            Yields replies, and :class:`Refusal` for clients that will not reply.
+        """
+        ...
+
+
+class InProcess:
+    """A :class:`Transport` to sites in this process, to try a run out; messages become bytes on the way.
+
+    Args:
+        sites: The sites.
+
+    Example::
+
+        trainer.fit(model, RemoteClients(InProcess(sites), client_ids=["clinic", "bank"]))
+    """
+
+    def __init__(self, sites: Iterable[FederatedSite]) -> None:
+        self._site_of = {client_id: site for site in sites for client_id in site.client_ids}
+
+    def exchange(
+        self, tasks: Mapping[ClientId, Message], greetings: Mapping[ClientId, Message]
+    ) -> Iterator[Message | Refusal]:
+        """Yield each client's reply; see :class:`Transport`."""
+        for client_id, task in (*tasks.items(), *greetings.items()):
+            site = self._site_of.get(client_id)
+            if site is None:
+                yield Refusal(client_id, "no site here has it")
+                continue
+            try:
+                reply = site.answer(Message.from_bytes(task.to_bytes()))
+            except FederatedError as error:
+                yield Refusal(client_id, str(error))
+            else:
+                yield reply_from(client_id, reply.to_bytes())

@@ -1,0 +1,116 @@
+"""Phases of rounds over sites, and what their replies tell."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_fed import FederatedTrainer
+from lightning_fed.callbacks import ClientAccuracy, PersonalizedAccuracy, TrainingLoss
+from lightning_fed.deploy import Message
+from lightning_fed.server import BernoulliSampler, DifferentialPrivacy
+from tests.deploy.site_models import Net
+from tests.deploy.wire import Wire, make_data, make_trainer, parameters
+
+
+def logged_by(trainer: FederatedTrainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name != "round/seconds"}
+
+
+def private(**options: Any) -> FederatedTrainer:
+    pytest.importorskip("opacus", reason="no Opacus, which accounts for privacy")
+    privacy = DifferentialPrivacy(max_norm=0.01, noise_multiplier=1.0, delta=1e-3)
+    drawn: dict[str, Any] = {"clients_per_round": None, "sampler": BernoulliSampler(0.5)}
+    return make_trainer("FedProx", aggregator=privacy, **drawn, **options)
+
+
+def test_sites_clip_and_say_no_more_and_the_server_adds_the_noise(tmp_path: Path) -> None:
+    wire = Wire(tmp_path, partial(private, max_rounds=2))
+
+    def checked(task: Message) -> list[Message]:
+        reply = wire.answer(task)
+        if reply.header["phase"] == "train":
+            assert set(reply.tensors) == {"send.delta"}
+            assert float(reply.tensors["send.delta"].norm()) == pytest.approx(0.01)
+            assert reply.header["metrics"] == {}
+            assert str(reply.header["report"]["loss"]) == "nan"
+        return [reply]
+
+    wire.comes = checked
+    fitted, _ = wire.run()
+    assert fitted.fit_loop.epsilon > 0
+    assert "train_loss" not in fitted.callback_metrics, "it would tell of clients"
+
+
+class Validated(Net):
+    """A network with a validation step."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_acc", (self.net(x).argmax(1) == y).float().mean())
+
+
+def validated() -> Validated:
+    torch.manual_seed(0)
+    return Validated()
+
+
+def test_sites_measure_what_the_servers_callbacks_ask_for(tmp_path: Path) -> None:
+    def make() -> FederatedTrainer:
+        measures = [ClientAccuracy(), PersonalizedAccuracy(local_steps=2, every_n_rounds=2), TrainingLoss()]
+        return make_trainer("FedProx adaptive", callbacks=measures, limit_val_batches=1.0, max_rounds=3)
+
+    expected, module = make(), validated()
+    expected.fit(validated(), make_data(with_val=True))
+    wire = Wire(tmp_path, make, validated, with_val=True)
+    fitted, _ = wire.run(module)
+    assert [phase for _, phase, _ in wire.phases[:7]] == [
+        "hello",
+        "loss",
+        "train",
+        "measure",
+        "measure",
+        "loss",
+        "train",
+    ]
+    assert torch.equal(parameters(module), parameters(expected.lightning_module))
+    found, wanted = logged_by(fitted), logged_by(expected)
+    assert {"clients/val_acc/p10", "personalized/val_acc/mean", "population/train_loss"} <= found.keys()
+    assert {name: found.get(name) for name in wanted if not name.startswith("val_acc")} == pytest.approx(
+        {name: value for name, value in wanted.items() if not name.startswith("val_acc")}
+    )
+
+
+def test_sites_measure_clients_own_models(tmp_path: Path) -> None:
+    def make() -> FederatedTrainer:
+        measures = [ClientAccuracy(), PersonalizedAccuracy(local_steps=2, every_n_rounds=2)]
+        return make_trainer("Scaffold ii", personal=["net.3.*"], callbacks=measures, max_rounds=3)
+
+    expected = make()
+    expected.fit(validated(), make_data(with_val=True))
+    wire = Wire(tmp_path, make, validated, with_val=True)
+    fitted, _ = wire.run(validated())
+    found, wanted = logged_by(fitted), logged_by(expected)
+    assert {"clients_own/val_acc/p10", "personalized_own/val_acc/mean"} <= found.keys()
+    assert found == pytest.approx(wanted)
+
+
+def test_a_measure_goes_on_without_clients_that_do_not_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> FederatedTrainer:
+        return make_trainer("FedAvg", callbacks=[TrainingLoss()], on_client_error="drop", max_rounds=2)
+
+    wire = Wire(tmp_path, make)
+
+    def comes(task: Message) -> list[Message]:
+        reply, is_measure = wire.answer(task), task.header["phase"] == "measure"
+        if is_measure and task.client == 0:
+            return [Message({**reply.header, "measured": {"other": 1.0}})]
+        return [] if is_measure and (task.header["round"] == 2 or task.client == 1) else [reply]
+
+    wire.comes = comes
+    fitted, _ = wire.run()
+    assert "The reply of client 0 to 'measure' of round 1 has measured no loss." in caplog.messages
+    assert next(at for at in wire.phases if at[1] == "measure") == (1, "measure", [0, 1, 2, 3])
+    assert fitted.callback_metrics["population/train_loss"] > 0  # of the first round; of the second is none
