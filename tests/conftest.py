@@ -138,11 +138,17 @@ def _entry_points_are_read_once() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _loggers_propagate() -> None:
-    """Let PyTorch's 56 loggers pass records on: pytest visits each logger that does not, twelve times a test."""
+    """Let the loggers of PyTorch and Lightning pass records on.
+
+    There are 56, and pytest 9.2 visits each logger that does not, twelve times a test. An older pytest does not see its
+    records: Lightning's do not pass on if nothing handles records when it is imported.
+    """
     import torch  # noqa: F401
 
+    import lightning_fed.compat.package  # noqa: F401
+
     for name, logger in logging.root.manager.loggerDict.items():
-        if name.startswith("torch") and isinstance(logger, logging.Logger):
+        if name.startswith(("torch", "lightning", "pytorch_lightning")) and isinstance(logger, logging.Logger):
             logger.propagate = True
 
 

@@ -43,12 +43,12 @@ class Parser(LightningArgumentParser):
         command = self.prog.replace(" [options]", "") + (" COMMAND" if self._below() else "")
         return f"{command} --config FILE [--OPTION VALUE ...]"
 
-    def format_help(self, formatter: HelpFormatter | None = None) -> str:
-        """Return the help in plain words, with the usage in one line."""
+    def format_help(self, *formatter: HelpFormatter | None) -> str:
+        """Return the help in plain words, with the usage in one line; jsonargparse takes a formatter from 4.53 on."""
         self.usage = self._usage()
         for action in self._actions:  # before lines are broken, which may be within a name
             action.help = plain(action.help) if isinstance(action.help, str) else action.help
-        return super().format_help(formatter)
+        return super().format_help(*formatter)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Add what was probably meant, and end."""
@@ -64,7 +64,7 @@ class Parser(LightningArgumentParser):
             return [other]
         return [
             *_close(re.findall(r"invalid choice: '(\S+)' \(choose from", message), list(self._below())),
-            *_close(re.findall(r"unrecognized arguments:.*?(--[\w.+]+)", message), options),
+            *_close(re.findall(r"(?i:unrecognized) arguments:.*?(--[\w.+]+)", message), options),
             *_close(re.findall(r"(?:Option|Subcommand '\w+' does not accept option) '([\w.]+)'", message), keys),
             *_close([".".join(found) for found in re.findall(_GROUP, message)], keys),
             *_close_classes(message),

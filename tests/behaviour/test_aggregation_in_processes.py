@@ -1,6 +1,7 @@
 """Two processes with an aggregator or compression end where one process ends."""
 
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from lightning_fed.server import (
 )
 from lightning_fed.strategies.processes import Ranks
 from tests.behaviour.test_processes import TWO, assert_one_result, end, in_two, parts_of
+from tests.helpers.optional import needs_opacus
 from tests.helpers.selection import few
 
 METHODS: dict[str, Algorithm] = {
@@ -86,8 +88,9 @@ def columns() -> list[torch.Tensor]:
 
 def work() -> dict[str, Any]:
     found = {name: CASES[name](**TWO) for name in FEW}
-    found |= {"quietly": QUIETLY(**TWO), "loudly": LOUDLY(**TWO)}
-    return {**found, "columns": columns(), "noise": noisy_mean()}
+    if find_spec("opacus") is not None:
+        found |= {"quietly": QUIETLY(**TWO), "loudly": LOUDLY(**TWO), "noise": noisy_mean()}
+    return {**found, "columns": columns()}
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +116,14 @@ def test_every_process_gets_its_columns_of_all_rows(together: Any) -> None:
         assert torch.equal(together[1]["columns"][i], whole[:, 4:])
 
 
+@needs_opacus
 def test_noise_is_added_once(together: Any) -> None:
     first, second = (part["noise"] for part in together)
     assert torch.equal(first, second)
     assert float(first.std() * 5) == pytest.approx(3.0 * 0.7, rel=0.01)
 
 
+@needs_opacus
 def test_processes_stay_together_with_noise(together: Any) -> None:
     assert_one_result(QUIETLY(), together, "quietly", rtol=1e-9)
     assert torch.equal(together[0]["loudly"]["state"]["x"], together[1]["loudly"]["state"]["x"])

@@ -391,7 +391,7 @@ def test_hostile_texts_are_refused_by_their_path(module: Any, content: bytes) ->
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
 @pytest.mark.parametrize(
     ("name", "with_a_hole", "without"),
-    [("pytorch-lightning", "2.6.5", "2.6.6"), ("torch", "2.9.1", "2.10.0")],
+    [("pytorch-lightning", "2.6.5", "2.6.6"), ("torch", "2.9.1", "2.12.0")],
 )
 def test_versions_with_known_holes_are_not_installed(name: str, with_a_hole: str, without: str) -> None:
     import tomllib

@@ -13,6 +13,7 @@ import yaml
 
 from lightning_fed.data import FederatedDataModule, skew_table, split_figure
 from tests.helpers.command_line import built
+from tests.helpers.optional import needs_matplotlib
 from tests.helpers.selection import few
 
 TASKS = sorted((Path(__file__).parents[2] / "configs" / "tasks").glob("*.yaml"))
@@ -56,6 +57,7 @@ def test_a_task_is_complete_and_reads_nothing_until_it_runs(path: Path) -> None:
         assert type(value).__name__ == config[name]["class_path"].rpartition(".")[2]
 
 
+@needs_matplotlib
 @pytest.mark.parametrize("path", few(TASKS, [path for path in TASKS if path.stem in SMALL]), ids=lambda p: p.stem)
 def test_a_task_trains_and_shows_its_clients_where_its_files_are(path: Path) -> None:
     folder = os.environ.get("LIGHTNING_FED_DATA")

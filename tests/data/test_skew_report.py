@@ -201,7 +201,7 @@ def test_missing_matplotlib_is_named(monkeypatch):
     ("make", "message"),
     [
         (lambda: skew_table([]), r"0 clients and 0 examples"),
-        (lambda: split_figure([torch.zeros(0)]), r"1 clients and 0 examples"),
+        pytest.param(lambda: split_figure([torch.zeros(0)]), r"1 clients and 0 examples", marks=needs_matplotlib),
         (lambda: skew_table({"ann": torch.rand(3)}), r"Client 'ann' has labels of torch.float32 and shape \[3\]"),
         (lambda: skew_table([torch.zeros(2, 2).long()]), r"Client 0.*shape \[2, 2\]"),
         (lambda: skew_table("labels"), r"split=str: give each client's labels"),

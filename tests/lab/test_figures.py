@@ -52,8 +52,8 @@ def test_a_long_legend_leaves_panels_their_size() -> None:
     assert heights[1] > 0.9 * heights[0]
 
 
+@needs_matplotlib
 def test_labels_that_a_figure_leaves_out_have_no_place_on_its_axis(write: Any, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     steps: dict[str, Any] = {"0.1": {}, "0.3": {}, "best": {}}
     figures = {name: {"y": "final", "x": "step", "at": {"step": shown}} for name, shown in SHOWN.items()}
     experiment = read_experiment(write(axes={"step": steps}, figures=figures))

@@ -11,8 +11,10 @@ from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.paths import draw_paths
 from lightning_fed.lab.reading import read_experiment
 from tests.helpers.lab import Write, results_of
+from tests.helpers.optional import needs_matplotlib
 
 
+@needs_matplotlib
 @pytest.mark.thorough
 def test_the_paths_of_clients_are_drawn(write: Write, tmp_path: Path) -> None:
     base = {
@@ -40,8 +42,8 @@ def test_the_paths_of_clients_are_drawn(write: Write, tmp_path: Path) -> None:
 ITERATES = "client,step,x0\n0,0,1.0\n0,1,0.5\n1,0,1.0\n1,1,2.0\n1,2,3.0\nserver,0,1.0\nserver,1,1.75\n"
 
 
+@needs_matplotlib
 def test_the_paths_of_a_single_parameter_are_drawn_against_the_local_step(write: Write, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     figures = {"paths": {"kind": "paths", "rounds": 2, "ylim": [0, 4]}}
     experiment = read_experiment(write(methods={"FedAvg": {}}, figures=figures))
     results = results_of(Grid(experiment), tmp_path, lambda _: [1.0])

@@ -39,6 +39,7 @@ stages.append(sorted(sys.modules))
 print("\\n" + json.dumps([stages, counts]))
 """
 PACKAGE = frozenset({"lightning_fed", "filelock", "safetensors"})  # the lock and files of states on disk: 5 ms
+NUMPY_TYPING = {"numpy.typing", "numpy._typing._add_docstring"}  # which NumPy 1 leaves out of itself: 0.6 ms
 # the parser behind the command line imports what it finds installed, so there the parts are named that it never needs
 ON_DEMAND = {"sklearn", "tensorboard", "pandas", "pyarrow", "opacus"}
 READY = {"lightning_fed.trainer", "lightning_fed.trainer.threads", "lightning_fed.compat.torchvision"}
@@ -69,7 +70,7 @@ def test_nothing_is_imported_before_it_is_needed_and_the_package_is_ready_when_p
     assert threads_are_known == [True, True], "a number of threads that a user sets is not taken for PyTorch's own"
 
     assert "lightning_fed.compat.package" not in lightning, "which Lightning is in use is decided at the first use"
-    assert added(lightning, package, PACKAGE) == set()
+    assert added(lightning, package, PACKAGE) <= NUMPY_TYPING
     assert len(own(package) | (package - lightning)) < 230, "each own module costs about a millisecond"
 
     assert {f"{pl.__name__}.cli", "lightning_fed.cli.main"} <= helped

@@ -16,6 +16,9 @@ from lightning_fed import FederatedTrainer
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import ClientTable
 from lightning_fed.models import MLPClassifier
+from tests.helpers.optional import needs_pyarrow
+
+pytestmark = needs_pyarrow
 
 TABLE = """\ufeffperson,age,height,note,label,part
 ann,1,1.5,"so, so",yes,train

@@ -24,6 +24,7 @@ from lightning_fed.server import (
 )
 from lightning_fed.server.aggregation.compression import compress
 from tests.helpers.engines import Ordinary, Record, assert_agree, assert_close, full_batches, results_of, run, state_of
+from tests.helpers.optional import needs_opacus
 from tests.helpers.selection import covering, few
 from tests.helpers.training import data, parameters, same, seeded, trainer
 
@@ -292,7 +293,7 @@ def test_it_goes_with_robust_aggregation() -> None:
         (lambda: QSGD(bucket_size=0), "bucket_size must be an integer of at least 1"),
         (lambda: trainer(compression="topk"), "compression must be a Compressor such as TopK.*found 'topk'"),
         (lambda: trainer(compression=TopK), "compression must be a Compressor"),
-        (
+        pytest.param(
             lambda: trainer(
                 compression=QSGD(),
                 aggregator=DifferentialPrivacy(1.0, 1.0, 1e-5),
@@ -300,6 +301,7 @@ def test_it_goes_with_robust_aggregation() -> None:
                 clients_per_round=None,
             ),
             "compression=QSGD.*does not go with aggregator=DifferentialPrivacy",
+            marks=needs_opacus,
         ),
     ],
 )
