@@ -14,6 +14,7 @@ from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters, trained_parameters
+from lightning_fed.core.heap import keep_freed_memory
 from lightning_fed.engines.device_data import DeviceData
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.optimizer import FederatedOptimizer
@@ -53,6 +54,8 @@ class PreparedModule:
         named, owners = trained_parameters(self.module, base), buffer_owners(self.module)
         personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
         self.flat = FlatParameters(named, personal)
+        if self.flat.whole.device.type == "cpu":
+            keep_freed_memory(16 * self.flat.whole.nbytes)  # a round frees half as much
         self.optimizer = FederatedOptimizer(base, self.flat)
         trainer.strategy.optimizers = [self.optimizer]
         if (clip := trainer.fit_loop.corrected_clip) is not None:

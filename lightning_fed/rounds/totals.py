@@ -1,7 +1,7 @@
 """The sums of a round over its clients, each with ``update``, ``merge`` and ``compute``; ``RoundTotals`` holds all."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -241,9 +241,9 @@ class RoundTotals:
             is their change; the server's new buffers; and the drift, nan if nobody took part.
         """
         x, means, models = self.server.x, State(), None
-        drift = self._drift.compute(x) if done else math.nan  # first: the aggregation overwrites the sum of models
         if done or not self._messages.needs_clients:
             means, models = self._messages.compute(x)
+        drift = self._drift.compute() if done else math.nan
         buffers = self.server.buffers
         if self.moved_buffers:  # the others keep their bits
             found = self._mean_buffers.compute(self._buffers)
@@ -278,6 +278,11 @@ def _rows(rows: Sequence[int], stacked: Tensor) -> Tensor:
     if len(rows) == len(stacked):
         return stacked
     return stacked[rows[0] : rows[-1] + 1] if rows[-1] - rows[0] < len(rows) else stacked[rows]
+
+
+def _blocks(vector: Tensor) -> Sequence[Tensor]:
+    """Return the parts of a vector [P] that a CPU works on one after the other: what is made of one fits its cache."""
+    return vector.split(_BLOCK) if vector.device.type == "cpu" else [vector]
 
 
 class Traffic:
@@ -360,8 +365,8 @@ class Drift:
         self._messages = messages
         self._reference: Tensor | None = None  # [P]; the mean of this process's clients once it is centered
         self._own: Tensor | None = None  # the weighted sum [P] of differences that nobody else sums
-        self._norms: list[tuple[Sequence[float], Tensor]] = []  # weights and norms of differences, not yet read
         self._memory: Tensor | None = None  # of differences: for large models new memory costs more than the arithmetic
+        self._norms: list[tuple[Sequence[float], Tensor]] = []  # of differences, with the weights of their clients
         self._squares = self.weight = 0.0
         self._is_merged = False
 
@@ -383,38 +388,42 @@ class Drift:
         self._norms.append((weights, torch.cat(norms)))
         self.weight += sum(weights)
 
-    def _read_norms(self) -> None:
-        """Add the squares of all norms so far; they are read at once, since each read waits for an accelerator."""
-        read = iter(torch.cat([norms for _, norms in self._norms]).tolist() if self._norms else ())
-        for weights, norms in self._norms:
-            self._squares += sum([weight * next(read) ** 2 for weight, _ in zip(weights, norms, strict=True)], 0.0)
-        self._norms = []
+    def _center(self, changes: Iterable[Tensor] | None, moves: bool) -> None:
+        """Let squares be those of the differences to this process's mean.
 
-    def _center(self, x: Tensor, moves: bool) -> None:
-        """Let squares be those of differences to this process's mean; ``moves``: the reference is needed as well."""
+        Args:
+            changes: The blocks of the sum [P] of the changes that the aggregation sums; None if it sums none.
+            moves: Whether that mean is to be the reference, which several processes need.
+        """
+        numbers = iter(torch.cat([norms for _, norms in self._norms]).tolist() if self._norms else [])
+        for weights, _ in self._norms:
+            squares = 0.0
+            for weight, norm in zip(weights, numbers, strict=False):
+                squares += weight * norm**2
+            self._squares += squares
         if self._reference is None or self.weight == 0:
             return
-        self._read_norms()
-        models, models_weight = self._messages.models, self._messages.models_weight
-        size = _BLOCK if x.device.type == "cpu" else len(x)  # an accelerator is waited for once a block
-        blocks, nothing = x.split(size), [None] * -(-len(x) // size)
-        ys: Sequence[Tensor | None] = nothing if models is None else models.split(size)
-        owns: Sequence[Tensor | None] = nothing if self._own is None else self._own.split(size)
-        for r, x_, y, own in zip(self._reference.split(size), blocks, ys, owns, strict=True):
-            if y is None:
-                offset = torch.zeros_like(r, dtype=accumulation_dtype(x.device))
+        references = _blocks(self._reference)
+        nothing = [None] * len(references)
+        owns: Iterable[Tensor | None] = nothing if self._own is None else _blocks(self._own)
+        for r, change, own in zip(references, changes or nothing, owns, strict=True):
+            if change is None:
+                offset = torch.zeros_like(r, dtype=accumulation_dtype(r.device))
             else:
-                offset = y.sub(x_, alpha=models_weight).sub_(r, alpha=models_weight)
+                offset = change.sub(r, alpha=self._messages.models_weight)
             if own is not None:
                 offset += own
             self._squares -= float(offset @ offset) / self.weight
             if moves:
                 r.add_(offset, alpha=1 / self.weight)
-        self._own = None
 
     def merge(self, weights: Sequence[float], ranks: Exchange, x: Tensor) -> None:
         """Combine the parts of all processes, given each one's :attr:`weight`."""
-        self._center(x, moves=True)
+        models, changes = self._messages.models, None
+        if models is not None:
+            blocks, models_weight = zip(_blocks(models), _blocks(x), strict=True), self._messages.models_weight
+            changes = (y.sub(x_, alpha=models_weight) for y, x_ in blocks)
+        self._center(changes, moves=True)
         total = sum(weights)
         mine = torch.zeros_like(x) if self._reference is None else self._reference
         mean = mine * (self.weight / total if total else 0.0)
@@ -424,9 +433,10 @@ class Drift:
         ranks.sum([sums])
         self._squares, self.weight, self._is_merged = float(sums), total, True
 
-    def compute(self, x: Tensor) -> float:
-        """Return the drift; nan if there are no clients."""
+    def compute(self) -> float:
+        """Return the drift, once the aggregation has computed the mean change; nan if there are no clients."""
         if not self._is_merged:
-            self._center(x, moves=False)
+            changes = self._messages.models
+            self._center(None if changes is None else _blocks(changes), moves=False)
             self._is_merged = True
         return math.sqrt(max(0.0, self._squares / self.weight)) if self.weight else math.nan

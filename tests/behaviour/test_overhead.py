@@ -38,9 +38,9 @@ class Cost:
 BATCH = 4
 COUNTS: dict[tuple[str, str], tuple[Cost, Cost]] = {
     # engine, method: a local step of one client (sequential) or of all clients at once (vectorized), and a client
-    ("sequential", "FedAvg"): (Cost(134, 64), Cost(228, 26)),
-    ("sequential", "Scaffold"): (Cost(163, 82), Cost(307, 61)),
-    ("sequential", "Mime"): (Cost(370, 152), Cost(696, 137)),
+    ("sequential", "FedAvg"): (Cost(130, 64), Cost(208, 24)),
+    ("sequential", "Scaffold"): (Cost(156, 82), Cost(292, 59)),
+    ("sequential", "Mime"): (Cost(362, 152), Cost(676, 135)),
     ("vectorized", "FedAvg"): (Cost(24, 63), Cost(39, 7)),
     ("vectorized", "Scaffold"): (Cost(24, 64), Cost(36, 7)),
     ("vectorized", "Mime"): (Cost(28, 119), Cost(57, 12)),

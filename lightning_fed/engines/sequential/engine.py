@@ -91,7 +91,7 @@ class SequentialEngine(Engine):
             reports=[report],
             asked=[0],
             solver=statistics,
-            buffers=[buffers],
+            buffers=[buffers] if buffers else [],
             implied=update.implied,
         )
 

@@ -98,7 +98,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
     @property
     def done(self) -> bool:
         """Whether the local epoch is over; a request to stop waits for the end of the round."""
-        return self._num_ready_batches_reached()
+        return self.batch_progress.is_last_batch
 
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         return False

@@ -95,29 +95,25 @@ class ClientOptimization(_AutomaticOptimization):
 
     def _run_lean(self, optimizer: Optimizer, kwargs: OrderedDict) -> dict[str, Any]:  # type: ignore[type-arg]
         module, precision = self._module, self._precision
-        results: list[ClosureResult] = []
-
-        def closure() -> Tensor | None:
+        with torch.enable_grad():
             attributes = module.__dict__  # an assignment would go through the slow nn.Module.__setattr__
             previous, attributes["_current_fx_name"] = attributes["_current_fx_name"], "training_step"
             with precision.train_step_context() if self._has_context else _NO_CONTEXT:
                 output = module.training_step(*kwargs.values())
             attributes["_current_fx_name"] = previous
             if isinstance(output, Tensor) and output.is_floating_point():
-                results.append(ClosureResult(output))  # without Lightning's division by one accumulated batch
+                result = ClosureResult(output)  # without Lightning's division by one accumulated batch
             else:
-                results.append(ClosureResult.from_training_step_output(output))
+                result = ClosureResult.from_training_step_output(output)
             optimizer.zero_grad()
-            loss = results[0].closure_loss
+            loss = result.closure_loss
             if loss is None:
                 Closure.warning_cache.warn("`training_step` returned `None`: the batch is no local step.")
             else:
                 check_loss(loss)
                 loss.backward()
-            return results[0].loss
-
-        optimizer.step(closure)  # type: ignore[arg-type]
-        return {} if results[0].loss is None else results[0].asdict()
+        optimizer.step()
+        return {} if loss is None else result.asdict()
 
     def second_gradient(self, point: Vector) -> Vector:
         """Return the gradient [P] at a point [P] on the batch at work, with the random numbers of its first one."""

@@ -50,7 +50,8 @@ class Aggregation:
         local_work: Whether the method has local work.
 
     Attributes:
-        models: The weighted sum [P] of the models y that have been added, None if there are none.
+        models: The weighted sum [P] of the models y that have been added, None if there are none; after :meth:`compute`
+            that of their changes y - x.
         models_weight: The sum of their weights.
     """
 
