@@ -1,6 +1,7 @@
 """What a warm round asks of a device: kernels, host reads and transfers, within limits, and with the same results."""
 
 import importlib
+import logging
 import math
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,10 @@ from tests.helpers.training import Net, classification, fit, seeded
 def counts(mini: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The benchmark that counts."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    logger = logging.getLogger("pytorch_lightning")
+    level = logger.level
     yield importlib.import_module("device_counts")
+    logger.setLevel(level)
     del sys.modules["device_counts"]
 
 

@@ -17,6 +17,7 @@ from lightning_fed.core.rounds import ClientReport, Run, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
+from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.optimizer import LocalWork, solver_entries
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
@@ -76,12 +77,19 @@ class SequentialEngine(Engine):
             update = self.algorithm.finish(self.flat.y, run)
             keep = with_personal(update.keep, client, self.flat.personal)
             norm = torch.linalg.vector_norm(run.delta)
-            report = ClientReport(who.client_id, who.size, work.num_steps, math.nan, {}, math.nan, math.nan)
+            update_norm = math.nan if self.reads_later else float(norm) if norm.is_cpu else numbers.read_with(norm)
+        seconds = time.perf_counter() - started
+        if self.reads_later:
+            report = ClientReport(who.client_id, who.size, work.num_steps, math.nan, {}, math.nan, seconds)
             self._readings.append(Reading(report, norm, numbers, inputs.round))
-            faults = [] if self.reads_later else self._read()
-        object.__setattr__(report, "seconds", time.perf_counter() - started)
-        if faults:
-            raise faults[0]
+        else:
+            report = ClientReport(
+                who.client_id, who.size, work.num_steps, numbers.loss, numbers.metrics, update_norm, seconds
+            )
+            if not math.isfinite(update_norm + report.loss):
+                fault = fault_of(report, numbers.step_losses(), inputs.round)
+                if fault is not None:
+                    raise fault
         return ChunkResult(
             participants=[who],
             y=self.flat.whole[None],
@@ -102,12 +110,9 @@ class SequentialEngine(Engine):
 
     def end_round(self) -> None:
         """Read what clients have left on the device; refuse what is not finite."""
-        if faults := self._read():
-            raise faults[0]
-
-    def _read(self) -> list[ClientError]:
         readings, self._readings = self._readings, []
-        return read(readings)
+        if faults := read(readings):
+            raise faults[0]
 
     def _begin(self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State, solver: State) -> LocalWork:
         """Put the client where its work starts, and let the optimizer correct its gradients."""

@@ -23,20 +23,27 @@ class ClientNumbers:
     Attributes:
         losses: The loss of each batch: numbers, or a tensor on an accelerator.
         weights: The examples in each.
-        metrics: The means of what was logged, by name.
+        metrics: The means of what was logged, by name: numbers, or tensors on an accelerator.
         accumulated: Batches in a local step.
         totals: Of the processes that split batches: the sum of losses times examples, and that of examples.
     """
 
     losses: Sequence[float] | Tensor
     weights: Sequence[int]
-    metrics: Mapping[str, float | Tensor]
+    metrics: Mapping[str, Any]
     accumulated: int
     totals: tuple[float, float] | None = None
 
     def waiting(self) -> list[Tensor]:
         """Return what is not yet read."""
         return [value for value in (self.losses, *self.metrics.values()) if isinstance(value, Tensor)]
+
+    def read_with(self, norm: Tensor) -> float:
+        """Read all that waits, and a norm, which is returned."""
+        numbers = iter(numbers_of([norm, *self.waiting()]))
+        found = next(numbers)
+        self.fill(numbers)
+        return found
 
     def fill(self, numbers: Iterator[float]) -> None:
         """Take what was read of :meth:`waiting`."""
