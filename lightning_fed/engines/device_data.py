@@ -25,6 +25,7 @@ class DeviceData:
         self.device = device
         # by tensor: the version that was looked at, and its copy if there is one
         self._copies: MutableMapping[Tensor, tuple[int, Tensor | None]] = WeakTensorKeyDictionary()
+        self._is_full = False
 
     def of(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return tensors of the same content, on the device if they fit; copied again after they were written to."""
@@ -54,6 +55,8 @@ class DeviceData:
 
     def fits(self, more: int) -> bool:
         """Whether so many bytes more fit the part of the memory that is for data."""
+        if self._is_full:
+            return False
         held = num_bytes([copy for _, copy in self._copies.values() if copy is not None])
         return _SHARE * (held + more) <= held + self.free()
 
@@ -65,6 +68,11 @@ class DeviceData:
     def clear(self) -> None:
         """Drop all copies."""
         self._copies.clear()
+
+    def give_up(self) -> None:
+        """Drop all copies and make no others: the device has run out of memory."""
+        self._is_full = True
+        self.clear()
 
     def placed(self, batches: ClientBatches) -> ClientBatches:
         """Return a client's batches, taken from copies on the device if they are rows of tensors that fit."""

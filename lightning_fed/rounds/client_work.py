@@ -160,6 +160,7 @@ class ClientWork(ClientHalf):
         may_give_up = self.may_restart and self.settings.engine == "auto"
         if any(map(is_out_of_memory, both)):
             release_memory(error, device)
+            self.engine.data.give_up()
             count = min(self._together, self.chunk_size or 1)
             if count > 1:
                 return Restart(f"{device} has run out of memory with {count} clients at once.", count // 2)

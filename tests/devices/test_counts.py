@@ -47,7 +47,7 @@ def test_a_local_step_takes_few_kernels_and_no_host_read(counts: Any, method: st
     assert reads == 0
 
 
-@pytest.mark.parametrize(("method", "most"), [("FedAvg", 7), ("Scaffold", 8), ("Mime", 8)])
+@pytest.mark.parametrize(("method", "most"), [("FedAvg", 7), ("Scaffold", 9), ("Mime", 8)])
 def test_a_sequential_round_reads_from_the_device_as_often_with_few_clients_as_with_many(
     counts: Any, method: str, most: int
 ) -> None:

@@ -31,7 +31,7 @@ class Oracle(ClientHalf):
         self.calls.append("hello")
         return [Participant(client, int(client), 5, count, 1) for client, count in drawn.items()]
 
-    def begin(self, round: int, members: Sequence[Participant]) -> None:
+    def begin(self, round: int, members: Sequence[Participant], reads_later: bool = False) -> None:
         self.calls.append("begin")
 
     def chunks(self, task: Task, clients: Sequence[int]) -> list[Sequence[int]]:
