@@ -108,8 +108,9 @@ def accelerator_name() -> str | None:
 
 
 def can_pin() -> bool:
-    """Tell whether pinned host memory exists, which makes transfers to an accelerator asynchronous."""
-    return torch.accelerator.is_available()
+    """Tell whether pinned host memory makes transfers asynchronous; Apple's GPUs share the host's memory."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found is not None and found.type != "mps"
 
 
 def are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:

@@ -12,7 +12,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.partitions.partition import check_client_ids
-from lightning_fed.deploy.message import MEASURE, Message
+from lightning_fed.deploy.message import MEASURE, Message, shown
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Task
 from lightning_fed.settings.settings import Settings
 
@@ -26,7 +26,9 @@ def check_header(message: Message) -> None:
     """Refuse a run whose name cannot be a folder's, and rounds that cannot be."""
     header = message.header
     if not _RUN.fullmatch(header["run"]):
-        raise FederatedError(f"A site has received a task of run {header['run']!r}: a run's name is 16 hex digits.")
+        raise FederatedError(
+            f"A site has received a task of run {shown(header['run'])}: a run's name is 16 hex digits."
+        )
     for name in ("round", "attempt"):
         _check_int("A task", name, header[name], 0, _MOST)
 
@@ -74,7 +76,7 @@ class TaskChecks:
         if not self._phases.get(phase, False):
             allowed = ", ".join(repr(name) for name, is_asked in self._phases.items() if is_asked)
             raise FederatedError(
-                f"The server asks for {phase!r}, which {self._method} does not need: this site answers {allowed}."
+                f"The server asks for {shown(phase)}, which {self._method} does not need: this site answers {allowed}."
             )
 
     def check_numbers(self, message: Message, planned: int) -> None:
@@ -87,11 +89,11 @@ class TaskChecks:
             _check_int(who, "steps", header["steps"], 0, planned)
         if is_measure:
             if header.get("what") not in ("loss", "val", "train") or not isinstance(header.get("own"), bool):
-                raise FederatedError(f"{who} asks to measure {header.get('what')!r}, which no site measures.")
+                raise FederatedError(f"{who} asks to measure {shown(header.get('what'))}, which no site measures.")
             _check_int(who, "local_steps", header.get("local_steps"), 0, max(planned, self._measured))
         mean = header.get("mean_examples")
         if mean is not None and not (isinstance(mean, float | int) and math.isfinite(mean) and mean >= 0):
-            raise FederatedError(f"{who} has mean_examples = {mean!r}, which must be a number of examples.")
+            raise FederatedError(f"{who} has mean_examples = {shown(mean)}, which must be a number of examples.")
         self._check_plateaus(who, header.get("plateaus"))
 
     def _check_plateaus(self, who: str, found: Any) -> None:
@@ -118,4 +120,4 @@ class TaskChecks:
 def _check_int(who: str, name: str, value: Any, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         bounds = f"this site takes a whole number from {least} to {most}"
-        raise FederatedError(f"{who} has {name} = {value!r:.40}: {bounds}.")
+        raise FederatedError(f"{who} has {name} = {shown(value)}: {bounds}.")

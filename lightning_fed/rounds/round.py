@@ -87,7 +87,7 @@ class Rounds:
             if self._restart is not None:
                 faults.causes, faults.refused = dict(failed_before), set()
                 work.restart(self.server.round, self._restart)
-                undo = work.engine.savepoint()  # the last one would keep an engine that is no longer used
+                undo = work.savepoint()  # the last one would keep an engine that is no longer used
             call_round_hook(self.trainer, "on_round_restart", self.server.round)
         assert self.at_work is not None
         return self.at_work, statuses

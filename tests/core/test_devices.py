@@ -134,3 +134,10 @@ def test_no_other_file_names_a_kind_of_accelerator() -> None:
         if path != Path(devices.__file__) and (match := named.search(path.read_text(encoding="utf-8")))
     }
     assert found == {}
+
+
+@pytest.mark.parametrize(("kind", "pins"), [(None, False), ("cuda", True), ("mps", False)])
+def test_memory_is_pinned_where_that_helps(monkeypatch: pytest.MonkeyPatch, kind: str | None, pins: bool) -> None:
+    found = None if kind is None else torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    assert devices.can_pin() == pins

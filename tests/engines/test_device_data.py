@@ -54,3 +54,11 @@ def test_only_batches_that_are_rows_of_tensors_are_placed(monkeypatch: pytest.Mo
     transformed = TensorBatches((x,), None, changed)
     assert data.placed(transformed) is transformed
     assert DeviceData(torch.device("cpu")).placed(rows) is rows
+
+
+def test_a_device_that_has_run_out_of_memory_gets_no_more_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, x, y = DeviceData(torch.device("meta")), torch.zeros(2), torch.zeros(2)
+    monkeypatch.setattr(data, "free", lambda: 10**6)
+    assert data.of((x,))[0] is not x
+    data.give_up()
+    assert data.of((x, y)) == (x, y)
