@@ -62,7 +62,7 @@ def test_neither_indices_nor_labels_change(shift):
     plain, shifted = cut(shift.partition), cut(shift)
     assert all(torch.equal(a, b) for a, b in zip(shift(LABELS), shift.partition(LABELS), strict=True))
     assert plain.known_sizes == shifted.known_sizes
-    assert skew_table(plain) == skew_table(shifted)
+    assert vars(skew_table(plain)) == vars(skew_table(shifted))  # dictionaries take nan for itself
     for client in plain.ids:
         assert [int(y) for _, y in shifted.dataset(client)] == [int(y) for _, y in plain.dataset(client)]
 
@@ -331,7 +331,7 @@ def test_a_configuration_names_it():
         "lightning_fed.data.Digits", partition={"class_path": "lightning_fed.data.FeatureShift", "init_args": shift}
     )
     assert repr(made.partition) == repr(FeatureShift(Iid(7), rotation=[0, 90], noise=0.1))
-    assert skew_table(made) == skew_table(Digits(partition=Iid(7)))
+    assert vars(skew_table(made)) == vars(skew_table(Digits(partition=Iid(7))))
 
 
 TOKENS = TensorDataset(torch.zeros(4, 9, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
