@@ -71,6 +71,9 @@ def server_app(
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         end_with(STARTED_BY)  # Flower itself lets it wait for a SuperLink that has ended, which may never come back
+        deploy = logging.getLogger("lightning_fed.deploy")
+        deploy.setLevel(logging.INFO)
+        deploy.handlers, deploy.propagate = _log.handlers, False  # so `flwr log` shows it
         ids: Any = called(client_ids)() if callable(client_ids) or isinstance(client_ids, str) else client_ids
         val = None if make_val is None else called(make_val)()
         phase_timeout, ask_again = (seconds(context.run_config, name) for name in DEFAULTS)
