@@ -80,6 +80,8 @@ def test_a_killed_site_with_a_key_comes_back_after_a_minute_and_nobody_has_its_c
         for site in SITES:
             flower.flwr("supernode", "register", str(keys / f"{site}.pub"), "here")
         assert all(flower.is_admitted(number) for number in (3, 0, 1, 2))
+        authority = str(keys / "ca.crt")
+        assert example("healthcheck").is_healthy(f"https://localhost:{flower.port}/health", authority)
         run, checkpoint = flower.submit(app), flower.folder / "last.ckpt"
         wait_for(flower, run, checkpoint.is_file)
         flower.supernodes[0].kill()
