@@ -1,6 +1,7 @@
 """Lightning's DDP without its wrapper: processes that share the clients of a round, or the batches of each client."""
 
 import atexit
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 from torch.optim import Optimizer
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import _sync_module_states
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.strategies.addresses import check_addresses
 from lightning_fed.strategies.peers import NO_PEERS, Peers, kept_under_test
 from lightning_fed.strategies.shared_memory import SharedMemory
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
@@ -35,11 +38,25 @@ class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
     def setup_distributed(self) -> None:
         """Find the other processes, and leave them before Python ends."""
         was_there = dist.is_initialized()
-        with kept_under_test():
+        with kept_under_test(), self._checked_addresses(is_due=not was_there):
             super().setup_distributed()
         if not was_there:
             atexit.register(_leave_group)
         self.peers = Peers.meet(self.global_rank, self.world_size)
+
+    @contextmanager
+    def _checked_addresses(self, is_due: bool) -> Iterator[None]:
+        """Refuse gloo's addresses if machines do not reach each other by them, before it waits."""
+        environment = self.cluster_environment
+        if not is_due or self.num_nodes == 1 or environment is None or "gloo" not in self._get_process_group_backend():
+            yield
+            return
+        self.set_world_ranks()
+        os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
+        timeout = default_pg_timeout if self._timeout is None else self._timeout
+        store, rank, size = next(rendezvous("env://", self.global_rank, self.world_size, timeout=timeout))
+        check_addresses(dist.PrefixStore("lightning_fed", store), rank, size)
+        yield  # the store stays until the process group has its own
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the connections to other processes, which a copy makes for itself."""
