@@ -7,8 +7,7 @@ from typing import Any
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.message import shown
-from lightning_fed.deploy.reply_checks import MOST
+from lightning_fed.deploy.message import is_count, shown
 
 __all__ = ["Announced", "Announcements"]
 
@@ -43,25 +42,22 @@ class Announcements:
 
     def take(self, client_id: ClientId, header: Mapping[str, Any]) -> None:
         """Take in a client's hello; one that was absent counts from :meth:`admit` on."""
-        counts = {}
-        for name in ("size", "batches", "val_size"):
-            value = header.get(name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
+        counts = {name: header.get(name) for name in ("size", "batches", "val_size")}
+        for name, value in counts.items():
+            if not is_count(value):
                 raise FederatedError(f"The reply of client {client_id!r} says that its {name} is {shown(value)}.")
-            counts[name] = value
         if self._max_examples is not None and counts["size"] > self._max_examples:
             raise FederatedError(
                 f"The reply of client {client_id!r} says that it has {counts['size']:,} examples, more than"
                 f" max_examples={self._max_examples:,} allows: its weight would be as large."
             )
         batch_size = header.get("batch_size")
-        is_size = isinstance(batch_size, int) and 1 <= batch_size <= MOST
         if self._batch_size is not None and batch_size != self._batch_size:
             raise FederatedError(
                 f"The site of client {client_id!r} has batch_size={shown(batch_size)}, and the run's is"
                 f" {self._batch_size}. Give its data module the run's, or leave batch_size unset for the run."
             )
-        found = Announced(**counts, batch_size=batch_size if is_size else None)
+        found = Announced(**counts, batch_size=batch_size if is_count(batch_size, 1) else None)
         (self._late if client_id in self.absent else self.known)[client_id] = found
 
     def close(self) -> None:

@@ -17,28 +17,18 @@ from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.prepared import personal_names
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["check_facts", "check_new", "check_single", "facts_of", "optimizer_facts"]
+__all__ = ["check_facts", "check_single", "facts_of", "optimizer_facts"]
 
 _LIBRARIES = ("version of Lightning", "version of PyTorch")
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # options of optimizers that change speed alone
 _log = logging.getLogger("lightning_fed.deploy.site")
 
 
-def check_single(trainer: Any, need: str) -> None:
-    """Refuse a trainer of several processes."""
-    if trainer.world_size > 1:
-        raise _other(need, f"{trainer.world_size} processes")
-
-
-def check_new(trainer: Any, need: str) -> None:
-    """Refuse a trainer of several processes, and one that has run rounds."""
-    check_single(trainer, need)
-    if rounds := trainer.fit_loop.round:
-        raise _other(need, f"{rounds} rounds done")
-
-
-def _other(need: str, found: str) -> FederatedError:
-    return FederatedError(f"{need}, found {found}. Make a new FederatedTrainer with devices=1.")
+def check_single(trainer: Any, need: str, rounds: int = 0) -> None:
+    """Refuse a trainer of several processes, and one that has run rounds, if they are given."""
+    if trainer.world_size > 1 or rounds:
+        found = f"{trainer.world_size} processes" if trainer.world_size > 1 else f"{rounds} rounds done"
+        raise FederatedError(f"{need}, found {found}. Make a new FederatedTrainer with devices=1.")
 
 
 def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
@@ -112,7 +102,7 @@ def check_facts(mine: Mapping[str, str], servers: Mapping[str, str], client: obj
 
 
 def _plain(options: Mapping[str, Any]) -> str:
-    """Return options as text: numbers, texts and sequences of them, and of anything else the kind."""
+    """Return options as text: plain values as they are, and of anything else the kind."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Tensor) and value.numel() == 1:

@@ -12,7 +12,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.partitions.partition import check_client_ids
-from lightning_fed.deploy.message import MEASURE, Message, shown
+from lightning_fed.deploy.message import MEASURE, Message, is_count, shown
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Task
 from lightning_fed.settings.settings import Settings
 
@@ -119,6 +119,7 @@ class TaskChecks:
 
 
 def _check_int(who: str, name: str, value: Any, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        bounds = f"this site takes a whole number from {least} to {most}"
-        raise FederatedError(f"{who} has {name} = {shown(value)}: {bounds}.")
+    if not is_count(value, least, most):
+        raise FederatedError(
+            f"{who} has {name} = {shown(value)}: this site takes a whole number from {least} to {most}."
+        )
