@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
 
 def is_plain_sgd(optimizer: Optimizer) -> bool:
     """Whether every step is exactly ``y <- y - lr * g`` (coupled weight decay aside)."""
-    return type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
+    return type(optimizer) is torch.optim.SGD and not any(map(itemgetter("momentum"), optimizer.param_groups))
 
 
 @contextmanager

@@ -103,6 +103,8 @@ class ClientGradients:
     def check(self) -> None:
         """Read the norms of gradients that were taken; refuse one that is not finite."""
         unread, self._unread = self._unread, []
+        if not unread:
+            return
         numbers = iter(numbers_of([norm for _, _, norms in unread for norm in norms.values()]))
         for who, number, norms in unread:
             found = {point: next(numbers) for point in norms}
