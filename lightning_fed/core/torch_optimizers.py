@@ -41,9 +41,6 @@ def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
     Args:
         optimizer: The optimizer.
         role: What it is for, as the error names it.
-
-    Raises:
-        FederatedError: For LBFGS, SparseAdam, ASGD, Rprop, and for ``maximize=True``.
     """
     for cls in type(optimizer).__mro__:
         if cls.__name__ in _UNSUPPORTED and cls.__module__.startswith("torch.optim"):

@@ -85,11 +85,7 @@ class RunState:
 
     @property
     def server(self) -> Server:
-        """The server's side of the run.
-
-        Raises:
-            FederatedError: If there is none; see :attr:`FederatedLoop.state`.
-        """
+        """The server's side of the run."""
         if self._server is None:
             self.check_is_here("The server state")
             raise FederatedError(
@@ -112,11 +108,7 @@ class RunState:
         return self.clients.engine
 
     def check_is_here(self, what: str) -> None:
-        """Refuse to return a state that ended with the processes that held it.
-
-        Raises:
-            FederatedError: Naming the state, and how to get it.
-        """
+        """Refuse to return a state that ended with the processes that held it."""
         if self._rounds_elsewhere:
             raise FederatedError(
                 f"{what} after round {self._rounds_elsewhere - 1} has ended with the processes that the trainer"
@@ -142,11 +134,7 @@ class RunState:
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last completed round, with client states on rank zero, or where they are on disk.
-
-        Raises:
-            FederatedError: In the middle of a round of several processes, which are at different clients then.
-        """
+        """Return the state after the last completed round, with client states on rank zero, or their place on disk."""
         if self._checkpoint is not None:  # nothing has run since it was loaded
             return {**self._checkpoint, "client_states": self.client_states.copied(self._checkpoint)}
         if self._server is None:
@@ -188,11 +176,7 @@ class RunState:
     # ------------------------------------------------------------------ clients
 
     def connect_clients(self) -> None:
-        """Let the data module connect to clients that are elsewhere, and read who the clients are.
-
-        Raises:
-            FederatedError: If a run would go on here whose clients keep their states elsewhere.
-        """
+        """Let the data module connect to clients that are elsewhere, and read who the clients are."""
         self._elsewhere = self.trainer.datamodule.connect_clients()
         if self._elsewhere is None:
             if versions := self.sites.get("versions"):
