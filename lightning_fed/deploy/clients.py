@@ -11,7 +11,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import DummyLogger, TrainerFn, TrainerState, call
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
-from lightning_fed.deploy.facts import check_new
+from lightning_fed.deploy.facts import check_new, optimizer_facts
 from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import PERSONAL, ClientStates, ExpectedState
@@ -59,6 +59,7 @@ class ClientsOutsideFit:
             self.close()
             raise
         flat = self.prepared.flat
+        self.optimizer_facts = optimizer_facts(trainer)
         self.device, self.buffers = flat.y.device, self.prepared.buffers.read()
         self._personal = flat.personal.clone()  # of a new client
         self.start = flat.y.clone()  # x^0, if the module here began as the server's

@@ -22,6 +22,7 @@ from lightning_fed.deploy.flower.resident import (
     end_with,
     log_of,
     named,
+    open_log,
     socket_of,
     spec_of,
     state_dir_of,
@@ -138,10 +139,7 @@ class SiteProcess:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         self.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        log = log_of(self.state_dir)
-        if log.is_file():
-            os.replace(log, log.with_suffix(".log.1"))
-        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+        with open(open_log(self.state_dir), "wb") as out:
             process = subprocess.Popen(  # noqa: S603  # this very interpreter
                 [sys.executable, "-c", _MAIN],
                 stdin=subprocess.PIPE,

@@ -37,6 +37,7 @@ __all__ = [
     "log_of",
     "main",
     "named",
+    "open_log",
     "socket_of",
     "spec_of",
     "state_dir_of",
@@ -44,6 +45,7 @@ __all__ = [
 
 _IDLE = 3600.0  # seconds without a task after which it ends
 _PATIENCE = 60.0  # seconds in which a predecessor is to end
+_LOG_SIZE = 10 * 2**20  # bytes
 
 STARTED_BY = os.getppid()
 """The process that has started this one; of an orphan, the system's first one, if it was one already."""
@@ -87,7 +89,7 @@ class Resident:
                 listener.settimeout(_IDLE)
                 print(f"Process {os.getpid()} answers for {self.spec['node_config']['client-id']}.", flush=True)
                 while self._serve_one(listener):
-                    pass
+                    self._renew_log()
                 self.socket.unlink(missing_ok=True)
             self._leave()
 
@@ -135,6 +137,15 @@ class Resident:
             self._site = FederatedSite(*made, clients_of(node_config), self.state_dir)
         return self._site
 
+    def _renew_log(self) -> None:
+        """Begin a new log if this process writes to one that has become long."""
+        path, now = log_of(self.state_dir), os.fstat(1)
+        if now.st_size > _LOG_SIZE and path.is_file() and os.path.samestat(now, path.stat()):
+            log = open_log(self.state_dir)
+            for stream in (1, 2):
+                os.dup2(log, stream)
+            os.close(log)
+
     def _leave(self) -> None:
         site, self._site = self._site, None
         if site is not None:
@@ -152,6 +163,14 @@ def spec_of(values: Mapping[str, Any]) -> bytes:
 def log_of(state_dir: Path) -> Path:
     """Return the file that takes what a site's process prints."""
     return state_dir / "site.log"
+
+
+def open_log(state_dir: Path) -> int:
+    """Open a new log, which is for this user alone; the one before stays as ``site.log.1``."""
+    log = log_of(state_dir)
+    if log.is_file():
+        os.replace(log, log.with_suffix(".log.1"))
+    return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def server_app(
     checkpoint: str | Path,
     make_val: Maker | None = None,
     max_examples: int | None = None,
+    owners: Mapping[ClientId, str | PathLike[str]] | None = None,
+    batch_size: int | None = None,
 ) -> ServerApp:
     """Return the ServerApp of a run.
 
@@ -54,6 +57,10 @@ def server_app(
             the SuperLink was started.
         make_val: Makes the server's own validation set.
         max_examples: As for :class:`lightning_fed.deploy.RemoteClients`.
+        owners: The file of a public key for each client that only the SuperNode with this key may have, such as
+            ``{"bank": "bank.pub"}``. Relative paths are as for ``checkpoint``. A client without one belongs to the
+            first SuperNode that names it, for as long as that one is there.
+        batch_size: As for :class:`lightning_fed.deploy.RemoteClients`.
 
     Example::
 
@@ -64,11 +71,14 @@ def server_app(
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         end_with(STARTED_BY)  # Flower itself lets it wait for a SuperLink that has ended, which may never come back
+        deploy = logging.getLogger("lightning_fed.deploy")
+        deploy.setLevel(logging.INFO)
+        deploy.handlers, deploy.propagate = _log.handlers, False  # so `flwr log` shows it
         ids: Any = called(client_ids)() if callable(client_ids) or isinstance(client_ids, str) else client_ids
         val = None if make_val is None else called(make_val)()
         phase_timeout, ask_again = (seconds(context.run_config, name) for name in DEFAULTS)
-        transport = FlowerTransport(grid, ids, phase_timeout, ask_again)
-        clients = RemoteClients(transport, ids, val=val, max_examples=max_examples)
+        transport = FlowerTransport(grid, ids, phase_timeout, ask_again, owners)
+        clients = RemoteClients(transport, ids, val, max_examples, batch_size)
         fit(called(make_trainer)(), called(make_model)(), clients, Path(checkpoint).absolute())
 
     return app

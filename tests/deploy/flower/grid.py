@@ -107,8 +107,16 @@ class SitesHere:
         cls.open = {}
 
 
-def run(grid: NodesHere, checkpoint: Path, timeout: float = 600.0, ask_again: float = 0.0, **trainer: Any) -> Any:
-    module, clients = model(), RemoteClients(FlowerTransport(grid, range(4), timeout, ask_again), range(4))
+def run(
+    grid: NodesHere,
+    checkpoint: Path,
+    timeout: float = 600.0,
+    ask_again: float = 0.0,
+    owners: Mapping[Any, Path] | None = None,
+    **trainer: Any,
+) -> Any:
+    transport = FlowerTransport(grid, range(4), timeout, ask_again, owners)
+    module, clients = model(), RemoteClients(transport, range(4))
     server.fit(make_trainer("Scaffold ii", **trainer), module, clients, checkpoint)
     return module
 
