@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 
-from tests.deploy.flower.task import DATA, NAMES
+from tests.deploy.task import DATA, NAMES
 
 ROOT = Path(__file__).parents[3]
 
