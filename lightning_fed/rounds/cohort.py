@@ -64,7 +64,7 @@ class CohortSampling:
         if algorithm.needs_everyone:
             self._check_everyone(members, round)
         gradient_members: Sequence[Participant] = ()
-        if algorithm.full_grad_at:
+        if algorithm.full_grad_at and algorithm.full_grad_readers(round) != "nobody":
             gradient_members = members
             if algorithm.grad_cohort != "same":
                 seed = derive_seed(self.seed, Purpose.GRADIENT_COHORT)
