@@ -25,7 +25,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "nvflare":
             raise
-        raise ModuleNotFoundError('NVFlare is missing: pip install "lightning_fed[nvflare]".', name="nvflare") from error
+        why = 'NVFlare is missing: pip install "lightning_fed[nvflare]".'
+        raise ModuleNotFoundError(why, name="nvflare") from error
     globals()[name] = value
     return value
 
